@@ -1,0 +1,395 @@
+"""The cases: what is prepared, who takes part, and what is timed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import device, histories, machine, rivals
+from bench.measure import Participant, Result, Sample, interleave, tell
+
+VARIANTS = ("none", "fast")
+LS_PROGRAM = "import sys; from ckstore.cli.main import main; sys.exit(main())"
+
+
+@dataclass
+class Bench:
+    """What the command line asked for, and the state that all cases share."""
+
+    folder: Path
+    cache: Path
+    nbytes: int
+    rounds: int
+    is_small: bool
+    count: int
+    tools: list[str] | None
+
+    @cached_property
+    def donors(self) -> histories.Donors:
+        """The values that states are made of."""
+        return histories.synthetic_donors() if self.is_small else histories.trained_donors(self.cache)
+
+    @cached_property
+    def state(self) -> histories.State:
+        """The state that is saved, of the asked size."""
+        tell(f"making a state of {self.nbytes / 1e9:.2f} GB")
+        return histories.gpt_state(self.nbytes, donors=self.donors)
+
+    @cached_property
+    def rivals(self) -> rivals.Rivals:
+        """The tools that work here."""
+        trial = histories.gpt_state(8_000_000, donors=histories.synthetic_donors())
+        return rivals.find(trial, self.folder, self.tools)
+
+    def result(self, case: str, unit: str, *, is_higher_better: bool) -> Result:
+        """Start the result of a case with the setting it runs under."""
+        state_nbytes = histories.nbytes_of(self.state)
+        tensor_count = sum(1 for _ in histories.tensors_of(self.state))
+        values = "synthetic" if self.is_small else "trained"
+        setting = {"state_nbytes": state_nbytes, "tensors": tensor_count, "rounds": self.rounds, "values": values}
+        return Result(case, unit, is_higher_better, setting=setting)
+
+    @cached_property
+    def has_ckstore(self) -> str | None:
+        """Why ckstore cannot take part, or None."""
+        try:
+            open_store(self.folder / "trial-ckstore", "none").close()
+        except Exception as error:
+            # The bench of the others is worth having while the store is being built.
+            return f"{type(error).__name__}: {error}"
+        finally:
+            machine.remove_tree(self.folder / "trial-ckstore")
+        return None
+
+
+def open_store(folder: Path, compression: str) -> Any:
+    """Open a store with a policy that differs from the default in its compression only."""
+    import ckstore
+
+    options: dict[str, Any] = {"compression": compression}
+    return ckstore.open(str(folder), run="main", policy=ckstore.Policy(**options))
+
+
+def gigabytes_per_second(nbytes: int, seconds: float) -> float:
+    """Return a speed in 10^9 bytes a second."""
+    return nbytes / 1e9 / seconds
+
+
+def _facts_of(receipt: Any) -> dict[str, object]:
+    return {
+        "bytes_state": receipt.bytes_state,
+        "bytes_written": receipt.bytes_written,
+        "chunks_new": receipt.chunks_new,
+        "chunks_reused": receipt.chunks_reused,
+        "stages": dict(receipt.seconds),
+        "engine": str(receipt.engine),
+    }
+
+
+def commit_durable(bench: Bench) -> Result:
+    """Save the whole state, new to the store, until it would survive a power cut."""
+    result = bench.result("commit_durable", "GB/s", is_higher_better=True)
+    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    result.unusable |= bench.rivals.unusable
+    buffers = device.Buffers()
+
+    def on_device() -> Sample:
+        ways = device.best_write(folder, nbytes, buffers)
+        os.sync()
+        speeds = {name: gigabytes_per_second(nbytes, seconds) for name, seconds in ways.items()}
+        return Sample(max(speeds.values()), {"ways": speeds})
+
+    def by(rival: rivals.Rival) -> Participant:
+        def run() -> Sample:
+            place = folder / "rival"
+            place.mkdir()
+            began = time.perf_counter()
+            rival.save(state, place)
+            seconds = time.perf_counter() - began
+            written = machine.tree_nbytes(place)
+            machine.remove_tree(place)
+            return Sample(gigabytes_per_second(nbytes, seconds), {"seconds": seconds, "bytes_written": written})
+
+        return run
+
+    def by_ckstore(compression: str) -> Participant:
+        def run() -> Sample:
+            place = folder / "store"
+            began = time.perf_counter()
+            with open_store(place, compression) as store:
+                opened = time.perf_counter()
+                receipt = store.commit(state, 1)
+                seconds = time.perf_counter() - opened
+            machine.remove_tree(place)
+            facts = {"seconds": seconds, "open_seconds": opened - began, **_facts_of(receipt)}
+            return Sample(gigabytes_per_second(nbytes, seconds), facts)
+
+        return run
+
+    machine.check_space(folder, int(2.5 * nbytes))
+    participants: dict[str, Participant] = {"device": on_device}
+    participants |= {rival.name: by(rival) for rival in bench.rivals.usable}
+    return _with_ckstore(bench, result, participants, {f"ckstore {name}": by_ckstore(name) for name in VARIANTS})
+
+
+def restore_cold(bench: Bench) -> Result:
+    """Bring the whole state back after the caches were dropped, and compare it with what was saved."""
+    result = bench.result("restore_cold", "GB/s", is_higher_better=True)
+    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    result.unusable |= bench.rivals.unusable
+    machine.check_space(folder, int((len(bench.rivals.usable) + len(VARIANTS) + 2) * nbytes))
+    into, buffers = histories.blank_like(state), device.Buffers()
+    raw = folder / "device.bin"
+    device.write_durably(raw, nbytes, device.by_threads(buffers, 8))
+
+    def on_device() -> Sample:
+        machine.make_cold(folder)
+        ways = device.best_read(raw, nbytes, buffers)
+        speeds = {name: gigabytes_per_second(nbytes, seconds) for name, seconds in ways.items()}
+        return Sample(max(speeds.values()), {"ways": speeds})
+
+    def timed(place: Path, load: Callable[[], Any]) -> Participant:
+        def run() -> Sample:
+            histories.clear(into)
+            machine.make_cold(place)
+            began = time.perf_counter()
+            loaded = load()
+            seconds = time.perf_counter() - began
+            if not histories.is_same(state, loaded):
+                raise AssertionError("what was loaded is not what was saved")
+            return Sample(gigabytes_per_second(nbytes, seconds), {"seconds": seconds})
+
+        return run
+
+    participants: dict[str, Participant] = {"device": on_device}
+    for rival in bench.rivals.usable:
+        place = folder / f"saved-{rival.name}"
+        place.mkdir()
+        rival.save(state, place)
+        participants[rival.name] = timed(place, partial(rival.load, place, into))
+    mine: dict[str, Participant] = {}
+    for compression in VARIANTS if bench.has_ckstore is None else ():
+        place = folder / f"saved-ckstore-{compression}"
+        with open_store(place, compression) as store:
+            store.commit(state, 1)
+
+        mine[f"ckstore {compression}"] = timed(place, partial(_restore, place, compression))
+        mine[f"ckstore {compression}, into="] = timed(place, partial(_restore, place, compression, into))
+    result.notes.append("ckstore's time includes opening the store; rivals that load in place get existing tensors")
+    try:
+        return _with_ckstore(bench, result, participants, mine)
+    finally:
+        for place in folder.glob("saved-*"):
+            machine.remove_tree(place)
+        raw.unlink()
+
+
+def _restore(place: Path, compression: str, into: Any = None) -> Any:
+    with open_store(place, compression) as store:
+        return store.restore() if into is None else store.restore(into=into)
+
+
+def peak_memory(bench: Bench) -> Result:
+    """Measure what a save, and then a load into the living state, needs beyond that state."""
+    result = Result("peak_memory", "MiB", is_higher_better=False)
+    result.setting = {"state_nbytes": histories.nbytes_of(bench.state), "rounds": bench.rounds}
+    del bench.state
+    result.unusable |= bench.rivals.unusable
+    names = [rival.name for rival in bench.rivals.usable]
+    if bench.has_ckstore is None:
+        names += [f"ckstore {name}" for name in VARIANTS]
+    else:
+        result.unusable["ckstore"] = bench.has_ckstore
+    if not bench.is_small:
+        histories.trained_run(bench.cache)
+
+    def in_process(name: str) -> Participant:
+        command = [sys.executable, "-m", "bench.memory", "--tool", name, "--size", str(bench.nbytes)]
+        command += ["--dir", str(bench.folder), "--cache", str(bench.cache)] + (["--small"] if bench.is_small else [])
+
+        def run() -> Sample:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+            found = json.loads(done.stdout.splitlines()[-1])
+            return Sample(found["save"], {"load": found["load"]})
+
+        return run
+
+    interleave(result, {name: in_process(name) for name in names}, bench.rounds)
+    # Both phases were measured by one process; each becomes a row.
+    for name, samples in list(result.samples.items()):
+        result.samples[f"{name}: save"] = [Sample(sample.value) for sample in samples]
+        result.samples[f"{name}: load"] = [Sample(float(str(sample.facts["load"]))) for sample in samples]
+        del result.samples[name]
+    result.notes.append("VmHWM of the process beyond its resident size before; the page cache is not counted")
+    return result
+
+
+def commit_unchanged(bench: Bench) -> Result:
+    """Commit a state that the store has already: nothing is left but hashing it."""
+    result = bench.result("commit_unchanged", "GB/s", is_higher_better=True)
+    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    threads = len(os.sched_getaffinity(0))
+    arrays = [tensor.numpy() for _, tensor in histories.tensors_of(state)]
+
+    def hashing() -> Sample:
+        return Sample(gigabytes_per_second(nbytes, device.hash_seconds(arrays, threads)))
+
+    participants: dict[str, Participant] = {f"BLAKE3 on {threads} threads": hashing}
+    if bench.has_ckstore is not None:
+        return _with_ckstore(bench, result, participants, {})
+    machine.check_space(folder, int(2.5 * nbytes))
+    with open_store(folder / "store", "fast") as store:
+        steps = itertools.count(1)
+        store.commit(state, next(steps))
+
+        def again() -> Sample:
+            began = time.perf_counter()
+            receipt = store.commit(state, next(steps))
+            seconds = time.perf_counter() - began
+            return Sample(gigabytes_per_second(nbytes, seconds), {"seconds": seconds, **_facts_of(receipt)})
+
+        _with_ckstore(bench, result, participants, {"ckstore fast": again})
+    machine.remove_tree(folder / "store")
+    return result
+
+
+def _many_commits(bench: Bench, place: Path) -> list[float]:
+    """Make a store with many checkpoints of a small state of which one tensor changes; return seconds of each."""
+    state = histories.gpt_state(1_000_000, donors=histories.synthetic_donors())
+    changing = next(tensor for _, tensor in histories.tensors_of(state))
+    seconds = []
+    with open_store(place, "fast") as store:
+        for step in range(bench.count):
+            changing.add_(1e-3)
+            began = time.perf_counter()
+            store.commit(state, step, metrics={"loss": 1.0 / (step + 1)})
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def ls_1000(bench: Bench) -> Result:
+    """List a store of a thousand checkpoints in a new process, beside the bare interpreter."""
+    result = Result("ls_1000", "s", is_higher_better=False)
+    result.setting = {"checkpoints": bench.count, "rounds": bench.rounds}
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore ls"] = bench.has_ckstore
+        return result
+    place = bench.folder / "store"
+    _many_commits(bench, place)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+    def timed(*words: str) -> Participant:
+        def run() -> Sample:
+            began = time.perf_counter()
+            command = [sys.executable, *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+            seconds = time.perf_counter() - began
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip()[-200:])
+            return Sample(seconds, {"output_lines": done.stdout.count("\n")})
+
+        return run
+
+    participants = {
+        "python -c pass": timed("-c", "pass"),
+        "ckstore ls": timed("-c", LS_PROGRAM, "ls", str(place)),
+        "ckstore ls --json": timed("-c", LS_PROGRAM, "ls", str(place), "--json"),
+    }
+    interleave(result, participants, bench.rounds)
+    machine.remove_tree(place)
+    return result
+
+
+def history_growth(bench: Bench) -> Result:
+    """Look whether a commit gets slower as the history behind it gets longer."""
+    result = Result("history_growth", "ms", is_higher_better=False)
+    result.setting = {"checkpoints": bench.count, "state": "1 MB in 294 tensors, one of them changed"}
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore"] = bench.has_ckstore
+        return result
+    place = bench.folder / "store"
+    seconds = _many_commits(bench, place)
+    part = max(1, min(50, bench.count // 4))
+    parts = {"first": seconds[1 : part + 1], "middle": _middle(seconds, part), "last": seconds[-part:]}
+    for name, some in parts.items():
+        result.samples[f"ckstore, {name} {part} commits"] = [Sample(1e3 * value) for value in some]
+    result.setting["bytes_in_store"] = machine.tree_nbytes(place)
+    growth = statistics.median(parts["last"]) / statistics.median(parts["first"])
+    result.notes.append(f"median of the last {part} commits / of the first {part}: {growth:.2f}")
+    machine.remove_tree(place)
+    return result
+
+
+def _middle(values: list[float], part: int) -> list[float]:
+    begin = (len(values) - part) // 2
+    return values[begin : begin + part]
+
+
+def stored_real(bench: Bench) -> Result:
+    """Store successive states of a real training run; report bytes written per byte of state."""
+    import zstandard
+
+    result = Result("stored_real", "stored bytes / state bytes", is_higher_better=False)
+    result.setting = {"run": "10.8 M parameters, AdamW, fp32, from step 300", "every": 1, "commits": bench.rounds}
+    stores: dict[str, Any] = {}
+    if bench.has_ckstore is None:
+        stores = {name: open_store(bench.folder / f"real-{name}", name) for name in ("none", "fast", "best")}
+    else:
+        result.unusable["ckstore"] = bench.has_ckstore
+    for step, state in histories.training_history(bench.cache, commits=bench.rounds, every=1):
+        nbytes = histories.nbytes_of(state)
+        coder = zstandard.ZstdCompressor(level=3, threads=len(os.sched_getaffinity(0)))
+        began = time.perf_counter()
+        flat = [tensor.detach().contiguous().reshape(-1) for _, tensor in histories.tensors_of(state)]
+        coded = sum(len(coder.compress(tensor.view(torch.uint8).numpy().data)) for tensor in flat)
+        sample = Sample(coded / nbytes, {"seconds": time.perf_counter() - began})
+        result.samples.setdefault("zstd -3", []).append(sample)
+        for name, store in stores.items():
+            began = time.perf_counter()
+            receipt = store.commit(state, step)
+            facts = {"seconds": time.perf_counter() - began, **_facts_of(receipt)}
+            result.samples.setdefault(f"ckstore {name}", []).append(Sample(receipt.bytes_written / nbytes, facts))
+            tell(f"  step {step}  ckstore {name}: {receipt.bytes_written / nbytes:.3f}")
+    for name, store in stores.items():
+        store.close()
+        machine.remove_tree(bench.folder / f"real-{name}")
+    return result
+
+
+def _with_ckstore(
+    bench: Bench, result: Result, participants: dict[str, Participant], mine: dict[str, Participant]
+) -> Result:
+    """Run the rounds with ckstore last, and compare it with everybody else."""
+    others = list(participants)
+    if bench.has_ckstore is None:
+        participants = participants | mine
+    else:
+        result.unusable["ckstore"] = bench.has_ckstore
+    interleave(result, participants, bench.rounds)
+    result.add_ratios(list(mine), others)
+    return result
+
+
+CASES: dict[str, Callable[[Bench], Result]] = {
+    "commit_durable": commit_durable,
+    "restore_cold": restore_cold,
+    "peak_memory": peak_memory,
+    "commit_unchanged": commit_unchanged,
+    "ls_1000": ls_1000,
+    "history_growth": history_growth,
+    "stored_real": stored_real,
+}

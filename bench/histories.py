@@ -1,0 +1,219 @@
+"""States and histories to measure with: one really trained, and large ones made from its values.
+
+- ``trained_run`` trains the byte-level GPT of ``examples/train_gpt.py`` (10.8 M parameters, AdamW, fp32) on
+  the standard library's sources for 300 steps, once, and keeps its state in a cache folder. Its weights,
+  moments and their changes are those of a real run: every *ratio* (bytes stored against bytes of state) is
+  measured on it and on nothing else.
+- ``gpt_state`` has the names and shapes of a GPT of twelve layers with a vocabulary of 16,384, in any size,
+  for measuring *speed*. Each tensor is filled from the trained tensor of the same kind and role (weight, first
+  or second moment) of one of its layers: repeated from a random place on, and every element multiplied by a
+  random factor within 1/16 of one. Exponents, signs and exact zeros thus keep their statistics, which is what
+  a codec's speed depends on, while the low mantissa bits of every repetition differ, so that no two chunks
+  are equal and no match finder sees a repetition. The bytes stored from it are *not* a ratio to quote.
+- ``synthetic_donors`` stands in for the trained values where training is not wanted (``--small``, tests).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from examples.train_gpt import Settings, Trainer
+
+State = dict[str, Any]
+Donors = dict[tuple[str, str], list[np.ndarray]]
+"""(kind of tensor, role) -> values of every layer that has one."""
+
+TRAINED = Settings(layers=6, width=384, heads=6, horizon=2000, threads=max(1, len(os.sched_getaffinity(0))))
+TRAINED_STEPS = 300
+LAYERS = 12
+VOCABULARY = 16_384
+WINDOW = 1024
+ROLES = ("weight", "exp_avg", "exp_avg_sq")
+JITTER = 1 / 16
+BLOCK = 1 << 20
+
+
+def trained_run(cache: Path, *, tell: Callable[[str], None] = print) -> Trainer:
+    """Return a trainer after 300 real steps, trained now (a few minutes) or taken from the cache."""
+    path = cache / f"gpt-{TRAINED.layers}x{TRAINED.width}-{TRAINED_STEPS}.pt"
+    trainer = Trainer(TRAINED)
+    if path.exists():
+        trainer.load(torch.load(path, weights_only=False))
+        return trainer
+    tell(f"training a GPT for {TRAINED_STEPS} steps, once; its state goes to {path}")
+    while trainer.step_done < TRAINED_STEPS:
+        loss = trainer.train_one_step()
+        if trainer.step_done % 50 == 0:
+            tell(f"  step {trainer.step_done}: loss {loss:.3f}")
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / ".gitignore").write_text("*\n")
+    draft = path.with_suffix(".draft")
+    torch.save(trainer.state(), draft)
+    draft.replace(path)
+    return trainer
+
+
+def training_history(cache: Path, *, commits: int, every: int) -> Iterator[tuple[int, State]]:
+    """Yield (step, state) of a real run that trains on between commits."""
+    trainer = trained_run(cache)
+    for _ in range(commits):
+        yield trainer.step_done, trainer.state()
+        for _ in range(every):
+            trainer.train_one_step()
+
+
+def trained_donors(cache: Path) -> Donors:
+    """Return the values of the trained run, by kind of tensor and role."""
+    trainer = trained_run(cache)
+    moments = trainer.optimizer.state_dict()["state"]
+    donors: Donors = {}
+    for number, (name, parameter) in enumerate(trainer.model.named_parameters()):
+        roles = {"weight": parameter.detach(), **{role: moments[number][role] for role in ROLES[1:]}}
+        for role, values in roles.items():
+            donors.setdefault((_kind_of(name), role), []).append(values.numpy().reshape(-1).copy())
+    return donors
+
+
+def synthetic_donors(seed: int = 0) -> Donors:
+    """Return drawn values whose magnitudes resemble those of a trained run."""
+    rng = np.random.default_rng(seed)
+    donors: Donors = {}
+    for kind in {_kind_of(name) for name in shapes_of(64)}:
+        count = 1 << 16
+        scale = np.exp(rng.normal(-9.0, 1.5, count))
+        weight = rng.normal(1.0 if kind.startswith("ln_") and kind.endswith("weight") else 0.0, 0.03, count)
+        values = (weight, rng.normal(0.0, 1.0, count) * scale, scale**2)
+        for role, drawn in zip(ROLES, values, strict=True):
+            donors[kind, role] = [drawn.astype(np.float32)]
+    return donors
+
+
+def shapes_of(width: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the parameters of a GPT of twelve layers."""
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (VOCABULARY, width), "wpe.weight": (WINDOW, width)}
+    for layer in range(LAYERS):
+        name = f"h.{layer}."
+        shapes |= {
+            name + "ln_1.weight": (width,),
+            name + "ln_1.bias": (width,),
+            name + "attn.c_attn.weight": (3 * width, width),
+            name + "attn.c_proj.weight": (width, width),
+            name + "ln_2.weight": (width,),
+            name + "ln_2.bias": (width,),
+            name + "mlp.c_fc.weight": (4 * width, width),
+            name + "mlp.c_proj.weight": (width, 4 * width),
+        }
+    return shapes
+
+
+def width_for(nbytes: int) -> int:
+    """Return the width, a multiple of 8, whose state comes nearest to this size."""
+    return min(range(8, 8192, 8), key=lambda width: abs(_state_nbytes(width) - nbytes))
+
+
+def gpt_state(nbytes: int, *, donors: Donors, seed: int = 0) -> State:
+    """Return the training state of a GPT in fp32 with AdamW: 98 parameters and 196 moments, 294 tensors.
+
+    Args:
+        nbytes: Wanted size; the width is chosen to come near it.
+        donors: Where the values come from.
+        seed: Another seed, other bits in every chunk.
+    """
+    shapes = shapes_of(width_for(nbytes))
+    jobs: list[tuple[torch.Tensor, list[np.ndarray], int]] = []
+    model: dict[str, torch.Tensor] = {}
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        made = {role: torch.empty(shape) for role in ROLES}
+        jobs += [(made[role], donors[_kind_of(name), role], len(jobs) + at) for at, role in enumerate(ROLES)]
+        model[name] = made["weight"]
+        moments[number] = {"exp_avg": made["exp_avg"], "exp_avg_sq": made["exp_avg_sq"]}
+
+    def fill(job: tuple[torch.Tensor, list[np.ndarray], int]) -> None:
+        target, layers, number = job
+        _fill(target.numpy().reshape(-1), layers[number % len(layers)], np.random.default_rng((seed, number)))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(fill, jobs))
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": list(range(len(shapes)))}
+    return {"model": model, "optimizer": {"state": moments, "param_groups": [group]}, "step": 1000}
+
+
+def _fill(target: np.ndarray, donor: np.ndarray, rng: np.random.Generator) -> None:
+    position = int(rng.integers(len(donor)))
+    for begin in range(0, len(target), BLOCK):
+        block = target[begin : begin + BLOCK]
+        done = 0
+        while done < len(block):
+            piece = donor[position : position + len(block) - done]
+            block[done : done + len(piece)] = piece
+            done += len(piece)
+            position = (position + len(piece)) % len(donor)
+        factor = rng.random(len(block), dtype=np.float32)
+        factor *= 2 * JITTER
+        factor += 1 - JITTER
+        block *= factor
+
+
+def _kind_of(name: str) -> str:
+    """Return the name of a parameter without the number of its layer."""
+    words = name.split(".")
+    return ".".join(words[2:] if words[0] == "h" else words)
+
+
+def _state_nbytes(width: int) -> int:
+    return 12 * (width * (VOCABULARY + WINDOW) + LAYERS * (12 * width * width + 4 * width))
+
+
+def tensors_of(state: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a nested state with its dotted path."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, child in state.items():
+            yield from tensors_of(child, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, (list, tuple)):
+        for number, child in enumerate(state):
+            yield from tensors_of(child, f"{path}.{number}")
+
+
+def nbytes_of(state: object) -> int:
+    """Return the bytes of all tensors of a state."""
+    return sum(tensor.nbytes for _, tensor in tensors_of(state))
+
+
+def blank_like(state: Any) -> Any:
+    """Return the same structure with zeros in its tensors, every page of which has been touched."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state).fill_(0)
+    if isinstance(state, dict):
+        return {key: blank_like(child) for key, child in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(blank_like(child) for child in state)
+    return state
+
+
+def clear(state: object) -> None:
+    """Set every tensor of a state to zero, so that a load into it has to bring every byte."""
+    for _, tensor in tensors_of(state):
+        tensor.zero_()
+
+
+def is_same(first: object, second: object) -> bool:
+    """Return whether two states have the same tensors under the same paths, bit for bit."""
+    left, right = dict(tensors_of(first)), dict(tensors_of(second))
+    return left.keys() == right.keys() and all(
+        tensor.dtype == right[path].dtype and torch.equal(_bits(tensor), _bits(right[path]))
+        for path, tensor in left.items()
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.int32) if flat.element_size() == 4 else flat.view(torch.uint8)

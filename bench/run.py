@@ -1,0 +1,69 @@
+"""Run named cases, print their tables, and keep their records in ``bench/results``.
+
+    python -m bench.run --case commit_durable
+    python -m bench.run --case commit_durable,restore_cold --size 2e9 --rounds 5 --dir /mnt/disk/bench
+    python -m bench.run --small                        # every case, in seconds: does the bench work?
+
+Cases: commit_durable restore_cold peak_memory commit_unchanged ls_1000 history_growth stored_real.
+What each measures, and what not to read into it, stands in docs/BENCH.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench import measure
+from bench.cases import CASES, Bench
+
+HERE = Path(__file__).resolve().parent
+SMALL_NBYTES = 64_000_000
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases that were asked for; the exit status says whether all of them ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default=None, help="names with commas between them; without it all")
+    parser.add_argument("--size", type=lambda text: int(float(text)), default=2_000_000_000, help="bytes of state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=None, help="an existing folder on the disk to be measured")
+    parser.add_argument("--cache", type=Path, default=Path(".bench-cache"), help="where the trained state is kept")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--tools", default=None, help="rivals that take part, with commas between; without it all")
+    parser.add_argument("--count", type=int, default=1000, help="checkpoints of ls_1000 and history_growth")
+    parser.add_argument("--small", action="store_true", help="a state of 64 MB of drawn values; keeps no record")
+    given = parser.parse_args(arguments)
+    names = list(CASES) if given.case is None else given.case.split(",")
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        parser.error(f"no such case: {', '.join(unknown)} (there are {', '.join(CASES)})")
+    if given.small:
+        given.size, given.rounds, given.count = SMALL_NBYTES, min(given.rounds, 2), min(given.count, 20)
+        names = [name for name in names if name != "stored_real"]
+    given.cache.mkdir(parents=True, exist_ok=True)
+    (given.cache / ".gitignore").write_text("*\n")
+    folder = Path(tempfile.mkdtemp(prefix="ckstore-bench-", dir=given.dir or given.cache))
+    tools = None if given.tools is None else [name for name in given.tools.split(",") if name]
+    bench = Bench(folder, given.cache, given.size, given.rounds, given.small, given.count, tools)
+    has_failed = False
+    try:
+        for name in names:
+            began = time.perf_counter()
+            measure.tell(f"{name}: {(CASES[name].__doc__ or '').strip()}")
+            result = CASES[name](bench)
+            result.setting["case_seconds"] = round(time.perf_counter() - began, 1)
+            measure.show(result)
+            has_failed |= any(who.startswith("ckstore") for who in result.unusable)
+            if not given.small:
+                measure.tell(f"kept in {measure.save(result, given.results, folder)}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if has_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Train, be killed in the middle of a commit, come back, and prove that nothing was lost.
+
+    python examples/demo.py                     # about a minute; the store stays in ./demo-store
+
+1. A *reference* process trains a small GPT and is left in peace.
+2. A *trainer* process does the same and commits its whole state every few steps. In the middle of a commit
+   it is killed with SIGKILL.
+3. A *new* process restores the newest checkpoint and trains on to the end.
+
+Proved, or the exit status is 1: the restored state equals, bit for bit, the last acknowledged one (or the one
+being committed, if that was complete); the losses after it equal those of the reference; and so does the
+whole state at the end: weights, moments, schedule, random number generators, position in the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+RUN = "demo"
+Event = dict[str, Any]
+console = Console(highlight=False)
+
+
+class DemoError(Exception):
+    """A proof failed, or a process did what it should not."""
+
+
+@dataclass
+class Process:
+    """A training process and everything it has said so far."""
+
+    name: str
+    popen: subprocess.Popen[str]
+    events: list[Event] = field(default_factory=list)
+    listener: threading.Thread | None = None
+
+    @classmethod
+    def start(cls, name: str, *arguments: str) -> Process:
+        """Start ``train_gpt.py`` and listen to it on a thread."""
+        command = [sys.executable, str(HERE / "train_gpt.py"), "--events", *arguments]
+        started = cls(name, subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        started.listener = threading.Thread(target=started._listen, daemon=True)
+        started.listener.start()
+        return started
+
+    def _listen(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            # A process that is killed may leave half a line; what it did not finish saying, it did not say.
+            if line.endswith("\n") and line.startswith("{"):
+                self.events.append(json.loads(line))
+
+    def wait(self) -> int:
+        """Wait for its end, read all it has said, and return its exit status."""
+        status = self.popen.wait()
+        assert self.listener is not None
+        self.listener.join()
+        return status
+
+    def kill(self) -> None:
+        """Kill it as a power switch would, without a word."""
+        self.popen.kill()
+        self.wait()
+
+    def said(self, event: str) -> list[Event]:
+        """Return every event of a kind, in order."""
+        return [told for told in list(self.events) if told["event"] == event]
+
+    def losses(self) -> dict[int, str]:
+        """Return the exact loss of each step it has trained."""
+        return {told["step"]: told["loss_hex"] for told in self.said("trained")}
+
+
+def make_way(folder: Path) -> None:
+    """Remove the store of an earlier demo, and nothing that could be anything else."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    entries = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {"?"}
+    runs = {path.name for path in (folder / "manifests").glob("*")}
+    if entries and not ("store.json" in entries and runs <= {RUN}):
+        raise DemoError(f"{folder} is in the way, and is not the store of an earlier demo; move it, or use --store")
+    shutil.rmtree(folder)
+
+
+def files_of(store: Path) -> dict[str, int]:
+    """Return the files of a store with their sizes."""
+    found = {}
+    for root, _, names in os.walk(store):
+        for name in names:
+            path = Path(root) / name
+            # A file may be moved while we look; then it is not there, and that is all.
+            with contextlib.suppress(FileNotFoundError):
+                found[str(path.relative_to(store))] = path.stat().st_size
+    return found
+
+
+def kill_in_commit(trainer: Process, store: Path, *, after_commits: int) -> str | None:
+    """Kill the trainer once its next commit has begun to write; say at which stage, or None if it was too late."""
+
+    def is_between_commits() -> bool:
+        return after_commits <= len(trainer.said("committed")) == len(trainer.said("commit begins"))
+
+    _wait_for(trainer, is_between_commits)
+    # Now it trains; what appears from here on belongs to the next commit.
+    manifests, packs = files_of(store / "manifests").keys(), files_of(store / "packs").keys()
+    acknowledged = len(trainer.said("committed"))
+    _wait_for(trainer, lambda: bool(files_of(store / "packs").keys() - packs))
+    trainer.kill()
+    if len(trainer.said("committed")) > acknowledged:
+        return None
+    step = trainer.said("commit begins")[-1]["step"]
+    return f"step {step}: {_stage_of(store, manifests, packs)}"
+
+
+def _wait_for(trainer: Process, condition: Callable[[], bool]) -> None:
+    while not condition():
+        if trainer.popen.poll() is not None:
+            raise DemoError(f"the trainer ended by itself, with exit status {trainer.wait()}")
+        time.sleep(0.0005)
+
+
+def _stage_of(store: Path, manifests_before: Any, packs_before: Any) -> str:
+    """Say what the dead commit has left behind."""
+    packs = {name: size for name, size in files_of(store / "packs").items() if name not in packs_before}
+    if files_of(store / "manifests").keys() - manifests_before:
+        return "its manifest was there, its receipt was not: published, not acknowledged"
+    if packs:
+        return f"its pack was being written ({sum(packs.values()) / 1e6:.1f} MB of it reserved or there), no manifest"
+    return "nothing of it was on disk yet"
+
+
+def prove(statement: str, is_true: bool, detail: str = "") -> None:
+    """Print what was proved, or end the demo."""
+    console.print(f"  [{'green' if is_true else 'red'}]{'proved' if is_true else 'FAILED'}[/]  {statement}")
+    if not is_true:
+        raise DemoError(f"not true: {statement}. {detail}")
+
+
+def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *, steps: int) -> None:
+    """Hold the resumed run against what was acknowledged, and against the run that was left in peace."""
+    restored = resumed.said("restored")[0]
+    begun = {told["step"]: told["digest"] for process in killed for told in process.said("commit begins")}
+    acknowledged = max(told["step"] for process in killed for told in process.said("committed"))
+    step = restored["step"]
+    which = "the last acknowledged" if step == acknowledged else "a newer, complete"
+    prove(f"nothing acknowledged is lost: step {acknowledged} was, step {step} is there", step >= acknowledged)
+    prove(
+        f"the restored state is, bit for bit, {which} one: step {step}, {restored['digest']}",
+        restored["digest"] == begun.get(step),
+        f"committed was {begun.get(step)}",
+    )
+    undisturbed, after = reference.losses(), resumed.losses()
+    expected = {number: undisturbed[number] for number in range(step + 1, steps + 1)}
+    different = [number for number in expected if after.get(number) != expected[number]]
+    prove(
+        f"the losses of the {len(expected)} steps after it equal those of the run that was never killed",
+        bool(expected) and not different,
+        f"first difference at step {different[0] if different else '?'}",
+    )
+    final, expected_final = resumed.said("finished")[-1], reference.said("finished")[-1]
+    prove(
+        f"the whole state at step {steps} equals that of the run that was never killed: {final['digest']}",
+        final["digest"] == expected_final["digest"] and final["step"] == expected_final["step"] == steps,
+    )
+
+
+def show_commits(commits: list[Event]) -> None:
+    """Print one row a commit."""
+    stages = list(dict.fromkeys(stage for commit in commits for stage in commit["seconds"]))
+    table = Table(title="what was committed", title_justify="left")
+    for heading in ("step", "seq", "state, MB", "stored, MB", "new", "reused", "seconds", *stages):
+        table.add_column(heading, justify="right")
+    for commit in commits:
+        table.add_row(
+            str(commit["step"]),
+            str(commit["seq"]),
+            f"{commit['bytes_state'] / 1e6:.2f}",
+            f"{commit['bytes_written'] / 1e6:.2f}",
+            str(commit["chunks_new"]),
+            str(commit["chunks_reused"]),
+            f"{commit['wall_seconds']:.3f}",
+            *(f"{commit['seconds'].get(stage, 0.0):.3f}" for stage in stages),
+        )
+    console.print(table)
+    console.print(f"engine: {commits[-1]['engine']}; stages in seconds; chunks new and reused", style="dim")
+
+
+def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
+    """Play the whole demo; raise DemoError if anything that it promises does not hold."""
+    make_way(store)
+    arguments = ["--steps", str(steps), "--every", str(every), "--run", RUN, *model]
+    console.print(f"a small GPT learns the standard library's sources: {steps} steps, a commit every {every}")
+    reference = Process.start("reference", *arguments)
+    killed: list[Process] = []
+    died: str | None = None
+    try:
+        while died is None:
+            if len(killed) == 5:
+                raise DemoError("five commits in a row were over before the kill arrived")
+            killed.append(Process.start("trainer", "--store", str(store), *arguments))
+            commits_at_most = max(1, (steps // every) // 2 - len(killed))
+            died = kill_in_commit(killed[-1], store, after_commits=commits_at_most if len(killed) == 1 else 1)
+        console.print(f"SIGKILL in the commit of {died}")
+        console.print("a new process restores the newest checkpoint and trains on")
+        resumed = Process.start("resumed", "--store", str(store), *arguments)
+        for process in (resumed, reference):
+            if process.wait():
+                raise DemoError(f"the {process.name} process failed with exit status {process.popen.returncode}")
+        prove_resumed(reference, killed, resumed, steps=steps)
+    finally:
+        for process in (reference, *killed):
+            if process.popen.poll() is None:
+                process.kill()
+    commits = [told for process in (*killed, resumed) for told in process.said("committed")]
+    show_commits(commits)
+    losses = [told["loss"] for told in reference.said("trained")]
+    console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a byte")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; 0 when everything was proved."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--store", type=Path, default=Path("demo-store"))
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192)
+    given = parser.parse_args(arguments)
+    began = time.perf_counter()
+    try:
+        model = ["--layers", str(given.layers), "--width", str(given.width)]
+        run(given.store, steps=given.steps, every=given.every, model=model)
+    except DemoError as error:
+        console.print(f"[red]the demo failed:[/] {error}", markup=True)
+        return 1
+    console.print(f"\nall proved, in {time.perf_counter() - began:.0f} s. Next, try:", style="bold")
+    place = given.store
+    for command, what in (
+        (f"ckstore ls {place}", "the history of the run"),
+        (f"ckstore show {place} latest", "one checkpoint: its tensors and where they lie"),
+        (f"ckstore verify {place} --level decode", "read and decode every byte"),
+        (f"ckstore restore {place} latest --only 'model.*' --to model.safetensors", "get a part out"),
+    ):
+        console.print(f"  {command:<72} {what}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

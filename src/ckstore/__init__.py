@@ -1,0 +1,100 @@
+"""ckstore: a compressed, incremental, content-addressed checkpoint store for PyTorch training.
+
+Names are resolved on first use, so that ``ckstore ls`` loads neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckstore.api import Store, open
+    from ckstore.config import Policy
+    from ckstore.errors import (
+        BackendError,
+        BoundError,
+        CapacityError,
+        ChecksumError,
+        CkstoreError,
+        ConflictError,
+        CorruptError,
+        LeafTypeError,
+        LockHeldError,
+        MalformedError,
+        MissingChunkError,
+        NotFoundError,
+        SaverError,
+        UnsupportedError,
+        UsageError,
+    )
+    from ckstore.info import Info
+    from ckstore.receipt import Receipt
+    from ckstore.values import register_converter
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "Store": "api",
+    "open": "api",
+    "Policy": "config",
+    "Info": "info",
+    "Receipt": "receipt",
+    "register_converter": "values",
+    **dict.fromkeys(
+        (
+            "BackendError",
+            "BoundError",
+            "CapacityError",
+            "ChecksumError",
+            "CkstoreError",
+            "ConflictError",
+            "CorruptError",
+            "LeafTypeError",
+            "LockHeldError",
+            "MalformedError",
+            "MissingChunkError",
+            "NotFoundError",
+            "SaverError",
+            "UnsupportedError",
+            "UsageError",
+        ),
+        "errors",
+    ),
+}
+
+__all__ = [
+    "BackendError",
+    "BoundError",
+    "CapacityError",
+    "ChecksumError",
+    "CkstoreError",
+    "ConflictError",
+    "CorruptError",
+    "Info",
+    "LeafTypeError",
+    "LockHeldError",
+    "MalformedError",
+    "MissingChunkError",
+    "NotFoundError",
+    "Policy",
+    "Receipt",
+    "SaverError",
+    "Store",
+    "UnsupportedError",
+    "UsageError",
+    "open",
+    "register_converter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'ckstore' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"ckstore.{_MODULE_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

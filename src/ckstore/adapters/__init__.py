@@ -1,0 +1,1 @@
+"""The hosts of ckstore: torch, and what is built on it. Nothing outside this package imports torch."""

@@ -1,0 +1,239 @@
+"""Torch leaves: tensors of every dtype as spans of bytes, and dtypes, devices and sizes as plain values.
+
+Invariants:
+- Tensors are made of bytes and strides only; no arithmetic of torch touches an element.
+- What comes from disk is looked up in tables, never in torch's namespace.
+- Conjugate and negative views are stored resolved: the values are kept, the lazy bit is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
+from ckstore.tensor import Memory, TensorLeaf, TensorSpec, extent_of
+from ckstore.values import leaf_type_error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ckstore.tree import Path, Value
+
+_QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+
+
+def _list_dtypes() -> dict[str, torch.dtype]:
+    found = {name_of(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return {name: dtype for name, dtype in sorted(found.items()) if name not in _QUANTIZED}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name a dtype is stored under: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = _list_dtypes()
+"""Every dtype of this torch that can be stored, by name; the old quantized ones cannot."""
+
+_COPY_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TorchAdapter:
+    """Plain tensors and parameters on any device with addresses."""
+
+    library = "torch"
+
+    def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
+        """Describe a tensor; refuse what has no plain strided memory of its own."""
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        why = _obstacle(leaf)
+        if why is not None:
+            raise leaf_type_error(leaf, path, why)
+        plain = leaf.detach()
+        is_lazy = plain.is_conj() or plain.is_neg()
+        if is_lazy:
+            plain = plain.resolve_conj().resolve_neg()
+        try:
+            memory, origin = _memory_of(plain)
+        except (RuntimeError, NotImplementedError):
+            raise leaf_type_error(leaf, path, "it has no storage") from None
+        if memory.start + memory.nbytes > memory.owner_start + memory.owner_nbytes:
+            raise leaf_type_error(leaf, path, "its storage was freed or is too small")
+        width = plain.dtype.itemsize // 2 if plain.dtype.is_complex else plain.dtype.itemsize
+        return TensorLeaf(
+            library="torch",
+            dtype=name_of(plain.dtype),
+            shape=tuple(plain.shape),
+            strides=plain.stride(),
+            itemsize=plain.dtype.itemsize,
+            element_width=width if width in (1, 2, 4, 8) else 1,
+            is_float=plain.dtype.is_floating_point or plain.dtype.is_complex,
+            origin=origin,
+            memory=memory,
+            is_parameter=type(leaf) is torch.nn.Parameter,
+            requires_grad=leaf.requires_grad,
+            # A resolved copy is not the leaf: writing to it would change nothing.
+            is_writable=not is_lazy,
+        )
+
+    def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
+        """Return a dtype, device or Size as text."""
+        if isinstance(leaf, torch.dtype):
+            return "torch.dtype", name_of(leaf)
+        if isinstance(leaf, torch.device):
+            return "torch.device", str(leaf)
+        if type(leaf) is torch.Size:
+            return "torch.Size", ",".join(str(length) for length in leaf)
+        return None
+
+    def decode_value(self, kind: str, value: Value) -> object:
+        """Make the dtype, device or Size again."""
+        make: Callable[[str], object] | None = _VALUE_MAKERS.get(kind)
+        if make is None:
+            raise UnsupportedError("a plain value of torch has an unknown type", where=repr(kind[:80]))
+        if type(value) is not str:
+            raise MalformedError("a plain value of torch is malformed", where=repr(kind[:80]))
+        return make(value)
+
+    def itemsize_of(self, spec: TensorSpec) -> int:
+        """Return the bytes of one element, having checked dtype and flags."""
+        dtype = _dtype_named(spec.dtype)
+        if spec.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise MalformedError("a tensor without fractions wants a gradient", where=spec.dtype)
+        return dtype.itemsize
+
+    def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
+        """Return the memory as a tensor of bytes, on the device."""
+        held = torch.from_numpy(memory)
+        if device is None:
+            return held
+        assert isinstance(device, torch.device)
+        try:
+            return held.to(device)
+        except torch.cuda.OutOfMemoryError:
+            raise CapacityError(
+                f"no memory for a storage of {memory.nbytes} bytes", where=device, todo="restore to the CPU"
+            ) from None
+
+    def build(self, spec: TensorSpec, adopted: object) -> object:
+        """Make the tensor as a view of the adopted bytes."""
+        assert isinstance(adopted, torch.Tensor)
+        dtype = _dtype_named(spec.dtype)
+        rest = spec.offset % dtype.itemsize
+        if rest:
+            # torch counts offsets in elements, so this view needs a storage that begins elsewhere.
+            is_host = adopted.device.type == "cpu"
+            adopted = torch.from_numpy(adopted.numpy()[rest:]) if is_host else adopted[rest:].clone()
+        with torch.no_grad():
+            # torch warns whenever an empty complex32 is made, but not when integers are viewed as such.
+            first = torch.int32 if dtype == torch.complex32 else dtype
+            tensor = torch.empty(0, dtype=first, device=adopted.device)
+            tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
+            tensor = tensor if first == dtype else tensor.view(dtype)
+        if spec.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
+        return tensor.requires_grad_(spec.requires_grad) if spec.requires_grad else tensor
+
+    def check_device(self, device: Any) -> object:
+        """Return the device, or None for the CPU."""
+        try:
+            made = torch.empty(0, device=device).device
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise UsageError("there is no such device", where=repr(device), todo=str(error).split("\n")[0]) from None
+        if made.type == "meta":
+            raise UsageError("nothing can be restored to the meta device", where=repr(device))
+        return None if made.type == "cpu" else made
+
+    def copy_into(self, target: object, source: object) -> None:
+        """Overwrite the target's elements, bit for bit."""
+        assert isinstance(target, torch.Tensor)
+        assert isinstance(source, torch.Tensor)
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
+            there, here = _as_words(target.detach()), _as_words(source.detach())
+            for dim, step in enumerate(there.stride()):
+                if step == 0 and there.shape[dim] > 1:
+                    # An expanded dimension repeats one element; torch refuses to write it many times.
+                    there, here = there.narrow(dim, 0, 1), here.narrow(dim, 0, 1)
+            there.copy_(here)
+
+    def written(self, target: object) -> None:
+        """Count the change in the tensor's version, so that autograd notices a stale graph."""
+        assert isinstance(target, torch.Tensor)
+        if target.is_inference():
+            return
+        with torch.no_grad():
+            # Writing no elements costs nothing; detached views share the version counter.
+            _as_words(target.detach()).unsqueeze(0)[:0].zero_()
+
+
+def _obstacle(leaf: torch.Tensor) -> str | None:
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return "a subclass of torch.Tensor"
+    if leaf.is_nested or leaf.layout != torch.strided:
+        return f"its layout is {'nested' if leaf.is_nested else leaf.layout}"
+    if leaf.is_quantized or name_of(leaf.dtype) not in DTYPES:
+        return f"its dtype {leaf.dtype} is quantized"
+    if leaf.device.type == "meta":
+        return "it is on the meta device and has no bytes"
+    return None
+
+
+def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
+    storage = plain.untyped_storage()
+    itemsize = plain.dtype.itemsize
+    start = storage.data_ptr()
+    origin = start + int(plain.storage_offset()) * itemsize
+    _, nbytes = extent_of(tuple(plain.shape), tuple(step * itemsize for step in plain.stride()), itemsize)
+    read = None
+    if plain.device.type != "cpu":
+
+        def read(lo: int, hi: int) -> memoryview:
+            held = torch.empty(0, dtype=torch.uint8, device=plain.device)
+            held.set_(storage, lo - start, (hi - lo,), (1,))
+            return held.cpu().numpy().data
+
+    return Memory(str(plain.device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UnsupportedError(
+            "this torch has no such dtype", where=repr(name[:80]), todo="use a newer torch"
+        ) from None
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as integers, which torch copies for every width and never converts."""
+    words = _COPY_AS.get(tensor.dtype.itemsize)
+    return tensor if words is None else tensor.view(words)
+
+
+def _make_device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise UnsupportedError("this torch has no such device", where=repr(text[:80])) from None
+
+
+def _make_size(text: str) -> torch.Size:
+    parts = text.split(",") if text else []
+    if not all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts):
+        raise MalformedError("a torch.Size is malformed", where=repr(text[:80]))
+    try:
+        return torch.Size(int(part) for part in parts)
+    except (RuntimeError, OverflowError, TypeError):
+        raise MalformedError("a torch.Size is malformed", where=repr(text[:80])) from None
+
+
+_VALUE_MAKERS: dict[str, Callable[[str], object]] = {
+    "torch.dtype": _dtype_named,
+    "torch.device": _make_device,
+    "torch.Size": _make_size,
+}

@@ -1,0 +1,126 @@
+"""Elements into byte planes, each of them constant, raw or entropy-coded.
+
+Config: one byte, 1 if the words were rotated left by one bit, else 0. Payload: for each plane, lowest byte
+first, its mode (u8) and stored length (u32); then the planes in the same order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckstore import kernels
+from ckstore.codec.base import Brief, Encoded, require_elements
+from ckstore.codec.scratch import SAMPLE_NBYTES, Scratch
+from ckstore.codec.zstd import Setting
+from ckstore.errors import MalformedError, UnsupportedError
+
+RAW, CONST, ZSTD = 0, 1, 2
+_ROW = struct.Struct("<BI")
+
+ENTROPY_MAX = 7.8
+"""Bits per byte above which a plane is taken for noise: zstd would not code it either."""
+
+
+class PlanesCodec:
+    """Splits elements into byte planes and codes those that pay."""
+
+    name = "planes"
+    codec_id = 2
+
+    def encode(self, plain: memoryview, brief: Brief, scratch: Scratch) -> Encoded | None:
+        """Split the elements and code each plane whose sample is no noise."""
+        if min(brief.entropies) > ENTROPY_MAX:
+            return None
+        width, count = brief.width, plain.nbytes // brief.width
+        split = scratch.planes(plain.nbytes)
+        kernels.split_planes(plain, split, width, brief.rotate)
+        planes = _cut(split, [count] * width)
+        rows = [_encode_plane(plane, bits, brief, scratch) for plane, bits in zip(planes, brief.entropies, strict=True)]
+        table = b"".join(_ROW.pack(mode, stored.nbytes) for mode, stored in rows)
+        config = bytes([brief.rotate])
+        return Encoded(((self.codec_id, config),), [memoryview(table), *(stored for _, stored in rows)], width)
+
+    def decode(
+        self, payload: memoryview, config: bytes, *, width: int, destination: memoryview, scratch: Scratch
+    ) -> None:
+        """Decode the planes and merge them into ``destination``."""
+        rotate = _is_rotated(config)
+        count = require_elements(destination.nbytes, width)
+        modes, sizes = _read_table(payload[: width * _ROW.size], width)
+        if payload.nbytes != width * _ROW.size + sum(sizes):
+            raise MalformedError("planes are not as long as their table says")
+        stored = _cut(payload[width * _ROW.size :], sizes)
+        kernels.merge_planes(_decode_planes(modes, stored, count, scratch), destination, width, rotate)
+
+    def matches(self, encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
+        """Decode the planes and compare them with ``plain``, without writing the elements."""
+        width = encoded.width
+        ((_, config),) = encoded.steps
+        table, *stored = encoded.parts
+        modes, sizes = _read_table(table, width)
+        if sizes != [part.nbytes for part in stored]:
+            raise MalformedError("planes are not as long as their table says")
+        planes = _decode_planes(modes, stored, require_elements(plain.nbytes, width), scratch)
+        return kernels.planes_equal(planes, plain, width, _is_rotated(config))
+
+
+def _encode_plane(plane: memoryview, bits: float, brief: Brief, scratch: Scratch) -> tuple[int, memoryview]:
+    if bits > ENTROPY_MAX:
+        return RAW, plane
+    if kernels.is_constant(plane):
+        return CONST, plane[:1]
+    setting = _better_setting(plane, scratch) if brief.compression == "best" else "entropy"
+    coded = scratch.zstd.compress(plane, setting)
+    # A plane that hardly shrinks costs more to decode than it saves.
+    return (ZSTD, memoryview(coded)) if len(coded) < plane.nbytes - plane.nbytes // 50 else (RAW, plane)
+
+
+def _better_setting(plane: memoryview, scratch: Scratch) -> Setting:
+    """Return what codes a piece from the middle of the plane best; looking for matches must pay visibly."""
+    start = max(0, (plane.nbytes - SAMPLE_NBYTES) // 2)
+    piece = plane[start : start + SAMPLE_NBYTES]
+    is_worth = len(scratch.zstd.compress(piece, "matches")) < 0.99 * len(scratch.zstd.compress(piece, "entropy"))
+    return "matches" if is_worth else "entropy"
+
+
+def _decode_planes(
+    modes: Sequence[int], stored: Sequence[memoryview], count: int, scratch: Scratch
+) -> list[memoryview]:
+    constants = scratch.decoded(count * len(modes)) if CONST in modes else memoryview(b"")
+    planes = []
+    for index, (mode, part) in enumerate(zip(modes, stored, strict=True)):
+        if mode == ZSTD:
+            planes.append(memoryview(scratch.zstd.decompress(part, count)))
+        elif mode == RAW and part.nbytes == count:
+            planes.append(part)
+        elif mode == CONST and part.nbytes == 1:
+            plane = constants[index * count : (index + 1) * count]
+            np.frombuffer(plane, np.uint8).fill(part[0])
+            planes.append(plane)
+        else:
+            raise MalformedError(f"plane {index} of {count} bytes has mode {mode} and {part.nbytes} stored bytes")
+    return planes
+
+
+def _is_rotated(config: bytes) -> bool:
+    if len(config) != 1 or config[0] > 1:
+        raise UnsupportedError("unknown config of codec planes", where=config.hex(), todo="upgrade ckstore")
+    return config[0] == 1
+
+
+def _read_table(table: memoryview, width: int) -> tuple[list[int], list[int]]:
+    if table.nbytes != width * _ROW.size:
+        raise MalformedError("table of planes is cut short")
+    rows = list(_ROW.iter_unpack(table))
+    return [mode for mode, _ in rows], [nbytes for _, nbytes in rows]
+
+
+def _cut(joined: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    pieces, start = [], 0
+    for nbytes in sizes:
+        pieces.append(joined[start : start + nbytes])
+        start += nbytes
+    return pieces

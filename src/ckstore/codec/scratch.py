@@ -1,0 +1,53 @@
+"""Memory and coder contexts that one thread uses again for every chunk.
+
+Bounded by ``scratch_nbytes``: one buffer of byte planes, one for planes that are decoded, both made on first
+use, and what the coders hand over before it is copied. A scratch belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckstore.codec.zstd import CONTEXTS_NBYTES, ZstdContexts
+from ckstore.config import MIB
+
+SAMPLE_NBYTES = 1 << 16
+WIDTH_MAX = 8
+
+
+def scratch_nbytes(chunk_nbytes_max: int) -> int:
+    """Return the most memory that one scratch and the coding of one chunk take."""
+    # Two buffers and one result; a coder asks for slightly more room than its result can take.
+    return 3 * chunk_nbytes_max + chunk_nbytes_max // 64 + 3 * SAMPLE_NBYTES + CONTEXTS_NBYTES
+
+
+class Scratch:
+    """Reusable buffers for chunks of at most ``chunk_nbytes_max`` bytes."""
+
+    def __init__(self, chunk_nbytes_max: int = 4 * MIB) -> None:
+        self.chunk_nbytes_max = chunk_nbytes_max
+        self._buffers: dict[str, memoryview] = {}
+        self.zstd = ZstdContexts(window_nbytes_max=chunk_nbytes_max)
+        self.counts = np.zeros((WIDTH_MAX, 256), np.uint32)
+
+    def planes(self, nbytes: int) -> memoryview:
+        """Return the buffer for the byte planes of a chunk that is being encoded."""
+        return self._buffer("planes", nbytes, self.chunk_nbytes_max)
+
+    def decoded(self, nbytes: int) -> memoryview:
+        """Return the buffer for planes that are being decoded."""
+        return self._buffer("decoded", nbytes, self.chunk_nbytes_max)
+
+    def sample(self, nbytes: int) -> memoryview:
+        """Return the buffer for the sample of a chunk."""
+        return self._buffer("sample", nbytes, SAMPLE_NBYTES)
+
+    def sample_planes(self, nbytes: int) -> memoryview:
+        """Return the buffer for the byte planes of a sample."""
+        return self._buffer("sample_planes", nbytes, SAMPLE_NBYTES)
+
+    def _buffer(self, name: str, nbytes: int, nbytes_max: int) -> memoryview:
+        assert nbytes <= nbytes_max, f"{nbytes} bytes asked of a scratch for {nbytes_max}"
+        if name not in self._buffers:
+            self._buffers[name] = np.empty(nbytes_max, np.uint8).data
+        return self._buffers[name][:nbytes]

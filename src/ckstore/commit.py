@@ -1,0 +1,155 @@
+"""The story of a commit, stage by stage.
+
+stage -> plan -> (hash, encode, check, write) chunk by chunk -> flush -> publish -> verify -> acknowledge.
+The numbers in comments are the steps of the commit protocol in docs/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ckstore.capture import Captured
+from ckstore.chunks import ChunkWriter, Stored
+from ckstore.config import Policy
+from ckstore.errors import BackendError, CapacityError, ConflictError
+from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest, PackRef, build_manifest
+from ckstore.ids import ChunkId, PackId
+from ckstore.plan import CommitPlan, plan_commit
+from ckstore.receipt import Receipt, Stopwatch
+from ckstore.stale import Fingerprint, stale_warnings
+from ckstore.store.known import KnownFrame
+from ckstore.store.parts import Parts
+
+_log = logging.getLogger("ckstore")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the caller asked to commit."""
+
+    captured: Captured
+    step: int
+    policy: Policy
+    parent: int | None
+    metrics: Mapping[str, float]
+    fingerprint: Fingerprint | None = None
+    """What the handle's previous commit looked like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A durable checkpoint, and what the next commit wants to know of it."""
+
+    receipt: Receipt
+    fingerprint: Fingerprint
+
+
+def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
+    """Write one checkpoint; it exists when this returns and not before.
+
+    Raises:
+        CapacityError: The disk is full; earlier checkpoints are intact, nothing of this one is visible.
+        ConflictError: Another live writer has the run, or packs vanished twice under this commit.
+        BackendError: The medium failed twice.
+    """
+    parts.prepare_run()
+    parts.lease.take()  # 1
+    parts.known.forget_packs(parts.packs_gone(parts.known.packs()))
+    for _ in range(2):  # again at most once, without the packs that were collected
+        with watch("plan"):
+            plan = plan_commit(request.captured.storages, parts.limits)
+        stored = _store_chunks_durably(parts, plan, request, watch)  # 2-7
+        manifest = _publishable(parts, plan, request, stored, watch)  # 8a
+        with watch("publish"):
+            name = parts.manifests.publish(manifest)  # 8b-8d: the commit point
+        with watch("verify"):
+            packs_gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
+        if not packs_gone:
+            parts.known.add(manifest)
+            return _acknowledge(parts, request, manifest, watch)  # 10
+        parts.manifests.withdraw(name)
+        parts.known.forget_packs(packs_gone)
+        _log.warning("packs vanished under a commit of step %d; writing it again without them", request.step)
+    raise ConflictError(
+        "packs vanished twice under one commit",
+        where=parts.backend.root,
+        todo="find out who removes files from the store, then commit again",
+        pack_ids=sorted(pack_id.hex() for pack_id in packs_gone),
+    )
+
+
+def _acknowledge(parts: Parts, request: Request, manifest: Manifest, watch: Stopwatch) -> Committed:
+    fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
+    warnings = [*request.captured.warnings, *stale_warnings(request.fingerprint, fingerprint)]
+    return Committed(Receipt.of(manifest, watch, engine=parts.engine_name, warnings=warnings), fingerprint)
+
+
+def _store_chunks_durably(parts: Parts, plan: CommitPlan, request: Request, watch: Stopwatch) -> Stored:
+    """Write what is not known yet into packs that survive a power cut when this returns."""
+    for attempt in range(2):
+        writer = ChunkWriter(parts, plan, request.captured.storages, request.policy)
+        try:
+            with watch("write"):
+                writer.run()
+            with watch("flush"):
+                return writer.flush()
+        except (BackendError, CapacityError) as error:
+            # The pack is never synced again: the kernel may have dropped its bytes and say nothing the
+            # second time. Everything is still in memory, so it is written anew, once.
+            writer.abandon()
+            if attempt == 1:
+                raise
+            _log.warning("writing packs failed (%s); writing them anew under other names", error)
+        except BaseException:
+            writer.abandon()
+            raise
+    raise AssertionError("unreachable")
+
+
+def _publishable(parts: Parts, plan: CommitPlan, request: Request, stored: Stored, watch: Stopwatch) -> Manifest:
+    with watch("publish"):
+        parts.lease.check()
+        seq = parts.manifests.claim(parts.seq_next())
+        parts.note_seq(seq)
+    packs, frames = _locations(stored.frames)
+    return build_manifest(
+        store_id=parts.store_id,
+        run=parts.run,
+        seq=seq,
+        step=request.step,
+        time_ns=parts.clock.now_ns(),
+        parent=request.parent,
+        origin_id=None,
+        is_archival=False,
+        fidelity=request.policy.fidelity,
+        metrics=request.metrics,
+        tree=request.captured.tree,
+        tensors=request.captured.tensors,
+        storages=plan.storages,
+        chunks=[
+            ChunkSpec(known.frame.chunk_id, chunk.nbytes, chunk.element_width, chunk.is_float)
+            for chunk, known in zip(plan.chunks, stored.frames, strict=True)
+        ],
+        packs=packs,
+        frames=frames,
+        bytes_written=stored.nbytes_written,
+        chunks_new=stored.chunks_new,
+    )
+
+
+def _locations(frames: list[KnownFrame]) -> tuple[list[PackRef], list[FrameRef]]:
+    """Return every frame once, bases included, and the packs they lie in."""
+    packs: dict[PackId, tuple[int, PackRef]] = {}
+    index_of: dict[ChunkId, int] = {}
+    located: list[FrameRef] = []
+    for known in frames:
+        for link in known.closure():
+            if link.frame.chunk_id in index_of:
+                continue
+            pack_index, _ = packs.setdefault(link.pack.pack_id, (len(packs), link.pack))
+            base = -1 if link.base is None else index_of[link.base.frame.chunk_id]
+            index_of[link.frame.chunk_id] = len(located)
+            located.append(replace(link.frame, pack=pack_index, base=base))
+    return [ref for _, ref in packs.values()], located

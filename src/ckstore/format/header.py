@@ -1,0 +1,212 @@
+"""The head of a manifest: enough to list it, without numpy, torch or the rest of the file.
+
+A manifest begins with a preamble of 128 bytes that gives the length of every section and the checksum of the header;
+the header follows at once. What it says is repeated by, or computed from, the sections, and ``decode_manifest``
+compares the two.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckstore.errors import ChecksumError, MalformedError, UsageError
+from ckstore.format.layout import GENERATION_MAX, SEQ_MAX, STEP_MAX, ManifestName, is_name
+from ckstore.format.records import HeaderRecord, decode_inner, encode_inner
+from ckstore.format.version import FORMAT_VERSION, check_readable
+from ckstore.format.wire import SEAL_NBYTES, STORE_ID_NBYTES, check_seal, check_zero, sealed, xxh3_64
+from ckstore.ids import DIGEST_NBYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MANIFEST_MAGIC = b"CKMANI\x00\x01"
+PREAMBLE_NBYTES = 128
+TRAILER_NBYTES = 72
+HEAD_NBYTES_MAX = 64 * 1024
+"""Preamble and header of any manifest fit into this."""
+
+_PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first 128 bytes: how long every section is."""
+
+    mandatory_flags: int
+    optional_flags: int
+    store_id: bytes
+    header_nbytes: int
+    logical_nbytes: int
+    location_nbytes: int
+    file_nbytes: int
+    header_xxh3: int
+
+    @property
+    def head_nbytes(self) -> int:
+        """Preamble and header together."""
+        return PREAMBLE_NBYTES + self.header_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestHeader:
+    """What a listing shows of a checkpoint.
+
+    Attributes:
+        parent: The seq that the committing handle had last restored or committed.
+        checkpoint_id: BLAKE3 of the logical section.
+        origin_id: The checkpoint that this one was made from by a rewind, an undelete or a demotion.
+        bytes_state: Plain bytes of all storages, each counted once.
+        bytes_stored: Payload bytes of all frames needed to restore, bases included.
+        bytes_written: Bytes of the packs that this commit wrote.
+        chunk_count: Different chunks of the state.
+        chunks_new: Chunks that this commit wrote.
+        chunks_reused: Places for chunks, in the plan of the commit, that needed no writing.
+        depth_max: Longest chain of bases.
+    """
+
+    store_id: bytes
+    run: str
+    seq: int
+    step: int
+    generation: int
+    time_ns: int
+    parent: int | None
+    checkpoint_id: bytes
+    origin_id: bytes | None
+    is_archival: bool
+    fidelity: str
+    bytes_state: int
+    bytes_stored: int
+    bytes_written: int
+    metrics: Mapping[str, float]
+    tensor_count: int
+    chunk_count: int
+    chunks_new: int
+    chunks_reused: int
+    depth_max: int
+
+    @property
+    def name(self) -> ManifestName:
+        """The name that the file must have."""
+        return ManifestName(self.run, self.seq, self.step, self.generation)
+
+
+def encode_preamble(preamble: Preamble) -> bytes:
+    """Return the first 128 bytes."""
+    assert len(preamble.store_id) == STORE_ID_NBYTES, "a store id has 16 bytes"
+    body = _PREAMBLE.pack(
+        MANIFEST_MAGIC,
+        FORMAT_VERSION,
+        0,
+        0,
+        preamble.mandatory_flags,
+        preamble.optional_flags,
+        preamble.store_id,
+        preamble.header_nbytes,
+        preamble.logical_nbytes,
+        preamble.location_nbytes,
+        preamble.file_nbytes,
+        preamble.header_xxh3,
+    )
+    return sealed(body, PREAMBLE_NBYTES)
+
+
+def decode_preamble(head: Buffer, *, where: object = None) -> Preamble:
+    """Read the first 128 bytes of at least as many.
+
+    Raises:
+        ChecksumError: They are damaged.
+        MalformedError: This is no manifest, or its lengths contradict each other.
+        UnsupportedError: An unknown version or mandatory flag.
+    """
+    view = memoryview(head).cast("B")
+    if len(view) < PREAMBLE_NBYTES:
+        raise MalformedError(f"a manifest of {len(view)} bytes is torn", where=where)
+    view = view[:PREAMBLE_NBYTES]
+    if view[:8] != MANIFEST_MAGIC:
+        raise MalformedError("no manifest starts here", where=where)
+    check_seal(view, "a manifest's preamble", where)
+    _, version, reserved, reserved_too, mandatory, optional, *facts = _PREAMBLE.unpack_from(view)
+    check_readable(version, mandatory, where=where)
+    check_zero(view[_PREAMBLE.size : -SEAL_NBYTES], "a manifest's preamble", where)
+    preamble = Preamble(mandatory, optional, *facts)
+    sections = preamble.head_nbytes + preamble.logical_nbytes + preamble.location_nbytes + TRAILER_NBYTES
+    if reserved or reserved_too or preamble.head_nbytes > HEAD_NBYTES_MAX or preamble.file_nbytes != sections:
+        raise MalformedError("lengths in a manifest's preamble contradict each other or the limits", where=where)
+    return preamble
+
+
+def header_nbytes_needed(head: Buffer, *, where: object = None) -> int:
+    """Return how many bytes from the start of the file ``decode_header`` needs; raises as it does.
+
+    ``head`` is the first 128 bytes, or more.
+    """
+    return decode_preamble(head, where=where).head_nbytes
+
+
+def encode_header(header: ManifestHeader) -> bytes:
+    """Return the header section.
+
+    Raises:
+        UsageError: The metrics are too many.
+        MalformedError: A reader would refuse this header.
+    """
+    _check_header(header, None)
+    facts: dict[str, Any] = {name: getattr(header, name) for name in HeaderRecord.__struct_fields__}
+    facts["metrics"] = dict(header.metrics)
+    encoded = encode_inner(HeaderRecord(**facts))
+    if PREAMBLE_NBYTES + len(encoded) > HEAD_NBYTES_MAX:
+        raise UsageError(
+            f"metrics make a header of {len(encoded)} bytes", todo="commit fewer metrics, or shorter names"
+        )
+    # What msgspec encodes without a check must still be readable: a lone surrogate fails here, an oversized int too.
+    decode_inner(encoded, HeaderRecord)
+    return encoded
+
+
+def decode_header(head: Buffer, *, expect: ManifestName | None = None, where: object = None) -> ManifestHeader:
+    """Read the header from the first bytes of a manifest, ``header_nbytes_needed`` or more.
+
+    ``expect`` is what the name of the file says.
+
+    Raises:
+        ChecksumError: The header is damaged.
+        MalformedError: The head is too short, or the header is another one's than the name says.
+        UnsupportedError: An unknown version or mandatory flag.
+    """
+    return decode_header_section(head, decode_preamble(head, where=where), expect=expect, where=where)
+
+
+def decode_header_section(
+    head: Buffer, preamble: Preamble, *, expect: ManifestName | None, where: object
+) -> ManifestHeader:
+    """Read the header that the preamble announces; see ``decode_header``."""
+    section = memoryview(head).cast("B")[PREAMBLE_NBYTES : preamble.head_nbytes]
+    if len(section) != preamble.header_nbytes:
+        raise MalformedError("a manifest's header is cut off", where=where, nbytes_needed=preamble.head_nbytes)
+    if xxh3_64(section) != preamble.header_xxh3:
+        raise ChecksumError("the checksum of a manifest's header differs", where=where)
+    record = decode_inner(section, HeaderRecord, where=where)
+    header = ManifestHeader(
+        store_id=preamble.store_id, **{name: getattr(record, name) for name in HeaderRecord.__struct_fields__}
+    )
+    _check_header(header, where)
+    if expect is not None and header.name != expect:
+        raise MalformedError(f"this manifest says that it is {header.name.path}", where=where, expected=expect.path)
+    return header
+
+
+def _check_header(header: ManifestHeader, where: object) -> None:
+    if (
+        not is_name(header.run)
+        or not 0 <= header.seq <= SEQ_MAX
+        or not 0 <= header.step <= STEP_MAX
+        or not 0 <= header.generation <= GENERATION_MAX
+        or not (header.parent is None or header.parent <= SEQ_MAX)
+        or len(header.checkpoint_id) != DIGEST_NBYTES
+        or not (header.origin_id is None or len(header.origin_id) == DIGEST_NBYTES)
+    ):
+        raise MalformedError("a manifest's header has fields out of range", where=where)

@@ -1,0 +1,192 @@
+"""The location section of a manifest: where every frame lies that a restore needs, bases included.
+
+A location names a tier, never a path or a URL. A frame's base stands before it in the table, so there is no cycle.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckstore.config import Limits
+from ckstore.errors import MalformedError
+from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES
+from ckstore.format.layout import is_name
+from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
+from ckstore.format.records import decode_inner, encode_inner
+from ckstore.format.wire import Reader, align_up
+from ckstore.ids import DIGEST_NBYTES, NO_BASE, PACK_ID_NBYTES, ChunkId, PackId
+
+TIER_COUNT_MAX = 256
+
+_HEAD = struct.Struct("<QQQ")
+_PACK = struct.Struct("<16s32sQHHI")
+_FRAME = struct.Struct("<32sQIIII")
+_NO_BASE_INDEX = 0xFFFFFFFF
+_PACK_NBYTES_MIN = SUPERHEADER_NBYTES + PACK_ALIGN + TAIL_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PackRef:
+    """A pack that a manifest names: which bytes it must be, and in which tier it lies."""
+
+    pack_id: PackId
+    nbytes: int
+    directory_digest: bytes
+    tier: str = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRef:
+    """A frame that a manifest names.
+
+    Args:
+        pack: Index into the manifest's packs.
+        offset: Where the frame's header lies in the pack.
+        stored_nbytes: Length of the payload; the frame is 192 bytes longer.
+        base: Index into the manifest's frames, below this frame's own; -1 for none.
+        depth: Bases to decode before this one.
+    """
+
+    chunk_id: ChunkId
+    pack: int
+    offset: int
+    stored_nbytes: int
+    base: int = -1
+    depth: int = 0
+
+    @property
+    def frame_nbytes(self) -> int:
+        """Header and payload."""
+        return FRAME_HEADER_NBYTES + self.stored_nbytes
+
+
+def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef]) -> bytes:
+    """Return the section."""
+    tiers = sorted({pack.tier for pack in packs})
+    tier_table = encode_inner(tiers)
+    return b"".join(
+        (
+            _HEAD.pack(len(tier_table), len(packs), len(frames)),
+            tier_table,
+            *(
+                _PACK.pack(pack.pack_id, pack.directory_digest, pack.nbytes, tiers.index(pack.tier), 0, 0)
+                for pack in packs
+            ),
+            *(
+                _FRAME.pack(
+                    frame.chunk_id,
+                    frame.offset,
+                    frame.stored_nbytes,
+                    frame.pack,
+                    _NO_BASE_INDEX if frame.base < 0 else frame.base,
+                    frame.depth,
+                )
+                for frame in frames
+            ),
+        )
+    )
+
+
+def decode_location(
+    section: memoryview, *, limits: Limits, where: object = None
+) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...]]:
+    """Read the section.
+
+    Raises:
+        MalformedError: Lengths or indexes contradict each other; frames overlap, repeat or lie where none can be.
+    """
+    reader = Reader(section, "a manifest's location section", where)
+    tiers_nbytes, pack_count, frame_count = _HEAD.unpack(reader.take(_HEAD.size))
+    tiers = decode_inner(reader.take(tiers_nbytes), list[str], where=where)
+    pack_rows = reader.take(_PACK.size * pack_count)
+    frame_rows = reader.take(_FRAME.size * frame_count)
+    reader.done()
+    packs = tuple(_packs(pack_rows, tiers, where))
+    if tiers != sorted({pack.tier for pack in packs}):
+        raise MalformedError("tiers of a manifest repeat, or none of its packs lies there", where=where)
+    frames = tuple(
+        [
+            FrameRef(chunk_id, pack, offset, stored, -1 if base == _NO_BASE_INDEX else base, depth)
+            for chunk_id, offset, stored, pack, base, depth in _FRAME.iter_unpack(frame_rows)
+        ]
+    )
+    check_location(packs, frames, limits, where)
+    return packs, frames
+
+
+def _packs(pack_rows: memoryview, tiers: list[str], where: object) -> Iterator[PackRef]:
+    for pack_id, digest, nbytes, tier, reserved, reserved_too in _PACK.iter_unpack(pack_rows):
+        if reserved or reserved_too or tier >= len(tiers):
+            raise MalformedError("a pack of a manifest names no tier, or reserved fields are set", where=where)
+        yield PackRef(pack_id, nbytes, digest, tiers[tier])
+
+
+def check_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], limits: Limits, where: object) -> None:
+    """Refuse what contradicts itself or cannot be: both before writing and after reading.
+
+    Raises:
+        MalformedError: Packs or frames repeat, overlap, are misplaced, or need a base that is not there.
+    """
+    for pack in packs:
+        if len(pack.pack_id) != PACK_ID_NBYTES or len(pack.directory_digest) != DIGEST_NBYTES or not is_name(pack.tier):
+            raise MalformedError("a pack of a manifest has a malformed id, digest or tier", where=where)
+        if pack.nbytes % PACK_ALIGN or not _PACK_NBYTES_MIN <= pack.nbytes <= limits.pack_nbytes_max:
+            raise MalformedError(f"a pack of {pack.nbytes} bytes cannot be", where=where, pack_id=pack.pack_id)
+    if len({pack.pack_id for pack in packs}) != len(packs) or len({pack.tier for pack in packs}) > TIER_COUNT_MAX:
+        raise MalformedError("a manifest names a pack twice, or too many tiers", where=where)
+    ids = {frame.chunk_id for frame in frames}
+    if len(ids) != len(frames) or NO_BASE in ids:
+        raise MalformedError("a manifest locates a chunk twice", where=where)
+    _check_bases(frames, limits, where)
+    _check_places(packs, frames, limits, where)
+
+
+def _check_bases(frames: Sequence[FrameRef], limits: Limits, where: object) -> None:
+    depth_max = limits.depth_max
+    for index, frame in enumerate(frames):
+        base = frame.base
+        if base == -1:
+            depth = 0
+        elif 0 <= base < index:
+            depth = frames[base].depth + 1
+        else:
+            raise MalformedError("a frame needs a base that does not stand before it", where=where)
+        if frame.depth != depth or depth > depth_max:
+            raise MalformedError("a chain of bases has another depth than is said, or is over the limit", where=where)
+
+
+def _check_places(packs: Sequence[PackRef], frames: Sequence[FrameRef], limits: Limits, where: object) -> None:
+    frame_counts = [0] * len(packs)
+    behind = [SUPERHEADER_NBYTES] * len(packs)
+    stored_nbytes_max = limits.chunk_nbytes_max
+    # Writers list frames in the order in which they lie, and then nothing needs to be sorted.
+    is_overlap_free = True
+    for frame in frames:
+        pack, offset, stored_nbytes = frame.pack, frame.offset, frame.stored_nbytes
+        if not 0 <= pack < len(packs):
+            raise MalformedError("a frame lies in a pack that is not named", where=where)
+        if not 0 < stored_nbytes <= stored_nbytes_max or offset % FRAME_ALIGN:
+            raise MalformedError("a frame is misplaced, empty or over the chunk limit", where=where)
+        frame_counts[pack] += 1
+        is_overlap_free = is_overlap_free and offset >= behind[pack]
+        behind[pack] = max(behind[pack], offset + FRAME_HEADER_NBYTES + stored_nbytes)
+    if not is_overlap_free:
+        _check_overlaps(frames, where)
+    if not all(frame_counts):
+        # It would keep garbage alive for ever.
+        raise MalformedError("a manifest names a pack that it does not need", where=where)
+    for named, count, end in zip(packs, frame_counts, behind, strict=True):
+        if end > named.nbytes - TAIL_NBYTES - align_up(count * DIRECTORY_ENTRY_NBYTES, PACK_ALIGN):
+            raise MalformedError("a frame reaches into the directory or beyond the end of its pack", where=where)
+
+
+def _check_overlaps(frames: Sequence[FrameRef], where: object) -> None:
+    behind_pack, behind = -1, 0
+    for frame in sorted(frames, key=lambda frame: (frame.pack, frame.offset)):
+        if frame.pack != behind_pack:
+            behind_pack, behind = frame.pack, SUPERHEADER_NBYTES
+        if frame.offset < behind:
+            raise MalformedError("frames overlap, or lie in a superheader", where=where)
+        behind = frame.offset + frame.frame_nbytes

@@ -1,0 +1,236 @@
+"""The logical section of a manifest: what the checkpoint is, whatever form and place its bytes have.
+
+Its BLAKE3 is the checkpoint id. It holds a record of scalars, the state tree, tensors, storages, pieces and chunks,
+each announced by the lengths at its front. Where frames lie is not in it, so a repack leaves the id alone.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckstore.config import Limits
+from ckstore.errors import MalformedError
+from ckstore.format.frame import ELEMENT_WIDTHS
+from ckstore.format.nodes import decode_tree, encode_tree
+from ckstore.format.records import TensorRow, decode_inner, encode_inner
+from ckstore.format.wire import Reader
+from ckstore.ids import NO_BASE
+from ckstore.tensor import ChunkSpec, Piece, StorageSpec, TensorSpec, check_layout
+from ckstore.tree import Node
+
+_HEAD = struct.Struct("<QQQQQQ")
+_STORAGE = struct.Struct("<QIB3s")
+_PIECE = struct.Struct("<III")
+_CHUNK = struct.Struct("<32sIB3s")
+_IS_FLOAT = {b"\0\0\0": False, b"\1\0\0": True}
+"""The last three bytes of a storage or chunk; all others are reserved."""
+
+_NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSVmM])([0-9]{1,9})(?:\[[0-9a-zA-Z]+\])?", re.ASCII)
+_NUMPY_TEXT = re.compile(r"[<>|=]U([0-9]{1,9})", re.ASCII)
+
+TORCH_ITEMSIZES = {
+    name: nbytes
+    for nbytes, names in {
+        1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+        " float4_e2m1fn_x2 bits8 bits1x8 bits2x4 bits4x2",
+        2: "uint16 int16 float16 bfloat16 bits16",
+        4: "uint32 int32 float32 complex32",
+        8: "uint64 int64 float64 complex64",
+        16: "complex128",
+    }.items()
+    for name in names.split()
+}
+"""Bytes of one element, for the names that version 1 lists; others are judged when they are restored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """The logical section, but for the record of scalars, which the header repeats."""
+
+    tree: Node
+    tensors: tuple[TensorSpec, ...]
+    storages: tuple[StorageSpec, ...]
+    chunks: tuple[ChunkSpec, ...]
+
+
+def encode_logical(record: bytes, logical: Logical) -> bytes:
+    """Return the section; ``record`` is the encoded LogicalRecord."""
+    tree = encode_tree(logical.tree)
+    tensors = encode_inner([_row_of(tensor) for tensor in logical.tensors])
+    pieces = [piece for storage in logical.storages for piece in storage.pieces]
+    return b"".join(
+        (
+            _HEAD.pack(len(record), len(tree), len(tensors), len(logical.storages), len(pieces), len(logical.chunks)),
+            record,
+            tree,
+            tensors,
+            *(
+                _STORAGE.pack(storage.nbytes, len(storage.pieces), storage.element_width, _flag(storage))
+                for storage in logical.storages
+            ),
+            *(_PIECE.pack(piece.chunk, piece.offset, piece.nbytes) for piece in pieces),
+            *(_CHUNK.pack(chunk.chunk_id, chunk.nbytes, chunk.element_width, _flag(chunk)) for chunk in logical.chunks),
+        )
+    )
+
+
+def _flag(spec: StorageSpec | ChunkSpec) -> bytes:
+    return b"\1\0\0" if spec.is_float else b"\0\0\0"
+
+
+def _row_of(tensor: TensorSpec) -> TensorRow:
+    return TensorRow(
+        library=tensor.library,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        strides=tensor.strides,
+        storage=tensor.storage,
+        offset=tensor.offset,
+        is_parameter=tensor.is_parameter,
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def decode_logical(section: memoryview, *, limits: Limits, where: object = None) -> tuple[memoryview, Logical]:
+    """Read the section; return its record, still encoded, and the rest.
+
+    Raises:
+        MalformedError: Lengths, indexes or sums contradict each other.
+    """
+    reader = Reader(section, "a manifest's logical section", where)
+    record_nbytes, tree_nbytes, tensors_nbytes, storage_count, piece_count, chunk_count = _HEAD.unpack(
+        reader.take(_HEAD.size)
+    )
+    record = reader.take(record_nbytes)
+    tree_bytes = reader.take(tree_nbytes)
+    rows = decode_inner(reader.take(tensors_nbytes), list[TensorRow], where=where)
+    storage_rows = reader.take(_STORAGE.size * storage_count)
+    piece_rows = reader.take(_PIECE.size * piece_count)
+    chunk_rows = reader.take(_CHUNK.size * chunk_count)
+    reader.done()
+    tree = decode_tree(tree_bytes, tensor_count=len(rows), where=where)
+    try:
+        storages = tuple(_storages(storage_rows, piece_rows, where))
+        chunks = tuple(
+            [
+                ChunkSpec(chunk_id, nbytes, width, _IS_FLOAT[flag])
+                for chunk_id, nbytes, width, flag in _CHUNK.iter_unpack(chunk_rows)
+            ]
+        )
+    except KeyError:
+        raise MalformedError("reserved fields of a storage or chunk are set", where=where) from None
+    logical = Logical(tree, tuple([_tensor_of(row) for row in rows]), storages, chunks)
+    check_logical(logical, limits, where)
+    return record, logical
+
+
+def _tensor_of(row: TensorRow) -> TensorSpec:
+    return TensorSpec(
+        row.library, row.dtype, row.shape, row.strides, row.storage, row.offset, row.is_parameter, row.requires_grad
+    )
+
+
+def _storages(storage_rows: memoryview, piece_rows: memoryview, where: object) -> Iterator[StorageSpec]:
+    pieces = [Piece(*row) for row in _PIECE.iter_unpack(piece_rows)]
+    begin = 0
+    for nbytes, piece_count, width, flag in _STORAGE.iter_unpack(storage_rows):
+        end = begin + piece_count
+        if end > len(pieces):
+            raise MalformedError("storages have more pieces than are listed", where=where)
+        yield StorageSpec(nbytes, width, _IS_FLOAT[flag], tuple(pieces[begin:end]))
+        begin = end
+    if begin != len(pieces):
+        raise MalformedError("pieces are left over that belong to no storage", where=where)
+
+
+def check_logical(logical: Logical, limits: Limits, where: object) -> None:
+    """Refuse what contradicts itself: both before writing and after reading.
+
+    Raises:
+        MalformedError: Chunks do not add up, or tensors do not fit.
+    """
+    _check_chunks(logical.chunks, limits, where)
+    _check_storages(logical.storages, logical.chunks, where)
+    _check_tensors(logical, where)
+
+
+def _check_tensors(logical: Logical, where: object) -> None:
+    # The layers of a model and the moments of its optimizer repeat few layouts.
+    judged: set[tuple[object, ...]] = set()
+    for tensor in logical.tensors:
+        if not 0 <= tensor.storage < len(logical.storages):
+            raise MalformedError("a tensor names a storage that is not there", where=where)
+        nbytes = logical.storages[tensor.storage].nbytes
+        layout = (tensor.library, tensor.dtype, tensor.shape, tensor.strides, tensor.offset, nbytes)
+        if layout not in judged:
+            check_layout(tensor, itemsize_of(tensor.library, tensor.dtype) or 0, nbytes)
+            judged.add(layout)
+
+
+def _check_chunks(chunks: Sequence[ChunkSpec], limits: Limits, where: object) -> None:
+    nbytes_max = limits.chunk_nbytes_max
+    for chunk in chunks:
+        if not 0 < chunk.nbytes <= nbytes_max or chunk.element_width not in ELEMENT_WIDTHS:
+            raise MalformedError("a chunk is larger than the limit, empty, or of no element width", where=where)
+    ids = {chunk.chunk_id for chunk in chunks}
+    if len(ids) != len(chunks) or NO_BASE in ids:
+        raise MalformedError("a manifest lists a chunk twice", where=where)
+
+
+def _check_storages(storages: Sequence[StorageSpec], chunks: Sequence[ChunkSpec], where: object) -> None:
+    lengths = [chunk.nbytes for chunk in chunks]
+    is_used = bytearray(len(chunks))
+    for storage in storages:
+        total = 0
+        for piece in storage.pieces:
+            index = piece.chunk
+            if not 0 <= index < len(lengths) or not 0 < piece.nbytes <= lengths[index] - piece.offset:
+                raise MalformedError("a piece of a storage reaches beyond its chunk", where=where)
+            is_used[index] = 1
+            total += piece.nbytes
+        if total != storage.nbytes or storage.element_width not in ELEMENT_WIDTHS:
+            raise MalformedError("the chunks of a storage do not add up to it", where=where)
+    if not all(is_used):
+        raise MalformedError("a manifest lists a chunk that no storage needs", where=where)
+
+
+def itemsize_of(library: str, dtype: str) -> int | None:
+    """Return the bytes of one element, or None where only the library knows."""
+    if library == "torch":
+        return TORCH_ITEMSIZES.get(dtype)
+    if library == "bytes":
+        return 1
+    if found := _NUMPY_DTYPE.fullmatch(dtype):
+        return int(found[2])
+    if found := _NUMPY_TEXT.fullmatch(dtype):
+        return 4 * int(found[1])
+    return None
+
+
+def distinct_chunks(
+    chunks: Sequence[ChunkSpec], storages: Sequence[StorageSpec]
+) -> tuple[tuple[ChunkSpec, ...], tuple[StorageSpec, ...]]:
+    """List every chunk once, and number the pieces of the storages anew."""
+    index_of: dict[bytes, int] = {}
+    distinct: list[ChunkSpec] = []
+    numbers: list[int] = []
+    for chunk in chunks:
+        number = index_of.setdefault(chunk.chunk_id, len(distinct))
+        if number == len(distinct):
+            distinct.append(chunk)
+        numbers.append(number)
+    if len(distinct) == len(chunks):
+        return tuple(chunks), tuple(storages)
+    renumbered = [
+        StorageSpec(
+            storage.nbytes,
+            storage.element_width,
+            storage.is_float,
+            tuple([Piece(numbers[piece.chunk], piece.offset, piece.nbytes) for piece in storage.pieces]),
+        )
+        for storage in storages
+    ]
+    return tuple(distinct), tuple(renumbered)

@@ -1,0 +1,268 @@
+"""One checkpoint: tree, tensors, and where every frame lies that it needs.
+
+A manifest is ``preamble | header | logical section | location section | trailer``. The header has a checksum of its
+own, for listing; the trailer has the BLAKE3 of everything before it. ``encode_manifest`` refuses what
+``decode_manifest`` would refuse, and the same manifest always becomes the same bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckstore.config import Limits
+from ckstore.errors import ChecksumError, MalformedError
+from ckstore.format.header import (
+    PREAMBLE_NBYTES,
+    TRAILER_NBYTES,
+    ManifestHeader,
+    Preamble,
+    decode_header_section,
+    decode_preamble,
+    encode_header,
+    encode_preamble,
+)
+from ckstore.format.layout import ManifestName
+from ckstore.format.location import FrameRef, PackRef, check_location, decode_location, encode_location
+from ckstore.format.logical import Logical, check_logical, decode_logical, distinct_chunks, encode_logical
+from ckstore.format.records import LogicalRecord, encode_inner
+from ckstore.format.wire import xxh3_64
+from ckstore.ids import DIGEST_NBYTES, digest_of
+from ckstore.tensor import ChunkSpec, StorageSpec, TensorSpec
+from ckstore.tree import Node
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "ChunkSpec",
+    "FrameRef",
+    "Manifest",
+    "ManifestHeader",
+    "PackRef",
+    "build_manifest",
+    "decode_manifest",
+    "encode_manifest",
+    "republished",
+]
+
+TRAILER_MAGIC = b"CKMEND\x00\x01"
+
+_DEFAULT_LIMITS = Limits()
+_TRAILER = struct.Struct("<8sQQQQ32s")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a restore needs to know; see the docstrings of its parts."""
+
+    header: ManifestHeader
+    tree: Node
+    tensors: tuple[TensorSpec, ...]
+    storages: tuple[StorageSpec, ...]
+    chunks: tuple[ChunkSpec, ...]
+    packs: tuple[PackRef, ...]
+    frames: tuple[FrameRef, ...]
+
+    @property
+    def store_id(self) -> bytes:
+        """The store that this manifest belongs to."""
+        return self.header.store_id
+
+    @property
+    def checkpoint_id(self) -> bytes:
+        """BLAKE3 of the logical section: the same after every repack or move."""
+        return self.header.checkpoint_id
+
+    @property
+    def logical(self) -> Logical:
+        """What the checkpoint id covers, but for the scalars in the header."""
+        return Logical(self.tree, self.tensors, self.storages, self.chunks)
+
+
+def build_manifest(
+    *,
+    store_id: bytes,
+    run: str,
+    seq: int,
+    step: int,
+    time_ns: int,
+    parent: int | None,
+    tree: Node,
+    tensors: Sequence[TensorSpec],
+    storages: Sequence[StorageSpec],
+    chunks: Sequence[ChunkSpec],
+    packs: Sequence[PackRef],
+    frames: Sequence[FrameRef],
+    bytes_written: int,
+    chunks_new: int,
+    generation: int = 0,
+    origin_id: bytes | None = None,
+    is_archival: bool = False,
+    fidelity: str = "exact",
+    metrics: Mapping[str, float] | None = None,
+) -> Manifest:
+    """Make a manifest, and compute what follows from its parts.
+
+    A chunk may be given more than once, once for each place in the plan that has these bytes; it is listed once, and
+    the pieces of the storages are numbered anew.
+    """
+    distinct, renumbered = distinct_chunks(chunks, storages)
+    logical = Logical(tree, tuple(tensors), renumbered, distinct)
+    facts = LogicalRecord(
+        run=run,
+        seq=seq,
+        step=step,
+        time_ns=time_ns,
+        parent=parent,
+        origin_id=origin_id,
+        is_archival=is_archival,
+        fidelity=fidelity,
+        metrics={str(name): float(value) for name, value in (metrics or {}).items()},
+    )
+    header = ManifestHeader(
+        store_id=store_id,
+        generation=generation,
+        checkpoint_id=digest_of(encode_logical(encode_inner(facts), logical)),
+        bytes_written=bytes_written,
+        chunks_new=chunks_new,
+        chunks_reused=len(chunks) - chunks_new,
+        **{name: getattr(facts, name) for name in LogicalRecord.__struct_fields__},
+        **_computed(logical, frames),
+    )
+    return Manifest(header, tree, logical.tensors, renumbered, distinct, tuple(packs), tuple(frames))
+
+
+def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
+    """Return the same checkpoint as a new entry of its run, with the same frames and without new bytes."""
+    header = entry.header
+    return build_manifest(
+        store_id=header.store_id,
+        run=header.run,
+        seq=seq,
+        step=header.step,
+        time_ns=time_ns,
+        parent=header.seq,
+        tree=entry.tree,
+        tensors=entry.tensors,
+        storages=entry.storages,
+        chunks=entry.chunks,
+        packs=entry.packs,
+        frames=entry.frames,
+        bytes_written=0,
+        chunks_new=0,
+        origin_id=header.checkpoint_id,
+        is_archival=is_archival,
+        fidelity=header.fidelity,
+        metrics=header.metrics,
+    )
+
+
+def _computed(logical: Logical, frames: Sequence[FrameRef]) -> dict[str, Any]:
+    return {
+        "bytes_state": sum(storage.nbytes for storage in logical.storages),
+        "bytes_stored": sum(frame.stored_nbytes for frame in frames),
+        "tensor_count": len(logical.tensors),
+        "chunk_count": len(logical.chunks),
+        "depth_max": max((frame.depth for frame in frames), default=0),
+    }
+
+
+def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> bytes:
+    """Return the manifest as written.
+
+    Raises:
+        MalformedError: A reader would refuse it.
+        UsageError: Its metrics do not fit into a header.
+    """
+    header = encode_header(manifest.header)
+    logical = encode_logical(_logical_record(manifest.header), manifest.logical)
+    location = encode_location(manifest.packs, manifest.frames)
+    lengths = (len(header), len(logical), len(location))
+    file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
+    preamble = Preamble(0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header))
+    check_logical(manifest.logical, limits, None)
+    check_location(manifest.packs, manifest.frames, limits, None)
+    _check_header(manifest, logical, None)
+    _check_size(file_nbytes, limits, None)
+    body = b"".join((encode_preamble(preamble), header, logical, location))
+    body += _TRAILER.pack(TRAILER_MAGIC, *lengths, file_nbytes, bytes(DIGEST_NBYTES))[:-DIGEST_NBYTES]
+    return body + digest_of(body)
+
+
+def decode_manifest(
+    content: Buffer, *, limits: Limits = _DEFAULT_LIMITS, expect: ManifestName | None = None, where: object = None
+) -> Manifest:
+    """Read a whole manifest; ``expect`` is what the name of the file says.
+
+    Raises:
+        ChecksumError: It is damaged.
+        MalformedError: It is torn, contradicts itself or its name, or exceeds the limits.
+        UnsupportedError: An unknown version or mandatory flag.
+    """
+    view = memoryview(content).cast("B")
+    preamble = decode_preamble(view, where=where)
+    if len(view) != preamble.file_nbytes:
+        raise MalformedError(
+            f"a manifest of {preamble.file_nbytes} bytes has {len(view)}: it is torn or has trailing bytes", where=where
+        )
+    _check_size(len(view), limits, where)
+    _check_trailer(view, preamble, where)
+    header = decode_header_section(view, preamble, expect=expect, where=where)
+    logical_end = preamble.head_nbytes + preamble.logical_nbytes
+    section = view[preamble.head_nbytes : logical_end]
+    record, logical = decode_logical(section, limits=limits, where=where)
+    packs, frames = decode_location(view[logical_end:-TRAILER_NBYTES], limits=limits, where=where)
+    manifest = Manifest(header, logical.tree, logical.tensors, logical.storages, logical.chunks, packs, frames)
+    if record != _logical_record(header):
+        raise MalformedError("the header of a manifest contradicts its logical section", where=where)
+    _check_header(manifest, section, where)
+    return manifest
+
+
+def _check_size(nbytes: int, limits: Limits, where: object) -> None:
+    if nbytes > limits.manifest_nbytes_max:
+        raise MalformedError(f"a manifest of {nbytes} bytes exceeds the limit of this store", where=where)
+
+
+def _check_trailer(view: memoryview, preamble: Preamble, where: object) -> None:
+    magic, header_nbytes, logical_nbytes, location_nbytes, file_nbytes, digest = _TRAILER.unpack(view[-TRAILER_NBYTES:])
+    if magic != TRAILER_MAGIC:
+        raise MalformedError("a manifest does not end with a trailer: it is torn", where=where)
+    if digest_of(view[:-DIGEST_NBYTES]) != digest:
+        raise ChecksumError("the digest of a manifest differs", where=where)
+    said = (header_nbytes, logical_nbytes, location_nbytes, file_nbytes)
+    if said != (preamble.header_nbytes, preamble.logical_nbytes, preamble.location_nbytes, preamble.file_nbytes):
+        raise MalformedError("a manifest's trailer contradicts its preamble", where=where)
+
+
+def _logical_record(header: ManifestHeader) -> bytes:
+    facts = {name: getattr(header, name) for name in LogicalRecord.__struct_fields__}
+    facts["metrics"] = dict(header.metrics)
+    return encode_inner(LogicalRecord(**facts))
+
+
+def _check_header(manifest: Manifest, logical_section: Buffer, where: object) -> None:
+    header = manifest.header
+    if digest_of(logical_section) != header.checkpoint_id:
+        raise MalformedError("the checkpoint id of a manifest is not the digest of its logical section", where=where)
+    said = _computed(manifest.logical, manifest.frames)
+    if any(getattr(header, name) != value for name, value in said.items()):
+        raise MalformedError("the header of a manifest contradicts its sections", where=where)
+    _check_frames(manifest, where)
+
+
+def _check_frames(manifest: Manifest, where: object) -> None:
+    """Refuse a chunk that no frame holds, and a frame that neither holds a chunk of the state nor serves as base."""
+    located = {frame.chunk_id for frame in manifest.frames}
+    chunk_ids = {chunk.chunk_id for chunk in manifest.chunks}
+    if not chunk_ids <= located:
+        raise MalformedError("a manifest does not locate all of its chunks", where=where)
+    if len(chunk_ids) == len(located):
+        return
+    bases = {frame.base for frame in manifest.frames}
+    for index, frame in enumerate(manifest.frames):
+        if frame.chunk_id not in chunk_ids and index not in bases:
+            raise MalformedError("a manifest locates a frame that it does not need", where=where)

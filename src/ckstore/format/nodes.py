@@ -1,0 +1,110 @@
+"""The state tree on disk: nested arrays of MessagePack.
+
+A tensor is its index, a bare integer. Every other node is an array that begins with its kind:
+``[0, kind, keys, children, metadata, factory]`` a mapping, ``[1, children]`` a list, ``[2, children]`` a tuple,
+``[3, type, value]`` a plain value, ``[4, name, child]`` a converted one. Only the shape is judged here;
+``ckstore.tree`` knows which kinds and values can be rebuilt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckstore.errors import MalformedError
+from ckstore.format.records import decode_inner, encode_inner
+from ckstore.tree import DEPTH_MAX, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
+
+NODE_DEPTH_MAX = 2 * DEPTH_MAX
+"""Most nodes within one another: a bound on recursion, wider than what ``ckstore.tree`` builds."""
+
+_VALUE_TYPES = frozenset((type(None), bool, int, str, bytes))
+_DICT, _LIST, _TUPLE, _VALUE, _CONVERTED = range(5)
+
+
+def encode_tree(root: Node) -> bytes:
+    """Return the tree as written.
+
+    Raises:
+        MalformedError: It is nested more deeply than a reader would follow.
+    """
+    return encode_inner(_plain(root, 0))
+
+
+def _plain(node: Node | None, depth: int) -> object:
+    if depth > NODE_DEPTH_MAX:
+        raise MalformedError(f"a state tree is more than {NODE_DEPTH_MAX} nodes deep")
+    if isinstance(node, TensorNode):
+        return node.tensor
+    if isinstance(node, ValueNode):
+        return [_VALUE, node.type, node.value]
+    if isinstance(node, DictNode):
+        children = [_plain(child, depth + 1) for child in node.children]
+        return [_DICT, node.kind, list(node.keys), children, _plain(node.metadata, depth + 1), node.factory]
+    if isinstance(node, (ListNode, TupleNode)):
+        kind = _LIST if isinstance(node, ListNode) else _TUPLE
+        return [kind, [_plain(child, depth + 1) for child in node.children]]
+    if isinstance(node, ConvertedNode):
+        return [_CONVERTED, node.name, _plain(node.child, depth + 1)]
+    return None
+
+
+def decode_tree(content: bytes | memoryview, *, tensor_count: int, where: object = None) -> Node:
+    """Read a tree whose tensors are numbered below ``tensor_count``.
+
+    Raises:
+        MalformedError: No writer of ours makes these bytes; keys of one mapping repeat.
+    """
+    return _Decoder(tensor_count, where).node(decode_inner(content, object, where=where), 0)
+
+
+class _Decoder:
+    def __init__(self, tensor_count: int, where: object) -> None:
+        self._tensor_count = tensor_count
+        self._where = where
+
+    def node(self, plain: Any, depth: int) -> Node:
+        if type(plain) is int:
+            if not 0 <= plain < self._tensor_count:
+                raise self._malformed("names a tensor that is not there")
+            return TensorNode(plain)
+        if type(plain) is not list or not plain or depth > NODE_DEPTH_MAX:
+            raise self._malformed("has something else where a node belongs")
+        kind = plain[0]
+        if type(kind) is not int:
+            raise self._malformed("has a node without a kind")
+        if kind == _VALUE and len(plain) == 3:
+            return self._value(plain[1], plain[2])
+        if kind == _DICT and len(plain) == 6:
+            return self._mapping(plain, depth)
+        if kind == _LIST and len(plain) == 2:
+            return ListNode(self._children(plain[1], depth))
+        if kind == _TUPLE and len(plain) == 2:
+            return TupleNode(self._children(plain[1], depth))
+        if kind == _CONVERTED and len(plain) == 3 and type(plain[1]) is str:
+            return ConvertedNode(plain[1], self.node(plain[2], depth + 1))
+        raise self._malformed("has a node of unknown form")
+
+    def _children(self, plain: Any, depth: int) -> tuple[Node, ...]:
+        if type(plain) is not list:
+            raise self._malformed("has something else where children belong")
+        return tuple([self.node(child, depth + 1) for child in plain])
+
+    def _value(self, name: Any, value: Any) -> ValueNode:
+        if type(name) is not str or type(value) not in _VALUE_TYPES:
+            raise self._malformed("has a plain value of unknown form")
+        return ValueNode(name, value)
+
+    def _mapping(self, plain: list[Any], depth: int) -> DictNode:
+        _, kind, keys, children, metadata, factory = plain
+        if type(kind) is not str or type(keys) is not list or not (factory is None or type(factory) is str):
+            raise self._malformed("has a mapping of unknown form")
+        if not all(type(key) in (str, int) for key in keys) or len(set(keys)) != len(keys):
+            raise self._malformed("has a mapping with repeated or impossible keys")
+        nodes = self._children(children, depth)
+        if len(nodes) != len(keys):
+            raise self._malformed("has a mapping with more or fewer values than keys")
+        below = None if metadata is None else self.node(metadata, depth + 1)
+        return DictNode(kind, tuple(keys), nodes, below, factory)
+
+    def _malformed(self, what: str) -> MalformedError:
+        return MalformedError(f"the state tree {what}", where=self._where)

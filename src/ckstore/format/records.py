@@ -1,0 +1,260 @@
+"""Typed, bounded decoding of small records; the only module that imports msgspec.
+
+Two forms. A *file record* is a file of its own that people may want to read (store.json, tags, leases, intents,
+config.json): JSON with a kind, a checksum and a body. An *inner record* lies inside a manifest: MessagePack.
+Unknown fields, wrong types, trailing bytes and numbers out of range are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+
+from ckstore.errors import ChecksumError, MalformedError, UnsupportedError, UsageError
+from ckstore.format.layout import is_name
+from ckstore.format.version import FORMAT_VERSION, check_features, check_readable
+from ckstore.format.wire import BLOCK_NBYTES, xxh3_64
+
+RECORD_NBYTES_MAX = 1 << 20
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Hex16 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+Hex32 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
+ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
+
+R = TypeVar("R")
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the records that are files of their own; ``kind`` is on disk."""
+
+    kind: ClassVar[str]
+    is_edited_by_people: ClassVar[bool] = False
+
+
+class StoreRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``store.json``: written once, when the store is made."""
+
+    kind: ClassVar[str] = "ckstore"
+
+    format_version: Count = FORMAT_VERSION
+    store_id: Hex16
+    created_ns: Count
+    hash_name: ShortText = "blake3"
+    chunk_nbytes_max: Count
+    pack_nbytes_max: Count
+    manifest_nbytes_max: Count
+    depth_max: Count
+    block_nbytes: Count = BLOCK_NBYTES
+    mandatory_features: tuple[ShortText, ...] = ()
+    optional_features: tuple[ShortText, ...] = ()
+
+
+class ConfigRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``config.json``: what a person may change; tiers are named here and nowhere else."""
+
+    kind: ClassVar[str] = "config"
+    is_edited_by_people: ClassVar[bool] = True
+
+    tiers: dict[str, str] = {}
+    policy: dict[str, Any] = {}
+    retention: dict[str, Any] = {}
+
+
+class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A name that a person gave to a checkpoint."""
+
+    kind: ClassVar[str] = "tag"
+
+    seq: Count
+    step: Count
+    checkpoint_id: Hex32
+    time_ns: Count
+
+
+class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who writes a run now: for people, not for safety."""
+
+    kind: ClassVar[str] = "lease"
+
+    host: ShortText
+    boot_id: ShortText
+    pid: Count
+    process_started: ShortText
+    token: Hex16
+    acquired_ns: Count
+    heartbeat_ns: Count
+    purpose: ShortText = ""
+
+
+class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A drop or demotion that is about to be decided, and who decides it."""
+
+    kind: ClassVar[str] = "intent"
+
+    host: ShortText
+    boot_id: ShortText
+    pid: Count
+    process_started: ShortText
+    token: Hex16
+    acquired_ns: Count
+    heartbeat_ns: Count
+    what: ShortText
+
+
+class HeaderRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The header of a manifest, as MessagePack map; see ``header.ManifestHeader`` for the meaning."""
+
+    run: ShortText
+    seq: Count
+    step: Count
+    generation: Count
+    time_ns: Count
+    parent: Count | None
+    checkpoint_id: bytes
+    origin_id: bytes | None
+    is_archival: bool
+    fidelity: ShortText
+    bytes_state: Count
+    bytes_stored: Count
+    bytes_written: Count
+    metrics: dict[ShortText, float]
+    tensor_count: Count
+    chunk_count: Count
+    chunks_new: Count
+    chunks_reused: Count
+    depth_max: Count
+
+
+class LogicalRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The scalar facts of the logical section."""
+
+    run: ShortText
+    seq: Count
+    step: Count
+    time_ns: Count
+    parent: Count | None
+    origin_id: bytes | None
+    is_archival: bool
+    fidelity: ShortText
+    metrics: dict[ShortText, float]
+
+
+class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One tensor, as MessagePack array."""
+
+    library: ShortText
+    dtype: ShortText
+    shape: tuple[Count, ...]
+    strides: tuple[int, ...]
+    storage: Count
+    offset: Count
+    is_parameter: bool
+    requires_grad: bool
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    kind: str
+    xxh3: str | None = None
+    body: msgspec.Raw
+
+
+class _StoreHead(msgspec.Struct, frozen=True):
+    format_version: Count
+    mandatory_features: tuple[str, ...] = ()
+
+
+F = TypeVar("F", bound=FileRecord)
+
+
+def encode_record(record: FileRecord) -> bytes:
+    """Return a file record as indented JSON, with the checksum of its body."""
+    body = msgspec.json.format(msgspec.json.encode(record), indent=2)
+    envelope = _Envelope(kind=record.kind, xxh3=f"{xxh3_64(body):016x}", body=msgspec.Raw(body))
+    return msgspec.json.encode(envelope) + b"\n"
+
+
+def decode_record(content: bytes, kind: type[F], *, nbytes_max: int = RECORD_NBYTES_MAX, where: object = None) -> F:
+    """Read a file record.
+
+    Raises:
+        MalformedError: Not a record of this kind.
+        ChecksumError: The body is not the one that was written.
+        UnsupportedError: The record announces a newer format.
+    """
+    if len(content) > nbytes_max:
+        raise MalformedError(f"a {kind.kind} record has more than {nbytes_max} bytes", where=where)
+    envelope = _decode_json(content, _Envelope, where)
+    if envelope.kind != kind.kind:
+        raise MalformedError(f"a record of kind {envelope.kind[:40]!r} lies where {kind.kind!r} belongs", where=where)
+    _check_body(envelope, kind, where)
+    body = bytes(envelope.body)
+    if issubclass(kind, StoreRecord):
+        head = _decode_json(body, _StoreHead, where)
+        check_readable(head.format_version, where=where)
+        check_features(head.mandatory_features, where=where)
+    record = _decode_json(body, kind, where)
+    if isinstance(record, StoreRecord):
+        _check_store(record, where)
+    if isinstance(record, ConfigRecord) and not all(is_name(tier) for tier in record.tiers):
+        raise MalformedError("a tier in a config record has no valid name", where=where)
+    return record
+
+
+def _check_body(envelope: _Envelope, kind: type[FileRecord], where: object) -> None:
+    if envelope.xxh3 is None and kind.is_edited_by_people:
+        return
+    if envelope.xxh3 != f"{xxh3_64(bytes(envelope.body)):016x}":
+        todo = "after editing it by hand, set its xxh3 to null" if kind.is_edited_by_people else None
+        raise ChecksumError(f"the checksum of a {kind.kind} record differs", where=where, todo=todo)
+
+
+def _check_store(record: StoreRecord, where: object) -> None:
+    if record.hash_name != "blake3":
+        raise UnsupportedError(f"hash {record.hash_name!r} is unknown here", where=where, todo="upgrade ckstore")
+    if record.block_nbytes != BLOCK_NBYTES:
+        raise UnsupportedError(f"blocks of {record.block_nbytes} bytes are unknown here", where=where)
+    if not 1 << 12 <= record.chunk_nbytes_max < 1 << 31:
+        raise MalformedError("chunk_nbytes_max lies out of range", where=where)
+    if not record.depth_max < 1 << 16:
+        raise MalformedError("depth_max lies out of range", where=where)
+
+
+def _decode_json(content: bytes, kind: type[R], where: object) -> R:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
+        raise MalformedError(f"a record cannot be read ({problem})", where=where) from None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode_inner(content: object) -> bytes:
+    """Return an inner record, or plain lists, dicts and scalars, as MessagePack.
+
+    Raises:
+        UsageError: Something in it has no form on disk: text that is no Unicode, a number beyond 64 bits.
+    """
+    try:
+        return _ENCODER.encode(content)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as problem:
+        raise UsageError(f"a record cannot be written ({problem})") from None
+
+
+def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = None) -> R:
+    """Read an inner record; ``kind`` is a record, a builtin, or ``list[record]``.
+
+    Raises:
+        MalformedError: Other types, unknown fields, trailing or missing bytes.
+    """
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        found: R = decoder.decode(content)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
+        raise MalformedError(f"a record cannot be read ({problem})", where=where) from None
+    return found

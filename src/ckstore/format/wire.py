@@ -1,0 +1,136 @@
+"""Fixed-width little-endian fields, lengths, and xxh3-64; the only module that imports xxhash.
+
+A *seal* is the xxh3-64 of a structure, stored as its last eight bytes. It finds bit rot and torn writes; identity
+and trust rest on BLAKE3 alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64 as _Xxh3
+from xxhash import xxh3_64_intdigest
+
+from ckstore.errors import ChecksumError, MalformedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+SEAL_NBYTES = 8
+BLOCK_NBYTES = 4096
+STORE_ID_NBYTES = 16
+
+_U64 = struct.Struct("<Q")
+_ZERO_BLOCK = bytes(64 * 1024)
+
+
+def xxh3_64(content: Buffer) -> int:
+    """Return the xxh3-64 (seed 0) of the bytes; the GIL is released for long input."""
+    return xxh3_64_intdigest(content)
+
+
+def xxh3_64_of_parts(parts: Iterable[Buffer]) -> int:
+    """Return the xxh3-64 (seed 0) of the parts one after another."""
+    running = _Xxh3()
+    for part in parts:
+        running.update(part)
+    return running.intdigest()
+
+
+def align_up(number: int, alignment: int) -> int:
+    """Return the smallest multiple of ``alignment`` that is not less than ``number``."""
+    return -(-number // alignment) * alignment
+
+
+def sealed(body: bytes, nbytes: int) -> bytes:
+    """Return ``body``, zero-filled, with its seal, ``nbytes`` long in all."""
+    assert len(body) <= nbytes - SEAL_NBYTES, "a fixed-size structure overflows"
+    filled = body.ljust(nbytes - SEAL_NBYTES, b"\0")
+    return filled + _U64.pack(xxh3_64(filled))
+
+
+def check_seal(structure: memoryview, what: str, where: object) -> None:
+    """Compare a structure with the seal in its last eight bytes.
+
+    Raises:
+        ChecksumError: They differ.
+    """
+    body_nbytes = len(structure) - SEAL_NBYTES
+    stored: int = _U64.unpack_from(structure, body_nbytes)[0]
+    if xxh3_64(structure[:body_nbytes]) != stored:
+        raise ChecksumError(f"the checksum of {what} differs", where=where)
+
+
+def is_zero(content: memoryview) -> bool:
+    """Say whether every byte is zero; no copy is made."""
+    step = len(_ZERO_BLOCK)
+    return all(content[at : at + step] == _ZERO_BLOCK[: len(content) - at] for at in range(0, len(content), step))
+
+
+def check_zero(content: memoryview, what: str, where: object) -> None:
+    """Refuse reserved bytes or padding that are not zero.
+
+    Raises:
+        MalformedError: Some byte is not zero.
+    """
+    if not is_zero(content):
+        raise MalformedError(f"reserved bytes of {what} are not zero", where=where)
+
+
+def exactly(content: Buffer, nbytes: int, what: str, where: object) -> memoryview:
+    """Return a flat view of a fixed-size structure.
+
+    Raises:
+        MalformedError: There are fewer or more bytes.
+    """
+    view = memoryview(content).cast("B")
+    if len(view) != nbytes:
+        raise MalformedError(f"{what} has {len(view)} bytes instead of {nbytes}", where=where)
+    return view
+
+
+class Reader:
+    """Takes one piece after another off a buffer, and never reads past its end.
+
+    Args:
+        what: The structure, for messages.
+        where: The place, for messages.
+    """
+
+    __slots__ = ("_at", "_view", "_what", "_where")
+
+    def __init__(self, content: Buffer, what: str, where: object = None) -> None:
+        self._view = memoryview(content).cast("B")
+        self._at = 0
+        self._what = what
+        self._where = where
+
+    @property
+    def remaining(self) -> int:
+        """Bytes not yet taken."""
+        return len(self._view) - self._at
+
+    def take(self, nbytes: int) -> memoryview:
+        """Take the next bytes, as a view.
+
+        Raises:
+            MalformedError: Fewer are left.
+        """
+        if nbytes < 0 or nbytes > self.remaining:
+            raise MalformedError(
+                f"{self._what} ends early: {nbytes} bytes are announced, {self.remaining} are left", where=self._where
+            )
+        start = self._at
+        self._at += nbytes
+        return self._view[start : self._at]
+
+    def done(self) -> None:
+        """State that everything was taken.
+
+        Raises:
+            MalformedError: Bytes are left over.
+        """
+        if self.remaining:
+            raise MalformedError(f"{self._what} has {self.remaining} trailing bytes", where=self._where)

@@ -1,0 +1,1 @@
+"""Names and bytes: backends, aligned buffers, the aggregated writer, engines. Knows nothing of chunks."""

@@ -1,0 +1,207 @@
+"""The Backend protocol, and what a backend must promise.
+
+A backend knows names and bytes, and nothing of chunks. Names are relative POSIX paths without ``..``.
+
+Promises:
+- ``create``, ``link``, ``rename_new`` and ``create_pack`` never replace what has the name already.
+- Nothing is durable before the sync that names it has returned: file contents after ``sync=True`` or
+  ``PackSink.sync``, names after ``sync_folder`` of the folder that holds them.
+- A sync that failed is never repeated on the same file: the kernel may have forgotten the bytes.
+- ``FileNotFoundError`` and ``FileExistsError`` are ordinary answers and pass as they are; every other
+  failure of the medium is a CapacityError, BackendError or UsageError with the path in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckstore.io.buffers import AlignedBuffer, BufferPool
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """Size in bytes and wall time of the last change in nanoseconds."""
+
+    nbytes: int
+    modified_ns: int
+
+
+class ReadFile(Protocol):
+    """A file opened for reading; it stays readable when its name goes away."""
+
+    @property
+    def name(self) -> str:
+        """The name it was opened by."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size when it was opened."""
+        ...
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Read exactly these bytes, for small structures; shorter only at the end of the file."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the descriptor; repeated calls do nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """One range to fetch; ``tag`` comes back with the bytes."""
+
+    file: ReadFile
+    offset: int
+    nbytes: int
+    tag: int
+
+
+@dataclass(slots=True)
+class ReadResult:
+    """The bytes of one request, in a pooled buffer that must be released.
+
+    ``view`` is exactly the requested range, or shorter where the file ended.
+    """
+
+    tag: int
+    view: memoryview
+    buffer: AlignedBuffer
+
+    def release(self) -> None:
+        """Give the buffer back; ``view`` must not be used afterwards."""
+        self.view.release()
+        self.buffer.release()
+
+
+class PackSink(Protocol):
+    """A pack being written under its final name, in aligned blocks that may go out in any order."""
+
+    @property
+    def name(self) -> str:
+        """The name it was created under."""
+        ...
+
+    def write(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> None:
+        """Start writing ``buffer[:nbytes]`` at ``offset``; the buffer is released when it is written.
+
+        ``nbytes`` and ``offset`` are multiples of 4096. An earlier failure is raised here or by ``drain``.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Wait until every write is done.
+
+        Raises:
+            CapacityError: The disk or the quota is full.
+            BackendError: A write failed.
+        """
+        ...
+
+    def finish(self, nbytes: int) -> None:
+        """Drain, cut the file to its true size, and make its bytes durable (fdatasync), once."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is in flight, ignoring its result, and let go; repeated calls do nothing.
+
+        A pack that was not finished loses its name.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """Where bytes live."""
+
+    @property
+    def root(self) -> str:
+        """The place, for messages."""
+        ...
+
+    def location_of(self, name: str) -> str:
+        """Return the full path or URL of a name, for messages."""
+        ...
+
+    def stat(self, name: str) -> FileInfo | None:
+        """Return size and time of a file, or None when there is no such name."""
+        ...
+
+    def list_names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; empty when there is no such folder."""
+        ...
+
+    def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
+        """Read a small file whole.
+
+        Raises:
+            FileNotFoundError: No such name.
+            MalformedError: The file is larger than ``nbytes_max``.
+        """
+        ...
+
+    def read_head(self, name: str, nbytes: int) -> bytes:
+        """Read the first bytes of a file, fewer when it is shorter."""
+        ...
+
+    def make_folder(self, name: str) -> bool:
+        """Make a folder (0700), parents included; return whether it is new."""
+        ...
+
+    def create(self, name: str, content: bytes, *, sync: bool) -> None:
+        """Make a new file (0600, O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
+        ...
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; FileExistsError when the name is taken."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a name, replacing what has the target name."""
+        ...
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Move a name; FileExistsError when the target name is taken."""
+        ...
+
+    def unlink(self, name: str) -> None:
+        """Remove a name; FileNotFoundError when there is none."""
+        ...
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder."""
+        ...
+
+    def sync_file(self, name: str) -> None:
+        """Make a file's bytes durable that another process may have left unsynced."""
+        ...
+
+    def sync_folder(self, name: str) -> None:
+        """Make the names in a folder durable."""
+        ...
+
+    def free_nbytes(self) -> int | None:
+        """Return the bytes that can still be written, or None when that is not known."""
+        ...
+
+    def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
+        """Make a new pack (0600, O_EXCL) and reserve space for it in large steps."""
+        ...
+
+    def open_read(self, name: str) -> ReadFile:
+        """Open a file for ranged reads; FileNotFoundError when there is none."""
+        ...
+
+    def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
+        """Fetch ranges, many at a time, and yield them as they arrive, in any order.
+
+        The next request is taken from the iterable only when a buffer is free. Closing the iterator early
+        waits for what is in flight.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of rings and descriptors."""
+        ...

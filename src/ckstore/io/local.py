@@ -1,0 +1,289 @@
+"""A folder: names by ordinary calls, packs by an engine, past the page cache where the folder takes it.
+
+Invariants:
+- Files are made with O_EXCL and mode 0600, folders with 0700; no symbolic link below the root is followed
+  to open a file.
+- Engine and queues are made when they are first needed, and again in a forked child: rings and threads
+  do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from ckstore.config import EngineName
+from ckstore.errors import MalformedError, UnsupportedError, UsageError
+from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.io.buffers import BufferPool
+from ckstore.io.engine import Engine, IoQueue
+from ckstore.io.engine_choice import choose_engine, takes_direct
+from ckstore.io.local_pack import LocalPackSink
+from ckstore.io.local_read import LocalReadFile, RangeReader
+from ckstore.io.os_calls import medium_errors, rename_noreplace
+
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
+
+WRITE_DEPTH = {"uring": 4, "pwrite": 4}
+READ_DEPTH = {"uring": 8, "pwrite": 8}
+
+
+class LocalBackend:
+    """A folder of this machine.
+
+    Args:
+        root: The folder; it need not exist yet, ``make_folder("")`` makes it.
+        engine: Which engine moves packs, or an engine.
+        try_direct: Use O_DIRECT where the folder takes it; False always goes through the page cache.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, engine: EngineName | Engine = "auto", try_direct: bool = True
+    ) -> None:
+        self._root = Path(root).absolute()
+        self._wanted_engine = engine
+        self._try_direct = try_direct
+        self._takes_direct: bool | None = None
+        self._chosen: tuple[Engine, str] | None = None
+        self._queues: dict[str, IoQueue] = {}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    @property
+    def root(self) -> str:
+        """The folder, for messages."""
+        return str(self._root)
+
+    @property
+    def engine_name(self) -> str:
+        """``"uring"`` or ``"pwrite"``; probes the folder if that was not done yet."""
+        return self._choose()[0].name
+
+    @property
+    def engine_reason(self) -> str:
+        """Why that engine was taken, in a few words."""
+        return self._choose()[1]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether packs are written past the page cache."""
+        if self._takes_direct is None:
+            self._takes_direct = self._try_direct and takes_direct(self.root)
+        return self._takes_direct
+
+    def location_of(self, name: str) -> str:
+        """Return the full path of a name."""
+        return str(self._path(name))
+
+    def stat(self, name: str) -> FileInfo | None:
+        """Return size and time, or None when there is no such name; a folder has no bytes."""
+        path = self._path(name)
+        with medium_errors(path, "looking at a file"):
+            try:
+                found = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return FileInfo(0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns)
+
+    def list_names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; empty when there is no such folder."""
+        path = self._path(folder)
+        with medium_errors(path, "listing a folder"):
+            try:
+                return sorted(entry.name for entry in path.iterdir())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
+        """Read a small file whole; MalformedError when it is larger than ``nbytes_max``."""
+        content = self._read(name, nbytes_max + 1)
+        if len(content) > nbytes_max:
+            raise MalformedError("the file is larger than it can be", where=self._path(name), nbytes_max=nbytes_max)
+        return content
+
+    def read_head(self, name: str, nbytes: int) -> bytes:
+        """Read the first bytes of a file, fewer when it is shorter."""
+        return self._read(name, nbytes)
+
+    def make_folder(self, name: str) -> bool:
+        """Make a folder (0700), parents included; return whether it is new."""
+        path = self._path(name)
+        with medium_errors(path, "making a folder"):
+            return _make_folder(path)
+
+    def create(self, name: str, content: bytes, *, sync: bool) -> None:
+        """Make a new file (0600, O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
+        path = self._path(name)
+        with medium_errors(path, "writing a file"):
+            fd = os.open(path, _CREATE_FLAGS, 0o600)
+            try:
+                rest = memoryview(content)
+                while len(rest):
+                    rest = rest[os.write(fd, rest) :]
+                if sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; UnsupportedError where the file system has no hard links."""
+        path = self._path(target)
+        with medium_errors(path, "linking a file"):
+            try:
+                # Unlike Path.hardlink_to, this never follows a symbolic link.
+                os.link(self._path(source), path, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise UnsupportedError("the file system makes no hard links", where=path) from error
+                raise
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a name, replacing what has the target name."""
+        path = self._path(target)
+        with medium_errors(path, "renaming a file"):
+            self._path(source).replace(path)
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Move a name; FileExistsError when the target name is taken.
+
+        Where the file system cannot do that in one step, a file has both names for a moment.
+        """
+        path = self._path(target)
+        with medium_errors(path, "renaming a file"):
+            if not rename_noreplace(self.location_of(source), str(path)):
+                self.link(source, target)
+                self._path(source).unlink()
+
+    def unlink(self, name: str) -> None:
+        """Remove a name; FileNotFoundError when there is none."""
+        path = self._path(name)
+        with medium_errors(path, "removing a file"):
+            path.unlink()
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder."""
+        path = self._path(name)
+        with medium_errors(path, "removing a folder"):
+            path.rmdir()
+
+    def sync_file(self, name: str) -> None:
+        """Make a file's bytes durable that another process may have left unsynced."""
+        self._sync(name, os.O_RDONLY | os.O_NOFOLLOW)
+
+    def sync_folder(self, name: str) -> None:
+        """Make the names in a folder durable."""
+        self._sync(name, os.O_RDONLY | os.O_DIRECTORY)
+
+    def free_nbytes(self) -> int | None:
+        """Return the bytes that can still be written, or None when the folder does not say."""
+        try:
+            found = os.statvfs(self._root)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
+
+    def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
+        """Make a new pack (0600, O_EXCL) and reserve space for it in large steps.
+
+        Raises:
+            CapacityError: The first step does not fit; the name is free again.
+        """
+        path = self._path(name)
+        flags = _CREATE_FLAGS | (os.O_DIRECT if self.is_direct else 0)
+        queue, _ = self._queue("write")
+        with medium_errors(path, "creating a pack"):
+            fd = os.open(path, flags, 0o600)
+        try:
+            return LocalPackSink(fd, name, str(path), queue, nbytes_expected=nbytes_expected)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    def open_read(self, name: str) -> ReadFile:
+        """Open a file for ranged reads; FileNotFoundError when there is none."""
+        return LocalReadFile(name, self.location_of(name), try_direct=self._try_direct)
+
+    def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
+        """Fetch ranges, many at a time, and yield them as they arrive, in any order."""
+        queue, depth = self._queue("read")
+        return RangeReader(queue, pool, depth).run(requests)
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of rings and threads; later calls make new ones."""
+        with self._lock:
+            queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.close()
+
+    def _path(self, name: str) -> Path:
+        parts = name.split("/") if name else []
+        if "\0" in name or any(part in ("", ".", "..") for part in parts):
+            raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
+        return self._root.joinpath(*parts)
+
+    def _choose(self) -> tuple[Engine, str]:
+        with self._lock:
+            if self._chosen is None:
+                wanted = self._wanted_engine
+                if isinstance(wanted, str):
+                    self._chosen = choose_engine(wanted, self.root)
+                else:
+                    self._chosen = wanted, f"{wanted.name}: handed in"
+            return self._chosen
+
+    def _queue(self, kind: Literal["read", "write"]) -> tuple[IoQueue, int]:
+        if self._pid != os.getpid():
+            # The parent's queues are of no use here, and its threads, of which one may have held the lock, are gone.
+            self._lock = threading.Lock()
+            self._queues = {}
+            self._pid = os.getpid()
+        engine, _ = self._choose()
+        depth = (READ_DEPTH if kind == "read" else WRITE_DEPTH).get(engine.name, 4)
+        with self._lock:
+            if kind not in self._queues:
+                self._queues[kind] = engine.open_queue(depth=depth)
+            return self._queues[kind], depth
+
+    def _read(self, name: str, nbytes_max: int) -> bytes:
+        path = self._path(name)
+        with medium_errors(path, "reading a file"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                # What a file claims to hold is not allocated before it is there.
+                parts: list[bytes] = []
+                missing = nbytes_max
+                while missing and (part := os.read(fd, min(missing, 1 << 20))):
+                    parts.append(part)
+                    missing -= len(part)
+                return b"".join(parts)
+            finally:
+                os.close(fd)
+
+    def _sync(self, name: str, flags: int) -> None:
+        path = self._path(name)
+        with medium_errors(path, "syncing"):
+            fd = os.open(path, flags | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _make_folder(path: Path) -> bool:
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return False
+    except FileNotFoundError:
+        _make_folder(path.parent)
+        return _make_folder(path)
+    return True

@@ -1,0 +1,267 @@
+"""In memory: the model every other backend is compared with, and a quick one for tests.
+
+Names are a dict, files are byte arrays, and what was synced is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, UsageError
+from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.io.buffers import AlignedBuffer, BufferPool
+from ckstore.io.durable import folder_of
+from ckstore.io.os_calls import PAGE_NBYTES
+
+
+class _File:
+    """Bytes that any number of names may mean."""
+
+    __slots__ = ("content", "modified_ns")
+
+    def __init__(self, content: bytes, now_ns: int) -> None:
+        self.content = bytearray(content)
+        self.modified_ns = now_ns
+
+
+class MemoryBackend:
+    """Names and bytes that vanish with the process.
+
+    Args:
+        nbytes_max: All files together hold no more than this; None: no limit.
+        clock: Stamps files.
+    """
+
+    def __init__(self, *, nbytes_max: int | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.syncs: Counter[str] = Counter()
+        """How often each file or folder was made durable, by name."""
+        self._nbytes_max = nbytes_max
+        self._clock = clock
+        self._files: dict[str, _File] = {}
+        self._folders = {""}
+        self._lock = threading.RLock()
+
+    @property
+    def root(self) -> str:
+        """A name for messages."""
+        return "memory:"
+
+    def location_of(self, name: str) -> str:
+        """Return the name with a scheme, for messages."""
+        return f"memory:{_checked(name)}"
+
+    def stat(self, name: str) -> FileInfo | None:
+        """Return size and time, or None when there is no such name; a folder has no bytes."""
+        with self._lock:
+            file = self._files.get(_checked(name))
+            if file is not None:
+                return FileInfo(len(file.content), file.modified_ns)
+            return FileInfo(0, 0) if name in self._folders else None
+
+    def list_names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; empty when there is no such folder."""
+        prefix = f"{_checked(folder)}/" if folder else ""
+        with self._lock:
+            names = [*self._files, *self._folders]
+        tails = (name[len(prefix) :] for name in names if name.startswith(prefix))
+        return sorted(tail for tail in tails if tail and "/" not in tail)
+
+    def read_bytes(self, name: str, *, nbytes_max: int) -> bytes:
+        """Read a small file whole; MalformedError when it is larger than ``nbytes_max``."""
+        content = bytes(self._find(name).content)
+        if len(content) > nbytes_max:
+            raise MalformedError("the file is larger than it can be", where=name, nbytes_max=nbytes_max)
+        return content
+
+    def read_head(self, name: str, nbytes: int) -> bytes:
+        """Read the first bytes of a file, fewer when it is shorter."""
+        return bytes(self._find(name).content[:nbytes])
+
+    def make_folder(self, name: str) -> bool:
+        """Make a folder, parents included; return whether it is new."""
+        with self._lock:
+            if _checked(name) in self._files:
+                raise FileExistsError(name)
+            if name in self._folders:
+                return False
+            self.make_folder(folder_of(name))
+            self._folders.add(name)
+            return True
+
+    def create(self, name: str, content: bytes, *, sync: bool) -> None:
+        """Make a new file; FileExistsError when the name is taken."""
+        with self._lock:
+            self._check_room(len(content))
+            self._add(name, _File(content, self._clock.now_ns()))
+            if sync:
+                self.syncs[name] += 1
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; FileExistsError when the name is taken."""
+        with self._lock:
+            self._add(target, self._find(source))
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a name, replacing what has the target name."""
+        with self._lock:
+            file = self._find(source)
+            self._check_folder_of(target)
+            del self._files[source]
+            self._files[target] = file
+
+    def rename_new(self, source: str, target: str) -> None:
+        """Move a name; FileExistsError when the target name is taken."""
+        with self._lock:
+            self._add(target, self._find(source))
+            del self._files[source]
+
+    def unlink(self, name: str) -> None:
+        """Remove a name; FileNotFoundError when there is none."""
+        with self._lock:
+            self._find(name)
+            del self._files[name]
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder."""
+        with self._lock:
+            if _checked(name) not in self._folders:
+                raise FileNotFoundError(name)
+            if self.list_names(name):
+                raise BackendError("removing a folder failed (ENOTEMPTY)", where=self.location_of(name))
+            self._folders.discard(name)
+
+    def sync_file(self, name: str) -> None:
+        """Count a sync of a file."""
+        with self._lock:
+            self._find(name)
+            self.syncs[name] += 1
+
+    def sync_folder(self, name: str) -> None:
+        """Count a sync of a folder."""
+        with self._lock:
+            if _checked(name) not in self._folders:
+                raise FileNotFoundError(name)
+            self.syncs[name] += 1
+
+    def free_nbytes(self) -> int | None:
+        """Return what is left of ``nbytes_max``."""
+        if self._nbytes_max is None:
+            return None
+        with self._lock:
+            # Two names of one file hold its bytes once.
+            files = {id(file): file for file in self._files.values()}.values()
+            return self._nbytes_max - sum(len(file.content) for file in files)
+
+    def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
+        """Make a new pack; CapacityError when what is expected does not fit."""
+        with self._lock:
+            self._check_room(nbytes_expected)
+            file = _File(b"", self._clock.now_ns())
+            self._add(name, file)
+            return _MemoryPackSink(self, name, file)
+
+    def open_read(self, name: str) -> ReadFile:
+        """Open a file for ranged reads; FileNotFoundError when there is none."""
+        return _MemoryReadFile(name, self._find(name))
+
+    def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
+        """Fetch ranges one by one."""
+        for request in requests:
+            buffer = pool.acquire()
+            if request.nbytes > buffer.nbytes:
+                buffer.release()
+                where = f"{request.nbytes} bytes at {request.offset} of {request.file.name}"
+                raise UsageError("the range is larger than a buffer", where=where)
+            content = request.file.read_at(request.offset, request.nbytes)
+            buffer.view[: len(content)] = content
+            yield ReadResult(request.tag, buffer.view[: len(content)], buffer)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def _find(self, name: str) -> _File:
+        with self._lock:
+            if _checked(name) not in self._files:
+                raise FileNotFoundError(name)
+            return self._files[name]
+
+    def _add(self, name: str, file: _File) -> None:
+        self._check_folder_of(_checked(name))
+        if name in self._files or name in self._folders:
+            raise FileExistsError(name)
+        self._files[name] = file
+
+    def _check_folder_of(self, name: str) -> None:
+        if folder_of(name) not in self._folders:
+            raise FileNotFoundError(folder_of(name))
+
+    def _check_room(self, nbytes: int) -> None:
+        free = self.free_nbytes()
+        if free is not None and nbytes > free:
+            raise CapacityError("the memory backend is full", where=self.root, todo="collect, or allow more")
+
+
+class _MemoryReadFile:
+    def __init__(self, name: str, file: _File) -> None:
+        self._file = file
+        self.name = name
+        self.nbytes = len(file.content)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._file.content[offset : min(offset + nbytes, self.nbytes)])
+
+    def close(self) -> None:
+        """There is no descriptor."""
+
+
+class _MemoryPackSink:
+    def __init__(self, backend: MemoryBackend, name: str, file: _File) -> None:
+        self._backend = backend
+        self._file = file
+        self._failure: CkstoreError | None = None
+        self._is_finished = False
+        self.name = name
+
+    def write(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> None:
+        assert nbytes % PAGE_NBYTES == 0 == offset % PAGE_NBYTES, "blocks are multiples of 4096"
+        try:
+            self.drain()
+            with self._backend._lock:
+                content = self._file.content
+                missing = max(0, offset + nbytes - len(content))
+                self._backend._check_room(missing)
+                content.extend(bytes(missing))
+                content[offset : offset + nbytes] = buffer.view[:nbytes]
+        except CkstoreError as error:
+            self._failure = error
+            raise
+        finally:
+            buffer.release()
+
+    def drain(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self, nbytes: int) -> None:
+        self.drain()
+        with self._backend._lock:
+            del self._file.content[nbytes:]
+            self._file.content.extend(bytes(nbytes - len(self._file.content)))
+            self._backend.syncs[self.name] += 1
+        self._is_finished = True
+        self.close()
+
+    def close(self) -> None:
+        self._failure = self._failure or UsageError("the pack is closed", where=self.name)
+        with self._backend._lock:
+            if not self._is_finished and self._backend._files.get(self.name) is self._file:
+                del self._backend._files[self.name]
+
+
+def _checked(name: str) -> str:
+    if "\0" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
+        raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
+    return name

@@ -1,0 +1,146 @@
+"""The hot loops in numpy: the reference, and so the specification of every twin.
+
+Invariants:
+- Arguments are contiguous buffers (anything with the buffer protocol); what is written goes into the
+  caller's buffer; source and destination do not overlap.
+- Elements are ``width`` bytes, little-endian, 1, 2, 4 or 8. Plane j holds byte j of every element; the
+  top plane is the last. With ``rotate`` the word is first rotated left by one bit: then the exponent of
+  fp32 and bf16 fills the top plane and the sign is the lowest bit.
+- A wrong length, width or buffer raises ValueError before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Bytes = NDArray[np.uint8]
+
+WORDS: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+BLOCK_NBYTES = 1 << 16
+"""Temporary arrays are at most this long, so that they stay in the cache."""
+
+
+def split_planes(source: Buffer, planes_out: Buffer, width: int, rotate: bool) -> None:
+    """Write the byte planes of ``source`` one after another into ``planes_out``."""
+    plain, planes = _readable(source), _writable(planes_out)
+    count = _checked_count(plain.size, width)
+    _require_equal(planes.size, plain.size)
+    target = planes.reshape(width, count)
+    for start, stop in _blocks(count, width):
+        words = plain[start * width : stop * width].view(WORDS[width])
+        if rotate:
+            words = (words << 1) | (words >> (8 * width - 1))
+        target[:, start:stop] = words.view(np.uint8).reshape(-1, width).T
+
+
+def merge_planes(planes: Sequence[Buffer], destination: Buffer, width: int, rotate: bool) -> None:
+    """Write the elements whose byte planes are ``planes``; the inverse of ``split_planes``."""
+    plain = _writable(destination)
+    count = _checked_count(plain.size, width)
+    sources = _checked_planes(planes, count, width)
+    for start, stop in _blocks(count, width):
+        plain[start * width : stop * width] = _merged(sources, start, stop, rotate)
+
+
+def planes_equal(planes: Sequence[Buffer], source: Buffer, width: int, rotate: bool) -> bool:
+    """Return whether merging ``planes`` gives the bytes of ``source``; nothing is written."""
+    plain = _readable(source)
+    count = _checked_count(plain.size, width)
+    sources = _checked_planes(planes, count, width)
+    return all(
+        np.array_equal(_merged(sources, start, stop, rotate), plain[start * width : stop * width])
+        for start, stop in _blocks(count, width)
+    )
+
+
+def copy_bytes(source: Buffer, destination: Buffer) -> None:
+    """Copy all bytes."""
+    plain, target = _readable(source), _writable(destination)
+    _require_equal(target.size, plain.size)
+    np.copyto(target, plain)
+
+
+def equal_bytes(a: Buffer, b: Buffer) -> bool:
+    """Return whether both hold the same bytes; False when their lengths differ."""
+    one, other = _readable(a), _readable(b)
+    return one.size == other.size and all(
+        np.array_equal(one[start:stop], other[start:stop]) for start, stop in _blocks(one.size, 1)
+    )
+
+
+def is_constant(source: Buffer) -> bool:
+    """Return whether every byte equals the first; True for no bytes."""
+    plain = _readable(source)
+    return all(bool((plain[start:stop] == plain[0]).all()) for start, stop in _blocks(plain.size, 1))
+
+
+def histogram(source: Buffer, counts_out: Buffer) -> None:
+    """Write how often each byte value occurs into 256 aligned uint32 of native byte order, modulo 2**32."""
+    plain, counts = _readable(source), _writable(counts_out)
+    _require_equal(counts.size, 256 * 4)
+    if counts.ctypes.data % 4:
+        raise ValueError("counts are not aligned")
+    total = np.zeros(256, np.int64)
+    for start, stop in _blocks(plain.size, 1):
+        total += np.bincount(plain[start:stop], minlength=256)
+    counts.view(np.uint32)[:] = total.astype(np.uint32)
+
+
+def _merged(planes: list[Bytes], start: int, stop: int, rotate: bool) -> Bytes:
+    width = len(planes)
+    merged = np.empty((stop - start, width), np.uint8)
+    for index, plane in enumerate(planes):
+        merged[:, index] = plane[start:stop]
+    flat = merged.reshape(-1)
+    if rotate:
+        words = flat.view(WORDS[width])
+        flat = ((words >> 1) | (words << (8 * width - 1))).view(np.uint8)
+    return flat
+
+
+def _blocks(count: int, width: int) -> list[tuple[int, int]]:
+    step = BLOCK_NBYTES // width
+    return [(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _checked_count(nbytes: int, width: int) -> int:
+    if width not in WORDS:
+        raise ValueError("width must be 1, 2, 4 or 8")
+    if nbytes % width:
+        raise ValueError("length is no multiple of the width")
+    return nbytes // width
+
+
+def _checked_planes(planes: Sequence[Buffer], count: int, width: int) -> list[Bytes]:
+    if len(planes) != width:
+        raise ValueError("as many planes are needed as an element has bytes")
+    sources = [_readable(plane) for plane in planes]
+    for source in sources:
+        _require_equal(source.size, count)
+    return sources
+
+
+def _require_equal(a: int, b: int) -> None:
+    if a != b:
+        raise ValueError("lengths differ")
+
+
+def _readable(buffer: Buffer) -> Bytes:
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("not a contiguous buffer")
+    # An empty view cannot be cast when one of its dimensions is zero.
+    return np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _writable(buffer: Buffer) -> Bytes:
+    if memoryview(buffer).readonly:
+        raise ValueError("not a writable contiguous buffer")
+    return _readable(buffer)

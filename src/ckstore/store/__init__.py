@@ -1,0 +1,1 @@
+"""Content-addressed chunks, manifests, leases, tags: all that keeps checkpoints, moving frames it cannot read."""

@@ -1,0 +1,82 @@
+"""Where chunks lie: in memory, from the newest manifests.
+
+What is known is a hint: a pack may be gone since. Every hit is checked twice, before it is used and
+after the manifest that relies on it was published.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.ids import ChunkId, PackId
+
+MANIFESTS_KNOWN_MAX = 16
+"""Manifests of a run whose chunks are remembered: bounds memory and the first commit's reading."""
+
+LOCAL_TIER = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFrame:
+    """A frame that an acknowledged manifest locates, its pack, and the frame it needs as base."""
+
+    frame: FrameRef
+    pack: PackRef
+    base: KnownFrame | None
+
+    def closure(self) -> list[KnownFrame]:
+        """Return the frame and its bases, deepest base first."""
+        chain: list[KnownFrame] = [self]
+        while (base := chain[-1].base) is not None:
+            chain.append(base)
+        return chain[::-1]
+
+
+class Known:
+    """Chunk id to frame, for the newest manifests only."""
+
+    def __init__(self, manifests_max: int = MANIFESTS_KNOWN_MAX) -> None:
+        self.manifests_max = manifests_max
+        self._generations: deque[dict[ChunkId, KnownFrame]] = deque(maxlen=manifests_max)
+
+    def __len__(self) -> int:
+        return len({chunk_id for frames in self._generations for chunk_id in frames})
+
+    def add(self, manifest: Manifest) -> None:
+        """Remember what an acknowledged manifest locates in the local tier; the oldest one is forgotten."""
+        frames: dict[int, KnownFrame] = {}
+        for index, frame in enumerate(manifest.frames):
+            pack = manifest.packs[frame.pack]
+            base = frames.get(frame.base) if frame.base >= 0 else None
+            if pack.tier != LOCAL_TIER or (frame.base >= 0 and base is None):
+                continue
+            frames[index] = KnownFrame(frame, pack, base)
+        self._generations.append({known.frame.chunk_id: known for known in frames.values()})
+
+    def find(self, chunk_id: ChunkId) -> KnownFrame | None:
+        """Return the newest known frame of a chunk."""
+        for frames in reversed(self._generations):
+            known = frames.get(chunk_id)
+            if known is not None:
+                return known
+        return None
+
+    def packs(self) -> dict[PackId, int]:
+        """Return id and size of the packs of all known frames."""
+        return {link.pack.pack_id: link.pack.nbytes for frames in self._generations for link in frames.values()}
+
+    def forget_packs(self, pack_ids: Iterable[PackId]) -> None:
+        """Forget every frame that lies in one of these packs, or needs one that does."""
+        gone = set(pack_ids)
+        if not gone:
+            return
+        for frames in self._generations:
+            for chunk_id in [
+                chunk_id
+                for chunk_id, known in frames.items()
+                if any(link.pack.pack_id in gone for link in known.closure())
+            ]:
+                del frames[chunk_id]

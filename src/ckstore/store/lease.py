@@ -1,0 +1,255 @@
+"""One live writer a run: who it is, and whether it still lives.
+
+A lease keeps people from running twice. Safety never rests on it: claims and the check after publish
+carry that, so everything here may fail, or be fooled by a clock, and cost at most a ConflictError.
+
+The holder is host, boot, pid namespace, pid and process start time. In the same boot and pid namespace
+its death is seen in /proc at once; elsewhere by a heartbeat that stops. A flock or a closed pipe would
+not do: a forked child keeps both alive after the holder was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import weakref
+from pathlib import Path
+
+from ckstore.clock import Clock
+from ckstore.errors import CkstoreError, ConflictError
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord, decode_record, encode_record
+from ckstore.ids import new_token
+from ckstore.io.backend import Backend
+
+_log = logging.getLogger("ckstore")
+
+HEARTBEAT_SECONDS = 3.0
+STALE_SECONDS = 15.0
+"""A heartbeat that stands still for this long belongs to a dead holder: five beats."""
+
+_RECORD_NBYTES_MAX = 4096
+_live_tokens: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
+
+
+def process_started(pid: int) -> str | None:
+    """Return the start time of a process in clock ticks since boot, or None when there is none.
+
+    Together with the pid it names a process for the lifetime of a boot: pids are used again, pairs are not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rsplit(")", 1)[-1].split()
+    # Field 3 is the state, field 22 the start time; a zombie has died.
+    return None if fields[0] in {"Z", "X"} else fields[19]
+
+
+def boot_identity() -> str:
+    """Return boot id and pid namespace: within one of these, pids can be looked up in /proc."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return ""
+    return f"{boot_id}/{namespace}"
+
+
+class Lease:
+    """The writer lease of one run, as one handle sees it."""
+
+    def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float = STALE_SECONDS) -> None:
+        self._backend = backend
+        self._run = run
+        self._clock = clock
+        self._stale_seconds = stale_seconds
+        self._path = layout.lease_name(run)
+        self._record: LeaseRecord | None = None
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this handle, in this process, has taken the lease."""
+        return self._record is not None and self._pid == os.getpid()
+
+    def take(self) -> None:
+        """Take the lease, from a dead holder too; wait for a heartbeat on another host to stop.
+
+        Raises:
+            ConflictError: A live process holds it; the message names that process.
+        """
+        if self.is_held and self._is_ours(self._read()):
+            return
+        self._record = None
+        mine = self._new_record()
+        draft = f"{layout.TMP_FOLDER}/{mine.token}.lease"
+        self._backend.create(draft, encode_record(mine), sync=False)
+        try:
+            while True:
+                try:
+                    self._backend.link(draft, self._path)
+                    break
+                except FileExistsError:
+                    self._remove_dead_holder()
+        finally:
+            self._backend.unlink(draft)
+        self._record = mine
+        self._pid = os.getpid()
+        _live_tokens[mine.token] = self
+        self._start_heart()
+
+    def check(self) -> None:
+        """Look at the lease again, before publishing.
+
+        Raises:
+            ConflictError: Another writer took it over.
+        """
+        holder = self._read()
+        if not self._is_ours(holder):
+            self._record = None
+            raise ConflictError(
+                f"the writer lease of run {self._run!r} was taken over by {_describe(holder)}",
+                where=self._backend.location_of(self._path),
+                todo="nothing was published; stop one of the two writers, then commit again",
+            )
+
+    def release(self) -> None:
+        """Give the lease up, if it is still ours; never raises."""
+        self._stop.set()
+        record, self._record = self._record, None
+        if record is None or self._pid != os.getpid():
+            return
+        _live_tokens.pop(record.token, None)
+        try:
+            holder = self._read()
+            if holder is not None and holder.token == record.token:
+                self._backend.unlink(self._path)
+        except (CkstoreError, OSError) as error:
+            _log.warning("could not give up the writer lease of run %r: %s", self._run, error)
+
+    def holder(self) -> LeaseRecord | None:
+        """Return who holds the lease now, dead or alive."""
+        return self._read()
+
+    def _new_record(self) -> LeaseRecord:
+        now = self._clock.now_ns()
+        return LeaseRecord(
+            host=socket.gethostname(),
+            boot_id=boot_identity(),
+            pid=os.getpid(),
+            process_started=process_started(os.getpid()) or "",
+            token=new_token(),
+            acquired_ns=now,
+            heartbeat_ns=now,
+        )
+
+    def _read(self, path: str | None = None) -> LeaseRecord | None:
+        try:
+            content = self._backend.read_bytes(path or self._path, nbytes_max=_RECORD_NBYTES_MAX)
+            return decode_record(content, LeaseRecord, nbytes_max=_RECORD_NBYTES_MAX)
+        except FileNotFoundError:
+            return None
+        except CkstoreError as error:
+            # A torn lease, after a power cut say, protects nobody.
+            _log.warning("unreadable lease of run %r is taken over: %s", self._run, error)
+            return None
+
+    def _is_ours(self, holder: LeaseRecord | None) -> bool:
+        return self.is_held and holder is not None and self._record is not None and holder.token == self._record.token
+
+    def _remove_dead_holder(self) -> None:
+        holder = self._read()
+        if holder is not None and self._is_alive(holder):
+            raise ConflictError(
+                f"run {self._run!r} is being written by {_describe(holder)}",
+                where=self._backend.location_of(self._path),
+                todo="stop that process, or commit to another run",
+                pid=holder.pid,
+                host=holder.host,
+            )
+        # Moved to a name of our own first: two who take over at once must not remove each other's new lease.
+        graveyard = f"{layout.TMP_FOLDER}/{new_token()}.lease"
+        try:
+            self._backend.rename_new(self._path, graveyard)
+        except FileNotFoundError:
+            return
+        moved = self._read(graveyard)
+        if moved is not None and (holder is None or moved.token != holder.token):
+            # Another one took over between our look and our move: what we moved is alive; put it back.
+            with contextlib.suppress(FileExistsError):
+                self._backend.link(graveyard, self._path)
+        self._backend.unlink(graveyard)
+
+    def _is_alive(self, holder: LeaseRecord) -> bool:
+        if holder.boot_id and holder.boot_id == boot_identity():
+            if process_started(holder.pid) != holder.process_started:
+                return False
+            # Our own process: alive only if that handle still is; a forgotten one has no token left.
+            return holder.pid != os.getpid() or holder.token in _live_tokens
+        return self._heart_beats(holder)
+
+    def _heart_beats(self, holder: LeaseRecord) -> bool:
+        """Watch a holder on another host: does its heartbeat move within the stale time?"""
+        _log.warning(
+            "run %r was last written by %s; waiting up to %.0f s to see whether it still lives",
+            self._run, _describe(holder), self._stale_seconds,
+        )  # fmt: skip
+        deadline = self._clock.monotonic() + self._stale_seconds
+        while self._clock.monotonic() < deadline:
+            self._clock.sleep(min(0.5, self._stale_seconds / 10))
+            now = self._read()
+            if now is None or now.token != holder.token:
+                return now is not None
+            if now.heartbeat_ns != holder.heartbeat_ns:
+                return True
+        _log.warning("its heartbeat has stopped; the lease is taken over")
+        return False
+
+    def _start_heart(self) -> None:
+        self._stop = threading.Event()
+        self._heart = threading.Thread(
+            target=_beat, args=(weakref.ref(self), self._stop), name="ckstore-lease", daemon=True
+        )
+        self._heart.start()
+
+    def renew(self) -> None:
+        """Write a new heartbeat; a failure is logged and nothing more, since safety never rests on it."""
+        record = self._record
+        if record is None or not self._is_ours(self._read()):
+            return
+        renewed = LeaseRecord(
+            host=record.host,
+            boot_id=record.boot_id,
+            pid=record.pid,
+            process_started=record.process_started,
+            token=record.token,
+            acquired_ns=record.acquired_ns,
+            heartbeat_ns=self._clock.now_ns(),
+        )
+        draft = f"{layout.TMP_FOLDER}/{new_token()}.lease"
+        try:
+            self._backend.create(draft, encode_record(renewed), sync=False)
+            self._backend.rename(draft, self._path)
+        except (CkstoreError, OSError) as error:
+            _log.warning("could not renew the writer lease of run %r: %s", self._run, error)
+
+
+def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT_SECONDS):
+        lease = reference()
+        if lease is None or stop.is_set():
+            return
+        lease.renew()
+        del lease
+
+
+def _describe(holder: LeaseRecord | None) -> str:
+    if holder is None:
+        return "someone who has left"
+    return f"pid {holder.pid} on host {holder.host}"

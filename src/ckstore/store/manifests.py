@@ -1,0 +1,218 @@
+"""Claim, publish, replace, drop, withdraw; list, load: the manifests of one run.
+
+Invariants:
+- Publishing is the only commit point. A manifest is written once, under a name that no other commit can
+  take: its seq was claimed first. Nothing is overwritten or exchanged.
+- Replacing means the next generation under its own name; a drop mark, once made, is never taken back.
+- What is visible may be unacknowledged: a reader checks the packs before it trusts a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from ckstore.config import Limits
+from ckstore.errors import ConflictError, CorruptError, MalformedError, NotFoundError
+from ckstore.format import layout
+from ckstore.format.header import ManifestHeader, decode_header, header_nbytes_needed
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import Manifest, decode_manifest, encode_manifest
+from ckstore.ids import new_token
+from ckstore.io.backend import Backend
+
+_log = logging.getLogger("ckstore")
+
+HEAD_NBYTES = 4096
+"""First read of a header: holds every header with fewer than about a hundred metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one look at a run's folders showed.
+
+    ``names`` holds the highest generation in place of every seq without a drop mark, by ascending seq;
+    ``lower`` the superseded generations; ``dropped`` the seqs that carry a drop mark.
+    """
+
+    names: tuple[ManifestName, ...]
+    lower: tuple[ManifestName, ...]
+    dropped: frozenset[int]
+    claimed_max: int
+
+
+class Manifests:
+    """The manifests of one run."""
+
+    def __init__(self, backend: Backend, run: str, *, store_id: bytes, limits: Limits) -> None:
+        self.backend = backend
+        self.run = layout.check_name(run, "run")
+        self.store_id = store_id
+        self.limits = limits
+        self._has_folders = False
+
+    # Reading
+
+    def listing(self) -> Listing:
+        """Look at the run's folders; a claimed seq that shows no manifest makes us look twice.
+
+        One readdir may show neither of two names of which one is made and the other moved meanwhile.
+        """
+        found = self._names_in_place()
+        claims = [layout.parse_claim_file(name) for name in self.backend.list_names(layout.claims_folder(self.run))]
+        dropped = frozenset(claim.seq for claim in claims if claim is not None and claim.kind == "dropped")
+        claimed = {claim.seq for claim in claims if claim is not None and claim.kind == "claim"}
+        if claimed - dropped - {name.seq for name in found}:
+            found |= self._names_in_place()
+        highest: dict[int, ManifestName] = {}
+        for name in found:
+            if name.seq not in dropped and (
+                name.seq not in highest or highest[name.seq].generation < name.generation
+            ):
+                highest[name.seq] = name
+        names = tuple(highest[seq] for seq in sorted(highest))
+        lower = tuple(sorted(found - set(names), key=lambda name: (name.seq, name.generation)))
+        return Listing(names, lower, dropped, max(claimed, default=-1))
+
+    def _names_in_place(self) -> set[ManifestName]:
+        parsed = (
+            layout.parse_manifest_file(self.run, name) for name in self.backend.list_names(layout.manifests_folder(self.run))
+        )
+        return {name for name in parsed if name is not None}
+
+    def path_of(self, name: ManifestName) -> str:
+        """Return the backend name of a manifest."""
+        return name.path
+
+    def header(self, name: ManifestName) -> ManifestHeader:
+        """Read the header only.
+
+        Raises:
+            FileNotFoundError: It was moved or replaced meanwhile: list again.
+            CorruptError: Its bytes are not what was written.
+            UnsupportedError: A newer ckstore wrote it.
+        """
+        path = self.path_of(name)
+        where = self.backend.location_of(path)
+        head = self.backend.read_head(path, HEAD_NBYTES)
+        needed = header_nbytes_needed(head, where=where)
+        if needed > len(head):
+            head = self.backend.read_head(path, needed)
+        header = decode_header(head, expect=name, where=where)
+        self._check_store(header, where)
+        return header
+
+    def load(self, name: ManifestName) -> Manifest:
+        """Read and check a whole manifest; raises as ``header`` does."""
+        path = self.path_of(name)
+        where = self.backend.location_of(path)
+        encoded = self.backend.read_bytes(path, nbytes_max=self.limits.manifest_nbytes_max)
+        manifest = decode_manifest(encoded, limits=self.limits, expect=name, where=where)
+        self._check_store(manifest.header, where)
+        return manifest
+
+    def _check_store(self, header: ManifestHeader, where: str) -> None:
+        if header.store_id != self.store_id:
+            raise MalformedError("the manifest belongs to another store", where=where)
+
+    # Writing
+
+    def make_folders(self) -> None:
+        """Make the run's folders durable, once per handle: another process may have left them unsynced."""
+        if self._has_folders:
+            return
+        for folder in (layout.manifests_folder(self.run), layout.claims_folder(self.run), layout.tags_folder(self.run)):
+            self.backend.make_folder(folder)
+            self.backend.sync_folder(folder.rsplit("/", 1)[0])
+        self._has_folders = True
+
+    def claim(self, seq_first: int) -> int:
+        """Take the lowest free seq from ``seq_first`` upward; it is ours for ever once this returns."""
+        seq = seq_first
+        while True:
+            try:
+                self.backend.create(layout.claim_name(self.run, seq), b"", sync=False)
+            except FileExistsError:
+                seq += 1
+                continue
+            self.backend.sync_folder(layout.claims_folder(self.run))
+            return seq
+
+    def publish(self, manifest: Manifest) -> ManifestName:
+        """Make the checkpoint exist, so that it survives a power cut.
+
+        Raises:
+            ConflictError: Other bytes have the name; someone did not claim, or has replaced it first.
+            CapacityError: The disk is full; nothing was published.
+        """
+        header = manifest.header
+        name = ManifestName(self.run, header.seq, header.step, header.generation)
+        encoded = encode_manifest(manifest, limits=self.limits)
+        draft = layout.draft_name(new_token())
+        target = self.path_of(name)
+        self.backend.create(draft, encoded, sync=True)
+        try:
+            # A rename would silently replace what another writer has published.
+            self.backend.link(draft, target)
+        except FileExistsError:
+            # An interrupted first try may have got this far; then the name is already ours.
+            if self.backend.read_bytes(target, nbytes_max=len(encoded)) != encoded:
+                raise ConflictError(
+                    "another writer has published under this name",
+                    where=self.backend.location_of(target),
+                    todo="commit again; see `ckstore ls` for what is there",
+                ) from None
+        self.backend.sync_folder(layout.manifests_folder(self.run))
+        self._forget_draft(draft)
+        return name
+
+    def _forget_draft(self, draft: str) -> None:
+        try:
+            self.backend.unlink(draft)
+        except (OSError, CorruptError) as error:
+            _log.debug("draft %s left for gc: %s", draft, error)
+
+    def withdraw(self, name: ManifestName) -> None:
+        """Undo an unacknowledged publish: the manifest goes to ``tmp``, durably."""
+        with contextlib.suppress(FileNotFoundError):
+            self.backend.rename(self.path_of(name), layout.draft_name(new_token()))
+        self.backend.sync_folder(layout.manifests_folder(self.run))
+        self.backend.sync_folder(layout.TMP_FOLDER)
+
+    def mark_dropped(self, seq: int) -> None:
+        """Make the drop mark; every generation of this seq is to go, and none will come back."""
+        with contextlib.suppress(FileExistsError):
+            self.backend.create(layout.drop_mark_name(self.run, seq), b"", sync=False)
+        self.backend.sync_folder(layout.claims_folder(self.run))
+
+    def move_to_trash(self, seqs: frozenset[int]) -> int:
+        """Move all generations of marked seqs into a fresh trash folder until none is left; return how many."""
+        folder = layout.trash_manifests_folder(new_token(), self.run)
+        count = 0
+        while doomed := [name for name in self._names_in_place() if name.seq in seqs]:
+            if count == 0:
+                _make_durable_folder(self.backend, folder)
+            for name in doomed:
+                target = f"{folder}/{name.file}"
+                with contextlib.suppress(FileNotFoundError):
+                    self.backend.rename(self.path_of(name), target)
+                    count += 1
+            self.backend.sync_folder(folder)
+            self.backend.sync_folder(layout.manifests_folder(self.run))
+        return count
+
+
+def _make_durable_folder(backend: Backend, folder: str) -> None:
+    parts = folder.split("/")
+    for depth in range(1, len(parts) + 1):
+        path = "/".join(parts[:depth])
+        if backend.make_folder(path):
+            backend.sync_folder("/".join(parts[: depth - 1]))
+
+
+def no_checkpoint(run: str, root: str) -> NotFoundError:
+    """Return the error for a run without checkpoints."""
+    return NotFoundError(
+        f"run {run!r} has no checkpoint", where=root, todo="commit one, or name another run (`ckstore ls` lists them)"
+    )

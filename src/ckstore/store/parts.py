@@ -1,0 +1,238 @@
+"""Open or create a store's folder, and hold its parts.
+
+``store.json`` is the last thing that init makes: a folder without it is no store, and an interrupted
+init is simply done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.config import Limits
+from ckstore.errors import (
+    CkstoreError,
+    CorruptError,
+    MissingChunkError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from ckstore.format.manifest import Manifest
+from ckstore.format import layout
+from ckstore.format.records import StoreRecord, decode_record, encode_record
+from ckstore.ids import PackId, new_token
+from ckstore.io.backend import Backend
+from ckstore.store.known import LOCAL_TIER, Known
+from ckstore.store.lease import Lease
+from ckstore.store.manifests import Manifests
+from ckstore.store.tags import Tags
+from ckstore.store.trash import Trash
+
+_log = logging.getLogger("ckstore")
+
+STORE_FILE_NBYTES_MAX = 1 << 20
+OTHER_RUNS_MAX = 16
+"""Other runs whose newest checkpoint is looked at for chunks to share; bounds the first commit's reading."""
+
+
+def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
+    """Make a store in an empty folder, or finish an interrupted try.
+
+    Raises:
+        UsageError: The folder holds something else.
+        UnsupportedError: The file system lacks an operation that durability needs.
+    """
+    backend.make_folder("")
+    foreign = [name for name in backend.list_names("") if name not in layout.TOP_FOLDERS and name != "gc.lock"]
+    if foreign:
+        raise UsageError(
+            f"the folder is not empty and no store: it holds {foreign[0]!r}",
+            where=backend.root,
+            todo="name an empty or new folder",
+        )
+    for folder in (*layout.TOP_FOLDERS, *layout.pack_folders()):
+        backend.make_folder(folder)
+    _probe(backend)
+    for folder in layout.pack_folders():
+        backend.sync_folder(folder)
+    for folder in layout.TOP_FOLDERS:
+        backend.sync_folder(folder)
+    backend.sync_folder("")
+    record = StoreRecord(
+        store_id=os.urandom(16).hex(),
+        created_ns=clock.now_ns(),
+        chunk_nbytes_max=limits.chunk_nbytes_max,
+        pack_nbytes_max=limits.pack_nbytes_max,
+        manifest_nbytes_max=limits.manifest_nbytes_max,
+        depth_max=limits.depth_max,
+    )
+    draft = f"{layout.TMP_FOLDER}/{new_token()}.store"
+    backend.create(draft, encode_record(record), sync=True)
+    # Two who init at once: the first one's store.json stays, the other reads it.
+    with contextlib.suppress(FileExistsError):
+        backend.link(draft, layout.STORE_FILE)
+    backend.sync_folder("")
+    backend.unlink(draft)
+    return read_store_record(backend)
+
+
+def _probe(backend: Backend) -> None:
+    """Try what publishing needs; a file system without it is refused now and not at the first commit."""
+    token = new_token()
+    source, target = f"{layout.TMP_FOLDER}/{token}.probe", f"{layout.TMP_FOLDER}/{token}.probe2"
+    backend.create(source, b"ckstore probe", sync=True)
+    try:
+        backend.link(source, target)
+        try:
+            backend.link(source, target)
+        except FileExistsError:
+            return
+        raise UnsupportedError(
+            "this file system replaces a name that is taken", where=backend.root, todo="use a local file system"
+        )
+    finally:
+        for name in (source, target):
+            with contextlib.suppress(FileNotFoundError):
+                backend.unlink(name)
+        backend.sync_folder(layout.TMP_FOLDER)
+
+
+def read_store_record(backend: Backend) -> StoreRecord:
+    """Read ``store.json``.
+
+    Raises:
+        NotFoundError: There is no store here.
+        UnsupportedError: A newer ckstore made it.
+        CorruptError: It is damaged.
+    """
+    where = backend.location_of(layout.STORE_FILE)
+    try:
+        content = backend.read_bytes(layout.STORE_FILE, nbytes_max=STORE_FILE_NBYTES_MAX)
+    except FileNotFoundError:
+        raise NotFoundError(
+            "there is no store here", where=backend.root, todo="check the path; `ckstore init PATH` makes a store"
+        ) from None
+    return decode_record(content, StoreRecord, nbytes_max=STORE_FILE_NBYTES_MAX, where=where)
+
+
+class Parts:
+    """A store's parts for one run, as one handle uses them."""
+
+    def __init__(
+        self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK, engine_name: str = ""
+    ) -> None:
+        self.backend = backend
+        self.record = record
+        self.run = layout.check_name(run, "run")
+        self.clock = clock
+        self.store_id = bytes.fromhex(record.store_id)
+        self.limits = Limits(
+            chunk_nbytes_max=record.chunk_nbytes_max,
+            pack_nbytes_max=record.pack_nbytes_max,
+            manifest_nbytes_max=record.manifest_nbytes_max,
+            depth_max=record.depth_max,
+        )
+        self.engine_name = engine_name
+        self.manifests = self.manifests_of(run)
+        self.tags = Tags(backend, run, clock)
+        self.trash = Trash(backend)
+        self.lease = Lease(backend, run, clock)
+        self.known = Known()
+        self._seq_highest: int | None = None
+
+    def manifests_of(self, run: str) -> Manifests:
+        """Return the manifests of any run of this store."""
+        return Manifests(self.backend, run, store_id=self.store_id, limits=self.limits)
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs, sorted."""
+        return [name for name in self.backend.list_names(layout.MANIFESTS_FOLDER) if layout.is_name(name)]
+
+    def prepare_run(self) -> None:
+        """Once per handle, before the first commit: make folders, and learn which chunks there are."""
+        if self._seq_highest is not None:
+            return
+        self.manifests.make_folders()
+        listing = self.manifests.listing()
+        seqs = [name.seq for name in (*listing.names, *listing.lower)]
+        self._seq_highest = max([listing.claimed_max, *seqs, *listing.dropped, -1])
+        self._learn_known()
+
+    def _learn_known(self) -> None:
+        others = [run for run in self.runs() if run != self.run][:OTHER_RUNS_MAX]
+        newest: list[tuple[Manifests, int]] = [(self.manifests_of(run), 1) for run in others]
+        newest.append((self.manifests, self.known.manifests_max))
+        for manifests, count in newest:
+            for name in manifests.listing().names[-count:]:
+                try:
+                    self.known.add(manifests.load(name))
+                except (CorruptError, UnsupportedError, FileNotFoundError) as error:
+                    # Nothing is lost: what is not known is written again.
+                    _log.warning("chunks of %s cannot be reused: %s", manifests.path_of(name), error)
+
+    def seq_next(self) -> int:
+        """Return the first seq worth claiming."""
+        assert self._seq_highest is not None, "prepare_run comes first"
+        return self._seq_highest + 1
+
+    def note_seq(self, seq: int) -> None:
+        """Remember a claimed seq, so that no listing is needed for the next one."""
+        self._seq_highest = seq
+
+    def packs_gone(self, packs: dict[PackId, int]) -> set[PackId]:
+        """Return those of these packs (id to size) that are not in place with that size."""
+        gone = set()
+        for pack_id, nbytes in packs.items():
+            info = self.backend.stat(layout.pack_name(pack_id))
+            if info is None or info.nbytes != nbytes:
+                gone.add(pack_id)
+        return gone
+
+    def rescue_packs(self, packs: dict[PackId, int]) -> set[PackId]:
+        """Look for packs that a published manifest names; bring back those that gc moved meanwhile.
+
+        Returns:
+            Packs that are neither in place nor in the trash.
+        """
+        missing = self.packs_gone(packs)
+        for pack_id in sorted(missing):
+            self.trash.rescue_pack(pack_id)
+        # Looked at once more: gc may have moved one back between our look and our rescue.
+        return self.packs_gone({pack_id: packs[pack_id] for pack_id in missing})
+
+    def require_packs(self, manifest: Manifest) -> None:
+        """Check that every local pack of a manifest can be found, in place or in the trash.
+
+        Raises:
+            MissingChunkError: One cannot; it names the pack.
+        """
+        for pack in manifest.packs:
+            self._require_tier(pack.tier)
+        for pack_id in sorted(self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})):
+            if not any(True for _ in self.trash.find_pack(pack_id)):
+                header = manifest.header
+                raise MissingChunkError(
+                    f"pack {pack_id.hex()} of seq {header.seq} (step {header.step}) is missing or has another size",
+                    where=self.backend.location_of(layout.pack_name(pack_id)),
+                    todo="restore an older checkpoint, or bring the file back from a copy",
+                    pack_id=pack_id.hex(),
+                )
+
+    def _require_tier(self, tier: str) -> None:
+        if tier != LOCAL_TIER:
+            raise NotFoundError(
+                f"the checkpoint lies in tier {tier!r}, which this store's config.json does not name",
+                where=self.backend.root,
+                todo="add the tier to config.json",
+            )
+
+    def close(self) -> None:
+        """Give up the lease and let go of descriptors; never raises."""
+        self.lease.release()
+        try:
+            self.backend.close()
+        except CkstoreError as error:
+            _log.warning("closing the store failed: %s", error)

@@ -1,0 +1,235 @@
+"""How a checkpoint is named, everywhere: ``step | tag | latest | best:metric[:min|max] | seq:N | id:prefix``."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Union
+
+from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from ckstore.format import layout
+from ckstore.format.header import ManifestHeader
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import Manifest
+from ckstore.store.manifests import Manifests, no_checkpoint
+from ckstore.store.parts import Parts
+
+Reference = Union[int, str]
+
+_RESERVED = {"latest", "best", "seq", "id"}
+_LISTINGS_MAX = 5
+
+
+def check_tag_name(name: str) -> str:
+    """Return a name that can be a tag; UsageError for one that would mean something else as a reference."""
+    if not isinstance(name, str):
+        raise UsageError("a tag is a string", where=repr(name))
+    layout.check_name(name, "tag")
+    if name.isdigit() or name in _RESERVED:
+        raise UsageError(f"{name!r} cannot be a tag: as a reference it means something else", todo="add a letter to it")
+    return name
+
+
+def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
+    """Return the header of every checkpoint in place, by descending seq.
+
+    Raises:
+        CorruptError: A header is damaged.
+    """
+    headers = []
+    for name in reversed(manifests.listing().names):
+        header = header_or_none(manifests, name)
+        if header is not None:
+            headers.append(header)
+    return headers
+
+
+def header_or_none(manifests: Manifests, name: ManifestName) -> ManifestHeader | None:
+    """Return a header, or None when the checkpoint was dropped since it was listed."""
+    for _ in range(_LISTINGS_MAX):
+        try:
+            return manifests.header(name)
+        except FileNotFoundError:
+            # Replaced by a higher generation, or dropped.
+            again = [other for other in manifests.listing().names if other.seq == name.seq]
+            if not again:
+                return None
+            name = again[0]
+    raise ConflictError("a manifest is replaced again and again while it is read", where=manifests.path_of(name))
+
+
+def resolve(parts: Parts, reference: Reference) -> ManifestName:
+    """Return the manifest a reference means; damage in others is not looked for.
+
+    Raises:
+        NotFoundError: It means nothing here; the message names what there is.
+        UsageError: It is no reference.
+    """
+    if isinstance(reference, bool) or not isinstance(reference, (int, str)):
+        raise UsageError(
+            "a checkpoint is named by a step (int) or a string", where=repr(reference),
+            todo="use a step, a tag, latest, best:metric, seq:N or id:prefix",
+        )  # fmt: skip
+    if isinstance(reference, int) or re.fullmatch(r"-?[0-9]+", reference):
+        return _by_step(parts, int(reference))
+    kind, separator, rest = reference.partition(":")
+    if reference == "latest":
+        return _latest(parts)
+    if separator and kind == "seq":
+        return _by_seq(parts, rest)
+    if separator and kind == "id":
+        return _by_id(parts, rest)
+    if separator and kind == "best":
+        return _best(parts, rest)
+    if separator:
+        raise UsageError(
+            f"{kind!r} is no way to name a checkpoint", where=repr(reference),
+            todo="use a step, a tag, latest, best:metric, seq:N or id:prefix",
+        )  # fmt: skip
+    return _by_tag(parts, reference)
+
+
+def _names(parts: Parts) -> tuple[ManifestName, ...]:
+    names = parts.manifests.listing().names
+    if not names:
+        raise no_checkpoint(parts.run, parts.backend.root)
+    return names
+
+
+def _latest(parts: Parts) -> ManifestName:
+    for name in reversed(_names(parts)):
+        header = header_or_none(parts.manifests, name)
+        if header is not None and not header.is_archival:
+            return ManifestName(parts.run, header.seq, header.step, header.generation)
+    raise no_checkpoint(parts.run, parts.backend.root)
+
+
+def _by_step(parts: Parts, step: int) -> ManifestName:
+    names = _names(parts)
+    found = [name for name in names if name.step == step]
+    if not found:
+        steps = sorted({name.step for name in names}, key=lambda other: (abs(other - step), other))[:3]
+        near = ", ".join(str(other) for other in sorted(steps))
+        raise NotFoundError(
+            f"run {parts.run!r} has no checkpoint of step {step}", where=parts.backend.root, todo=f"near it: {near}"
+        )
+    return max(found, key=lambda name: name.seq)
+
+
+def _by_seq(parts: Parts, text: str) -> ManifestName:
+    if not text.isdigit():
+        raise UsageError("a seq is a number", where=f"seq:{text}")
+    for name in _names(parts):
+        if name.seq == int(text):
+            return name
+    raise NotFoundError(
+        f"run {parts.run!r} has no checkpoint with seq {text}", where=parts.backend.root, todo="see `ckstore ls`"
+    )
+
+
+def _by_id(parts: Parts, prefix: str) -> ManifestName:
+    if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
+        raise UsageError("an id prefix is 4 to 64 lower-case hex digits", where=f"id:{prefix}")
+    headers = [h for h in headers_newest_first(parts.manifests) if h.checkpoint_id.hex().startswith(prefix)]
+    if not headers:
+        raise NotFoundError(
+            f"run {parts.run!r} has no checkpoint whose id begins with {prefix}",
+            where=parts.backend.root,
+            todo="see `ckstore ls`",
+        )
+    if len(headers) > 1:
+        raise UsageError(f"{len(headers)} checkpoint ids begin with {prefix}", todo="give more digits")
+    return ManifestName(parts.run, headers[0].seq, headers[0].step, headers[0].generation)
+
+
+def _best(parts: Parts, rest: str) -> ManifestName:
+    metric, _, order = rest.partition(":")
+    if order not in {"", "min", "max"} or not metric:
+        raise UsageError("best is written best:metric, best:metric:min or best:metric:max", where=f"best:{rest}")
+    headers = headers_newest_first(parts.manifests)
+    if not headers:
+        raise no_checkpoint(parts.run, parts.backend.root)
+    # Newest first, and min and max take the first of equals: ties go to the newest.
+    rated = [(h.metrics[metric], h) for h in headers if not math.isnan(h.metrics.get(metric, math.nan))]
+    if not rated:
+        names = sorted({name for header in headers for name in header.metrics})
+        known = ", ".join(names) if names else "none was recorded; give metrics= to commit"
+        raise NotFoundError(
+            f"no checkpoint of run {parts.run!r} has a metric {metric!r}",
+            where=parts.backend.root,
+            todo=f"metrics there are: {known}",
+        )
+    choose = max if order == "max" else min
+    header = choose(rated, key=lambda pair: pair[0])[1]
+    return ManifestName(parts.run, header.seq, header.step, header.generation)
+
+
+def _by_tag(parts: Parts, name: str) -> ManifestName:
+    check_tag_name(name)
+    record = parts.tags.get(name)
+    for found in _names(parts):
+        if found.seq == record.seq:
+            return found
+    raise NotFoundError(
+        f"tag {name!r} points to seq {record.seq}, which is not in place",
+        where=parts.backend.root,
+        todo="tag another checkpoint",
+    )
+
+
+def load_whole(parts: Parts, name: ManifestName) -> Manifest:
+    """Load a manifest whose packs are all there.
+
+    Raises:
+        CorruptError: It is torn, or a pack is missing; MissingChunkError names the pack.
+    """
+    for _ in range(_LISTINGS_MAX):
+        try:
+            manifest = parts.manifests.load(name)
+        except FileNotFoundError:
+            again = [other for other in parts.manifests.listing().names if other.seq == name.seq]
+            if not again:
+                raise NotFoundError(
+                    f"seq {name.seq} was dropped while it was being read", where=parts.backend.root
+                ) from None
+            name = again[0]
+            continue
+        parts.require_packs(manifest)
+        return manifest
+    raise ConflictError("a manifest is replaced again and again while it is read", where=parts.backend.root)
+
+
+def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
+    """Load the newest checkpoint that is whole; torn ones, and ones with missing packs, are passed over.
+
+    Returns:
+        The manifest, and for each one passed over a sentence that names it and says why.
+
+    Raises:
+        NotFoundError: The run has no checkpoint.
+        UnsupportedError: The newest was made by a newer ckstore; an older one is not taken silently.
+        CorruptError: There are checkpoints, and none is whole.
+    """
+    listing = parts.manifests.listing()
+    passed_over: list[str] = []
+    candidates = sorted((*listing.names, *listing.lower), key=lambda n: (n.seq, n.generation), reverse=True)
+    for name in candidates:
+        if name.seq in listing.dropped:
+            continue
+        try:
+            manifest = load_whole(parts, name)
+        except NotFoundError:
+            continue
+        except CorruptError as error:
+            passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: {error}")
+            continue
+        if not manifest.header.is_archival:
+            return manifest, passed_over
+    if not passed_over:
+        raise no_checkpoint(parts.run, parts.backend.root)
+    raise CorruptError(
+        f"none of the {len(passed_over)} checkpoints of run {parts.run!r} is whole; {passed_over[0]}",
+        where=parts.backend.root,
+        todo="run `ckstore verify`",
+    )
+

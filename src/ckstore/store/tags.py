@@ -1,0 +1,152 @@
+"""Names people give to checkpoints: one tiny file each, replaced by rename.
+
+A tag is written first and the checkpoint looked at second; a drop writes its intent first and looks at
+the tags second. One of the two must see the other, so that no tagged checkpoint is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+
+from ckstore.clock import Clock
+from ckstore.errors import ConflictError, CorruptError, NotFoundError
+from ckstore.format import layout
+from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
+from ckstore.ids import new_token
+from ckstore.io.backend import Backend
+from ckstore.store.lease import boot_identity, process_started
+
+_RECORD_NBYTES_MAX = 4096
+
+
+class Tags:
+    """The tags of one run, and the intents that refuse new ones."""
+
+    def __init__(self, backend: Backend, run: str, clock: Clock) -> None:
+        self._backend = backend
+        self._run = run
+        self._clock = clock
+        self._folder = layout.tags_folder(run)
+
+    def all(self) -> dict[str, TagRecord]:
+        """Return every tag by name."""
+        found = {}
+        for name in self._backend.list_names(self._folder):
+            if layout.is_name(name):
+                with contextlib.suppress(NotFoundError):
+                    found[name] = self.get(name)
+        return found
+
+    def names_of(self, seq: int) -> list[str]:
+        """Return the names of the tags on a seq, sorted."""
+        return sorted(name for name, record in self.all().items() if record.seq == seq)
+
+    def get(self, name: str) -> TagRecord:
+        """Return what a tag points to.
+
+        Raises:
+            NotFoundError: There is no such tag.
+            CorruptError: Its file is damaged: tag again.
+        """
+        path = layout.tag_name(self._run, layout.check_name(name, "tag"))
+        try:
+            content = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"run {self._run!r} has no tag {name!r}", where=self._backend.root, todo="`ckstore ls` shows the tags"
+            ) from None
+        try:
+            return decode_record(content, TagRecord, nbytes_max=_RECORD_NBYTES_MAX)
+        except CorruptError as error:
+            raise type(error)(
+                f"the file of tag {name!r} is damaged", where=self._backend.location_of(path), todo="tag again"
+            ) from error
+
+    def put(self, name: str, *, seq: int, step: int, checkpoint_id: bytes, is_dropped: Callable[[int], bool]) -> None:
+        """Point a tag at a checkpoint, durably; then look whether that is being dropped.
+
+        Raises:
+            ConflictError: The checkpoint is being dropped or demoted; the tag is as it was before.
+        """
+        path = layout.tag_name(self._run, layout.check_name(name, "tag"))
+        before: bytes | None = None
+        with contextlib.suppress(FileNotFoundError, CorruptError):
+            before = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
+        record = TagRecord(seq=seq, step=step, checkpoint_id=checkpoint_id.hex(), time_ns=self._clock.now_ns())
+        self._replace(path, encode_record(record))
+        if is_dropped(seq) or self.intents_on(seq):
+            if before is None:
+                self._remove(path)
+            else:
+                self._replace(path, before)
+            raise ConflictError(
+                f"seq {seq} is being dropped; tag {name!r} was not set",
+                where=self._backend.location_of(path),
+                todo="tag another checkpoint",
+            )
+
+    def remove(self, name: str) -> None:
+        """Remove a tag, durably; NotFoundError when there is none."""
+        self.get(name)
+        self._remove(layout.tag_name(self._run, name))
+
+    def _replace(self, path: str, content: bytes) -> None:
+        draft = f"{layout.TMP_FOLDER}/{new_token()}.tag"
+        self._backend.create(draft, content, sync=True)
+        self._backend.rename(draft, path)
+        self._backend.sync_folder(self._folder)
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._backend.unlink(path)
+        self._backend.sync_folder(self._folder)
+
+    # Intents
+
+    def declare(self, seq: int, purpose: str) -> str:
+        """Say durably that a seq is about to be dropped or demoted; return the intent's path."""
+        now, token = self._clock.now_ns(), new_token()
+        record = IntentRecord(
+            host=socket.gethostname(),
+            boot_id=boot_identity(),
+            pid=os.getpid(),
+            process_started=process_started(os.getpid()) or "",
+            token=token,
+            acquired_ns=now,
+            heartbeat_ns=now,
+            what=purpose,
+        )
+        path = layout.intent_name(self._run, seq, token)
+        self._backend.create(path, encode_record(record), sync=True)
+        self._backend.sync_folder(layout.claims_folder(self._run))
+        return path
+
+    def retract(self, path: str) -> None:
+        """Remove an intent; what remains after a crash is removed by gc."""
+        with contextlib.suppress(FileNotFoundError):
+            self._backend.unlink(path)
+
+    def intents_on(self, seq: int) -> list[str]:
+        """Return the intents on a seq whose maker is not known to be dead."""
+        found = []
+        for name in self._backend.list_names(layout.claims_folder(self._run)):
+            claim = layout.parse_claim_file(name)
+            if claim is not None and claim.kind == "intent" and claim.seq == seq:
+                path = f"{layout.claims_folder(self._run)}/{name}"
+                if not self._is_abandoned(path):
+                    found.append(path)
+        return found
+
+    def _is_abandoned(self, path: str) -> bool:
+        try:
+            content = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
+            maker = decode_record(content, IntentRecord, nbytes_max=_RECORD_NBYTES_MAX)
+        except FileNotFoundError:
+            return True
+        except CorruptError:
+            # Torn by a power cut: its maker died with the machine.
+            return True
+        return maker.boot_id == boot_identity() and process_started(maker.pid) != maker.process_started

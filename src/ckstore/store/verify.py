@@ -1,0 +1,363 @@
+"""Read everything, believe nothing, report; change nothing.
+
+Levels, each with all of the one before:
+- ``quick``: whole manifests with their digests; size, superheader, tail and directory of every pack they
+  name; every location against the directory; claims, tags and config.json.
+- ``read``: every stored byte, past the page cache where the file system allows it; checksums, padding.
+- ``decode``: every frame decoded, and its BLAKE3 compared: everything a restore would find.
+
+Not looked at, because losing it loses nothing: ``leases``, ``tmp``, ``trash``, ``gc.lock``, and packs that
+no manifest names.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError, UsageError
+from ckstore.format import layout
+from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, check_payload, decode_frame_header
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import FrameRef, PackRef
+from ckstore.format.pack import (
+    SUPERHEADER_NBYTES,
+    TAIL_NBYTES,
+    DirectoryEntry,
+    PackDirectory,
+    PackTail,
+    check_entry,
+    decode_directory,
+    decode_superheader,
+    decode_tail,
+)
+from ckstore.format.records import ConfigRecord, decode_record
+from ckstore.format.wire import BLOCK_NBYTES, is_zero
+from ckstore.ids import ChunkId, PackId
+from ckstore.io.backend import ReadFile, ReadRequest, ReadResult
+from ckstore.io.buffers import BufferPool
+from ckstore.store.manifests import Manifests
+from ckstore.store.parts import Parts
+from ckstore.store.tags import Tags
+
+LEVELS = ("quick", "read", "decode")
+CONFIG_NBYTES_MAX = 1 << 20
+_BUFFERS = 12
+
+FrameCheck = Callable[[FrameHeader, memoryview], None]
+"""Decodes a payload and compares its identity; raises CorruptError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written.
+
+    Attributes:
+        what: What is wrong.
+        where: Path, and offset where that is known.
+        checkpoints: ``run/seq (step N)`` of every checkpoint that needs it.
+    """
+
+    what: str
+    where: str
+    checkpoints: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Report:
+    """What a verify looked at, and what it found."""
+
+    level: str
+    damage: list[Damage] = field(default_factory=list)
+    checkpoint_count: int = 0
+    pack_count: int = 0
+    frame_count: int = 0
+    bytes_read: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damage
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A pack as one manifest names it."""
+
+    checkpoint: str
+    ref: PackRef
+    frames: tuple[FrameRef, ...]
+
+
+def verify(
+    parts: Parts,
+    level: str,
+    names: Iterable[tuple[str, ManifestName]] | None,
+    *,
+    make_check: Callable[[], FrameCheck],
+    thread_count: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Check the manifests given, or all of the store, and what they need.
+
+    Args:
+        level: One of LEVELS.
+        names: Run and name of each manifest; None: all runs.
+        make_check: Makes, for each thread, what decodes a frame.
+        thread_count: Threads that check.
+        on_progress: Called with bytes done and bytes in all.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
+    report = Report(level)
+    uses: dict[PackId, list[_Use]] = {}
+    if names is None:
+        names = list(_all_names(parts, report))
+        _check_config(parts, report)
+    for run, name in names:
+        _check_manifest(parts.manifests_of(run), name, uses, report)
+    total = sum(pack_uses[0].ref.nbytes for pack_uses in uses.values())
+    for pack_id in sorted(uses):
+        audit = _PackAudit(parts, pack_id, uses[pack_id], report, make_check, thread_count)
+        audit.run()
+        if on_progress is not None:
+            on_progress(report.bytes_read, total)
+    return report
+
+
+def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName]]:
+    for run in parts.runs():
+        manifests = parts.manifests_of(run)
+        listing = manifests.listing()
+        claims = {
+            claim.seq
+            for file in parts.backend.list_names(layout.claims_folder(run))
+            if (claim := layout.parse_claim_file(file)) is not None and claim.kind == "claim"
+        }
+        for name in (*listing.names, *listing.lower):
+            if name.seq in listing.dropped:
+                continue
+            if name.seq not in claims:
+                where = parts.backend.location_of(layout.claim_name(run, name.seq))
+                report.damage.append(Damage("the claim of a published seq is missing", where, (_label(name),)))
+            yield run, name
+        _check_tags(parts, run, {name.seq for name in listing.names}, report)
+
+
+def _check_tags(parts: Parts, run: str, seqs: set[int], report: Report) -> None:
+    tags = Tags(parts.backend, run, parts.clock)
+    for file in parts.backend.list_names(layout.tags_folder(run)):
+        where = parts.backend.location_of(f"{layout.tags_folder(run)}/{file}")
+        if not layout.is_name(file):
+            continue
+        try:
+            record = tags.get(file)
+        except CorruptError as error:
+            report.damage.append(Damage(error.what, where))
+            continue
+        if record.seq not in seqs:
+            report.damage.append(Damage(f"the tag points to seq {record.seq}, which is not in place", where))
+
+
+def _check_config(parts: Parts, report: Report) -> None:
+    try:
+        content = parts.backend.read_bytes(layout.CONFIG_FILE, nbytes_max=CONFIG_NBYTES_MAX)
+        decode_record(content, ConfigRecord, nbytes_max=CONFIG_NBYTES_MAX)
+    except FileNotFoundError:
+        return
+    except CkstoreError as error:
+        report.damage.append(Damage(error.what, parts.backend.location_of(layout.CONFIG_FILE)))
+
+
+def _label(name: ManifestName) -> str:
+    return f"{name.run}/{name.seq} (step {name.step})"
+
+
+def _check_manifest(
+    manifests: Manifests, name: ManifestName, uses: dict[PackId, list[_Use]], report: Report
+) -> None:
+    where = manifests.backend.location_of(manifests.path_of(name))
+    try:
+        manifest = manifests.load(name)
+    except FileNotFoundError:
+        # Dropped or replaced since it was listed.
+        return
+    except (CorruptError, UnsupportedError, BackendError) as error:
+        report.damage.append(Damage(error.what, where, (_label(name),)))
+        return
+    report.checkpoint_count += 1
+    for index, ref in enumerate(manifest.packs):
+        frames = tuple(frame for frame in manifest.frames if frame.pack == index)
+        uses.setdefault(ref.pack_id, []).append(_Use(_label(name), ref, frames))
+
+
+@dataclass(slots=True)
+class _Span:
+    """A run of frames that one read covers, padding behind the last one included."""
+
+    offset: int
+    nbytes: int
+    entries: tuple[DirectoryEntry, ...]
+
+
+class _PackAudit:
+    """Checks one pack against everything that is said of it."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        pack_id: PackId,
+        uses: Sequence[_Use],
+        report: Report,
+        make_check: Callable[[], FrameCheck],
+        thread_count: int,
+    ) -> None:
+        self._parts = parts
+        self._pack_id = pack_id
+        self._uses = uses
+        self._report = report
+        self._make_check = make_check
+        self._thread_count = thread_count
+        self._lock = threading.Lock()
+        self._where = parts.backend.location_of(layout.pack_name(pack_id))
+
+    def run(self) -> None:
+        """Check, and add what is wrong to the report."""
+        self._report.pack_count += 1
+        file = self._open()
+        if file is None:
+            self._add("the pack is missing")
+            return
+        try:
+            tail, directory = self._check_ends(file)
+            self._check_uses(directory)
+            if self._report.level != "quick":
+                self._check_frames(file, tail, directory)
+        except (CorruptError, UnsupportedError, BackendError) as error:
+            self._add(error.what)
+        finally:
+            file.close()
+
+    def _open(self) -> ReadFile | None:
+        for name in (layout.pack_name(self._pack_id), *self._parts.trash.find_pack(self._pack_id)):
+            try:
+                return self._parts.backend.open_read(name)
+            except FileNotFoundError:
+                continue
+        return None
+
+    def _check_ends(self, file: ReadFile) -> tuple[PackTail, PackDirectory]:
+        store_id, limits = self._parts.store_id, self._parts.limits
+        decode_superheader(file.read_at(0, SUPERHEADER_NBYTES), store_id=store_id, pack_id=self._pack_id)
+        tail = decode_tail(
+            file.read_at(max(0, file.nbytes - TAIL_NBYTES), TAIL_NBYTES),
+            pack_nbytes=file.nbytes,
+            store_id=store_id,
+            pack_id=self._pack_id,
+            limits=limits,
+        )
+        end = file.nbytes - TAIL_NBYTES
+        stored = file.read_at(tail.directory_offset, end - tail.directory_offset)
+        directory = decode_directory(stored[: tail.directory_nbytes], tail, limits=limits)
+        if not is_zero(memoryview(stored)[tail.directory_nbytes :]):
+            raise MalformedError("the padding behind the directory is not zero")
+        self._report.bytes_read += SUPERHEADER_NBYTES + len(stored) + TAIL_NBYTES
+        for use in self._uses:
+            if (use.ref.nbytes, use.ref.directory_digest) != (file.nbytes, tail.directory_digest):
+                raise MalformedError(f"size or directory is not what the manifest of {use.checkpoint} says")
+        return tail, directory
+
+    def _check_uses(self, directory: PackDirectory) -> None:
+        entries = {entry.chunk_id: entry for entry in directory.entries}
+        for use in self._uses:
+            for frame in use.frames:
+                entry = entries.get(frame.chunk_id)
+                if entry is None or (entry.offset, entry.stored_nbytes) != (frame.offset, frame.stored_nbytes):
+                    self._add(f"chunk {frame.chunk_id.hex()[:16]} does not lie where the manifest says", frame.offset)
+
+    def _check_frames(self, file: ReadFile, tail: PackTail, directory: PackDirectory) -> None:
+        spans = list(self._spans(tail, directory))
+        nbytes = max((span.nbytes for span in spans), default=0) + 2 * BLOCK_NBYTES
+        inbox: queue.SimpleQueue[ReadResult | None] = queue.SimpleQueue()
+        threads = [
+            threading.Thread(target=self._work, args=(inbox, spans), name="ckstore-verify", daemon=True)
+            for _ in range(min(self._thread_count, len(spans)))
+        ]
+        with BufferPool(-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES, min(_BUFFERS, len(spans) + 1)) as pool:
+            for thread in threads:
+                thread.start()
+            requests = (ReadRequest(file, span.offset, span.nbytes, tag) for tag, span in enumerate(spans))
+            try:
+                for result in self._parts.backend.read_ranges(requests, pool):
+                    self._report.bytes_read += len(result.view)
+                    inbox.put(result)
+            finally:
+                for _ in threads:
+                    inbox.put(None)
+                for thread in threads:
+                    thread.join()
+
+    def _spans(self, tail: PackTail, directory: PackDirectory) -> Iterator[_Span]:
+        """Cut the frames into reads; each span ends where the next begins, so that no byte is left out."""
+        span_nbytes_max = self._parts.limits.chunk_nbytes_max + BLOCK_NBYTES
+        begins = [entry.offset for entry in directory.entries]
+        ends = [*begins[1:], tail.directory_offset]
+        group: list[DirectoryEntry] = []
+        behind = SUPERHEADER_NBYTES
+        for entry, end in zip(directory.entries, ends, strict=True):
+            gap = entry.offset - behind
+            if gap >= FRAME_ALIGN:
+                raise MalformedError(f"{gap} bytes before offset {entry.offset} belong to no frame")
+            behind = entry.end
+            if group and end - group[0].offset > span_nbytes_max:
+                yield _Span(group[0].offset, entry.offset - group[0].offset, tuple(group))
+                group = []
+            group.append(entry)
+        if tail.directory_offset - behind >= BLOCK_NBYTES:
+            raise MalformedError(f"{tail.directory_offset - behind} bytes before the directory belong to no frame")
+        if group:
+            yield _Span(group[0].offset, tail.directory_offset - group[0].offset, tuple(group))
+
+    def _work(self, inbox: queue.SimpleQueue[ReadResult | None], spans: Sequence[_Span]) -> None:
+        check = self._make_check() if self._report.level == "decode" else None
+        while (result := inbox.get()) is not None:
+            try:
+                self._check_span(spans[result.tag], result.view, check)
+            finally:
+                result.release()
+
+    def _check_span(self, span: _Span, view: memoryview, check: FrameCheck | None) -> None:
+        if len(view) != span.nbytes:
+            self._add("the pack ends early", span.offset + len(view))
+            return
+        ends = [*(entry.offset for entry in span.entries[1:]), span.offset + span.nbytes]
+        for entry, end in zip(span.entries, ends, strict=True):
+            begin = entry.offset - span.offset
+            frame = view[begin : begin + FRAME_HEADER_NBYTES + entry.stored_nbytes]
+            try:
+                header = decode_frame_header(frame[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+                check_entry(entry, header)
+                payload = frame[FRAME_HEADER_NBYTES:]
+                check_payload(header, payload)
+                if check is not None and header.base_id == bytes(32):
+                    check(header, payload)
+                if not is_zero(view[entry.end - span.offset : end - span.offset]):
+                    raise MalformedError("the padding behind a frame is not zero")
+            except (CorruptError, UnsupportedError) as error:
+                self._add(error.what, entry.offset, entry.chunk_id)
+            with self._lock:
+                self._report.frame_count += 1
+
+    def _add(self, what: str, offset: int | None = None, chunk_id: ChunkId | None = None) -> None:
+        """Add damage, with the checkpoints that need it."""
+        hit = [
+            use.checkpoint
+            for use in self._uses
+            if chunk_id is None or any(frame.chunk_id == chunk_id for frame in use.frames)
+        ]
+        where = self._where if offset is None else f"{self._where}, offset {offset}"
+        with self._lock:
+            self._report.damage.append(Damage(what, where, tuple(hit)))
+

@@ -1,0 +1,288 @@
+"""TensorSpec and its kin: what is known of a tensor without its bytes, and what a library of tensors must offer.
+
+Invariants:
+- Nothing here imports numpy or torch: listing a store needs these names, and must start at once.
+- A storage is one span of bytes that one or more tensors view; it is stored once, however many view it.
+- Offsets count from the start of the stored span, in bytes, and point at element (0, ..., 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ckstore.errors import MalformedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ckstore.tree import Path, Value
+
+RANK_MAX = 64
+"""Most dimensions a tensor may have."""
+
+_NBYTES_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor: a view of a storage.
+
+    Args:
+        library: Who makes it: ``"torch"``, ``"numpy"``, or ``"bytes"`` (a long bytes value).
+        dtype: The library's name of the element type: ``"bfloat16"``; for numpy ``"<f4"`` or, when it
+            has fields, a JSON description; ``""`` for bytes.
+        shape: Length of each dimension.
+        strides: Step of each dimension: in elements for torch, in bytes for the others.
+        storage: Index of the storage.
+        offset: Byte in the storage at which element (0, ..., 0) lies.
+        is_parameter: It was a torch.nn.Parameter.
+        requires_grad: Its gradient was wanted.
+    """
+
+    library: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: int
+    offset: int
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a run of a storage's bytes lies: in which chunk, from which byte, how many."""
+
+    chunk: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """A span of bytes that tensors view: the concatenation of its pieces."""
+
+    nbytes: int
+    element_width: int
+    is_float: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """A chunk: its address, its length, and what its bytes mostly are."""
+
+    chunk_id: bytes
+    nbytes: int
+    element_width: int
+    is_float: bool
+
+
+class HostStorage(Protocol):
+    """The bytes of a storage that is to be committed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the span."""
+        ...
+
+    @property
+    def element_width(self) -> int:
+        """Bytes of one element of the tensor that fills most of it: 1, 2, 4 or 8."""
+        ...
+
+    @property
+    def is_float(self) -> bool:
+        """Whether those elements are little-endian floating-point numbers."""
+        ...
+
+    def read(self, lo: int, hi: int) -> memoryview:
+        """Return bytes ``lo`` to ``hi``: host memory as it lies, device memory as a copy of this slice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The allocation that a tensor views, and the part of it the tensor spans.
+
+    Args:
+        space: Where addresses mean something: ``"cpu"``, or a device's name.
+        owner_start: Address of the allocation's first byte.
+        owner_nbytes: Its length.
+        start: Address of the lowest byte that the tensor views.
+        nbytes: Length of the span it views, from the lowest to the highest byte.
+        keep: Objects that keep the allocation alive.
+        read: Copies ``(lo, hi)``, as addresses, to the host; None where the host can read them itself.
+    """
+
+    space: str
+    owner_start: int
+    owner_nbytes: int
+    start: int
+    nbytes: int
+    keep: object
+    read: Callable[[int, int], memoryview] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A live tensor, described: what TensorSpec says but for the storage, and the memory it lies in.
+
+    Args:
+        origin: Address of element (0, ..., 0).
+        itemsize: Bytes of one element.
+        element_width: Bytes of the unit that byte planes are made of: 1, 2, 4 or 8.
+        is_writable: Whether the elements may be overwritten.
+    """
+
+    library: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    element_width: int
+    is_float: bool
+    origin: int
+    memory: Memory
+    is_parameter: bool = False
+    requires_grad: bool = False
+    is_writable: bool = True
+
+    @property
+    def element_count(self) -> int:
+        """Number of elements."""
+        return count_of(self.shape)
+
+    @property
+    def byte_strides(self) -> tuple[int, ...]:
+        """Step of each dimension in bytes, whatever unit the library counts in."""
+        return byte_strides_of(self.library, self.strides, self.itemsize)
+
+
+class LeafAdapter(Protocol):
+    """A library of tensors: how its leaves become spans of bytes, and how they come back."""
+
+    @property
+    def library(self) -> str:
+        """The name in TensorSpec.library, and the first part of the type of its plain values."""
+        ...
+
+    def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
+        """Describe a tensor of this library; None: not one of ours.
+
+        Raises:
+            LeafTypeError: It is one of ours that cannot be stored.
+        """
+        ...
+
+    def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
+        """Return type and value of a plain value of this library (a dtype, a scalar); None: not one of ours."""
+        ...
+
+    def decode_value(self, kind: str, value: Value) -> object:
+        """Make the plain value again.
+
+        Raises:
+            MalformedError: The value is none that ``encode_value`` makes.
+            UnsupportedError: The library of today does not know it.
+        """
+        ...
+
+    def itemsize_of(self, spec: TensorSpec) -> int:
+        """Return the bytes of one element, having checked dtype and flags, which come from disk.
+
+        Raises:
+            UnsupportedError: The library of today has no such dtype.
+            MalformedError: No writer of ours makes such a spec.
+        """
+        ...
+
+    def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
+        """Turn a filled host buffer (a 1-D uint8 numpy array) into what ``build`` takes, on the device."""
+        ...
+
+    def build(self, spec: TensorSpec, adopted: object) -> object:
+        """Make the tensor as a view of the adopted memory; the spec has been checked against its length."""
+        ...
+
+    def check_device(self, device: object) -> object:
+        """Return the device as ``adopt`` wants it; UsageError if there is none such."""
+        ...
+
+    def copy_into(self, target: object, source: object) -> None:
+        """Overwrite the target's elements, bit for bit, with those of a tensor of equal dtype and shape."""
+        ...
+
+    def written(self, target: object) -> None:
+        """Tell the library that the target's bytes were overwritten behind its back."""
+        ...
+
+
+def count_of(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def byte_strides_of(library: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return strides in bytes: torch counts in elements, all others in bytes."""
+    return tuple(step * itemsize for step in strides) if library == "torch" else strides
+
+
+def extent_of(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return the lowest and one past the highest byte viewed, relative to element (0, ..., 0)."""
+    if 0 in shape:
+        return 0, 0
+    lo = sum(step * (length - 1) for length, step in zip(shape, byte_strides, strict=True) if step < 0)
+    hi = sum(step * (length - 1) for length, step in zip(shape, byte_strides, strict=True) if step > 0)
+    return lo, hi + itemsize
+
+
+def check_layout(spec: TensorSpec, itemsize: int, storage_nbytes: int) -> None:
+    """Refuse a spec whose elements do not all lie within its storage.
+
+    Raises:
+        MalformedError: No writer of ours makes such a spec.
+    """
+    where = f"tensor of shape {spec.shape[:RANK_MAX]}"
+    if len(spec.shape) > RANK_MAX or len(spec.strides) != len(spec.shape):
+        raise MalformedError("a tensor has too many dimensions, or not as many strides", where=where)
+    if any(length < 0 or length >= _NBYTES_LIMIT for length in spec.shape):
+        raise MalformedError("a tensor has an impossible dimension", where=where)
+    if any(abs(step) >= _NBYTES_LIMIT for step in spec.strides):
+        raise MalformedError("a tensor has an impossible stride", where=where)
+    if spec.library == "torch" and any(step < 0 for step in spec.strides):
+        raise MalformedError("a torch tensor has a negative stride", where=where)
+    if count_of(tuple(length for length in spec.shape if length)) * max(itemsize, 1) >= _NBYTES_LIMIT:
+        raise MalformedError("a tensor has more elements than can be", where=where)
+    lo, hi = extent_of(spec.shape, byte_strides_of(spec.library, spec.strides, itemsize), itemsize)
+    if spec.offset < 0 or spec.offset + lo < 0 or spec.offset + hi > storage_nbytes:
+        raise MalformedError("a tensor reaches beyond its storage", where=where)
+
+
+def is_dense(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int) -> bool:
+    """Say whether a tensor views every byte of its extent; expanded dimensions count once."""
+    lo, hi = extent_of(shape, byte_strides, itemsize)
+    moving = tuple(length for length, step in zip(shape, byte_strides, strict=True) if step)
+    return not overlaps_itself(shape, byte_strides, itemsize, is_expanded_ok=True) and (
+        hi - lo == itemsize * count_of(moving) or 0 in shape
+    )
+
+
+def overlaps_itself(
+    shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int, *, is_expanded_ok: bool = False
+) -> bool:
+    """Say whether two elements may share a byte; expanded dimensions (stride 0) may be let pass."""
+    reach = itemsize
+    for step, length in sorted((abs(step), length) for length, step in zip(shape, byte_strides, strict=True)):
+        if length <= 1 or (step == 0 and is_expanded_ok):
+            continue
+        if step < reach:
+            return 0 not in shape
+        reach += step * (length - 1)
+    return False

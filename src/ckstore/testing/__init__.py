@@ -1,0 +1,1 @@
+"""What others need to test their backends and codecs, and what proves the promises of this one."""

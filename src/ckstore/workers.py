@@ -1,0 +1,105 @@
+"""Run one step on many chunks in parallel, with turns in the order of the plan.
+
+The threads take chunks in ascending order, so the lowest chunk not yet done is always being worked on
+and a thread that waits for its turn never waits for one that has not begun.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Step = Callable[[int, int], None]
+"""Called with the index of the chunk and the index of the thread."""
+
+
+class Stopped(Exception):  # noqa: N818 - no error: another thread has failed and tells the reason
+    """Raised in a thread that waits for its turn after another one failed."""
+
+
+class Turns:
+    """Lets chunk ``i`` pass after chunk ``i - 1``."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._is_stopped = False
+
+    @contextmanager
+    def turn(self, index: int) -> Iterator[None]:
+        """Wait for the turn of a chunk, and pass it on afterwards."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._next == index)
+            if self._is_stopped:
+                raise Stopped
+        # Outside the condition's lock: what happens in a turn may itself wait, for a free buffer say.
+        yield
+        with self._changed:
+            self._next = index + 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Wake everybody who waits; they raise ``Stopped``."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether some thread has failed."""
+        return self._is_stopped
+
+
+def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_failure: Callable[[], None]) -> None:
+    """Run ``step`` for every index below ``count``; raise the first failure once every thread has ended.
+
+    Args:
+        on_failure: Called once, when a step fails or the caller is interrupted, to wake those who wait
+            elsewhere than for their turn.
+    """
+    indices = iter(range(count))
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+    ended = threading.Semaphore(0)
+
+    def stop(error: BaseException) -> None:
+        with lock:
+            failures.append(error)
+        turns.stop()
+        on_failure()
+
+    def work(thread_index: int) -> None:
+        try:
+            while not turns.is_stopped:
+                with lock:
+                    index = next(indices, None)
+                if index is None:
+                    return
+                step(index, thread_index)
+        except Stopped:
+            return
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            stop(error)
+        finally:
+            ended.release()
+
+    threads = [
+        threading.Thread(target=work, args=(index,), name=f"ckstore-chunk-{index}", daemon=True)
+        for index in range(min(thread_count, count))
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        # The caller only waits, so that Ctrl-C is raised here and never in the middle of a step.
+        for _ in threads:
+            ended.acquire()
+    except BaseException as error:
+        stop(error)
+        raise
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,154 @@
+// The Python face of the loops: checks lengths, takes the buffers, lets go of the GIL, calls one loop.
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bytes.hpp"
+#include "planes.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+// A contiguous buffer, held so that its owner can neither free nor resize it while the GIL is released.
+class Bytes {
+public:
+    Bytes() = default;
+    Bytes(nb::handle owner, bool is_writable) { open(owner, is_writable); }
+    ~Bytes() {
+        if (is_open_) {
+            PyBuffer_Release(&view_);
+        }
+    }
+    Bytes(const Bytes &) = delete;
+    Bytes &operator=(const Bytes &) = delete;
+
+    void open(nb::handle owner, bool is_writable) {
+        if (PyObject_GetBuffer(owner.ptr(), &view_, is_writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+            PyErr_Clear();
+            throw nb::value_error(is_writable ? "not a writable contiguous buffer" : "not a contiguous buffer");
+        }
+        is_open_ = true;
+    }
+
+    std::uint8_t *data() const { return static_cast<std::uint8_t *>(view_.buf); }
+    std::size_t nbytes() const { return static_cast<std::size_t>(view_.len); }
+
+private:
+    Py_buffer view_{};
+    bool is_open_ = false;
+};
+
+std::size_t checked_count(std::size_t nbytes, std::size_t width) {
+    if (width != 1 && width != 2 && width != 4 && width != 8) {
+        throw nb::value_error("width must be 1, 2, 4 or 8");
+    }
+    if (nbytes % width != 0) {
+        throw nb::value_error("length is no multiple of the width");
+    }
+    return nbytes / width;
+}
+
+void require_equal(std::size_t a, std::size_t b) {
+    if (a != b) {
+        throw nb::value_error("lengths differ");
+    }
+}
+
+// The planes of one call, opened and checked: `width` buffers of `count` bytes.
+class Planes {
+public:
+    Planes(nb::sequence given, std::size_t count, std::size_t width) {
+        if (nb::len(given) != width) {
+            throw nb::value_error("as many planes are needed as an element has bytes");
+        }
+        for (std::size_t j = 0; j < width; ++j) {
+            nb::object plane = given[j];
+            held_[j].open(plane, false);
+            require_equal(held_[j].nbytes(), count);
+            pointers_[j] = held_[j].data();
+        }
+    }
+
+    const std::uint8_t *const *pointers() const { return pointers_; }
+
+private:
+    Bytes held_[ckstore::kWidthMax];
+    const std::uint8_t *pointers_[ckstore::kWidthMax] = {};
+};
+
+void split_planes(nb::handle source, nb::handle planes_out, std::size_t width, bool rotate) {
+    Bytes from(source, false);
+    Bytes to(planes_out, true);
+    std::size_t count = checked_count(from.nbytes(), width);
+    require_equal(from.nbytes(), to.nbytes());
+    nb::gil_scoped_release unlocked;
+    ckstore::split_planes(from.data(), to.data(), count, width, rotate);
+}
+
+void merge_planes(nb::sequence planes, nb::handle destination, std::size_t width, bool rotate) {
+    Bytes to(destination, true);
+    std::size_t count = checked_count(to.nbytes(), width);
+    Planes from(planes, count, width);
+    nb::gil_scoped_release unlocked;
+    ckstore::merge_planes(from.pointers(), to.data(), count, width, rotate);
+}
+
+bool planes_equal(nb::sequence planes, nb::handle source, std::size_t width, bool rotate) {
+    Bytes expected(source, false);
+    std::size_t count = checked_count(expected.nbytes(), width);
+    Planes from(planes, count, width);
+    nb::gil_scoped_release unlocked;
+    return ckstore::planes_equal(from.pointers(), expected.data(), count, width, rotate);
+}
+
+void copy_bytes(nb::handle source, nb::handle destination) {
+    Bytes from(source, false);
+    Bytes to(destination, true);
+    require_equal(from.nbytes(), to.nbytes());
+    nb::gil_scoped_release unlocked;
+    ckstore::copy_bytes(from.data(), to.data(), from.nbytes());
+}
+
+bool equal_bytes(nb::handle a, nb::handle b) {
+    Bytes one(a, false);
+    Bytes other(b, false);
+    if (one.nbytes() != other.nbytes()) {
+        return false;
+    }
+    nb::gil_scoped_release unlocked;
+    return ckstore::equal_bytes(one.data(), other.data(), one.nbytes());
+}
+
+bool is_constant(nb::handle source) {
+    Bytes from(source, false);
+    nb::gil_scoped_release unlocked;
+    return ckstore::is_constant(from.data(), from.nbytes());
+}
+
+void histogram(nb::handle source, nb::handle counts_out) {
+    Bytes from(source, false);
+    Bytes to(counts_out, true);
+    require_equal(to.nbytes(), 256 * sizeof(std::uint32_t));
+    if (reinterpret_cast<std::uintptr_t>(to.data()) % alignof(std::uint32_t) != 0) {
+        throw nb::value_error("counts are not aligned");
+    }
+    nb::gil_scoped_release unlocked;
+    ckstore::histogram(from.data(), from.nbytes(), reinterpret_cast<std::uint32_t *>(to.data()));
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    using namespace nb::literals;
+    module.doc() = "Native twins of ckstore.kernels.on_numpy; every loop runs without the GIL.";
+    module.def("split_planes", &split_planes, "source"_a, "planes_out"_a, "width"_a, "rotate"_a);
+    module.def("merge_planes", &merge_planes, "planes"_a, "destination"_a, "width"_a, "rotate"_a);
+    module.def("planes_equal", &planes_equal, "planes"_a, "source"_a, "width"_a, "rotate"_a);
+    module.def("copy_bytes", &copy_bytes, "source"_a, "destination"_a);
+    module.def("equal_bytes", &equal_bytes, "a"_a, "b"_a);
+    module.def("is_constant", &is_constant, "source"_a);
+    module.def("histogram", &histogram, "source"_a, "counts_out"_a);
+}

@@ -1,0 +1,209 @@
+"""What the crash tests do to a store, and what must hold of it afterwards.
+
+Used by the tests and by the children they kill: numpy only, and every state can be made again from its number.
+An acknowledgement is a line ``verb fact...`` written after the call returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import ckstore
+from ckstore.io.local import LocalBackend
+from ckstore.testing.faults import ForgetfulBackend
+from ckstore.testing.model import difference
+
+QUIET_POLICY = ckstore.Policy(threads=1, memory_nbytes_max=48 << 20)
+"""One thread: the same calls in the same order every time."""
+
+RUN = "main"
+Ack = Callable[[str], None]
+
+
+def state_of(number):
+    """Return the state that belongs to a number: a part that never changes, one that always does, and plain values."""
+    rng = np.random.default_rng(number)
+    return {
+        "shared": np.arange(600, dtype=np.float32).reshape(20, 30),
+        "own": rng.standard_normal((17, 31)).astype(np.float32),
+        "pair": (rng.integers(0, 9, 50), np.full(40, number % 3, dtype=np.uint8)),
+        "number": number,
+    }
+
+
+def open_store(place, **options):
+    return ckstore.open(place, run=RUN, policy=QUIET_POLICY, **options)
+
+
+def commit(store, number, step, ack):
+    receipt = store.commit(state_of(number), step)
+    ack(f"commit {receipt.seq} {step} {number}")
+    return receipt
+
+
+def first_commit(place, ack):
+    with open_store(place) as store:
+        commit(store, 100, 1, ack)
+
+
+def one_commit(place, ack):
+    with open_store(place) as store:
+        commit(store, 101, 50, ack)
+
+
+def recommit(place, ack):
+    """Commit with reuse: the state of an old step again, a changed one, and one with all bytes known."""
+    with open_store(place) as store:
+        store.restore()
+        commit(store, 1, 2, ack)
+        commit(store, 102, 60, ack)
+        commit(store, 102, 60, ack)
+
+
+def maintain(place, ack):
+    """Tag, rewind, delete, untag: everything that changes history without new bytes."""
+    with open_store(place) as store:
+        store.tag(1, "keep")
+        ack("tag keep 0")
+        receipt = store.rewind(1)
+        ack(f"commit {receipt.seq} 1 0")
+        ack("deleting 1")
+        store.delete(2)
+        ack("deleted 1")
+        store.tag(1, "keep")
+        store.untag("keep")
+        commit(store, 103, 70, ack)
+
+
+def stream(place, ack):
+    """Commit one new state after another, until something ends it."""
+    with open_store(place) as store:
+        for step in range(1000, 1200):
+            commit(store, int.from_bytes(os.urandom(4), "little"), step, ack)
+
+
+def large(place, ack):
+    """Commit and restore some chunks of several MiB, and say which engine moved them."""
+    messages = logging.Handler()
+    messages.emit = lambda record: ack(f"log {record.getMessage()}")
+    logging.getLogger("ckstore").addHandler(messages)
+    logging.getLogger("ckstore").setLevel(logging.INFO)
+    state = {"large": np.random.default_rng(5).standard_normal(3_000_001).astype(np.float32), **state_of(5)}
+    for step in (1, 2):
+        with open_store(place) as store:
+            receipt = store.commit(state, step)
+            ack(f"engine {receipt.engine}")
+            assert difference(store.restore(), state) is None
+            state["large"] += 1
+
+
+SCENARIOS = {
+    "first": first_commit,
+    "commit": one_commit,
+    "recommit": recommit,
+    "maintain": maintain,
+    "stream": stream,
+    "large": large,
+}
+
+
+def prepare(place, count=2):
+    """Make a store with commits of steps 1, 2, ... that hold states 0, 1, ...; return their acknowledgements."""
+    acks: list[str] = []
+    with open_store(place) as store:
+        for number in range(count):
+            commit(store, number, number + 1, acks.append)
+    return acks
+
+
+@dataclass
+class Promises:
+    """What acknowledgements promise: which seq holds which state, and what may be gone."""
+
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+    doubtful: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(acks):
+        promises = Promises()
+        for line in acks:
+            verb, *facts = line.split()
+            if verb == "commit":
+                seq, step, number = map(int, facts)
+                assert seq not in promises.held, f"seq {seq} was acknowledged twice"
+                promises.held[seq] = step, number
+            elif verb == "deleting":
+                promises.doubtful.add(int(facts[0]))
+            elif verb == "deleted":
+                promises.gone.add(int(facts[0]))
+        return promises
+
+    @property
+    def latest(self):
+        return max((seq for seq in self.held if seq not in self.gone | self.doubtful), default=-1)
+
+
+def check_kept(store, promises):
+    """Every acknowledged checkpoint comes back bit for bit, and the newest one is at least the newest acknowledged."""
+    seen = {info.seq: info.step for info in store.log()}
+    assert not promises.gone & set(seen), f"deleted seqs are back: {promises.gone & set(seen)}"
+    for seq, (step, number) in promises.held.items():
+        if seq in promises.gone or (seq in promises.doubtful and seq not in seen):
+            continue
+        assert seen.get(seq) == step, f"seq {seq} of step {step} was acknowledged and is not listed"
+        found = difference(store.restore(f"seq:{seq}"), state_of(number))
+        assert found is None, f"seq {seq}: {found}"
+    if promises.latest >= 0:
+        newest = store.restore()
+        assert store.restored.seq >= promises.latest, f"latest is {store.restored.seq}, not {promises.latest}"
+        found = difference(newest, state_of(newest["number"]))
+        assert found is None, f"newest: {found}"
+
+
+def check_goes_on(store, promises, *, number=900):
+    """The next commit works without repair, under a seq nobody was ever given."""
+    receipt = store.commit(state_of(number), 999)
+    assert receipt.seq > max(promises.held, default=-1), "a seq was given twice"
+    assert difference(store.restore(), state_of(number)) is None
+    assert difference(store.restore(f"seq:{receipt.seq}"), state_of(number)) is None
+
+
+def check_store(place, acks, *, level="decode", **options):
+    """Open the store as after a crash and check all that was promised; raises AssertionError."""
+    promises = Promises.of(acks)
+    with open_store(place, **options) as store:
+        check_kept(store, promises)
+        check_goes_on(store, promises)
+        report = store.verify(level=level)
+        assert not damage_of(report), f"verify found damage: {damage_of(report)}"
+
+
+def damage_of(report):
+    """Return what verify found, whatever the report calls it."""
+    for name in ("damage", "problems", "damages"):
+        if hasattr(report, name):
+            return list(getattr(report, name))
+    raise AssertionError(f"no list of damage in {report!r}")
+
+
+def file_acks(path: Path) -> Ack:
+    """Return a function that appends lines to a file outside the store, at once."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    return lambda line: (os.write(fd, f"{line}\n".encode()), None)[1]
+
+
+def read_acks(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def backend_of(place, engine, skips=(), after_link=False, try_direct=True):
+    """Return a local backend with the engine, wrapped in a forgetful one where syncs are to be left out."""
+    backend = LocalBackend(place, engine=engine, try_direct=try_direct)
+    return ForgetfulBackend(backend, skips, after_link=after_link) if skips or after_link else backend

@@ -1,0 +1,132 @@
+"""Protects commits from media that fail: every call in turn, once and for ever, with every errno of the programme.
+
+A commit succeeds or raises an error of ckstore; in either case what was acknowledged stays, with and without a
+power cut right afterwards, and the next commit works. The loops end only when a run passes untouched.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import scenarios
+
+from ckstore.errors import CkstoreError
+from ckstore.testing.cuts import crash_states
+from ckstore.testing.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
+from ckstore.testing.invariants import order_violations
+from ckstore.testing.simfs import SimFS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    disk = SimFS()
+    acks = scenarios.prepare(disk)
+    return disk.settled().base, acks
+
+
+class Run:
+    """One scenario with one fault; afterwards everything promised is checked."""
+
+    def __init__(self, prepared, scenario, fault):
+        tree, self.acks = prepared
+        self.disk = SimFS(tree)
+        self.backend = FaultyBackend(self.disk, fault)
+        self.new_acks: list[str] = []
+        self.error = None
+        try:
+            scenarios.SCENARIOS[scenario](self.backend, self.ack)
+        except CkstoreError as error:
+            self.error = error
+        self.struck = self.backend.struck
+
+    def ack(self, line):
+        self.new_acks.append(line)
+        self.disk.note(line)
+
+    def check(self, *, cuts):
+        acks = [*self.acks, *self.new_acks]
+        rules = [violation for violation in order_violations(self.disk.log) if "may" not in violation]
+        assert rules == []
+        states = crash_states(self.disk, seed=3, samples=0, points={len(self.disk.log)}) if cuts else ()
+        for state in states:
+            with scenarios.open_store(state.disk) as store:
+                scenarios.check_kept(store, scenarios.Promises.of(acks))
+        scenarios.check_store(self.disk.settled(), acks, level="read")
+
+
+def fail_each_call(prepared, scenario, number, *, for_ever=False, sites=None, is_late=False, cuts=True):
+    """Fail the first call, then the second, ... until a run passes untouched; return the runs."""
+    runs, failures = [], []
+    while not runs or runs[-1].struck:
+        fault = Fault(len(runs) + 1, number, for_ever=for_ever, sites=sites, is_late=is_late)
+        run = Run(prepared, scenario, fault)
+        runs.append(run)
+        try:
+            run.check(cuts=cuts)
+            if not run.struck:
+                assert run.error is None
+        except Exception as error:
+            failures.append(f"{fault} struck {run.struck[:2]}, raised {run.error!r}: {error!r}")
+    print(f"{scenario}, {errno.errorcode[number]}, for ever {for_ever}: {len(runs)} points, {len(failures)} failures")
+    assert failures == []
+    return runs
+
+
+@pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
+def test_failing_call_in_a_commit_loses_nothing(prepared, number, for_ever):
+    runs = fail_each_call(prepared, "commit", number, for_ever=for_ever, cuts=False)
+    assert len(runs) > 20
+
+
+def test_lost_answer_of_a_link_is_recognized_or_loud(prepared):
+    fail_each_call(prepared, "commit", errno.EIO, sites=frozenset({"link", "rename", "rename_new"}), is_late=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("for_ever", [False, True])
+@pytest.mark.parametrize("number", WRITE_ERRNOS)
+@pytest.mark.parametrize("scenario", ["first", "commit", "recommit", "maintain"])
+def test_every_failing_call_of_every_verb_loses_nothing(prepared, scenario, number, for_ever):
+    fail_each_call(prepared, scenario, number, for_ever=for_ever)
+
+
+def test_sync_that_fails_once_leads_to_a_new_pack_or_is_loud(prepared):
+    for run in fail_each_call(prepared, "commit", errno.EIO, sites=SYNC_SITES):
+        is_pack = any(struck.startswith("pack.finish") for struck in run.struck)
+        if is_pack:
+            assert run.error is None, f"{run.struck}: the commit did not take a new pack"
+            failed = run.struck[0].split()[1]
+            assert failed not in {op.path for op in run.disk.log if op.kind == "sync data" and op.path == failed}
+        else:
+            assert run.error is None or not run.new_acks
+
+
+def test_syncs_that_fail_for_ever_are_loud(prepared):
+    for run in fail_each_call(prepared, "commit", errno.EIO, sites=SYNC_SITES, for_ever=True):
+        if any(struck.startswith("pack.finish") for struck in run.struck):
+            assert run.error is not None
+            assert not run.new_acks
+
+
+def test_handle_commits_again_after_a_failed_commit(prepared):
+    tree, acks = prepared
+    for at in range(1, 400):
+        disk = SimFS(tree)
+        backend = FaultyBackend(disk)
+        with scenarios.open_store(backend) as store:
+            new_acks: list[str] = []
+            backend.fault = Fault(at)
+            try:
+                scenarios.commit(store, 101, 50, new_acks.append)
+            except CkstoreError:
+                backend.fault = None
+                scenarios.commit(store, 101, 50, new_acks.append)
+            backend.fault = None
+            scenarios.check_kept(store, scenarios.Promises.of([*acks, *new_acks]))
+        if not backend.struck:
+            return
+    raise AssertionError("no run passed untouched")

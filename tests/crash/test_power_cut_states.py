@@ -1,0 +1,100 @@
+"""Protects the order of syncs: no simulated power cut loses an acknowledged checkpoint or a store.
+
+The simulated disk keeps nothing that was not synced, so a missing folder sync shows here even where ext4 would
+hide it. Each negative control leaves one sync out and must be found out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import scenarios
+
+from ckstore.testing.cuts import crash_states
+from ckstore.testing.faults import ForgetfulBackend
+from ckstore.testing.invariants import order_violations
+from ckstore.testing.simfs import SimFS
+
+SEED = 20260
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def recorded(scenario, *, wrap=lambda disk: disk, from_scratch=False):
+    """Run a scenario on a fresh disk; return the disk with its record and the acknowledgements before it."""
+    disk = SimFS()
+    acks = [] if from_scratch else scenarios.prepare(disk)
+    disk = disk.settled()
+    scenarios.SCENARIOS[scenario](wrap(disk), disk.note)
+    return disk, acks
+
+
+def losses(disk, acks, *, samples, points=None, stop_at=None, commit_every=4):
+    """Check every state; return counters and what was lost, one line a state."""
+    counters, found = Counter(), []
+    for number, state in enumerate(crash_states(disk, seed=SEED, samples=samples, points=points)):
+        counters["states"] += 1
+        try:
+            check_state(state.disk, [*acks, *state.marks], goes_on=number % commit_every == 0)
+        except Exception as error:
+            found.append(f"cut after {state.point} of {len(disk.log)} steps, {state.label}: {error!r}")
+            if stop_at is not None and len(found) >= stop_at:
+                break
+    return counters, found
+
+
+def check_state(disk, acks, *, goes_on):
+    promises = scenarios.Promises.of(acks)
+    with scenarios.open_store(disk) as store:
+        scenarios.check_kept(store, promises)
+        if goes_on:
+            scenarios.check_goes_on(store, promises)
+    if goes_on:
+        assert order_violations(disk.log) == []
+
+
+@pytest.mark.parametrize("scenario", ["commit", "recommit", "maintain"])
+def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario):
+    disk, acks = recorded(scenario)
+    counters, found = losses(disk, acks, samples=2, points=set(range(0, len(disk.log) + 1, 3)))
+    print(f"{scenario}: seed {SEED}, {len(disk.log)} steps, {dict(counters)}")
+    assert found == []
+    assert counters["states"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["first", "commit", "recommit", "maintain"])
+def test_acknowledged_checkpoints_survive_cuts_at_every_point(scenario):
+    disk, acks = recorded(scenario, from_scratch=scenario == "first")
+    counters, found = losses(disk, acks, samples={"first": 4}.get(scenario, 100))
+    print(f"{scenario}: seed {SEED}, {len(disk.log)} steps, {dict(counters)}")
+    assert found == []
+
+
+@pytest.mark.parametrize("scenario", ["first", "commit", "recommit", "maintain"])
+def test_a_commit_keeps_the_order_of_syncs(scenario):
+    disk, _ = recorded(scenario, from_scratch=scenario == "first")
+    assert order_violations(disk.log) == []
+
+
+@pytest.mark.parametrize(
+    "skips",
+    ["pack data", "draft data", "folder packs", "folder manifests"],
+)
+def test_a_commit_without_one_sync_loses_acknowledged_checkpoints(skips):
+    disk, acks = recorded("recommit", wrap=lambda disk: ForgetfulBackend(disk, [skips]))
+    _, found = losses(disk, acks, samples=2, stop_at=1)
+    assert found, "the simulated disk did not notice that a sync is missing"
+    assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
+
+
+def test_a_commit_without_the_sync_of_claims_breaks_the_ordering_rules():
+    # A lost claim costs nothing as long as its manifest is there: only the rules can see it.
+    disk, _ = recorded("commit", wrap=lambda disk: ForgetfulBackend(disk, ["folder claims"]))
+    assert any("claim" in violation for violation in order_violations(disk.log))
+
+
+def test_a_commit_without_any_sync_after_the_link_loses_acknowledged_checkpoints():
+    disk, acks = recorded("commit", wrap=lambda disk: ForgetfulBackend(disk, after_link=True))
+    _, found = losses(disk, acks, samples=2, stop_at=1)
+    assert found

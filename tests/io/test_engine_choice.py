@@ -1,0 +1,123 @@
+"""Protects the fallback: wherever io_uring is refused, pwrite takes over, says why once, and writes the same."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ckstore.errors import UnsupportedError, UsageError
+from ckstore.io import engine_choice
+from ckstore.io.engine_choice import choose_engine, takes_direct
+
+SANDBOX = """
+import ctypes, errno, os, resource, struct, sys
+def refuse_rings(number):
+    # Load the syscall number; if it is 425 (io_uring_setup) return the errno, else allow.
+    program = b"".join(struct.pack("HBBI", *each) for each in [
+        (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | number), (0x06, 0, 0, 0x7FFF0000)])
+    keep = ctypes.create_string_buffer(program)
+    filter = struct.pack("HxxxxxxP", 4, ctypes.addressof(keep))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0, ctypes.get_errno()
+"""
+USE = """
+import logging
+from ckstore.io.local import LocalBackend
+from ckstore.testing.suites import random_pieces, write_pack
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+backend = LocalBackend(sys.argv[1])
+wanted = write_pack(backend, "x.pack", random_pieces(1, 30, 100000))
+assert backend.read_bytes("x.pack", nbytes_max=1 << 30) == wanted
+second = LocalBackend(sys.argv[1])
+print(second.engine_name, "|", second.engine_reason)
+"""
+
+
+def run_python(code, folder):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86-64")
+@pytest.mark.parametrize("name", ["EPERM", "ENOSYS", "ENOMEM"])
+def test_refused_rings_fall_back_to_pwrite_and_say_so_once(tmp_path, name):
+    pytest.importorskip("liburing")
+    lines = run_python(SANDBOX + f"refuse_rings(errno.{name})\n" + USE, tmp_path)
+    assert len(lines) == 2
+    assert lines[0].startswith("INFO io_uring: ")
+    assert f"({name})" in lines[0]
+    assert lines[0].endswith("using pwrite")
+    assert lines[1].startswith("pwrite | io_uring: ")
+
+
+def test_missing_library_falls_back_to_pwrite(tmp_path):
+    lines = run_python("import sys\nsys.modules['liburing'] = None\n" + USE, tmp_path)
+    assert "liburing is not installed" in lines[0]
+    assert lines[1].startswith("pwrite | ")
+
+
+def test_little_locked_memory_is_no_hindrance(tmp_path):
+    limit = "import resource, sys\nresource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+    lines = run_python(limit + USE, tmp_path)
+    assert lines[-1].split(" | ")[0] in ("uring", "pwrite")
+
+
+def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_choice, "_try_uring", lambda folder: (None, "refused"))
+    with pytest.raises(UnsupportedError, match="refused"):
+        choose_engine("uring", str(tmp_path))
+    with pytest.raises(UsageError):
+        choose_engine("carrier pigeon", str(tmp_path))
+
+
+def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, caplog):
+    engine_uring = pytest.importorskip("ckstore.io.engine_uring")
+
+    def lie(self, request):
+        request.on_done(len(request.buffer), None)
+
+    monkeypatch.setattr(engine_uring.UringQueue, "submit", lie)
+    with caplog.at_level(logging.INFO, "ckstore"):
+        engine, reason = choose_engine("auto", str(tmp_path))
+    if "failed its probe" not in reason:
+        pytest.skip(reason)
+    assert engine.name == "pwrite"
+    assert "EIO" in reason
+
+
+def test_probe_leaves_nothing_behind(tmp_path, monkeypatch):
+    choose_engine("auto", str(tmp_path))
+    takes_direct(str(tmp_path))
+    # Where a file cannot be made without a name, one with a name is made and removed.
+    real = os.open
+
+    def without_tmpfile(path, flags, mode=0o777):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", without_tmpfile)
+    choose_engine("auto", str(tmp_path))
+    assert takes_direct(str(tmp_path)) in (True, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_refuses_direct_files_is_found_out(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, mode=0o777):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert takes_direct(str(tmp_path)) is False
+    assert takes_direct(str(tmp_path / "gone")) is False

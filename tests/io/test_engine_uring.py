@@ -1,0 +1,273 @@
+"""Protects the ring: bad completions, a full ring, a failing ring, a fork; nothing lost, doubled or written late."""
+
+import errno
+import os
+import threading
+
+import pytest
+
+liburing = pytest.importorskip("liburing")
+
+from ckstore.errors import UsageError  # noqa: E402
+from ckstore.io.buffers import BufferPool  # noqa: E402
+from ckstore.io.engine import IoRequest  # noqa: E402
+from ckstore.io.engine_choice import choose_engine  # noqa: E402
+from ckstore.testing.suites import move  # noqa: E402
+
+PAGE = 4096
+
+
+class Calls:
+    """The liburing module, of which some calls fail for a while.
+
+    Args:
+        fail: Name of a call -> outcomes that replace its next calls; None lets one through.
+        results: What the next completions say in place of what the kernel said.
+    """
+
+    def __init__(self, fail=(), results=()):
+        self.fail = {name: list(outcomes) for name, outcomes in dict(fail).items()}
+        self.results = list(results)
+        self.counts = {}
+
+    def __getattr__(self, name):
+        real = getattr(liburing, name)
+        if name == "Cqe":
+            return lambda: Completion(real(), self.results)
+        if name not in self.fail:
+            return real
+
+        def call(*arguments):
+            self.counts[name] = self.counts.get(name, 0) + 1
+            outcome = self.fail[name].pop(0) if self.fail[name] else None
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return real(*arguments) if outcome is None else outcome()
+
+        return call
+
+
+class Completion:
+    def __init__(self, real, results):
+        self.real = real
+        self.results = results
+
+    def __getitem__(self, index):
+        entry = self.real[index]
+        if not self.results:
+            return entry
+        return Altered(entry, self.results.pop(0))
+
+
+class Altered:
+    def __init__(self, entry, result):
+        self.entry = entry
+        self.result = result
+
+    @property
+    def user_data(self):
+        return self.entry.user_data
+
+    @property
+    def res(self):
+        if isinstance(self.result, int):
+            return min(self.result, self.entry.res)
+        if self.result is not None:
+            raise self.result
+        return self.entry.res
+
+
+@pytest.fixture
+def uring(tmp_path):
+    engine, reason = choose_engine("auto", str(tmp_path))
+    if engine.name != "uring":
+        pytest.skip(reason)
+    from ckstore.io import engine_uring
+
+    calls_seen = []
+
+    def open_queue(calls=liburing, depth=4):
+        # The shim stands where the module stands: completions pass through it entry by entry.
+        patched = engine_uring.UringQueue(depth, ring_calls=Through(calls) if calls is not liburing else calls)
+        calls_seen.append(patched)
+        return patched
+
+    yield open_queue
+    for queue in calls_seen:
+        queue.close()
+
+
+class Through:
+    """Unwrap what the shim has wrapped before the real library sees it."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        call = getattr(self.calls, name)
+        if name == "io_uring_peek_cqe":
+            return lambda ring, cqe: call(ring, cqe.real)
+        if name == "io_uring_cqe_seen":
+            return lambda ring, entry: call(ring, entry.entry if isinstance(entry, Altered) else entry)
+        return call
+
+
+@pytest.fixture
+def fd(tmp_path):
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def blocks():
+    with BufferPool(4 * PAGE, 12) as pool:
+        blocks = [pool.acquire() for _ in range(12)]
+        for block in blocks:
+            block.view[:] = os.urandom(4 * PAGE)
+        yield [block.view for block in blocks]
+
+
+def write_all(queue, fd, blocks):
+    return move(queue, [("write", fd, view, index * 4 * PAGE) for index, view in enumerate(blocks)])
+
+
+def assert_written(fd, blocks, tmp_path):
+    assert (tmp_path / "file").read_bytes() == b"".join(blocks)
+
+
+@pytest.mark.parametrize("short", [0, PAGE, 2 * PAGE + 512, 3 * PAGE])
+def test_short_writes_are_continued(uring, fd, blocks, tmp_path, short):
+    queue = uring(Calls(results=[short, None, short, None]))
+    assert write_all(queue, fd, blocks) == [(4 * PAGE, None)] * 12
+    assert_written(fd, blocks, tmp_path)
+
+
+def test_failing_completion_fails_its_request_only(uring, fd, blocks):
+    queue = uring(Calls(results=[None, OSError(errno.EIO, "bad"), None]), depth=1)
+    outcomes = write_all(queue, fd, blocks)
+    assert [error and error.errno for _, error in outcomes] == [None, errno.EIO] + [None] * 10
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+def test_interrupted_completion_is_tried_again(uring, fd, blocks, tmp_path, number):
+    queue = uring(Calls(results=[OSError(number, "again")] * 3))
+    assert write_all(queue, fd, blocks) == [(4 * PAGE, None)] * 12
+    assert_written(fd, blocks, tmp_path)
+
+
+def test_full_ring_keeps_requests_waiting(uring, fd, blocks, tmp_path):
+    calls = Calls(fail={"io_uring_get_sqe": [None, lambda: None, None, lambda: None]})
+    assert write_all(uring(calls), fd, blocks) == [(4 * PAGE, None)] * 12
+    assert calls.counts["io_uring_get_sqe"] > 12
+    assert_written(fd, blocks, tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN, errno.EBUSY])
+def test_refused_submission_is_tried_again(uring, fd, blocks, tmp_path, number):
+    calls = Calls(fail={"io_uring_submit": [OSError(number, "again")] * 5})
+    assert write_all(uring(calls), fd, blocks) == [(4 * PAGE, None)] * 12
+    assert calls.counts["io_uring_submit"] > 5
+    assert_written(fd, blocks, tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EBADR, errno.EIO, errno.ENOMEM])
+def test_broken_ring_answers_every_request(uring, fd, blocks, number):
+    calls = Calls(fail={"io_uring_submit": [None, OSError(number, "broken")]})
+    queue = uring(calls, depth=2)
+    outcomes = write_all(queue, fd, blocks)
+    assert [error and error.errno for _, error in outcomes[:2]] in ([None, None], [None, number])
+    assert all(error.errno == number for _, error in outcomes[2:])
+    assert move(queue, [("write", fd, blocks[0], 0)])[0][1].errno == number
+    queue.close()
+
+
+def test_lost_completion_is_reported_as_such(uring, fd, blocks, monkeypatch):
+    from ckstore.io import engine_uring
+
+    monkeypatch.setattr(engine_uring, "_LOST_WAIT_MS", 20)
+    kept_count = len(engine_uring._KEPT)
+    # A read of an empty pipe never ends by itself, as if its completion was lost.
+    read_fd, write_fd = os.pipe()
+    calls = Calls(fail={"io_uring_submit": [None, OSError(errno.EBADR, "lost")]})
+    queue = uring(calls, depth=4)
+    first, second = [], []
+    queue.submit(IoRequest("read", read_fd, blocks[0][:1], 0, lambda moved, error: first.append(error)))
+    while not calls.counts.get("io_uring_submit"):
+        threading.Event().wait(0.01)
+    queue.submit(IoRequest("write", fd, blocks[1], 0, lambda moved, error: second.append(error)))
+    queue.close()
+    os.close(read_fd)
+    os.close(write_fd)
+    assert [error.errno for error in first] == [errno.EBADR]
+    assert [error.errno for error in second] == [errno.EBADR]
+    assert len(engine_uring._KEPT) == kept_count + 1
+
+
+def test_failed_preparation_leaves_a_harmless_entry(uring, fd, blocks, tmp_path):
+    calls = Calls(fail={"io_uring_prep_writev": [None, TypeError("no"), None]})
+    outcomes = write_all(uring(calls, depth=2), fd, blocks)
+    assert [error and error.errno for _, error in outcomes] == [None, errno.EINVAL] + [None] * 10
+    content = (tmp_path / "file").read_bytes()
+    assert content[8 * PAGE :] == b"".join(blocks[2:])
+
+
+def test_ring_refused_at_start_is_raised(uring):
+    with pytest.raises(PermissionError):
+        uring(Calls(fail={"io_uring_queue_init": [PermissionError(errno.EPERM, "no")]}))
+
+
+def test_other_threads_run_while_the_ring_waits(uring):
+    queue = uring()
+    read_fd, write_fd = os.pipe()
+    target = bytearray(1)
+    done = threading.Event()
+    timer = threading.Timer(0.2, lambda: os.write(write_fd, b"x"))
+    timer.start()
+    queue.submit(IoRequest("read", read_fd, memoryview(target), 0, lambda moved, error: done.set()))
+    ticks = 0
+    while not done.wait(0.005):
+        ticks += 1
+    timer.join()
+    assert ticks > 5
+    assert target == b"x"
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_buffers_stay_alive_until_reaped(uring):
+    queue = uring()
+    read_fd, write_fd = os.pipe()
+    outcome = []
+    # Nobody but the queue holds the buffer: were it freed, the kernel would write into other memory.
+    queue.submit(IoRequest("read", read_fd, memoryview(bytearray(5000)), 0, lambda moved, error: outcome.append(moved)))
+    spoiled = [bytes(5000) for _ in range(1000)]
+    os.write(write_fd, b"y" * 5000)
+    queue.close()
+    assert outcome == [5000]
+    assert all(each == bytes(5000) for each in spoiled)
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_child_can_neither_use_nor_keep_the_ring(uring, fd, blocks, tmp_path):
+    queue = uring()
+    ring_fd = queue._ring.ring_fd
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                os.fstat(ring_fd)
+            except OSError:
+                try:
+                    queue.submit(IoRequest("write", fd, blocks[0], 0, print))
+                except UsageError:
+                    queue.close()
+                    status = 0
+        finally:
+            os._exit(status)
+    assert write_all(queue, fd, blocks) == [(4 * PAGE, None)] * 12
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_written(fd, blocks, tmp_path)

@@ -1,0 +1,34 @@
+"""Protects the promises of an engine: one suite for all, and equal files from all."""
+
+import pytest
+
+from ckstore.io.engine_choice import choose_engine
+from ckstore.io.engine_pwrite import PwriteEngine
+from ckstore.io.local import LocalBackend
+from ckstore.testing.suites import BLOCK, EngineSuite, random_pieces, write_pack
+
+
+class TestPwrite(EngineSuite):
+    @pytest.fixture
+    def engine(self):
+        return PwriteEngine()
+
+
+class TestUring(EngineSuite):
+    @pytest.fixture
+    def engine(self, tmp_path):
+        engine, reason = choose_engine("auto", str(tmp_path))
+        if engine.name != "uring":
+            pytest.skip(reason)
+        return engine
+
+
+def test_both_engines_write_the_same_file(tmp_path):
+    if LocalBackend(tmp_path).engine_name != "uring":
+        pytest.skip("there is only one engine here")
+    pieces = random_pieces(5, 80, 3 * BLOCK)
+    for name in ("pwrite", "uring"):
+        backend = LocalBackend(tmp_path, engine=name)
+        write_pack(backend, name, pieces)
+        backend.close()
+    assert (tmp_path / "pwrite").read_bytes() == (tmp_path / "uring").read_bytes()

@@ -1,0 +1,316 @@
+"""Protects a folder as a backend: modes, full disks, failing syncs, fallbacks, forks and signals."""
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckstore.errors import BackendError, CapacityError, CkstoreError
+from ckstore.io import local, local_pack
+from ckstore.io.backend import ReadRequest
+from ckstore.io.buffers import BufferPool
+from ckstore.io.engine_pwrite import PwriteEngine
+from ckstore.io.local import LocalBackend
+from ckstore.io.os_calls import medium_error
+from ckstore.testing.completions import BadCompletion, FaultyEngine
+from ckstore.testing.suites import BLOCK, random_pieces, write_pack
+
+PAGE = 4096
+
+
+@pytest.fixture(params=["pwrite", "auto"])
+def backend(request, tmp_path):
+    backend = LocalBackend(tmp_path, engine=request.param)
+    yield backend
+    backend.close()
+
+
+def refuse_direct(monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *mode, **others):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return real(path, flags, *mode, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def mode_of(path):
+    return stat.S_IMODE(Path(path).lstat().st_mode)
+
+
+def test_modes_keep_others_out_and_finished_packs_unchanged(backend, tmp_path):
+    backend.make_folder("a/b")
+    backend.create("a/note", b"", sync=False)
+    sink = backend.create_pack("a/x.pack", nbytes_expected=PAGE)
+    assert mode_of(tmp_path / "a/x.pack") == 0o600
+    sink.finish(0)
+    assert [mode_of(tmp_path / name) for name in ("a", "a/b", "a/note", "a/x.pack")] == [0o700, 0o700, 0o600, 0o400]
+
+
+def test_symbolic_links_are_not_followed_to_open_a_file(backend, tmp_path):
+    (tmp_path / "secret").write_bytes(b"s")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for call in (lambda: backend.read_bytes("link", nbytes_max=9), lambda: backend.open_read("link")):
+        with pytest.raises(BackendError):
+            call()
+    with pytest.raises(FileExistsError):
+        backend.create("dangling", b"", sync=False)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_full_disk_shows_before_anything_is_written(backend, monkeypatch):
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(local_pack, "fallocate", full)
+    with pytest.raises(CapacityError, match="ENOSPC"):
+        backend.create_pack("x.pack", nbytes_expected=1 << 30)
+    assert backend.list_names("") == []
+
+
+def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, monkeypatch):
+    real, steps = local_pack.fallocate, []
+
+    def counted(fd, offset, nbytes):
+        steps.append((offset, nbytes))
+        return real(fd, offset, nbytes)
+
+    monkeypatch.setattr(local_pack, "fallocate", counted)
+    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MAX", 8 * BLOCK)
+    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MIN", 2 * BLOCK)
+    with BufferPool(BLOCK, 1) as pool:
+        sink = backend.create_pack("x.pack", nbytes_expected=11 * BLOCK)
+        for index in range(14):
+            sink.write(pool.acquire(), BLOCK, index * BLOCK)
+        sink.finish(14 * BLOCK - PAGE)
+    assert steps == [(0, 8 * BLOCK), (8 * BLOCK, 3 * BLOCK), (11 * BLOCK, 2 * BLOCK), (13 * BLOCK, 2 * BLOCK)]
+    found = (tmp_path / "x.pack").stat()
+    assert found.st_size == 14 * BLOCK - PAGE
+    assert found.st_blocks * 512 <= 14 * BLOCK
+
+
+def test_folder_without_fallocate_still_takes_packs(backend, monkeypatch):
+    monkeypatch.setattr(local_pack, "fallocate", lambda fd, offset, nbytes: False)
+    wanted = write_pack(backend, "x.pack", random_pieces(4, 30, BLOCK))
+    assert backend.read_bytes("x.pack", nbytes_max=1 << 30) == wanted
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_failed_write_stays_and_the_file_is_never_synced(tmp_path, monkeypatch, number):
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    engine = FaultyEngine(PwriteEngine(), BadCompletion(at=2, errno=number))
+    backend = LocalBackend(tmp_path, engine=engine)
+    wanted = BackendError if number == errno.EIO else CapacityError
+    with BufferPool(BLOCK, 1) as pool:
+        sink = backend.create_pack("x.pack", nbytes_expected=0)
+        sink.write(pool.acquire(), BLOCK, 0)
+        sink.write(pool.acquire(), BLOCK, BLOCK)
+        with pytest.raises(wanted):
+            sink.drain()
+        with pytest.raises(wanted):
+            sink.write(pool.acquire(), BLOCK, 2 * BLOCK)
+        for call in (sink.drain, lambda: sink.finish(0)):
+            with pytest.raises(wanted):
+                call()
+        sink.close()
+        assert pool.acquire(timeout=5)
+    assert synced == []
+    assert backend.list_names("") == []
+    backend.close()
+
+
+def test_write_that_claims_success_but_moved_less_is_a_failure(tmp_path):
+    engine = FaultyEngine(PwriteEngine(), BadCompletion(at=1, errno=0, nbytes=PAGE))
+    backend = LocalBackend(tmp_path, engine=engine)
+    with pytest.raises(BackendError):
+        write_pack(backend, "x.pack", [bytes(2 * BLOCK)])
+    backend.close()
+
+
+def test_failed_sync_is_never_repeated(backend, monkeypatch):
+    count = 0
+
+    def fail_once(fd):
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise OSError(errno.EIO, "sync")
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    sink = backend.create_pack("x.pack", nbytes_expected=0)
+    for _ in range(2):
+        with pytest.raises(BackendError):
+            sink.finish(0)
+    sink.close()
+    assert count == 1
+    assert backend.stat("x.pack") is None
+
+
+def read_pages(folder, *, for_ever):
+    """Read five pages of a pack while the second read fails; yield them as they come."""
+    engine = FaultyEngine(PwriteEngine(), BadCompletion(at=2, errno=errno.EIO, kind="read", for_ever=for_ever))
+    backend = LocalBackend(folder, engine=engine)
+    wanted = write_pack(backend, "x.pack", random_pieces(8, 10, BLOCK))
+    file = backend.open_read("x.pack")
+    with BufferPool(BLOCK, 3) as pool:
+        try:
+            for result in backend.read_ranges((ReadRequest(file, i * PAGE, PAGE, i) for i in range(5)), pool):
+                assert result.view == wanted[result.tag * PAGE : (result.tag + 1) * PAGE]
+                result.release()
+                yield result.tag
+        finally:
+            assert pool.free_count == 3
+            file.close()
+            backend.close()
+
+
+def test_read_error_is_tried_once_more(tmp_path):
+    assert sorted(read_pages(tmp_path, for_ever=False)) == [0, 1, 2, 3, 4]
+
+
+def test_read_error_that_stays_is_told_with_its_place(tmp_path):
+    with pytest.raises(BackendError, match=r"4096 bytes at \d+ of .*x\.pack"):
+        list(read_pages(tmp_path, for_ever=True))
+
+
+def test_read_cut_short_within_the_file_is_an_error(tmp_path):
+    engine = FaultyEngine(PwriteEngine(), BadCompletion(at=1, errno=0, nbytes=512, kind="read", for_ever=True))
+    backend = LocalBackend(tmp_path, engine=engine)
+    write_pack(backend, "x.pack", [bytes(BLOCK)])
+    file = backend.open_read("x.pack")
+    with BufferPool(BLOCK, 1) as pool, pytest.raises(BackendError):
+        list(backend.read_ranges([ReadRequest(file, 0, BLOCK, 0)], pool))
+    file.close()
+    backend.close()
+
+
+def test_folder_that_refuses_direct_files_goes_through_the_page_cache(backend, monkeypatch):
+    refuse_direct(monkeypatch)
+    wanted = write_pack(backend, "x.pack", random_pieces(4, 30, BLOCK))
+    assert not backend.is_direct
+    file = backend.open_read("x.pack")
+    assert file.read_at(5, 3 * BLOCK) == wanted[5 : 5 + 3 * BLOCK]
+    file.close()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
+@pytest.mark.parametrize("can_be_direct", [True, False])
+def test_tmpfs_takes_packs(monkeypatch, can_be_direct):
+    if not can_be_direct:
+        refuse_direct(monkeypatch)
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        backend = LocalBackend(folder)
+        wanted = write_pack(backend, "x.pack", random_pieces(4, 30, BLOCK))
+        file = backend.open_read("x.pack")
+        assert file.read_at(0, len(wanted)) == wanted
+        with BufferPool(BLOCK, 2) as pool:
+            for result in backend.read_ranges([ReadRequest(file, 7, BLOCK - PAGE, 0)], pool):
+                assert result.view == wanted[7 : 7 + BLOCK - PAGE]
+                result.release()
+        file.close()
+        backend.close()
+
+
+def test_without_renameat2_a_name_still_is_not_replaced(backend, monkeypatch):
+    monkeypatch.setattr(local, "rename_noreplace", lambda source, target: False)
+    backend.create("one", b"1", sync=False)
+    backend.create("two", b"2", sync=False)
+    with pytest.raises(FileExistsError):
+        backend.rename_new("one", "two")
+    backend.rename_new("one", "three")
+    assert backend.list_names("") == ["three", "two"]
+    assert backend.read_bytes("two", nbytes_max=1) == b"2"
+
+
+def test_file_size_limit_is_a_capacity_error(tmp_path):
+    code = """
+import os, resource, sys
+from ckstore.errors import CapacityError
+from ckstore.io import local_pack
+from ckstore.io.local import LocalBackend
+from ckstore.testing.suites import write_pack
+local_pack.fallocate = lambda fd, offset, nbytes: False
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024 + 512,) * 2)
+for engine in ("pwrite", "auto"):
+    try:
+        write_pack(LocalBackend(sys.argv[1], engine=engine), engine, [bytes(60000)] * 20)
+    except CapacityError as error:
+        print(error.errno)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.stdout.split() == [str(errno.EFBIG)] * 2, done.stderr
+
+
+def test_signals_do_not_disturb_writing_and_reading(backend):
+    ticks = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: ticks.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        wanted = write_pack(backend, "x.pack", random_pieces(9, 200, 2 * BLOCK))
+        file = backend.open_read("x.pack")
+        content = bytearray(len(wanted))
+        with BufferPool(BLOCK, 4) as pool:
+            requests = (ReadRequest(file, i, min(BLOCK, len(wanted) - i), i) for i in range(0, len(wanted), BLOCK))
+            for result in backend.read_ranges(requests, pool):
+                content[result.tag : result.tag + len(result.view)] = result.view
+                result.release()
+        file.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert content == wanted
+    assert ticks
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_child_writes_and_reads_with_queues_of_its_own(backend):
+    write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            wanted = write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
+            backend.close()
+            status = 0 if backend.read_bytes("child.pack", nbytes_max=1 << 30) == wanted else 2
+        finally:
+            os._exit(status)
+    wanted = write_pack(backend, "parent.pack", random_pieces(3, 20, BLOCK))
+    assert backend.read_bytes("parent.pack", nbytes_max=1 << 30) == wanted
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "is_transient"),
+    [
+        (errno.ENOSPC, CapacityError, None),
+        (errno.EDQUOT, CapacityError, None),
+        (errno.EMFILE, CapacityError, None),
+        (errno.ENFILE, CapacityError, None),
+        (errno.ENOMEM, CapacityError, None),
+        (errno.EACCES, BackendError, False),
+        (errno.EROFS, BackendError, False),
+        (errno.EIO, BackendError, False),
+        (errno.EAGAIN, BackendError, True),
+    ],
+)
+def test_each_errno_has_a_meaning(number, kind, is_transient):
+    error = medium_error(OSError(number, "x"), where="/place", what="writing")
+    assert type(error) is kind
+    assert isinstance(error, CkstoreError)
+    assert error.todo
+    assert "/place" in str(error)
+    assert errno.errorcode[number] in str(error)
+    assert error.facts.get("is_transient") is is_transient
