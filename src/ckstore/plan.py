@@ -12,6 +12,7 @@ from typing import Protocol
 from ckstore.config import KIB, Limits
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.manifest import FrameRef, Manifest
+from ckstore.ids import ChunkId
 from ckstore.tensor import Piece, StorageSpec
 
 SHARED_NBYTES_MAX = 256 * KIB
@@ -172,7 +173,7 @@ def plan_restore(manifest: Manifest, storages: Iterable[int], *, group_nbytes_ma
             position += piece.nbytes
     frame_of = {frame.chunk_id: frame for frame in manifest.frames}
     reads = [
-        ChunkRead(chunk, frame_of[manifest.chunks[chunk].chunk_id], tuple(places)) for chunk, places in targets.items()
+        ChunkRead(chunk, frame_of[ChunkId(manifest.chunks[chunk].chunk_id)], tuple(places)) for chunk, places in targets.items()
     ]
     reads.sort(key=lambda read: (read.frame.pack, read.frame.offset))
     return list(_group(reads, group_nbytes_max))

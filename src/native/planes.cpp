@@ -46,11 +46,27 @@ CKSTORE_INLINE Word turned_back(Word word) {
     }
 }
 
+// One element at a time, in loops of constant length: for larger pieces compilers put in string instructions,
+// which are slow to start.
+template <class Word>
+CKSTORE_INLINE void load_tile(const std::uint8_t *source, Word *words, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+        std::memcpy(&words[i], source + i * sizeof(Word), sizeof(Word));
+    }
+}
+
+template <class Word>
+CKSTORE_INLINE void store_tile(const Word *words, std::uint8_t *destination, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+        std::memcpy(destination + i * sizeof(Word), &words[i], sizeof(Word));
+    }
+}
+
 template <class Word, bool kRotate>
 CKSTORE_INLINE void split_tile(const std::uint8_t *source, std::uint8_t *planes, std::size_t stride, std::size_t count) {
     Word words[kTile];
     std::uint8_t bytes[kTile];
-    std::memcpy(words, source, count * sizeof(Word));
+    load_tile(source, words, count);
     for (std::size_t i = 0; i < count; ++i) {
         words[i] = turned<Word, kRotate>(from_little_endian(words[i]));
     }
@@ -94,11 +110,11 @@ CKSTORE_INLINE void merge_all(const std::uint8_t *const *planes, std::uint8_t *d
     std::size_t start = 0;
     for (; start + kTile <= count; start += kTile) {
         merge_tile<Word, kRotate>(planes, start, words, kTile);
-        std::memcpy(destination + start * sizeof(Word), words, sizeof(words));
+        store_tile(words, destination + start * sizeof(Word), kTile);
     }
     if (start < count) {
         merge_tile<Word, kRotate>(planes, start, words, count - start);
-        std::memcpy(destination + start * sizeof(Word), words, (count - start) * sizeof(Word));
+        store_tile(words, destination + start * sizeof(Word), count - start);
     }
 }
 
@@ -110,7 +126,7 @@ CKSTORE_INLINE bool equal_all(const std::uint8_t *const *planes, const std::uint
     std::size_t start = 0;
     for (; start + kTile <= count; start += kTile) {
         merge_tile<Word, kRotate>(planes, start, words, kTile);
-        std::memcpy(given, source + start * sizeof(Word), sizeof(given));
+        load_tile(source + start * sizeof(Word), given, kTile);
         for (std::size_t i = 0; i < kTile; ++i) {
             difference = static_cast<Word>(difference | static_cast<Word>(words[i] ^ given[i]));
         }

@@ -36,6 +36,11 @@ def _noise(dtype, shape=(5, 3), seed=1):
         return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, steps)
 
 
+def _words(tensor):
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.dtype.itemsize)
+    return torch.view_as_real(tensor).view(torch.int64) if words is None else tensor.view(words)
+
+
 @pytest.mark.parametrize("name", ALL_DTYPES)
 def test_every_dtype_of_this_torch_comes_back_bit_for_bit_or_is_quantized(name):
     dtype = getattr(torch, name.removeprefix("torch."))
@@ -53,7 +58,8 @@ def test_every_dtype_of_this_torch_comes_back_bit_for_bit_or_is_quantized(name):
     assert difference(target, {"a": tensor}) is None
     target = {"a": _noise(dtype, (3, 5), seed=3).t()}
     round_trip({"a": tensor}, into=target)
-    assert difference(target["a"].clone(memory_format=torch.contiguous_format), tensor) is None
+    assert target["a"].stride() == (1, 5)
+    assert _words(target["a"]).tolist() == _words(tensor).tolist()
 
 
 @pytest.mark.filterwarnings("ignore")

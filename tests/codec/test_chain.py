@@ -321,7 +321,8 @@ def test_chunks_beyond_the_scratch_are_refused() -> None:
 
 
 def test_coding_a_chunk_keeps_within_the_bound_of_its_scratch() -> None:
-    width, is_float, plain = content("sparse moments")
+    width, is_float, part = content("sparse moments")
+    plain = memoryview(bytes(part) * 12)
     destination = memoryview(bytearray(plain.nbytes))
     tracemalloc.start()
     try:

@@ -62,7 +62,7 @@ class TorchAdapter:
             memory, origin = _memory_of(plain)
         except (RuntimeError, NotImplementedError):
             raise leaf_type_error(leaf, path, "it has no storage") from None
-        if memory.start + memory.nbytes > memory.owner_start + memory.owner_nbytes:
+        if memory.nbytes and memory.start + memory.nbytes > memory.owner_start + memory.owner_nbytes:
             raise leaf_type_error(leaf, path, "its storage was freed or is too small")
         width = plain.dtype.itemsize // 2 if plain.dtype.is_complex else plain.dtype.itemsize
         return TensorLeaf(
@@ -224,12 +224,10 @@ def _make_device(text: str) -> torch.device:
 
 def _make_size(text: str) -> torch.Size:
     parts = text.split(",") if text else []
-    if not all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts):
+    is_number = all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts)
+    if not is_number or any(int(part) >= 1 << 63 for part in parts):
         raise MalformedError("a torch.Size is malformed", where=repr(text[:80]))
-    try:
-        return torch.Size(int(part) for part in parts)
-    except (RuntimeError, OverflowError, TypeError):
-        raise MalformedError("a torch.Size is malformed", where=repr(text[:80])) from None
+    return torch.Size(int(part) for part in parts)
 
 
 _VALUE_MAKERS: dict[str, Callable[[str], object]] = {

@@ -121,6 +121,11 @@ class Backend(Protocol):
         """The place, for messages."""
         ...
 
+    @property
+    def engine_name(self) -> str:
+        """What moves packs: ``"uring"``, ``"pwrite"``, or the backend's own name for it."""
+        ...
+
     def location_of(self, name: str) -> str:
         """Return the full path or URL of a name, for messages."""
         ...

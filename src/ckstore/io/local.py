@@ -30,7 +30,7 @@ from ckstore.io.os_calls import medium_errors, rename_noreplace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
 
-WRITE_DEPTH = {"uring": 4, "pwrite": 4}
+WRITE_DEPTH = {"uring": 8, "pwrite": 8}
 READ_DEPTH = {"uring": 8, "pwrite": 8}
 
 
@@ -115,7 +115,8 @@ class LocalBackend:
         """Make a folder (0700), parents included; return whether it is new."""
         path = self._path(name)
         with medium_errors(path, "making a folder"):
-            return _make_folder(path)
+            # Nobody can sync the folders above the root by name, so that is done here.
+            return _make_folder(path, sync_parents=not name)
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
         """Make a new file (0600, O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
@@ -269,14 +270,10 @@ class LocalBackend:
     def _sync(self, name: str, flags: int) -> None:
         path = self._path(name)
         with medium_errors(path, "syncing"):
-            fd = os.open(path, flags | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _fsync(path, flags)
 
 
-def _make_folder(path: Path) -> bool:
+def _make_folder(path: Path, *, sync_parents: bool = False) -> bool:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -284,6 +281,16 @@ def _make_folder(path: Path) -> bool:
             raise
         return False
     except FileNotFoundError:
-        _make_folder(path.parent)
-        return _make_folder(path)
+        _make_folder(path.parent, sync_parents=sync_parents)
+        return _make_folder(path, sync_parents=sync_parents)
+    if sync_parents:
+        _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     return True
+
+
+def _fsync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -49,6 +49,11 @@ class MemoryBackend:
         """A name for messages."""
         return "memory:"
 
+    @property
+    def engine_name(self) -> str:
+        """Nothing moves packs here but assignment."""
+        return "memory"
+
     def location_of(self, name: str) -> str:
         """Return the name with a scheme, for messages."""
         return f"memory:{_checked(name)}"

@@ -122,7 +122,7 @@ class Parts:
     """A store's parts for one run, as one handle uses them."""
 
     def __init__(
-        self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK, engine_name: str = ""
+        self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self.backend = backend
         self.record = record
@@ -135,13 +135,17 @@ class Parts:
             manifest_nbytes_max=record.manifest_nbytes_max,
             depth_max=record.depth_max,
         )
-        self.engine_name = engine_name
         self.manifests = self.manifests_of(run)
         self.tags = Tags(backend, run, clock)
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
         self.known = Known()
         self._seq_highest: int | None = None
+
+    @property
+    def engine_name(self) -> str:
+        """What moves packs."""
+        return self.backend.engine_name
 
     def manifests_of(self, run: str) -> Manifests:
         """Return the manifests of any run of this store."""

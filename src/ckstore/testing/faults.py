@@ -81,6 +81,11 @@ class FaultyBackend:
         """The place, for messages."""
         return self.inner.root
 
+    @property
+    def engine_name(self) -> str:
+        """What moves packs in the backend underneath."""
+        return self.inner.engine_name
+
     def location_of(self, name: str) -> str:
         """Return the full path of a name."""
         return self.inner.location_of(name)

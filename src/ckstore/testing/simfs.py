@@ -91,6 +91,11 @@ class SimFS:
         """The place, for messages."""
         return "simulated"
 
+    @property
+    def engine_name(self) -> str:
+        """What moves packs: the simulation itself."""
+        return "simulated"
+
     def location_of(self, name: str) -> str:
         """Return a name that says what it is."""
         return f"simulated:/{name}"

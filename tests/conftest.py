@@ -1,0 +1,103 @@
+"""What several test folders share: stores in memory and on disk, small states, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import ckstore
+from ckstore.io.memory import MemoryBackend
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("fast", max_examples=25, stateful_step_count=20, **_COMMON)
+settings.register_profile("ci", max_examples=100, stateful_step_count=30, derandomize=True, **_COMMON)
+settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast"))
+
+
+class FakeClock:
+    """A clock that moves only when someone sleeps, or a test says so.
+
+    Args:
+        now: Seconds since 1970 at which it starts.
+    """
+
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+        self.slept = 0.0
+        self.on_sleep = None
+
+    def now_ns(self):
+        return int(self.now * 1e9)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.slept += seconds
+        if self.on_sleep is not None:
+            self.on_sleep()
+
+
+@pytest.fixture
+def clock():
+    """A clock that stands still until someone sleeps."""
+    return FakeClock()
+
+
+@pytest.fixture
+def backend():
+    """An empty backend in memory."""
+    return MemoryBackend()
+
+
+@pytest.fixture
+def store(backend):
+    """A store in memory, run ``main``."""
+    with ckstore.open(backend) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where a store on disk may be made."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def disk_store(folder):
+    """A store on disk, run ``main``."""
+    with ckstore.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def no_threads_left():
+    """Fail when a test leaves threads of ours behind; the heart of a lease may beat until the handle closes."""
+    yield
+    deadline = time.monotonic() + 5
+    while working_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert working_threads() == []
+
+
+def working_threads():
+    """Return the names of the threads of ours that live, but for the hearts of leases."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("ckstore-") and name != "ckstore-lease"]
+
+
+def state_of(seed, count=64):
+    """Return a small state that a seed decides: arrays of several dtypes, plain values, nesting."""
+    source = np.random.default_rng(seed)
+    return {
+        "model": {"w": source.standard_normal(count).astype(np.float32), "b": source.integers(0, 255, 7, np.uint8)},
+        "optimizer": [{"step": seed, "lr": 1e-3, "m": source.standard_normal((3, 5))}],
+        "seed": seed,
+    }

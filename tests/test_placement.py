@@ -1,0 +1,424 @@
+"""Protects restoring in place: all is checked before a byte is written, the right tensors are filled, ties hold."""
+
+from collections import Counter, OrderedDict, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckstore.adapters.torch_state import TorchAdapter
+from ckstore.capture import capture
+from ckstore.errors import UsageError
+from ckstore.testing.states import Kept, difference
+from ckstore.testing.states import round_trip as round_trip_with
+from ckstore.values import register_converter
+
+ADAPTERS = (TorchAdapter(),)
+
+
+def round_trip(state, **options):
+    return round_trip_with(state, adapters=ADAPTERS, **options)
+
+
+def place(state, **options):
+    return Kept.of(capture(state, ADAPTERS)).place(adapters=ADAPTERS, **options)
+
+
+def _state():
+    return {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "n": np.arange(4),
+        "list": [torch.ones(2), {"deep": torch.zeros(1)}],
+        "pair": (torch.full((1,), 7), 5),
+        "step": 3,
+        "name": None,
+    }
+
+
+def _blank():
+    return {
+        "w": torch.zeros(2, 3),
+        "n": np.zeros(4, np.int64),
+        "list": [torch.zeros(2), {"deep": torch.ones(1)}],
+        "pair": (torch.zeros(1, dtype=torch.int64), 0),
+        "step": 0,
+        "name": "x",
+    }
+
+
+def test_into_fills_the_very_tensors_and_containers_of_the_state():
+    target = _blank()
+    held = [target["w"], target["n"], target["list"], target["list"][1]["deep"], target["pair"][0]]
+    back = round_trip(_state(), into=target)
+    assert back is target
+    assert difference(back, _state()) is None
+    now = [back["w"], back["n"], back["list"], back["list"][1]["deep"], back["pair"][0]]
+    assert all(one is other for one, other in zip(held, now, strict=True))
+
+
+def test_contiguous_tensors_are_written_without_a_second_copy():
+    target = _blank()
+    placement = place(_state(), into=target)
+    assert all(placement.is_direct(storage) for storage in placement.storages)
+    placement.destination(0)[:4] = np.float32(5).tobytes()
+    assert target["w"][0, 0] == 5
+
+
+def test_writing_behind_torchs_back_counts_as_a_change():
+    target = {"w": torch.nn.Parameter(torch.zeros(3))}
+    product = (target["w"] * target["w"]).sum()
+    before = target["w"]._version
+    round_trip({"w": torch.ones(3)}, into=target)
+    assert target["w"]._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        product.backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected_direct"),
+    [
+        (lambda: torch.zeros(4, 3), True),
+        (lambda: torch.zeros(3, 4).t(), False),
+        (lambda: torch.zeros(8, 3)[::2], False),
+        (lambda: torch.zeros(5, 3)[1:], True),
+        (lambda: torch.nn.Parameter(torch.zeros(4, 3)), True),
+    ],
+)
+def test_targets_of_any_layout_are_filled(make, expected_direct):
+    target = {"w": make()}
+    source = {"w": torch.arange(12.0).reshape(4, 3)}
+    assert place(source, into=target).is_direct(0) == expected_direct
+    round_trip(source, into=target)
+    assert torch.equal(target["w"], source["w"])
+
+
+def test_only_the_elements_of_a_target_view_are_written():
+    flat = torch.full((10,), -1.0)
+    round_trip({"a": torch.arange(3.0), "b": torch.arange(2.0)}, into={"a": flat[1:7:2], "b": flat[8:]})
+    assert flat.tolist() == [-1, 0, -1, 1, -1, 2, -1, -1, 0, 1]
+
+
+def test_gaps_between_views_of_one_storage_are_not_written_to():
+    base = torch.arange(10.0)
+    flat = torch.full((10,), -1.0)
+    round_trip({"a": base[:3], "b": base[5:]}, into={"a": flat[:3], "b": flat[5:]})
+    assert flat.tolist() == [0, 1, 2, -1, -1, 5, 6, 7, 8, 9]
+
+
+def test_views_that_tile_a_storage_are_written_in_one():
+    base, flat = torch.arange(10.0), torch.zeros(10)
+    state, target = {"a": base[:4], "b": base[4:]}, {"a": flat[:4], "b": flat[4:]}
+    assert place(state, into=target).is_direct(0)
+    round_trip(state, into=target)
+    assert torch.equal(flat, base)
+    apart = {"a": torch.zeros(4), "b": torch.zeros(6)}
+    assert not place(state, into=apart).is_direct(0)
+    round_trip(state, into=apart)
+    assert torch.equal(torch.cat(list(apart.values())), base)
+
+
+def test_only_leaves_the_bytes_of_other_leaves_alone():
+    base = torch.arange(10.0)
+    flat = torch.full((10,), -1.0)
+    state, target = {"a": base[:4], "b": base[4:]}, {"a": flat[:4], "b": flat[4:], "own": 5}
+    round_trip(state, into=target, only="a")
+    assert flat.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, -1, -1]
+    assert target["own"] == 5
+
+
+def test_expanded_targets_are_filled_if_the_checkpoint_is_expanded_alike():
+    source = {"w": torch.tensor([[1.0], [2.0]]).expand(2, 5)}
+    target = {"w": torch.zeros(4, 1)[::2].expand(2, 5)}
+    with pytest.raises(UsageError, match="share memory"):
+        round_trip(source, into=target)
+    target = {"w": torch.zeros(2, 1).expand(2, 5)}
+    round_trip(source, into=target)
+    assert torch.equal(target["w"], source["w"])
+    with pytest.raises(UsageError, match="share memory"):
+        round_trip({"w": torch.zeros(2, 5)}, into=target)
+    odd = {"a": torch.arange(4.0)[1:3].expand(3, 2), "b": torch.arange(2.0)}
+    into = {"a": torch.zeros(2).expand(3, 2), "b": torch.zeros(2)}
+    round_trip(odd, into=into)
+    assert difference(into, {"a": torch.tensor([1.0, 2.0]).expand(3, 2), "b": odd["b"]}) is None
+
+
+def test_missing_leaves_are_created_and_plain_values_replaced():
+    target = {"w": torch.zeros(2, 3), "list": [torch.zeros(2), None], "step": 1.5}
+    back = round_trip(_state(), into=target)
+    assert back is target
+    assert difference({key: back[key] for key in _state()}, _state()) is None
+
+
+def _wrong(change):
+    target = _blank()
+    change(target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (_wrong(lambda t: t.update(more=1)), "more"),
+        (_wrong(lambda t: t["list"].append(torch.ones(1))), r"list\.2"),
+        (_wrong(lambda t: t["list"][1].update(x={"y": [1, 2]})), r"2 leaves .*list\.1\.x\.y\.0, list\.1\.x\.y\.1"),
+        (_wrong(lambda t: t.update({True: 1})), "True"),
+        (_wrong(lambda t: t.update(w=torch.zeros(3, 2))), r"w is torch float32 \(2, 3\)"),
+        (_wrong(lambda t: t.update(w=torch.zeros(2, 3).double())), "float64"),
+        (_wrong(lambda t: t.update(w=np.zeros((2, 3), np.float32))), "numpy"),
+        (_wrong(lambda t: t.update(w={"a": 1})), "a tensor in the checkpoint, dict"),
+        (_wrong(lambda t: t.update(w=[1])), "list"),
+        (_wrong(lambda t: t.update(step=torch.zeros(1))), "a plain value in the checkpoint, Tensor"),
+        (_wrong(lambda t: t.update(step={"a": 1})), "dict"),
+        (_wrong(lambda t: t.update(list=tuple(t["list"]))), "a list in the checkpoint, tuple"),
+        (_wrong(lambda t: t.update(pair=list(t["pair"]))), "a tuple in the checkpoint, list"),
+        (_wrong(lambda t: t.update(list={})), "a list in the checkpoint, dict"),
+        ([], "a dict in the checkpoint, list"),
+    ],
+    ids=range(15),
+)
+def test_what_does_not_fit_is_refused_by_path_before_anything_is_written(target, told):
+    before = Kept.of(capture({"t": _blank()}, ADAPTERS)).contents
+    with pytest.raises(UsageError, match=told):
+        place(_state(), into=target)
+    if isinstance(target, dict):
+        same = {"t": {key: target[key] if key == "n" else value for key, value in _blank().items()}}
+        assert Kept.of(capture(same, ADAPTERS)).contents == before
+
+
+def test_many_misfits_are_counted_and_the_first_five_named():
+    with pytest.raises(UsageError, match=r"9 leaves .* x4 and 4 more") as caught:
+        place({}, into={f"x{index}": 1 for index in range(9)})
+    assert len(caught.value.paths) == 9
+
+
+def test_lists_of_plain_values_are_replaced_whole():
+    target = {"losses": [1, 2, 3, 4], "betas": [0, 0], "nested": [[1], [2, (3,)]]}
+    held = target["losses"]
+    back = round_trip({"losses": [9], "betas": (0.9, 0.99), "nested": [[1, 2, 3]]}, into=target)
+    assert back == {"losses": [9], "betas": (0.9, 0.99), "nested": [[1, 2, 3]]}
+    assert back["losses"] is held
+
+
+def test_a_state_that_ties_what_the_checkpoint_keeps_apart_is_refused():
+    tensor = torch.zeros(4)
+    with pytest.raises(UsageError, match="b is shares memory with a only in the state"):
+        place({"a": torch.zeros(4), "b": torch.ones(4)}, into={"a": tensor, "b": tensor})
+    with pytest.raises(UsageError, match="shares memory"):
+        place({"a": torch.zeros(3), "b": torch.ones(3)}, into={"a": tensor[:3], "b": tensor[1:]})
+    round_trip({"a": torch.ones(2), "b": torch.zeros(2)}, into={"a": tensor[::2], "b": tensor[1::2]})
+    assert tensor.tolist() == [1, 0, 1, 0]
+
+
+def test_tied_tensors_go_into_tied_and_untied_states():
+    tensor = torch.arange(4.0)
+    for other in (tensor, tensor.view(4)):
+        tied = torch.zeros(4)
+        target = {"a": tied, "b": tied}
+        round_trip({"a": tensor, "b": other}, into=target)
+        assert torch.equal(tied, tensor)
+        target = {"a": torch.zeros(4), "b": torch.zeros(8)[::2]}
+        round_trip({"a": tensor, "b": other}, into=target)
+        assert torch.equal(target["a"], tensor)
+        assert torch.equal(target["b"], tensor)
+        target = {"a": torch.zeros(4)}
+        back = round_trip({"a": tensor, "b": other}, into=target)
+        assert torch.equal(back["b"], tensor)
+
+
+def test_inference_tensors_are_filled():
+    with torch.inference_mode():
+        target = {"a": torch.zeros(3), "b": torch.zeros(6)[::2]}
+    round_trip({"a": torch.ones(3), "b": torch.ones(3)}, into=target)
+    assert (target["a"].tolist(), target["b"].tolist()) == ([1, 1, 1], [1, 1, 1])
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(0, 2))
+def test_any_layout_goes_into_any_layout(source_order, target_order, step):
+    shape = (2, 3, 1, 4)
+    source = torch.arange(24).reshape(shape).permute(source_order)
+    buffer = torch.zeros([length * (step + 1) for length in source.permute(target_order).shape], dtype=torch.int64)
+    target = buffer[:: step + 1, :: step + 1, :: step + 1, :: step + 1]
+    inverse = [target_order.index(dim) for dim in range(4)]
+    target = target.permute(inverse)
+    back = round_trip([source], into=[target])
+    assert back[0] is target
+    assert torch.equal(target, source)
+    assert int((buffer != 0).sum()) == 23
+
+
+def _model(seed=0):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)]
+    return torch.nn.Sequential(*layers)
+
+
+def _train(model, optimizer, scheduler, steps):
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(8, 4, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3, 3]),
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 100, cycle_momentum=False),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)],
+        milestones=[2],
+    ),
+}
+
+
+def _trio(optimizer, scheduler, seed=0):
+    model = _model(seed)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return {"model": model, "opt": made, "sched": SCHEDULERS[scheduler](made)}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_training_resumes_exactly_from_fresh_and_from_stepped_objects(optimizer, scheduler, steps_before):
+    if optimizer == "tensor-lr" and scheduler == "onecycle":
+        pytest.skip("torch wants capturable for it")
+    trio = _trio(optimizer, scheduler)
+    _train(*trio.values(), 4)
+    kept = Kept.of(capture(trio, ADAPTERS))
+    losses = _train(*trio.values(), 3)
+    other = _trio(optimizer, scheduler, seed=1)
+    _train(*other.values(), steps_before)
+    placement = kept.place(into=other, adapters=ADAPTERS)
+    assert kept.fill(placement) is other
+    assert placement.warnings == []
+    assert Kept.of(capture(other, ADAPTERS)).tree == kept.tree
+    assert Kept.of(capture(other, ADAPTERS)).contents == kept.contents
+    assert _train(*other.values(), 3) == losses
+
+
+def test_objects_and_their_state_dicts_are_the_same_to_a_checkpoint():
+    model = _model()
+    assert difference(round_trip({"m": model}), {"m": model.state_dict()}) is None
+    other = _model(1)
+    assert round_trip(model.state_dict(), into=other) is other
+    assert difference(other.state_dict(), model.state_dict()) is None
+
+
+def test_a_module_is_written_directly_and_refuses_unknown_and_extra_tensors_beforehand():
+    model, other = _model(), _model(1)
+    placement = place({"m": model}, into={"m": other})
+    assert all(placement.is_direct(storage) for storage in placement.storages)
+    small = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    before = small[0].weight.clone()
+    with pytest.raises(UsageError, match=r"m\.1\.weight is in the checkpoint, unknown to the module"):
+        place({"m": model}, into={"m": small})
+    with pytest.raises(UsageError, match=r"the checkpoint lacks: m\.1\.weight"):
+        place({"m": small}, into={"m": model})
+    assert torch.equal(small[0].weight, before)
+
+
+def test_only_part_of_a_module_is_restored_and_the_rest_stays():
+    model, other = _model(), _model(1)
+    bias = other[0].bias.clone()
+    round_trip({"m": model, "step": 5}, into={"m": other}, only="m.0.weight")
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[0].bias, bias)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_rounds_its_state_when_loading_is_told_of():
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg"] = torch.ones(2, dtype=torch.float32)
+    kept = Kept.of(capture({"opt": optimizer}, ADAPTERS))
+    fresh = torch.optim.Adam([parameter])
+    placement = kept.place(into={"opt": fresh}, adapters=ADAPTERS)
+    kept.fill(placement)
+    assert placement.warnings == [
+        "load_state_dict of Adam changed opt.state.0.exp_avg from float32 to bfloat16.",
+    ]
+
+
+class Counting:
+    """Hands out copies, as objects on other devices do, and counts its loads."""
+
+    def __init__(self):
+        self.loads = 0
+        self.state = {"a": torch.zeros(2)}
+
+    def state_dict(self):
+        return {**self.state, "a": self.state["a"].clone()}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+        self.state = state
+
+
+def test_load_state_dict_is_called_once_and_gets_what_was_stored():
+    source, target = Counting(), Counting()
+    source.state = {"a": torch.ones(2), "new": 5}
+    round_trip([source], into=[target])
+    assert target.loads == 1
+    assert difference(target.state, source.state) is None
+    untouched = Counting()
+    round_trip({"o": source, "x": 1}, into={"o": untouched, "x": 0}, only="x")
+    assert untouched.loads == 0
+
+
+class Box:
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def test_converted_leaves_are_made_anew():
+    register_converter(Box, "test.box", lambda box: box.inside, Box)
+    target = {"box": Box(torch.zeros(2)), "none": None}
+    back = round_trip({"box": Box(torch.ones(2)), "none": Box(1)}, into=target)
+    assert back["box"].inside.tolist() == [1, 1]
+    assert back["none"].inside == 1
+    with pytest.raises(UsageError, match="plain value"):
+        place({"box": Box(1)}, into={"box": torch.ones(1)})
+
+
+def test_long_text_and_bytes_replace_what_was_there():
+    state = {"text": "x" * 100_000, "raw": b"y" * 100_000, "list": [b"z" * 100_000]}
+    assert round_trip(state, into={"text": "", "raw": b"", "list": []}) == state
+    with pytest.raises(UsageError, match="plain value"):
+        place(state, into={"text": torch.ones(1)})
+
+
+def test_kinds_of_dicts_in_the_state_stay_and_metadata_is_set():
+    state = OrderedDict(a=1, b=2)
+    state._metadata = {"": {"version": 3}}
+    target = OrderedDict(b=0)
+    assert round_trip(state, into=target) is target
+    assert (dict(target), target._metadata) == ({"a": 1, "b": 2}, {"": {"version": 3}})
+    for other in ({}, Counter(), defaultdict(int)):
+        assert round_trip(state, into=other) is other
+        assert dict(other) == {"a": 1, "b": 2}
+
+
+def test_a_placement_reads_no_storage_that_nothing_chosen_needs():
+    state = {"a": torch.ones(3), "b": torch.ones(4), "empty": torch.ones(0)}
+    assert place(state, only="b").storages == [1]
+    assert place(state, only="empty").storages == []
+    assert difference(round_trip(state, only="empty"), {"empty": state["empty"]}) is None
