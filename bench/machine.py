@@ -62,6 +62,21 @@ def now() -> str:
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
 
 
+def busy_cores(seconds: float = 1.0) -> float:
+    """Return how many cores are at work while this process sleeps; 0.0 where the kernel does not say."""
+
+    def busy_ticks() -> int:
+        user, nice, system, *_ = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        return int(user) + int(nice) + int(system)
+
+    try:
+        before = busy_ticks()
+        time.sleep(seconds)
+        return (busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+    except OSError:
+        return 0.0
+
+
 def can_drop_caches() -> bool:
     """Return whether the kernel's caches can be dropped, which needs root."""
     return os.access("/proc/sys/vm/drop_caches", os.W_OK) and os.geteuid() == 0

@@ -11,6 +11,7 @@ import gc
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
+
+BUSY_CORES = 0.2
 
 
 @dataclass
@@ -97,12 +100,17 @@ class Result:
 def interleave(result: Result, participants: dict[str, Participant], rounds: int) -> Result:
     """Run every participant once a round; one that fails is taken out and its reason is kept."""
     names = list(participants)
+    others = machine.busy_cores()
+    result.setting["busy_cores_before"] = round(others, 2)
+    if others > BUSY_CORES:
+        result.notes.append(f"not alone: {others:.1f} cores were busy with something else before the first round")
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             if name in result.unusable:
                 continue
             gc.collect()
+            used = time.process_time()
             try:
                 sample = participants[name]()
             except Exception as error:
@@ -111,6 +119,8 @@ def interleave(result: Result, participants: dict[str, Participant], rounds: int
                 result.samples.pop(name, None)
                 tell(f"  {name}: {result.unusable[name]}")
                 continue
+            # Of preparation and cleaning up too; it tells a busy machine from a slow participant.
+            sample.facts["cpu_seconds"] = time.process_time() - used
             result.samples.setdefault(name, []).append(sample)
             tell(f"  round {number + 1}/{rounds}  {name}: {sample.value:.3g} {result.unit}")
     result.samples = {name: result.samples[name] for name in names if name in result.samples}

@@ -94,7 +94,8 @@ def _sentences(records: Records) -> list[str]:
         said.append(f"Stored bytes of a really trained state (AdamW, fp32): {listed} of its size.")
     again = records.get("commit_unchanged", {}).get("ratios", {})
     for name, found in again.items():
-        said.append(f"Commit of an unchanged state: {found['median']:.2f} times the speed of {name.partition(' / ')[2]}.")
+        other = name.partition(" / ")[2]
+        said.append(f"Commit of an unchanged state: {found['median']:.2f} times the speed of {other}.")
     listing = records.get("ls_1000")
     if listing and "ckstore ls" in listing["participants"]:
         seconds, count = listing["participants"]["ckstore ls"]["median"], listing["setting"]["checkpoints"]

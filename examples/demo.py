@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -121,6 +123,8 @@ def kill_in_commit(trainer: Process, store: Path, *, after_commits: int) -> str 
     manifests, packs = files_of(store / "manifests").keys(), files_of(store / "packs").keys()
     acknowledged = len(trainer.said("committed"))
     _wait_for(trainer, lambda: bool(files_of(store / "packs").keys() - packs))
+    # Not always at the same place: a demo that is run often has died everywhere.
+    time.sleep(random.uniform(0.0, 0.02))
     trainer.kill()
     if len(trainer.said("committed")) > acknowledged:
         return None
@@ -147,7 +151,8 @@ def _stage_of(store: Path, manifests_before: Any, packs_before: Any) -> str:
 
 def prove(statement: str, is_true: bool, detail: str = "") -> None:
     """Print what was proved, or end the demo."""
-    console.print(f"  [{'green' if is_true else 'red'}]{'proved' if is_true else 'FAILED'}[/]  {statement}")
+    verdict = "[green]proved[/]" if is_true else "[red]FAILED[/]"
+    console.print(f"  {verdict}  {statement}", soft_wrap=True)
     if not is_true:
         raise DemoError(f"not true: {statement}. {detail}")
 
@@ -182,23 +187,23 @@ def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *
 
 def show_commits(commits: list[Event]) -> None:
     """Print one row a commit."""
-    stages = list(dict.fromkeys(stage for commit in commits for stage in commit["seconds"]))
-    table = Table(title="what was committed", title_justify="left")
-    for heading in ("step", "seq", "state, MB", "stored, MB", "new", "reused", "seconds", *stages):
+    seconds = {stage: None for commit in commits for stage in commit["seconds"] if stage != "total"}
+    table = Table(title="what was committed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("step", "state", "stored", "new", "reused", *seconds, "total"):
         table.add_column(heading, justify="right")
     for commit in commits:
         table.add_row(
             str(commit["step"]),
-            str(commit["seq"]),
             f"{commit['bytes_state'] / 1e6:.2f}",
             f"{commit['bytes_written'] / 1e6:.2f}",
             str(commit["chunks_new"]),
             str(commit["chunks_reused"]),
-            f"{commit['wall_seconds']:.3f}",
-            *(f"{commit['seconds'].get(stage, 0.0):.3f}" for stage in stages),
+            *(f"{1e3 * commit['seconds'].get(stage, 0.0):.1f}" for stage in seconds),
+            f"{1e3 * commit['wall_seconds']:.1f}",
         )
     console.print(table)
-    console.print(f"engine: {commits[-1]['engine']}; stages in seconds; chunks new and reused", style="dim")
+    engine = commits[-1]["engine"]
+    console.print(f"state and stored in MB; new and reused chunks; stages in ms; engine {engine}", style="dim")
 
 
 def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
@@ -216,7 +221,7 @@ def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
             killed.append(Process.start("trainer", "--store", str(store), *arguments))
             commits_at_most = max(1, (steps // every) // 2 - len(killed))
             died = kill_in_commit(killed[-1], store, after_commits=commits_at_most if len(killed) == 1 else 1)
-        console.print(f"SIGKILL in the commit of {died}")
+        console.print(f"SIGKILL in the commit of {died}", soft_wrap=True)
         console.print("a new process restores the newest checkpoint and trains on")
         resumed = Process.start("resumed", "--store", str(store), *arguments)
         for process in (resumed, reference):
@@ -257,7 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
         (f"ckstore verify {place} --level decode", "read and decode every byte"),
         (f"ckstore restore {place} latest --only 'model.*' --to model.safetensors", "get a part out"),
     ):
-        console.print(f"  {command:<72} {what}", markup=False)
+        console.print(f"  {command}", style="cyan", markup=False, soft_wrap=True)
+        console.print(f"      {what}", style="dim", markup=False)
     return 0
 
 

@@ -20,6 +20,7 @@ from ckstore.capture import capture
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit import Request, commit
 from ckstore.config import EngineName, Limits, Policy
+from ckstore.contents import Contents, contents_of
 from ckstore.errors import NotFoundError, UnsupportedError, UsageError
 from ckstore.format.header import ManifestHeader
 from ckstore.format.layout import STEP_MAX
@@ -269,7 +270,9 @@ class Store:
                 adapters=_adapters(needs_torch=needs_torch),
             )
             state = restore(self._parts, manifest, placement, self._policy)
-            self._restored = self._info(manifest.header, warnings=passed_over)
+            for sentence in placement.warnings:
+                _log.warning("%s", sentence)
+            self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
             if only is None:
                 self._parent = manifest.header.seq
                 self._fingerprint = None
@@ -369,6 +372,21 @@ class Store:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("the store is closed", where=self._parts.backend.root, todo="open it again")
+
+    def contents(self, ref: Reference) -> Contents:
+        """Return what a checkpoint holds, tensor by tensor; reads its manifest only."""
+        with self._lock:
+            self._check_open()
+            name = resolve(self._parts, ref)
+            try:
+                manifest = self._parts.manifests.load(name)
+            except FileNotFoundError:
+                raise NotFoundError(
+                    f"seq {name.seq} was dropped or replaced while it was read",
+                    where=self._parts.backend.root,
+                    todo="look again",
+                ) from None
+            return contents_of(manifest, self._info(manifest.header))
 
 
 def _adapters(*, needs_torch: bool = False) -> list[LeafAdapter]:

@@ -196,11 +196,12 @@ class _Walk:
 def _sparse_views(walk: _Walk, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
     users: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        users.setdefault(tensor.storage, []).append(number)
+        if storages[tensor.storage].nbytes >= _WASTE_NBYTES_MIN:
+            users.setdefault(tensor.storage, []).append(number)
     for index, numbers in users.items():
         stored = storages[index].nbytes
         used = sum(walk.leaves[number].element_count * walk.leaves[number].itemsize for number in numbers)
-        if stored >= _WASTE_NBYTES_MIN and stored > 2 * used:
+        if stored > 2 * used:
             yield (
                 f"{place_of(walk.paths[numbers[0]])} is a sparse view: {stored} bytes are stored for {used}. "
                 "Commit a contiguous copy of it to store less."

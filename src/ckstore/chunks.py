@@ -34,6 +34,7 @@ class Stored:
     frames: list[KnownFrame]
     chunks_new: int
     nbytes_written: int
+    pack_names: list[str]
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class ChunkWriter:
             self.parts.backend,
             self._pool,
             store_id=self.parts.store_id,
-            nbytes_expected=self.plan.nbytes,
+            nbytes_expected=self.parts.nbytes_expected(self.plan.nbytes),
             copy=kernels.copy_bytes,
         )
 
@@ -91,7 +92,7 @@ class ChunkWriter:
         for result in self._results:
             assert result is not None, "a chunk was neither found nor written"
             frames.append(new[result.chunk_id] if isinstance(result, _NewFrame) else result)
-        return Stored(frames, len(new), sum(ref.nbytes for ref in refs.values()))
+        return Stored(frames, len(new), sum(ref.nbytes for ref in refs.values()), self._packer.pack_names)
 
     def abandon(self) -> None:
         """Give up what was written; nothing refers to it."""

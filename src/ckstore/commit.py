@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from ckstore.capture import Captured
 from ckstore.chunks import ChunkWriter, Stored
 from ckstore.config import Policy
-from ckstore.errors import BackendError, CapacityError, ConflictError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
+from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest, PackRef, build_manifest
 from ckstore.ids import ChunkId, PackId
 from ckstore.plan import CommitPlan, plan_commit
@@ -61,13 +62,11 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
         with watch("plan"):
             plan = plan_commit(request.captured.storages, parts.limits)
         stored = _store_chunks_durably(parts, plan, request, watch)  # 2-7
-        manifest = _publishable(parts, plan, request, stored, watch)  # 8a
-        with watch("publish"):
-            name = parts.manifests.publish(manifest)  # 8b-8d: the commit point
+        name, manifest = _publish(parts, plan, request, stored, watch)  # 8
         with watch("verify"):
             packs_gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
-            parts.known.add(manifest)
+            parts.note_committed(manifest)
             return _acknowledge(parts, request, manifest, watch)  # 10
         parts.manifests.withdraw(name)
         parts.known.forget_packs(packs_gone)
@@ -108,11 +107,34 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, request: Request, watc
     raise AssertionError("unreachable")
 
 
-def _publishable(parts: Parts, plan: CommitPlan, request: Request, stored: Stored, watch: Stopwatch) -> Manifest:
+def _publish(
+    parts: Parts, plan: CommitPlan, request: Request, stored: Stored, watch: Stopwatch
+) -> tuple[ManifestName, Manifest]:
     with watch("publish"):
-        parts.lease.check()
-        seq = parts.manifests.claim(parts.seq_next())
-        parts.note_seq(seq)
+        seq: int | None = None
+        try:
+            parts.lease.check()
+            seq = parts.manifests.claim(parts.seq_next())  # 8a
+            parts.note_seq(seq)
+            manifest = _manifest_of(parts, plan, request, stored, seq)
+            return parts.manifests.publish(manifest), manifest  # 8b-8d: the commit point
+        except BaseException:
+            _remove_unpublished(parts, stored, seq)
+            raise
+
+
+def _remove_unpublished(parts: Parts, stored: Stored, seq: int | None) -> None:
+    """Free the packs of a commit that did not get published; on a full disk every byte counts."""
+    try:
+        # Publishing may have failed after the manifest became visible: then its packs are needed.
+        if seq is None or not parts.manifests.is_visible(seq):
+            for pack_name in stored.pack_names:
+                parts.backend.unlink(pack_name)
+    except (CkstoreError, OSError) as error:
+        _log.warning("packs of an unpublished commit are left for gc: %s", error)
+
+
+def _manifest_of(parts: Parts, plan: CommitPlan, request: Request, stored: Stored, seq: int) -> Manifest:
     packs, frames = _locations(stored.frames)
     return build_manifest(
         store_id=parts.store_id,

@@ -4,11 +4,14 @@ Invariants:
 - Matching changes nothing. Only the steps it returns write, and they are run when every byte is in place.
 - Every live tensor has the library, dtype and shape of the checkpoint's, may be written, and shares memory
   with another one only as the checkpoint's do.
+- A container that stands at two places of the live state is written at the first; the other gets a copy, unless
+  the checkpoint has the same there.
 - A list or tuple of plain values only is itself a plain value: it is replaced whole, whatever its length.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,13 +47,18 @@ Step = Callable[[Make], object]
 """Puts a part of the checkpoint into the live state and returns what stands there now."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A live tensor that is to be overwritten."""
+    """A live tensor that is to be overwritten.
+
+    Args:
+        may_be_replaced: It was taken from an object that is no module: loading may give the object another one.
+    """
 
     path: Path
     item: object
     leaf: TensorLeaf
+    may_be_replaced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,10 @@ class _Matching:
         self.warnings: list[str] = []
         self.extras: list[Path] = []
         self.problems: list[tuple[Path, str]] = []
+        self._replaced: set[Target] = set()
+        self._is_replaceable = False
+        # The containers are kept beside the numbers: an id means nothing once its object is gone.
+        self._containers: dict[int, tuple[object, Node]] = {}
 
     def match(self, node: Node, target: Any, path: Path) -> Step:
         """Match one node with what stands at its place."""
@@ -139,7 +151,9 @@ class _Matching:
             # A module takes no tensors that it does not know; say so before anything is written.
             unknown = [(*path, key) for key in node.keys if key not in inner]
             self.problems.extend((place, "in the checkpoint, unknown to the module") for place in unknown)
+        outer, self._is_replaceable = self._is_replaceable, not is_module
         step = self.match(node, inner, path)
+        self._is_replaceable = outer
 
         def load(make: Make) -> object:
             loaded = step(make)
@@ -173,6 +187,7 @@ class _Matching:
         if type(target) not in _DICTS:
             self._differ(path, f"a {node.kind}", target)
             return self._create(node)
+        held = self._writable(target, node)
         # Keys are typed: to Python 1, 1.0 and True are one key, to a checkpoint they are not.
         rest = {(type(key), key): value for key, value in target.items()}
         steps: list[tuple[Key, Step]] = []
@@ -189,10 +204,10 @@ class _Matching:
 
         def fill(make: Make) -> object:
             for key, step in steps:
-                target[key] = step(make)
-            if metadata is not None and isinstance(target, OrderedDict):
-                target._metadata = make(metadata)  # type: ignore[attr-defined]
-            return target
+                held[key] = step(make)
+            if metadata is not None and isinstance(held, OrderedDict):
+                held._metadata = make(metadata)  # type: ignore[attr-defined]
+            return held
 
         return fill
 
@@ -202,18 +217,23 @@ class _Matching:
         kind = list if isinstance(node, ListNode) else tuple
         holds_tensors = any(self.tensors[index].library != "bytes" for index in tensors_of(node))
         if not holds_tensors and isinstance(target, list | tuple) and self._is_plain(target):
-            create = self._create(node)
-            return lambda make: _renew(target, create(make))
+            create, replaced = self._create(node), self._writable(target, node)
+            return lambda make: _renew(replaced, create(make))
         if type(target) is not kind:
             self._differ(path, f"a {kind.__name__}", target)
             return self._create(node)
         for index in range(len(node.children), len(target)):
             self._extra(target[index], (*path, index), 0)
+        held = self._writable(target, node)
         steps = [
             self.match(child, target[index], (*path, index)) if index < len(target) else self._create(child)
             for index, child in enumerate(node.children)
         ]
-        return lambda make: _renew(target, kind(step(make) for step in steps))
+        return lambda make: _renew(held, kind(step(make) for step in steps))
+
+    def _writable(self, target: Any, node: Node) -> Any:
+        first, its_node = self._containers.setdefault(id(target), (target, node))
+        return first if its_node is node or its_node == node else copy.copy(target)
 
     def _extra(self, item: Any, path: Path, depth: int) -> None:
         """Note the leaves of a part of the state that the checkpoint lacks."""
@@ -239,8 +259,9 @@ class _Matching:
             self.problems.append((path, "read-only or a lazy conjugate in the state"))
         elif _cannot_be_filled(spec, leaf):
             self.problems.append((path, "a tensor in the state whose elements share memory"))
-        self.targets.setdefault(node.tensor, []).append(Target(path, target, leaf))
-        return lambda make: target
+        place = Target(path, target, leaf, self._is_replaceable)
+        self.targets.setdefault(node.tensor, []).append(place)
+        return lambda make: make(node) if place in self._replaced else target
 
     def _describe(self, item: object, path: Path) -> TensorLeaf | None:
         for adapter in self.adapters:
@@ -273,11 +294,18 @@ class _Matching:
                 if pair[1].leaf.memory.space == memory.space
                 and pair[1].leaf.memory.start + pair[1].leaf.memory.nbytes > memory.start
             ]
-            for other_index, other in running:
-                if not self._is_tied_alike(index, target.leaf, other_index, other.leaf):
-                    self.problems.append((target.path, f"shares memory with {place_of(other.path)} only in the state"))
-                    break
-            running.append((index, target))
+            foreign = [
+                other for number, other in running if not self._is_tied_alike(index, target.leaf, number, other.leaf)
+            ]
+            if not foreign:
+                running.append((index, target))
+            elif target.may_be_replaced:
+                self.targets[index].remove(target)
+                self._replaced.add(target)
+                self.created.add(index)
+            else:
+                told = f"shares memory with {place_of(foreign[0].path)} only in the state"
+                self.problems.append((target.path, told))
 
     def _is_tied_alike(self, index: int, leaf: TensorLeaf, other_index: int, other: TensorLeaf) -> bool:
         spec, other_spec = self.tensors[index], self.tensors[other_index]

@@ -238,8 +238,12 @@ def extent_of(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: i
     """Return the lowest and one past the highest byte viewed, relative to element (0, ..., 0)."""
     if 0 in shape:
         return 0, 0
-    lo = sum(step * (length - 1) for length, step in zip(shape, byte_strides, strict=True) if step < 0)
-    hi = sum(step * (length - 1) for length, step in zip(shape, byte_strides, strict=True) if step > 0)
+    lo = hi = 0
+    for length, step in zip(shape, byte_strides, strict=True):
+        if step < 0:
+            lo += step * (length - 1)
+        else:
+            hi += step * (length - 1)
     return lo, hi + itemsize
 
 

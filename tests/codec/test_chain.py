@@ -19,10 +19,11 @@ from ckstore.codec import chain
 from ckstore.codec.base import CONFIG_NBYTES_MAX
 from ckstore.codec.registry import CODECS
 from ckstore.codec.zstd import CONTEXTS_NBYTES
+from ckstore.config import Compression
 from ckstore.errors import CorruptError, MalformedError, UnsupportedError, UsageError
 
 MIB = 1 << 20
-COMPRESSIONS = ("none", "fast", "best")
+COMPRESSIONS: tuple[Compression, ...] = ("none", "fast", "best")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def decoded(payload: bytes, encoded: chain.Encoded, nbytes: int, scratch: chain.
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("name", CONTENTS)
 def test_what_is_encoded_decodes_to_itself_and_is_never_larger(
-    name: str, compression: str, scratch: chain.Scratch
+    name: str, compression: Compression, scratch: chain.Scratch
 ) -> None:
     width, is_float, plain = content(name)
     encoded = chain.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
@@ -99,7 +100,7 @@ def test_what_is_encoded_decodes_to_itself_and_is_never_larger(
 
 @pytest.mark.parametrize("compression", ["fast", "best"])
 @pytest.mark.parametrize("name", ["noise of 1", "noise of 2", "noise of 4", "noise of 8"])
-def test_noise_is_stored_plain_without_a_copy(name: str, compression: str, scratch: chain.Scratch) -> None:
+def test_noise_is_stored_plain_without_a_copy(name: str, compression: Compression, scratch: chain.Scratch) -> None:
     width, is_float, plain = content(name)
     encoded = chain.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
     assert encoded.steps == ()
@@ -135,7 +136,7 @@ def test_best_is_not_larger_than_fast_where_repetitions_count(scratch: chain.Scr
         width, is_float, plain = content(name)
         fast, best = (
             chain.encode(plain, width=width, is_float=is_float, compression=how, scratch=scratch).nbytes
-            for how in ("fast", "best")
+            for how in COMPRESSIONS[1:]
         )
         assert best <= fast, name
 
@@ -173,7 +174,7 @@ def test_chunks_of_any_length_come_back(nbytes: int, scratch: chain.Scratch) -> 
     compression=st.sampled_from(["fast", "best"]),
 )
 def test_random_alphabets_come_back(
-    seed: int, width: int, count: int, symbols: int, is_float: bool, compression: str
+    seed: int, width: int, count: int, symbols: int, is_float: bool, compression: Compression
 ) -> None:
     scratch = chain.Scratch(1 << 16)
     plain = random(seed).integers(0, symbols, count * width, dtype=np.uint8).tobytes()
@@ -196,7 +197,7 @@ def test_check_sees_a_wrong_byte_in_the_source_and_in_the_payload(scratch: chain
 
 def small_payloads(scratch: chain.Scratch) -> list[tuple[str, bytes, chain.Encoded, bytes]]:
     found = []
-    for name, compression in [
+    recipes: list[tuple[str, Compression]] = [
         ("fp32 weights", "fast"),
         ("sparse moments", "fast"),
         ("upcast bf16", "fast"),
@@ -204,7 +205,8 @@ def small_payloads(scratch: chain.Scratch) -> list[tuple[str, bytes, chain.Encod
         ("text", "fast"),
         ("text", "best"),
         ("zeros", "fast"),
-    ]:
+    ]
+    for name, compression in recipes:
         width, is_float, whole = content(name)
         plain = whole[:2048]
         encoded = chain.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
@@ -296,7 +298,9 @@ def test_a_zstd_frame_that_claims_much_takes_no_memory(claim: int, scratch: chai
         ((1, b""), (4, b"")),
     ],
 )
-def test_what_a_newer_writer_made_is_unsupported_not_corrupt(steps: tuple, scratch: chain.Scratch) -> None:
+def test_what_a_newer_writer_made_is_unsupported_not_corrupt(
+    steps: tuple[tuple[int, bytes], ...], scratch: chain.Scratch
+) -> None:
     with pytest.raises(UnsupportedError):
         chain.decode(memoryview(bytes(64)), steps, width=4, destination=memoryview(bytearray(16)), scratch=scratch)
 
@@ -336,7 +340,7 @@ def test_coding_a_chunk_keeps_within_the_bound_of_its_scratch() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # What zstd and lz4 take for themselves is not traced; the payload joined here is not the scratch's.
+    # What zstd and lz4 take for themselves is not traced; the last payload joined here is not the scratch's.
     assert peak <= chain.scratch_nbytes(plain.nbytes) - CONTEXTS_NBYTES + plain.nbytes
 
 

@@ -60,7 +60,7 @@ def overlay(base):
 
 def run_child(server, folder, **job):
     """Commit and restore in a child; return its exit code, the engine used, and what it logged."""
-    acks = folder.parent / f"acks-{time.monotonic_ns()}"
+    acks = folder / f"acks-{time.monotonic_ns()}"
     place = folder / f"store-{time.monotonic_ns()}"
     server.start(scenario="large", place=str(place), acks=str(acks), **job)
     server.go()

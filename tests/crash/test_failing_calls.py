@@ -31,7 +31,7 @@ class Run:
     """One scenario with one fault; afterwards everything promised is checked."""
 
     def __init__(self, prepared, scenario, fault):
-        tree, self.acks = prepared
+        tree, self.acks = (None, []) if scenario == "first" else prepared
         self.disk = SimFS(tree)
         self.backend = FaultyBackend(self.disk, fault)
         self.new_acks: list[str] = []

@@ -17,6 +17,8 @@ import scenarios
 from ext4 import LOG_FLUSHED, LOG_LOST, Ext4
 from harness import ChildServer
 
+from ckstore.errors import CkstoreError
+
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("loop_devices"), pytest.mark.filterwarnings("ignore")]
 SEED = 7
 COMMITS_MAX = 40
@@ -32,12 +34,13 @@ def disk(tmp_path):
 class Cutter:
     """Commits to a store on the disk, cuts the power, and checks what is left."""
 
-    def __init__(self, disk, *, skips=(), after_link=False):
+    def __init__(self, disk, **options):
         self.disk = disk
-        self.options = {"engine": "auto", "skips": skips, "after_link": after_link}
+        self.options = {"engine": "auto", **options}
         self.number = 0
         self.cuts = 0
         self.lost: list[str] = []
+        self.random_acks = 0
         self._new_store()
 
     def _new_store(self):
@@ -61,28 +64,32 @@ class Cutter:
         job = {"scenario": "stream", "place": str(self.place), "acks": str(ack_path), **self.options}
         pid = server.start(**job)
         server.go()
-        time.sleep(rng.uniform(0.0, 0.08))
+        deadline = time.monotonic() + (10 if rng.random() < 0.7 else 0)
+        while time.monotonic() < deadline and not scenarios.read_acks(ack_path):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0.0, 0.04))
         self.disk.cut(mode)
-        os.kill(pid, signal.SIGKILL)
+        # It may have ended by itself, at the first error the dead disk gave it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         server.wait()
-        self.acks += scenarios.read_acks(ack_path)
+        new = scenarios.read_acks(ack_path)
+        self.acks += new
+        self.random_acks += len(new)
         ack_path.unlink(missing_ok=True)
         self._check(mode)
 
     def _check(self, mode):
         self.disk.reboot()
         self.cuts += 1
+        is_long = len(self.acks) > COMMITS_MAX
         try:
-            scenarios.check_store(self.place, self.acks, level="read")
-        except Exception as error:
+            # All of them now and then, else the newest: they alone have been near the cut.
+            scenarios.check_store(self.place, self.acks if is_long else self.acks[-6:], level="read")
+        except (CkstoreError, AssertionError) as error:
             self.lost.append(f"cut {self.cuts}, mode {mode}: {error!r}")
-            self._new_store()
-            return
-        self._restart_if_long()
-
-    def _restart_if_long(self):
-        # The commit that the check made is none of ours to promise; its seq is known by what follows.
-        if len(self.acks) > COMMITS_MAX:
+            is_long = True
+        if is_long:
             self._new_store()
 
 
@@ -94,7 +101,7 @@ def cycles(cutter, server, tmp_path, *, count):
             cutter.cut_at_random(server, rng, mode, tmp_path / "acks")
         else:
             cutter.cut_after_a_commit(mode)
-    print(f"seed {SEED}: {cutter.cuts} cuts, {len(cutter.lost)} lost")
+    print(f"seed {SEED}: {cutter.cuts} cuts, {cutter.random_acks} acknowledged beside them, {len(cutter.lost)} lost")
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
@@ -105,7 +112,12 @@ def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, count):
     assert cutter.lost == []
 
 
-@pytest.mark.parametrize("negative", [{"skips": ["pack data"]}, {"after_link": True}], ids=["no pack sync", "no sync"])
+@pytest.mark.parametrize(
+    "negative",
+    # Past the page cache the later syncs of folders would save the pack: they write out ext4's journal.
+    [{"skips": ["pack data"], "try_direct": False}, {"after_link": True}],
+    ids=["no pack sync", "no sync"],
+)
 def test_commits_without_syncs_lose_acknowledged_checkpoints(disk, negative):
     cutter = Cutter(disk, **negative)
     for _ in range(4):

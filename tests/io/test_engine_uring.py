@@ -222,14 +222,12 @@ def test_other_threads_run_while_the_ring_waits(uring):
     read_fd, write_fd = os.pipe()
     target = bytearray(1)
     done = threading.Event()
-    timer = threading.Timer(0.2, lambda: os.write(write_fd, b"x"))
-    timer.start()
     queue.submit(IoRequest("read", read_fd, memoryview(target), 0, lambda moved, error: done.set()))
-    ticks = 0
-    while not done.wait(0.005):
-        ticks += 1
-    timer.join()
-    assert ticks > 5
+    # Only this thread can end the read: were the GIL held in the wait, it would never come this far.
+    for _ in range(20):
+        assert not done.wait(0.002)
+    os.write(write_fd, b"x")
+    assert done.wait(30)
     assert target == b"x"
     os.close(read_fd)
     os.close(write_fd)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_merge_and_compare_invert_the_numpy_split(loops: ModuleType, width: int,
         for count in COUNTS:
             source = pattern(name, count * width)
             planes = np.empty(source.size, np.uint8)
-            on_numpy.split_planes(source, planes, width, rotate)
+            on_numpy.split_planes(source.data, planes.data, width, rotate)
             merged = np.full(source.size, 0xAA, np.uint8)
             loops.merge_planes(cut(planes, width), merged, width, rotate)
             assert merged.tobytes() == source.tobytes(), (name, count)
@@ -94,7 +95,7 @@ def test_compare_finds_every_single_wrong_byte(loops: ModuleType, width: int, ro
     for count in (1, 64, 65, 4096 + 70):
         source = pattern("random", count * width)
         planes = np.empty(source.size, np.uint8)
-        on_numpy.split_planes(source, planes, width, rotate)
+        on_numpy.split_planes(source.data, planes.data, width, rotate)
         for place in {0, 1, source.size // 2, source.size - 2, source.size - 1} - {-1}:
             planes[place % source.size] ^= 0x10
             assert loops.planes_equal(cut(planes, width), source, width, rotate) is False, (count, place)
@@ -170,7 +171,7 @@ def test_wrong_sizes_widths_and_buffers_raise_value_error(loops: ModuleType) -> 
     halves = [np.zeros(4, np.uint8), np.zeros(4, np.uint8)]
     spread = np.zeros(16, np.uint8)[::2]
     frozen = bytes(8)
-    wrong = [
+    wrong: list[Callable[[], object]] = [
         lambda: loops.split_planes(eight, nine, 2, False),
         lambda: loops.split_planes(nine, nine.copy(), 2, False),
         lambda: loops.split_planes(eight, eight.copy(), 3, False),

@@ -17,8 +17,9 @@ WIDTH_MAX = 8
 
 def scratch_nbytes(chunk_nbytes_max: int) -> int:
     """Return the most memory that one scratch and the coding of one chunk take."""
-    # Two buffers and one result; a coder asks for slightly more room than its result can take.
-    return 3 * chunk_nbytes_max + chunk_nbytes_max // 64 + 3 * SAMPLE_NBYTES + CONTEXTS_NBYTES
+    # Two buffers and one result, for which a coder asks slightly more than it fills; two samples, and the
+    # temporary blocks of the numpy kernels.
+    return 3 * chunk_nbytes_max + chunk_nbytes_max // 64 + 8 * SAMPLE_NBYTES + CONTEXTS_NBYTES
 
 
 class Scratch:

@@ -14,8 +14,8 @@ from ckstore.errors import MalformedError
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.tree import DEPTH_MAX, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 
-NODE_DEPTH_MAX = 2 * DEPTH_MAX
-"""Most nodes within one another: a bound on recursion, wider than what ``ckstore.tree`` builds."""
+NODE_DEPTH_MAX = DEPTH_MAX + 1
+"""Most nodes around one another: containers, and in the innermost one a plain value or tensor."""
 
 _VALUE_TYPES = frozenset((type(None), bool, int, str, bytes))
 _DICT, _LIST, _TUPLE, _VALUE, _CONVERTED = range(5)
@@ -63,11 +63,13 @@ class _Decoder:
         self._where = where
 
     def node(self, plain: Any, depth: int) -> Node:
+        if depth > NODE_DEPTH_MAX:
+            raise self._malformed(f"is more than {NODE_DEPTH_MAX} nodes deep")
         if type(plain) is int:
             if not 0 <= plain < self._tensor_count:
                 raise self._malformed("names a tensor that is not there")
             return TensorNode(plain)
-        if type(plain) is not list or not plain or depth > NODE_DEPTH_MAX:
+        if type(plain) is not list or not plain:
             raise self._malformed("has something else where a node belongs")
         kind = plain[0]
         if type(kind) is not int:

@@ -122,12 +122,17 @@ class _Fetch:
 
 
 class RangeReader:
-    """One run through an iterable of requests, at most ``depth`` of them in flight."""
+    """One run through an iterable of requests.
+
+    Args:
+        depth: How many the queue moves at once. As many again are handed to it, so that it need not wait
+            for the thread that iterates.
+    """
 
     def __init__(self, io_queue: IoQueue, pool: BufferPool, depth: int) -> None:
         self._queue = io_queue
         self._pool = pool
-        self._depth = depth
+        self._in_flight_max = 2 * depth
         self._in_flight = 0
         self._finished: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
 
@@ -149,7 +154,7 @@ class RangeReader:
 
     def _refill(self, source: Iterator[ReadRequest]) -> bool:
         """Start requests while there are buffers; return False when there are no more requests."""
-        while self._in_flight < self._depth:
+        while self._in_flight < self._in_flight_max:
             # Only with nothing in flight is there nothing better to do than to wait for a buffer.
             buffer = self._pool.try_acquire() if self._in_flight else self._pool.acquire()
             if buffer is None:

@@ -116,6 +116,10 @@ class Manifests:
         if header.store_id != self.store_id:
             raise MalformedError("the manifest belongs to another store", where=where)
 
+    def is_visible(self, seq: int) -> bool:
+        """Whether a manifest of this seq lies in place, of whatever generation."""
+        return any(name.seq == seq for name in self._names_in_place())
+
     # Writing
 
     def make_folders(self) -> None:
@@ -157,7 +161,7 @@ class Manifests:
             self.backend.link(draft, target)
         except FileExistsError:
             # An interrupted first try may have got this far; then the name is already ours.
-            if self.backend.read_bytes(target, nbytes_max=len(encoded)) != encoded:
+            if self.backend.read_bytes(target, nbytes_max=self.limits.manifest_nbytes_max) != encoded:
                 raise ConflictError(
                     "another writer has published under this name",
                     where=self.backend.location_of(target),

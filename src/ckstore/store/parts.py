@@ -141,6 +141,7 @@ class Parts:
         self.lease = Lease(backend, run, clock)
         self.known = Known()
         self._seq_highest: int | None = None
+        self._nbytes_written_last: int | None = None
 
     @property
     def engine_name(self) -> str:
@@ -172,7 +173,10 @@ class Parts:
         for manifests, count in newest:
             for name in manifests.listing().names[-count:]:
                 try:
-                    self.known.add(manifests.load(name))
+                    manifest = manifests.load(name)
+                    self.known.add(manifest)
+                    if manifests is self.manifests:
+                        self._nbytes_written_last = manifest.header.bytes_written
                 except (CorruptError, UnsupportedError, FileNotFoundError) as error:
                     # Nothing is lost: what is not known is written again.
                     _log.warning("chunks of %s cannot be reused: %s", manifests.path_of(name), error)
@@ -185,6 +189,18 @@ class Parts:
     def note_seq(self, seq: int) -> None:
         """Remember a claimed seq, so that no listing is needed for the next one."""
         self._seq_highest = seq
+
+    def nbytes_expected(self, nbytes: int) -> int:
+        """Return about how much a commit of a state this large will write: as much as the last one did.
+
+        Space is reserved by it, so that a full disk shows early and not at all when little is new.
+        """
+        return nbytes if self._nbytes_written_last is None else min(nbytes, self._nbytes_written_last)
+
+    def note_committed(self, manifest: Manifest) -> None:
+        """Remember what an acknowledged commit of this handle wrote."""
+        self.known.add(manifest)
+        self._nbytes_written_last = manifest.header.bytes_written
 
     def packs_gone(self, packs: dict[PackId, int]) -> set[PackId]:
         """Return those of these packs (id to size) that are not in place with that size."""

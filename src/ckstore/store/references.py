@@ -70,7 +70,7 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
             "a checkpoint is named by a step (int) or a string", where=repr(reference),
             todo="use a step, a tag, latest, best:metric, seq:N or id:prefix",
         )  # fmt: skip
-    if isinstance(reference, int) or re.fullmatch(r"-?[0-9]+", reference):
+    if isinstance(reference, int) or re.fullmatch(r"-?[0-9]{1,18}", reference):
         return _by_step(parts, int(reference))
     kind, separator, rest = reference.partition(":")
     if reference == "latest":
@@ -117,7 +117,7 @@ def _by_step(parts: Parts, step: int) -> ManifestName:
 
 
 def _by_seq(parts: Parts, text: str) -> ManifestName:
-    if not text.isdigit():
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise UsageError("a seq is a number", where=f"seq:{text}")
     for name in _names(parts):
         if name.seq == int(text):

@@ -113,6 +113,7 @@ def verify(
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
     report = Report(level)
     uses: dict[PackId, list[_Use]] = {}
+    is_partial = names is not None
     if names is None:
         names = list(_all_names(parts, report))
         _check_config(parts, report)
@@ -120,7 +121,7 @@ def verify(
         _check_manifest(parts.manifests_of(run), name, uses, report)
     total = sum(pack_uses[0].ref.nbytes for pack_uses in uses.values())
     for pack_id in sorted(uses):
-        audit = _PackAudit(parts, pack_id, uses[pack_id], report, make_check, thread_count)
+        audit = _PackAudit(parts, pack_id, uses[pack_id], report, make_check, thread_count, is_partial=is_partial)
         audit.run()
         if on_progress is not None:
             on_progress(report.bytes_read, total)
@@ -213,6 +214,8 @@ class _PackAudit:
         report: Report,
         make_check: Callable[[], FrameCheck],
         thread_count: int,
+        *,
+        is_partial: bool,
     ) -> None:
         self._parts = parts
         self._pack_id = pack_id
@@ -220,6 +223,8 @@ class _PackAudit:
         self._report = report
         self._make_check = make_check
         self._thread_count = thread_count
+        self._is_partial = is_partial
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._where = parts.backend.location_of(layout.pack_name(pack_id))
 
@@ -298,6 +303,8 @@ class _PackAudit:
                     inbox.put(None)
                 for thread in threads:
                     thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     def _spans(self, tail: PackTail, directory: PackDirectory) -> Iterator[_Span]:
         """Cut the frames into reads; each span ends where the next begins, so that no byte is left out."""
@@ -324,7 +331,11 @@ class _PackAudit:
         check = self._make_check() if self._report.level == "decode" else None
         while (result := inbox.get()) is not None:
             try:
-                self._check_span(spans[result.tag], result.view, check)
+                # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
+                if self._failure is None:
+                    self._check_span(spans[result.tag], result.view, check)
+            except BaseException as error:
+                self._failure = error
             finally:
                 result.release()
 
@@ -357,6 +368,9 @@ class _PackAudit:
             for use in self._uses
             if chunk_id is None or any(frame.chunk_id == chunk_id for frame in use.frames)
         ]
+        if self._is_partial and not hit:
+            # A frame that only other checkpoints need, in a pack that this one shares with them.
+            return
         where = self._where if offset is None else f"{self._where}, offset {offset}"
         with self._lock:
             self._report.damage.append(Damage(what, where, tuple(hit)))

@@ -53,7 +53,7 @@ class _Choice:
 
 
 def crash_states(
-    disk: SimFS, *, seed: int, samples: int = 8, points: Collection[int] | None = None
+    disk: SimFS, *, seed: int, samples: int = 8, singles_max: int = 64, points: Collection[int] | None = None
 ) -> Iterator[CrashState]:
     """Yield the states that a cut after each step of the record can leave.
 
@@ -61,6 +61,7 @@ def crash_states(
         disk: The disk with its record; it is not changed.
         seed: Decides the samples, garbage and tears.
         samples: How many random choices to try at each point, beyond the corners.
+        singles_max: How many names, and how many files, to choose one against all others, at most.
         points: Only cuts after this many steps; None: every one, before the first and after the last too.
     """
     platter = _Platter(disk.base)
@@ -71,7 +72,7 @@ def crash_states(
         if points is not None and point not in points:
             continue
         rng = random.Random(f"{seed}:{point}")
-        for choice in _choices(platter, rng, samples):
+        for choice in _choices(platter, rng, samples, singles_max):
             kept = platter.closed(choice.kept)
             fates = {node: choice.fates.get(node, choice.default) for node in platter.dirty}
             key = platter.key(kept, fates, choice.label)
@@ -80,7 +81,7 @@ def crash_states(
                 yield CrashState(point, choice.label, tuple(platter.marks), platter.mount(kept, fates, rng))
 
 
-def _choices(platter: _Platter, rng: random.Random, samples: int) -> Iterator[_Choice]:
+def _choices(platter: _Platter, rng: random.Random, samples: int, singles_max: int) -> Iterator[_Choice]:
     names, dirty = frozenset(platter.pending), sorted(platter.dirty)
     nothing: frozenset[int] = frozenset()
     for fate in FATES:
@@ -92,10 +93,10 @@ def _choices(platter: _Platter, rng: random.Random, samples: int) -> Iterator[_C
         yield _Choice(f"names of {folder!r} lost", names - inside, {}, "kept")
         yield _Choice(f"only names of {folder!r}", inside, {}, "kept")
         yield _Choice(f"only names of {folder!r}, bytes lost", inside, {}, "lost")
-    for index in sorted(names)[:64]:
+    for index in rng.sample(sorted(names), min(singles_max, len(names))):
         yield _Choice(f"name {platter.pending[index].path!r} lost", names - {index}, {}, "kept")
         yield _Choice(f"only name {platter.pending[index].path!r}", frozenset({index}), {}, "kept")
-    for node in dirty[:64]:
+    for node in rng.sample(dirty, min(singles_max, len(dirty))):
         for fate in FATES[1:]:
             yield _Choice(f"file {node} {fate}", names, {node: fate}, "kept")
             yield _Choice(f"only file {node} not lost but {fate}", names, {node: fate}, "lost")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +98,7 @@ def difference(one: Any, other: Any, path: str = "state") -> str | None:
 def _dict_difference(one: dict[Any, Any], other: dict[Any, Any], path: str) -> str | None:
     if [(type(key), key) for key in one] != [(type(key), key) for key in other]:
         return f"{path}: keys {list(one)} are not {list(other)}"
-    if isinstance(one, defaultdict) and one.default_factory is not other.default_factory:
+    if getattr(one, "default_factory", None) is not getattr(other, "default_factory", None):
         return f"{path}: default factories differ"
     if isinstance(one, OrderedDict) and vars(one) != vars(other):
         return f"{path}: metadata differ"

@@ -1,0 +1,162 @@
+"""A restored state as a file that needs no store: ``.pt`` for torch.load, ``.npz`` for numpy.load.
+
+Invariants:
+- What cannot be in the file, and what was changed so that it can, is told; nothing is dropped in silence.
+- A ``.pt`` file can be read with ``weights_only=True``, which was tried before the file gets its name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ckstore.errors import LeafTypeError, UnsupportedError, UsageError
+from ckstore.outfile import new_file
+from ckstore.tree import Path as KeyPath
+from ckstore.tree import format_path, place_of
+
+SUFFIXES = (".pt", ".pth", ".npz")
+
+
+def check_suffix(target: Path) -> None:
+    """Refuse a name that does not say which format is meant, and torch's where there is no torch."""
+    if target.suffix not in SUFFIXES:
+        raise UsageError(
+            "the name must end in .pt or .pth (for torch.load) or .npz (for numpy.load)",
+            where=target,
+            todo="for safetensors use `ckstore export`",
+        )
+    if target.suffix != ".npz" and importlib.util.find_spec("torch") is None:
+        raise UnsupportedError("torch is not installed, and writes such files", where=target, todo="install torch")
+
+
+def write_state(state: Any, target: Path, *, force: bool = False) -> dict[str, str]:
+    """Write a state in the format that the name asks for, whole and durable or not at all.
+
+    Returns:
+        Dotted path -> what became of the leaf, for each that is not in the file as it was in the state.
+
+    Raises:
+        UsageError: The file exists, or the state holds what the format cannot.
+        UnsupportedError: ``.pt`` was asked for and torch is not installed.
+    """
+    check_suffix(target)
+    with new_file(target, force=force) as file:
+        return _write_npz(state, file) if target.suffix == ".npz" else _write_pt(state, file)
+
+
+def named_leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf with its dotted path.
+
+    Raises:
+        UsageError: Two leaves have one dotted path, or a path is no Unicode.
+    """
+    seen = set()
+    for path, leaf in _leaves(state, ()):
+        name = format_path(path)
+        if name in seen:
+            raise UsageError(
+                "two leaves have the same dotted path", where=place_of(path), todo="choose one of them with --only"
+            )
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the path of a leaf is no Unicode", where=repr(name)) from None
+        seen.add(name)
+        yield name, leaf
+
+
+def _leaves(state: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(state, Mapping):
+        for key, child in state.items():
+            yield from _leaves(child, (*path, key))
+    elif type(state) in (list, tuple):
+        for index, child in enumerate(state):
+            yield from _leaves(child, (*path, index))
+    else:
+        yield path, state
+
+
+def _write_npz(state: Any, file: BinaryIO) -> dict[str, str]:
+    import numpy as np
+
+    torch = sys.modules.get("torch")
+    notes: dict[str, str] = {}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, leaf in named_leaves(state):
+            if torch is not None and isinstance(leaf, torch.Tensor):
+                raise UsageError(
+                    "a torch tensor cannot be in an .npz file",
+                    where=name,
+                    todo="write a .pt file, use `ckstore export`, or choose other leaves with --only",
+                )
+            array = leaf
+            if isinstance(leaf, (bool, int, float, complex, str, np.generic)):
+                array = np.asarray(leaf)
+            if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+                notes[name] = f"left out: a {type(leaf).__name__} that numpy.load cannot read"
+                continue
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+    return notes
+
+
+def _write_pt(state: Any, file: BinaryIO) -> dict[str, str]:
+    import torch
+
+    notes: dict[str, str] = {}
+    torch.save(_for_torch(state, (), notes), file)
+    file.seek(0)
+    try:
+        # Meta tensors have no bytes: only the structure is read.
+        torch.load(file, map_location="meta", weights_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"torch.load(weights_only=True) would refuse the file ({str(error).splitlines()[0]})",
+            todo="choose other leaves with --only",
+        ) from error
+    file.seek(0, 2)
+    return notes
+
+
+def _for_torch(state: Any, path: KeyPath, notes: dict[str, str]) -> Any:
+    """Return the state with numpy's arrays and scalars as torch's tensors and Python's numbers."""
+    if isinstance(state, dict):
+        converted = {key: _for_torch(child, (*path, key), notes) for key, child in state.items()}
+        if all(converted[key] is child for key, child in state.items()):
+            return state
+        made = state.copy()
+        made.update(converted)
+        if hasattr(state, "_metadata"):
+            made._metadata = state._metadata  # type: ignore[attr-defined]
+        return made
+    if type(state) in (list, tuple):
+        items = [_for_torch(child, (*path, index), notes) for index, child in enumerate(state)]
+        return state if all(new is old for new, old in zip(items, state, strict=True)) else type(state)(items)
+    return _leaf_for_torch(state, path, notes)
+
+
+def _leaf_for_torch(leaf: Any, path: KeyPath, notes: dict[str, str]) -> Any:
+    import numpy as np
+    import torch
+
+    if isinstance(leaf, np.generic):
+        notes[format_path(path)] = f"a numpy scalar ({leaf.dtype}), written as a number of Python"
+        return leaf.item()
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    try:
+        tensor = torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
+    except TypeError:
+        raise LeafTypeError(
+            f"a numpy array of dtype {leaf.dtype} cannot be in a .pt file",
+            where=place_of(path),
+            todo="choose other leaves with --only",
+            path=path,
+        ) from None
+    notes[format_path(path)] = "a numpy array, written as a torch tensor so that weights_only=True reads the file"
+    return tensor

@@ -1,0 +1,133 @@
+"""``ckstore bench``: how fast commits and restores are on this machine and disk, against a plain write."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson
+from ckstore.cli.output import Column
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from ckstore.api import Store
+
+_BLOCK_NBYTES = 8 << 20
+_TENSORS = 16
+_COLUMNS = (
+    Column("what"),
+    Column("time", is_number=True),
+    Column("rate of state", is_number=True),
+    Column("on disk", is_number=True),
+    Column("vs plain write", is_number=True),
+)
+
+
+class Timing(NamedTuple):
+    """One thing that was timed, and the bytes that went to or came from the disk."""
+
+    what: str
+    seconds: float
+    disk_nbytes: int
+
+
+def run(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A folder on the disk to measure; it must exist.")],
+    mib: Annotated[int, typer.Option("--size", min=16, max=65536, metavar="MIB", help="Size of the state, in MiB.")] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Measure commits and restores of a made-up state on PATH's disk, against a plain write of the same bytes.
+
+    The state is random bfloat16-like weights and float32 optimizer moments, which is about what training has. Everything
+    is written to a temporary folder in PATH and removed at the end; it needs about four times the size.
+    """
+    folder = Path(path.removeprefix("file://"))
+    if not folder.is_dir():
+        raise NotFoundError("there is no such folder", where=folder, todo="name a folder on the disk to measure")
+    with tempfile.TemporaryDirectory(prefix=".ckstore-bench-", dir=folder) as scratch:
+        plain = plain_write(Path(scratch), mib << 20)
+        timings = [Timing("plain write + fsync", plain, mib << 20), *_measure(Path(scratch) / "store", mib << 20)]
+    if as_json:
+        rows = [timing._asdict() for timing in timings]
+        output.print_json({"path": path, "state_nbytes": mib << 20, "timings": rows})
+        return
+    rows_of_text = [
+        [
+            timing.what,
+            output.duration(timing.seconds),
+            output.rate(mib << 20, timing.seconds),
+            output.size(timing.disk_nbytes),
+            f"{plain / max(timing.seconds, 1e-9):.2f}x as fast",
+        ]
+        for timing in timings
+    ]
+    output.print_table(_COLUMNS, rows_of_text, title=f"state of {output.size(mib << 20)} in {folder}")
+
+
+def plain_write(folder: Path, nbytes: int) -> float:
+    """Return the seconds that a plain write of random bytes, made durable, takes in the folder."""
+    block = memoryview(os.urandom(min(_BLOCK_NBYTES, nbytes)))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        begun = SYSTEM_CLOCK.monotonic()
+        for _ in range(0, nbytes, len(block)):
+            rest = block
+            while len(rest):
+                rest = rest[os.write(file.fileno(), rest) :]
+        os.fsync(file.fileno())
+        return SYSTEM_CLOCK.monotonic() - begun
+
+
+def _measure(folder: Path, nbytes: int) -> list[Timing]:
+    import ckstore
+
+    state, change = _made_up(nbytes)
+    timings = []
+    with ckstore.open(folder) as store:
+        for what in ("commit, first", "commit, a tenth changed", "commit, all changed"):
+            if what != "commit, first":
+                change(_TENSORS if what.endswith("all changed") else max(1, _TENSORS // 10))
+            receipt = store.commit(state, len(timings))
+            timings.append(Timing(what, receipt.seconds["total"], receipt.bytes_written))
+        timings += _measure_reading(store, state)
+    return timings
+
+
+def _measure_reading(store: Store, state: Any) -> list[Timing]:
+    stored = store.info("latest").bytes_stored
+    begun = SYSTEM_CLOCK.monotonic()
+    store.restore(into=state)
+    into = SYSTEM_CLOCK.monotonic()
+    store.restore()
+    fresh = SYSTEM_CLOCK.monotonic()
+    store.verify("read", ref="latest")
+    verified = SYSTEM_CLOCK.monotonic()
+    return [
+        Timing("restore into the state", into - begun, stored),
+        Timing("restore to new memory", fresh - into, stored),
+        Timing("verify --level read", verified - fresh, stored),
+    ]
+
+
+def _made_up(nbytes: int) -> tuple[dict[str, Any], Callable[[int], None]]:
+    """Return a state, and what changes some of its tensors as a training step would."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    count = nbytes // 4 // _TENSORS
+    tensors = [rng.standard_normal(count, dtype=np.float32) * np.float32(0.02) for _ in range(_TENSORS)]
+    for weights in tensors[: _TENSORS // 2]:
+        # The upper half of a float32, as bfloat16 has it.
+        weights.view(np.uint32)[:] &= 0xFFFF0000
+
+    def change(tensor_count: int) -> None:
+        for tensor in tensors[:tensor_count]:
+            tensor *= np.float32(1.01)
+
+    return {"model": {f"layer{index}": tensor for index, tensor in enumerate(tensors)}, "step": 0}, change

@@ -1,0 +1,259 @@
+"""Tables for people, JSON for programs; sizes, rates and times in words.
+
+Invariants:
+- Nothing that comes from a store reaches the terminal before every unprintable character was replaced:
+  no colours, no cursor movements, no second line.
+- Rich is imported only when a person looks: piped output is plain text, one row a line, nothing cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from ckstore.clock import SYSTEM_CLOCK
+
+Cell = str
+Advance = Callable[[int, int], None]
+"""Called with what is done and what there is to do."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: Its heading.
+        is_number: Set to the right.
+        worth: On a narrow terminal, columns of the lowest worth are left out first; None: never.
+        is_elastic: May be shortened, to end with an ellipsis.
+    """
+
+    name: str
+    is_number: bool = False
+    worth: int | None = None
+    is_elastic: bool = False
+
+
+def is_terminal() -> bool:
+    """Say whether a person sees what is written to stdout."""
+    return sys.stdout.isatty()
+
+
+def one_line(text: object) -> str:
+    """Return the text without anything that could steer a terminal or break a line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
+
+
+def say(text: str) -> None:
+    """Print a line for people."""
+    sys.stdout.write(_writable(one_line(text)) + "\n")
+
+
+def print_json(content: Any) -> None:
+    """Print one JSON document for programs; numbers that JSON lacks become strings."""
+    sys.stdout.write(json.dumps(_jsonable(content), indent=2, allow_nan=False) + "\n")
+
+
+def _jsonable(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    if isinstance(content, Mapping):
+        return {str(key): _jsonable(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_jsonable(value) for value in content]
+    return content
+
+
+def size(nbytes: int | None) -> str:
+    """Return a size with three digits: ``1.25 GiB``."""
+    if nbytes is None:
+        return NOTHING
+    amount, unit = float(nbytes), 0
+    while amount >= 999.5 and unit < len(_UNITS) - 1:
+        amount /= 1024
+        unit += 1
+    if unit == 0:
+        return f"{nbytes} B"
+    return f"{amount:.{2 if amount < 9.995 else 1 if amount < 99.95 else 0}f} {_UNITS[unit]}"
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """Return a rate: ``1.25 GiB/s``."""
+    return f"{size(int(nbytes / max(seconds, 1e-9)))}/s"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration: ``0.31 s``, ``42 s``, ``3 min 20 s``."""
+    if seconds < 9.95:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def ratio(large: int, small: int) -> str:
+    """Return how many times one fits into the other: ``3.1x``."""
+    return f"{large / small:.{2 if large < 9.995 * small else 0}f}x" if small else NOTHING
+
+
+def number(value: float) -> str:
+    """Return a metric with five digits."""
+    return f"{value:.5g}"
+
+
+def local_time(time_ns: int) -> str:
+    """Return a time in the time zone of this machine."""
+    try:
+        return datetime.fromtimestamp(time_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"{time_ns} ns"
+
+
+def zoned_time(time_ns: int) -> str:
+    """Return a time with its zone, as local_time does not."""
+    try:
+        return datetime.fromtimestamp(time_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    except (ValueError, OverflowError, OSError):
+        return f"{time_ns} ns"
+
+
+def iso_time(time_ns: int) -> str | None:
+    """Return a time in UTC for programs, or None when it is beyond the calendar."""
+    try:
+        return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def age(time_ns: int) -> str:
+    """Return how long ago something was: ``5 min``."""
+    seconds = (SYSTEM_CLOCK.now_ns() - time_ns) / 1e9
+    if seconds < 0:
+        return "future"
+    for unit_seconds, unit in _AGES:
+        if seconds >= unit_seconds:
+            return f"{int(seconds // unit_seconds)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def _writable(text: str) -> str:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, title: str = "") -> None:
+    """Print a table: drawn for a terminal, otherwise plain, whole, and with a line for every row."""
+    clean = [[one_line(cell) for cell in row] for row in rows]
+    if is_terminal():
+        _draw(columns, clean, title)
+        return
+    if title:
+        say(title)
+    table = [[column.name for column in columns], *clean]
+    widths = [max(len(row[index]) for row in table) for index in range(len(columns))]
+    for row in table:
+        cells = [
+            cell.rjust(width) if column.is_number else cell.ljust(width)
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        sys.stdout.write(_writable("  ".join(cells).rstrip()) + "\n")
+
+
+def _draw(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], title: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    width = shutil.get_terminal_size().columns
+    kept = _fitting(columns, rows, width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(one_line(title), "bold"), title_justify="left")
+    table.show_edge = False
+    for index in kept:
+        column = columns[index]
+        table.add_column(
+            Text(column.name),
+            justify="right" if column.is_number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=None if column.is_elastic else _width(columns, rows, index),
+        )
+    for row in rows:
+        table.add_row(*(Text(row[index]) for index in kept))
+    console = Console(width=width, highlight=False, emoji=False)
+    console.print(table)
+    left_out = [column.name for index, column in enumerate(columns) if index not in kept]
+    if left_out:
+        console.print(Text(f"not shown, for lack of width: {', '.join(left_out)}", "dim"))
+
+
+def _width(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], index: int) -> int:
+    return max(len(columns[index].name), *(len(row[index]) for row in rows), 1)
+
+
+def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> list[int]:
+    """Return the columns that fit, the least worth left out first; elastic ones need 16 letters."""
+    kept = list(range(len(columns)))
+    needs = [
+        min(_width(columns, rows, index), 16) if column.is_elastic else _width(columns, rows, index)
+        for index, column in enumerate(columns)
+    ]
+    while sum(needs[index] + 2 for index in kept) - 2 > width:
+        droppable = [(worth, index) for index in kept if (worth := columns[index].worth) is not None]
+        if not droppable:
+            break
+        kept.remove(min(droppable)[1])
+    return kept
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print name and value, one pair a line."""
+    width = max((len(name) for name, _ in facts), default=0)
+    for name, value in facts:
+        say(f"{name.ljust(width)}  {value}")
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Advance | None]:
+    """Draw a bar with rates on stderr while the block runs; None, and no bar, where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield advance

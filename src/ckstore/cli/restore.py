@@ -1,0 +1,63 @@
+"""``ckstore restore``: a checkpoint as a file that needs no store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Force, Only, OutFile, Run, Shared, StorePath, name_of, opened
+from ckstore.clock import SYSTEM_CLOCK
+
+
+def run(
+    path: StorePath,
+    output_file: OutFile,
+    ref: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REF",
+            help="Which checkpoint (see `ckstore --help`); the newest that is whole, otherwise.",
+        ),
+    ] = None,
+    only: Only = None,
+    force: Force = False,
+    run: Run = "main",
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Restore a checkpoint into a file: FILE.pt for torch.load, FILE.npz for numpy.load.
+
+    \b
+    .pt, .pth  the whole state; torch.load(FILE, weights_only=True) reads it
+    .npz       states of numpy arrays and numbers, each under its dotted path
+
+    The state must fit into memory. Every chunk is checked on the way; damage is an error, and no file appears.
+    Python code does not need this: store.restore() returns the state itself.
+    """
+    from ckstore.adapters.files import check_suffix, write_state
+    from ckstore.outfile import check_target
+
+    check_suffix(output_file)
+    check_target(output_file, force=force)
+    begun = SYSTEM_CLOCK.monotonic()
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        with output.progress("restoring"):
+            state = store.restore(ref, only=only or None)
+        info = store.restored
+        assert info is not None, "a restore says what it restored"
+    with output.progress(f"writing {output.one_line(output_file.name)}"):
+        notes = write_state(state, output_file, force=force)
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    nbytes = output_file.stat().st_size
+    if as_json:
+        facts = {"seq": info.seq, "step": info.step, "checkpoint_id": info.checkpoint_id, "run": run}
+        output.print_json({**facts, "file": str(output_file), "nbytes": nbytes, "seconds": seconds, "notes": notes})
+        return
+    output.say(
+        f"Restored {name_of(info)} of run {run} to {output_file}: {output.size(nbytes)} in "
+        f"{output.duration(seconds)} ({output.rate(nbytes, seconds)})."
+    )
+    for leaf, note in notes.items():
+        output.say(f"  {leaf}: {note}")

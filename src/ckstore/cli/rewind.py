@@ -1,0 +1,27 @@
+"""``ckstore rewind``: make an older checkpoint the newest."""
+
+from __future__ import annotations
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, json_of, name_of, opened
+
+
+def run(
+    path: StorePath,
+    ref: Ref,
+    run: Run = "main",
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Make an older checkpoint the newest, so that training resumes from it.
+
+    It is published again under a new seq; nothing is copied and nothing is lost: the newer ones stay in the
+    history. Refused while a live trainer writes this run.
+    """
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        before = store.info(ref)
+        info = store.rewind(f"seq:{before.seq}")
+    if as_json:
+        output.print_json(json_of(info))
+    else:
+        output.say(f"{name_of(before)} of run {run} is the newest again, as seq {info.seq}.")

@@ -1,0 +1,153 @@
+"""``ckstore show``: what one checkpoint holds, as its manifest says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, json_of, metrics_of, opened
+from ckstore.cli.output import NOTHING, Column
+from ckstore.contents import Contents, TensorRow
+from ckstore.info import Info
+
+ROWS_ON_TERMINAL = 50
+
+_TENSORS = (
+    Column("path", is_elastic=True),
+    Column("dtype"),
+    Column("shape"),
+    Column("bytes", is_number=True),
+    Column("stored", is_number=True, worth=1),
+    Column("shares memory with", worth=0, is_elastic=True),
+)
+_GROUPS = (
+    Column("group", is_elastic=True),
+    Column("tensors", is_number=True),
+    Column("values", is_number=True),
+    Column("bytes", is_number=True),
+    Column("stored", is_number=True),
+    Column("ratio", is_number=True),
+)
+_PACKS = (
+    Column("pack"),
+    Column("size", is_number=True),
+    Column("used", is_number=True),
+    Column("frames", is_number=True, worth=1),
+    Column("tier", worth=0),
+)
+
+
+def run(
+    path: StorePath,
+    ref: Ref = "latest",
+    run: Run = "main",
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", "-n", min=0, metavar="N",
+            help="Show the first N tensors; 0: all. [default: 50 on a terminal, all otherwise]",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:  # fmt: skip
+    """Show one checkpoint: its facts, groups, tensors and packs. No tensor is read.
+
+    \b
+    stored  bytes on disk; "-" where a tensor shares a stored chunk with others
+    used    how much of a pack this checkpoint needs
+    """
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        contents = store.contents(ref)
+    if as_json:
+        output.print_json(_json_of(contents))
+        return
+    if limit is None and output.is_terminal():
+        limit = ROWS_ON_TERMINAL
+    output.print_facts(_facts(contents.info))
+    _print_groups(contents)
+    _print_tensors(contents, limit or len(contents.tensors))
+    output.say("")
+    packs = [
+        [pack.pack_id, output.size(pack.nbytes), output.size(pack.used_nbytes), str(pack.frame_count), pack.tier]
+        for pack in contents.packs
+    ]
+    if packs:
+        output.print_table(_PACKS, packs, title="packs")
+
+
+def _facts(info: Info) -> list[tuple[str, str]]:
+    facts = [
+        ("run", info.run),
+        ("step", str(info.step)),
+        ("seq", str(info.seq)),
+        ("id", info.checkpoint_id),
+        ("time", f"{output.zoned_time(info.time_ns)} ({output.age(info.time_ns)} ago)"),
+        ("parent", NOTHING if info.parent is None else f"seq {info.parent}"),
+        ("tags", ", ".join(info.tags) or NOTHING),
+        ("metrics", metrics_of(info) or NOTHING),
+        ("fidelity", info.fidelity),
+        ("state", f"{output.size(info.bytes_state)} in {info.tensor_count} tensors, {info.chunk_count} chunks"),
+        ("stored", f"{output.size(info.bytes_stored)} ({output.ratio(info.bytes_state, info.bytes_stored)} smaller)"),
+        ("written", f"{output.size(info.bytes_written)}: {info.chunks_new} chunks new, {info.chunks_reused} reused"),
+        ("depth", str(info.depth_max)),
+    ]
+    if info.origin_id is not None:
+        facts.append(("made from", f"id {info.origin_id}"))
+    if info.is_archival:
+        facts.append(("archival", "yes: brought back from the trash, skipped by latest"))
+    return facts
+
+
+def _print_groups(contents: Contents) -> None:
+    rows = [
+        [
+            group.key or "(the state itself)",
+            str(group.tensor_count),
+            str(group.value_count),
+            output.size(group.nbytes),
+            output.size(group.stored_nbytes),
+            output.ratio(group.nbytes, group.stored_nbytes),
+        ]
+        for group in contents.groups
+    ]
+    if rows:
+        output.say("")
+        output.print_table(_GROUPS, rows, title="groups")
+
+
+def _print_tensors(contents: Contents, limit: int) -> None:
+    if not contents.tensors:
+        return
+    shown = contents.tensors[:limit]
+    columns = _TENSORS if any(row.shares_with is not None for row in contents.tensors) else _TENSORS[:-1]
+    output.say("")
+    output.print_table(columns, [_cells(row)[: len(columns)] for row in shown], title="tensors")
+    if len(shown) < len(contents.tensors):
+        output.say(f"... and {len(contents.tensors) - len(shown)} more; --limit 0 shows all")
+
+
+def _cells(row: TensorRow) -> list[str]:
+    return [
+        row.path or "(the state itself)",
+        row.dtype or row.library,
+        "x".join(str(length) for length in row.shape) or "scalar",
+        output.size(row.nbytes),
+        output.size(row.stored_nbytes),
+        NOTHING if row.shares_with is None else row.shares_with,
+    ]
+
+
+def _json_of(contents: Contents) -> dict[str, Any]:
+    return {
+        **json_of(contents.info),
+        "groups": [_fields(group) for group in contents.groups],
+        "tensors": [_fields(tensor) for tensor in contents.tensors],
+        "packs": [_fields(pack) for pack in contents.packs],
+    }
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in type(row).__slots__}

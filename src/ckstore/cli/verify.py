@@ -1,0 +1,101 @@
+"""``ckstore verify``: read what is stored, believe nothing, report damage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import CorruptError
+
+if TYPE_CHECKING:
+    from ckstore.store.verify import Damage, Report
+
+
+def run(
+    path: StorePath,
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="Only this checkpoint; the whole store, all runs, otherwise.")
+    ] = None,
+    level: Annotated[
+        str,
+        typer.Option("--level", metavar="LEVEL", help="quick, read or decode: how much is looked at; see above."),
+    ] = "read",
+    run: Run = "main",
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Look for damage; nothing is changed. Exit code 12 when there is any.
+
+    \b
+    quick   manifests, and the tables of every pack: seconds
+    read    the default: every stored byte, against its checksum
+    decode  every byte, decoded and compared with what was committed
+
+    --run says in which run REF is looked up; without REF all runs are verified.
+    """
+    begun = SYSTEM_CLOCK.monotonic()
+    with (
+        opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
+        output.progress("verifying") as on_progress,
+    ):
+        # At level quick almost nothing of a pack is read, so that bytes would show no progress.
+        report = store.verify(level, ref=ref, on_progress=None if level == "quick" else on_progress)
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json(_json_of(path, report, seconds))
+    else:
+        _print(report, seconds)
+    if not report.is_clean:
+        count = len(report.damage)
+        raise CorruptError(
+            f"{count} damaged {'place' if count == 1 else 'places'} found",
+            where=path,
+            todo="restore checkpoints that are not in the list, or bring the files back from a copy",
+        )
+
+
+def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
+    return {
+        "path": path,
+        "level": report.level,
+        "is_clean": report.is_clean,
+        "checkpoint_count": report.checkpoint_count,
+        "pack_count": report.pack_count,
+        "frame_count": report.frame_count,
+        "bytes_read": report.bytes_read,
+        "seconds": seconds,
+        "damage": [
+            {"what": damage.what, "where": damage.where, "checkpoints": damage.checkpoints}
+            for damage in report.damage
+        ],
+    }
+
+
+def _print(report: Report, seconds: float) -> None:
+    looked_at = f"{report.checkpoint_count} checkpoints, {report.pack_count} packs"
+    if report.level != "quick":
+        looked_at += f", {report.frame_count} frames"
+    spent = f"{output.size(report.bytes_read)} in {output.duration(seconds)}"
+    if report.level != "quick":
+        spent += f" ({output.rate(report.bytes_read, seconds)})"
+    if report.is_clean:
+        output.say(f"No damage. Level {report.level}: {looked_at}; read {spent}.")
+        return
+    output.say(f"DAMAGE. Level {report.level}: {looked_at}; read {spent}.")
+    for damage in report.damage:
+        _print_damage(damage)
+    hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
+    output.say("")
+    output.say(f"{len(hit)} checkpoints are hit. Everything not named above is whole.")
+
+
+def _print_damage(damage: Damage) -> None:
+    # Not a table: a path must be readable, and be there for copying, in a terminal of any width.
+    output.say("")
+    output.say(f"- {damage.what}")
+    output.say(f"  at      {damage.where}")
+    output.say(f"  needed  {', '.join(damage.checkpoints) if damage.checkpoints else 'by no checkpoint'}")

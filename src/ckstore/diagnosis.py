@@ -1,0 +1,193 @@
+"""What this machine, and a store on it, are like: everything someone who helps from afar would ask for.
+
+Nothing is changed: the probes of engine and O_DIRECT use a file without a name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckstore import __version__, kernels
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.errors import CkstoreError, CorruptError, NotFoundError
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord
+from ckstore.io.address import backend_for
+from ckstore.io.backend import Backend
+from ckstore.io.local import LocalBackend
+from ckstore.store.lease import STALE_SECONDS, boot_identity, process_started
+from ckstore.store.parts import Parts, read_store_record
+
+FREE_NBYTES_LOW = 10 << 30
+
+Verdict = Literal["ok", "note", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        topic: What was looked at.
+        found: What was found.
+        verdict: ``"ok"``; ``"note"``: worth knowing; ``"warning"``: worth doing something about.
+    """
+
+    topic: str
+    found: str
+    verdict: Verdict = "ok"
+
+
+def diagnose_machine() -> list[Finding]:
+    """Say which Python, which ckstore, which loops, which torch; torch is not imported."""
+    slow = sorted(name for name, kind in kernels.IMPLEMENTATION.items() if kind != "native")
+    loops = Finding("loops", "native")
+    if slow:
+        loops = Finding("loops", f"numpy for {', '.join(slow)}: correct, but slow; reinstall with a compiler", "warning")
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "not installed: states with torch tensors cannot be restored here"
+    return [
+        Finding("ckstore", __version__),
+        Finding("python", f"{platform.python_version()} ({platform.python_implementation()})"),
+        Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Finding("cores", str(len(os.sched_getaffinity(0)))),
+        loops,
+        Finding("torch", torch),
+    ]
+
+
+def diagnose_store(
+    address: str | os.PathLike[str], *, allow_shared_folder: bool = False, clock: Clock = SYSTEM_CLOCK
+) -> list[Finding]:
+    """Say how a folder behaves, and what lies about in the store in it, if there is one.
+
+    Raises:
+        NotFoundError: There is no such folder.
+    """
+    backend = backend_for(address, allow_shared_folder=allow_shared_folder)
+    if not Path(backend.root).is_dir():
+        raise NotFoundError("there is no such folder", where=backend.root, todo="check the path")
+    findings = list(_folder(backend))
+    try:
+        record = read_store_record(backend)
+    except NotFoundError:
+        return [*findings, Finding("store", "there is none in this folder", "note")]
+    except CkstoreError as error:
+        return [*findings, Finding("store", str(error), "warning")]
+    findings.append(Finding("store", f"format {record.format_version}, id {record.store_id}"))
+    runs = Parts(backend, record, "main", clock=clock).runs()
+    findings.append(Finding("runs", ", ".join(runs) or "none yet"))
+    for run in runs:
+        findings += _run(Parts(backend, record, run, clock=clock), clock)
+    findings += _leftovers(backend, record.store_id, clock)
+    backend.close()
+    return findings
+
+
+def _folder(backend: Backend) -> Iterator[Finding]:
+    assert isinstance(backend, LocalBackend), "addresses are folders"
+    kind, options = _mount_of(Path(backend.root))
+    is_remote = kind.startswith(("nfs", "cifs", "smb", "fuse", "lustre", "9p"))
+    yield Finding("file system", f"{kind} ({options})", "note" if is_remote else "ok")
+    free = backend.free_nbytes()
+    if free is not None:
+        yield Finding("free", f"{free / (1 << 30):.1f} GiB", "warning" if free < FREE_NBYTES_LOW else "ok")
+    if not os.access(backend.root, os.W_OK | os.X_OK):
+        yield Finding("writable", "no: this user can read only", "warning")
+    is_direct = backend.is_direct
+    yield Finding("O_DIRECT", "yes" if is_direct else "refused: packs go through the page cache", _note(not is_direct))
+    is_uring = backend.engine_name == "uring"
+    yield Finding("engine", backend.engine_reason, _note(not is_uring))
+
+
+def _note(is_worth_knowing: bool) -> Verdict:
+    return "note" if is_worth_knowing else "ok"
+
+
+def _mount_of(folder: Path) -> tuple[str, str]:
+    """Return type and options of the file system that a folder lies in."""
+    best = (-1, "unknown", "")
+    device = folder.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return "unknown", ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, (kind, *_) = before.split(), after.split()
+        if len(fields) > 5 and fields[2] == wanted:
+            best = max(best, (len(fields[4]), kind, fields[5]))
+    return best[1], best[2]
+
+
+def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
+    topic = f"run {parts.run}"
+    try:
+        listing = parts.manifests.listing()
+        yield Finding(topic, f"{len(listing.names)} checkpoints")
+        holder = parts.lease.holder()
+    except CkstoreError as error:
+        yield Finding(topic, str(error), "warning")
+        return
+    if holder is not None:
+        yield _lease(topic, holder, clock)
+    if listing.dropped:
+        yield Finding(topic, f"{len(listing.dropped)} drop marks, of deleted checkpoints")
+    still_there = len({name.seq for name in listing.lower} & listing.dropped)
+    if still_there:
+        yield Finding(topic, f"{still_there} dropped checkpoints are still in place; delete them again", "note")
+    intents = _intents(parts)
+    if intents:
+        yield Finding(topic, f"{intents} intents to drop; after a crash they are harmless", "note")
+
+
+def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
+    who = f"pid {holder.pid} on host {holder.host}"
+    if holder.boot_id and holder.boot_id == boot_identity():
+        if process_started(holder.pid) == holder.process_started:
+            return Finding(topic, f"being written by {who}, which is alive")
+        return Finding(topic, f"last written by {who}, which died; the next writer takes over", "note")
+    seconds = (clock.now_ns() - holder.heartbeat_ns) / 1e9
+    if seconds <= STALE_SECONDS:
+        return Finding(topic, f"being written by {who}; its heartbeat is {seconds:.0f} s old")
+    return Finding(topic, f"last written by {who}, whose heartbeat is {seconds:.0f} s old", "note")
+
+
+def _intents(parts: Parts) -> int:
+    names = parts.backend.list_names(layout.claims_folder(parts.run))
+    claims = [layout.parse_claim_file(name) for name in names]
+    return sum(claim is not None and claim.kind == "intent" for claim in claims)
+
+
+def _leftovers(backend: Backend, store_id: str, clock: Clock) -> Iterator[Finding]:
+    kinds: Counter[str] = Counter()
+    for name in backend.list_names(layout.TMP_FOLDER):
+        kinds[name.rpartition(".")[2] if layout.parse_draft_file(name) else "foreign"] += 1
+    if kinds:
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        yield Finding("tmp", f"{kinds.total()} files ({listed}): work in progress, or left by a crash; harmless", "note")
+    else:
+        yield Finding("tmp", "empty")
+    trash = len(backend.list_names(layout.TRASH_FOLDER))
+    yield Finding("trash", f"{trash} folders" if trash else "empty", _note(trash > 0))
+    if backend.list_names(layout.QUARANTINE_FOLDER):
+        yield Finding("quarantine", "holds damaged files", "warning")
+    if backend.stat(layout.GC_LOCK_FILE) is not None:
+        yield Finding("gc.lock", "present: a collection runs, or was ended hard", "note")
+    foreign = [
+        name
+        for name in backend.list_names("")
+        if name not in (*layout.TOP_FOLDERS, layout.STORE_FILE, layout.CONFIG_FILE, layout.GC_LOCK_FILE)
+    ]
+    if foreign:
+        yield Finding("foreign files", ", ".join(foreign[:5]), "note")

@@ -1,0 +1,43 @@
+"""What a user calls a store - a folder, a URL, a backend - turned into a backend."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ckstore.config import EngineName
+from ckstore.errors import UnsupportedError, UsageError
+from ckstore.io.backend import Backend
+from ckstore.io.local import LocalBackend
+
+
+def backend_for(
+    address: str | os.PathLike[str] | Backend, *, engine: EngineName = "auto", allow_shared_folder: bool = False
+) -> Backend:
+    """Return the backend at an address; nothing is made there.
+
+    Raises:
+        UsageError: An unknown engine, or a folder that others may write.
+        UnsupportedError: A URL of a kind that is not known here.
+    """
+    if not isinstance(address, (str, os.PathLike)):
+        return address
+    text = os.fspath(address)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme != "file":
+        raise UnsupportedError(
+            f"stores cannot be opened at {scheme}:// addresses by this version", todo="name a local folder"
+        )
+    folder = Path(rest if separator else text)
+    if engine not in ("auto", "uring", "pwrite"):
+        raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")
+    if not allow_shared_folder and folder.is_dir():
+        mode = folder.stat().st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+            raise UsageError(
+                "others may write this folder, so they could replace checkpoints",
+                where=folder,
+                todo=f"`chmod go-w {folder}`, or allow it: allow_shared_folder=True, --allow-shared-folder",
+            )
+    return LocalBackend(folder, engine=engine)

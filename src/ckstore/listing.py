@@ -1,0 +1,114 @@
+"""List the entries of runs, damaged ones too: what a log shows, at the price of one small read an entry.
+
+Nothing here imports numpy or torch, so that ``ckstore ls`` starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError
+from ckstore.format import layout
+from ckstore.info import Info
+from ckstore.io.address import backend_for
+from ckstore.io.backend import Backend
+from ckstore.store.parts import Parts, read_store_record
+from ckstore.store.references import header_or_none
+
+UNREADABLE = (CorruptError, UnsupportedError, BackendError)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a run.
+
+    Attributes:
+        seq: Its number in the run.
+        step: The trainer's step.
+        info: What its header says; None when that cannot be read.
+        damage: Why the header cannot be read; empty otherwise.
+    """
+
+    seq: int
+    step: int
+    info: Info | None
+    damage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """The entries of a run, newest first, perhaps not all of them.
+
+    Attributes:
+        count: How many entries the run has.
+        damaged_tags: For every tag that cannot be read, its name and why.
+    """
+
+    run: str
+    count: int
+    entries: tuple[Entry, ...]
+    damaged_tags: tuple[tuple[str, str], ...]
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether an entry shown, or a tag, cannot be read."""
+        return bool(self.damaged_tags) or any(entry.info is None for entry in self.entries)
+
+
+def log_of_store(
+    address: str | os.PathLike[str] | Backend,
+    *,
+    run: str | None = None,
+    limit: int | None = None,
+    allow_shared_folder: bool = False,
+) -> list[RunLog]:
+    """Return the newest entries of one run, or of every run, by name.
+
+    Raises:
+        NotFoundError: There is no store, or no such run.
+    """
+    backend = backend_for(address, allow_shared_folder=allow_shared_folder)
+    record = read_store_record(backend)
+    if run is not None:
+        layout.check_name(run, "run")
+    runs = Parts(backend, record, run or "main").runs()
+    if run is not None and run not in runs:
+        known = f"runs there are: {', '.join(runs)}" if runs else "nothing was committed here yet"
+        raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=known)
+    return [log_of_run(Parts(backend, record, name), limit=limit) for name in (runs if run is None else [run])]
+
+
+def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
+    """Return the newest ``limit`` entries of the run, or all; damage is told, not raised."""
+    tags, damaged_tags = _tags_by_seq(parts)
+    names = parts.manifests.listing().names
+    entries: list[Entry] = []
+    for name in reversed(names):
+        if limit is not None and len(entries) >= limit:
+            break
+        try:
+            header = header_or_none(parts.manifests, name)
+        except UNREADABLE as error:
+            entries.append(Entry(name.seq, name.step, None, str(error)))
+            continue
+        if header is not None:
+            info = Info.of(header, tags=sorted(tags.get(header.seq, ())))
+            entries.append(Entry(header.seq, header.step, info))
+    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags))
+
+
+def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], list[tuple[str, str]]]:
+    by_seq: dict[int, list[str]] = {}
+    damaged: list[tuple[str, str]] = []
+    for name in parts.backend.list_names(layout.tags_folder(parts.run)):
+        if not layout.is_name(name):
+            continue
+        try:
+            by_seq.setdefault(parts.tags.get(name).seq, []).append(name)
+        except NotFoundError:
+            # Removed since it was listed.
+            continue
+        except UNREADABLE as error:
+            damaged.append((name, str(error)))
+    return by_seq, damaged

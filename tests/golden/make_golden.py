@@ -1,0 +1,45 @@
+"""Write the golden bytes of the current format version into ``tests/golden/v<version>/format``.
+
+Run by hand, once for each format version, and never by a test: ``python tests/golden/make_golden.py``. A file that
+exists is never replaced; when the bytes of a structure change, the format version changes too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ckstore.format.manifest import encode_manifest
+from ckstore.format.records import encode_record
+from ckstore.format.version import FORMAT_VERSION
+from ckstore.ids import digest_of
+from ckstore.testing.format_samples import sample_manifest, sample_pack, sample_records
+
+
+def golden_files() -> dict[str, bytes]:
+    """Return the bytes of every kind of file, by name."""
+    files = {"sample.pack": sample_pack(), "sample.ckm": encode_manifest(sample_manifest())}
+    for record in sample_records():
+        files[f"{record.kind}.json"] = encode_record(record)
+    return files
+
+
+def main() -> int:
+    """Write what is not there yet."""
+    folder = Path(__file__).parent / f"v{FORMAT_VERSION}" / "format"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = golden_files()
+    files["digests.json"] = json.dumps(
+        {name: digest_of(content).hex() for name, content in sorted(files.items())}, indent=2
+    ).encode()
+    for name, content in files.items():
+        if (folder / name).exists():
+            print(f"{name} exists and stays as it is")
+        else:
+            (folder / name).write_bytes(content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Protects readers from bytes made to hurt: a parser answers quickly, in little memory, and with our errors.
+
+The bound on memory is taken from tracemalloc, which sees what Python and msgspec allocate.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import tracemalloc
+from contextlib import contextmanager, suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckstore.config import Limits
+from ckstore.errors import CorruptError, UnsupportedError
+from ckstore.format.frame import decode_frame_header, encode_frame_header
+from ckstore.format.header import decode_header, header_nbytes_needed
+from ckstore.format.location import decode_location
+from ckstore.format.logical import decode_logical
+from ckstore.format.manifest import decode_manifest, encode_manifest
+from ckstore.format.nodes import decode_tree
+from ckstore.format.pack import PackTail, decode_directory, decode_superheader, decode_tail, scan_frames
+from ckstore.format.records import HeaderRecord, TagRecord, TensorRow, decode_inner, decode_record, encode_record
+from ckstore.format.wire import sealed
+from ckstore.ids import digest_of
+from ckstore.testing.format_samples import (
+    PACK_ID,
+    STORE_ID,
+    sample_frames,
+    sample_manifest,
+    sample_pack,
+    sample_records,
+)
+
+REFUSALS = (CorruptError, UnsupportedError)
+MIB = 1 << 20
+LIMITS = Limits()
+
+PACK = sample_pack()
+TAIL = decode_tail(PACK[-4096:])
+STARTS = {
+    "manifest": encode_manifest(sample_manifest()),
+    "frame": encode_frame_header(sample_frames()[2][0]),
+    "superheader": PACK[:4096],
+    "directory": PACK[TAIL.directory_offset :][: TAIL.directory_nbytes],
+    "tail": PACK[-4096:],
+    "record": encode_record(sample_records()[2]),
+}
+
+
+def read_directory(content):
+    return decode_directory(content, forged_tail(content))
+
+
+def forged_tail(directory):
+    nbytes = len(directory) // 96 * 96
+    return PackTail(STORE_ID, PACK_ID, 1 << 40, nbytes, nbytes // 96, 1 << 41, digest_of(directory))
+
+
+PARSERS = {
+    "manifest": [decode_manifest, decode_header, header_nbytes_needed],
+    "frame": [decode_frame_header],
+    "superheader": [decode_superheader],
+    "directory": [read_directory, lambda content: decode_directory(content, TAIL)],
+    "tail": [decode_tail],
+    "record": [lambda content: decode_record(content, TagRecord)],
+}
+
+
+@contextmanager
+def within(nbytes, seconds):
+    """Fail when the body allocates or lasts more."""
+    tracemalloc.start()
+    begun = time.monotonic()
+    try:
+        yield
+        lasted = time.monotonic() - begun
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes, f"{peak} bytes were allocated"
+    assert lasted < seconds, f"it took {lasted:.1f} s"
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@settings(deadline=None)
+@given(data=st.data())
+def test_mutated_structures_raise_only_our_errors(kind, data):
+    content = bytearray(STARTS[kind])
+    for _ in range(data.draw(st.integers(1, 3))):
+        match data.draw(st.sampled_from(("flip", "cut", "insert", "repeat", "zero"))):
+            case "flip":
+                content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+            case "cut":
+                del content[data.draw(st.integers(1, len(content))) :]
+            case "insert":
+                at = data.draw(st.integers(0, len(content)))
+                content[at:at] = data.draw(st.binary(max_size=64))
+            case "repeat":
+                content += content[: data.draw(st.integers(0, 512))]
+            case "zero":
+                at = data.draw(st.integers(0, len(content) - 1))
+                content[at : at + 512] = bytes(len(content[at : at + 512]))
+        content = content or bytearray(b"\0")
+    for parse in PARSERS[kind]:
+        with suppress(*REFUSALS):
+            parse(bytes(content))
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@given(content=st.binary(max_size=5000))
+def test_arbitrary_bytes_raise_only_our_errors(kind, content):
+    for parse in PARSERS[kind]:
+        with pytest.raises(REFUSALS):
+            parse(content + b"\1")
+
+
+@settings(deadline=None)
+@given(fields=st.binary(max_size=160), magic=st.sampled_from((b"CKPACK\0\1", b"CKTAIL\0\1")))
+def test_arbitrary_fields_behind_a_right_seal_raise_only_our_errors(fields, magic):
+    block = sealed(magic + b"\1\0" + fields, 4096)
+    for parse in (decode_superheader, decode_tail):
+        with suppress(*REFUSALS):
+            parse(block)
+
+
+@given(rows=st.lists(st.binary(min_size=96, max_size=96), min_size=1, max_size=4))
+def test_arbitrary_directories_behind_a_right_digest_raise_only_our_errors(rows):
+    with pytest.raises(REFUSALS):
+        read_directory(b"".join(rows))
+
+
+LARGE = (1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+
+
+@pytest.mark.parametrize("count", LARGE)
+@pytest.mark.parametrize("field", range(6))
+def test_counts_of_a_logical_section_allocate_nothing(count, field):
+    counts = [0, 0, 1, 0, 0, 0]
+    counts[field] = count
+    section = memoryview(struct.pack("<QQQQQQ", *counts) + b"\x90" * 100)
+    with within(MIB, 2), pytest.raises(CorruptError):
+        decode_logical(section, limits=LIMITS)
+
+
+@pytest.mark.parametrize("count", LARGE)
+@pytest.mark.parametrize("field", range(3))
+def test_counts_of_a_location_section_allocate_nothing(count, field):
+    counts = [1, 0, 0]
+    counts[field] = count
+    section = memoryview(struct.pack("<QQQ", *counts) + b"\x90" * 100)
+    with within(MIB, 2), pytest.raises(CorruptError):
+        decode_location(section, limits=LIMITS)
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"], ids=["array", "map", "bin", "str", "ext"]
+)
+@pytest.mark.parametrize("count", [1 << 20, 1 << 27, (1 << 32) - 1])
+def test_lengths_in_messagepack_allocate_nothing(head, count):
+    content = head + count.to_bytes(4, "big") + b"\0\0\0\0"
+    with within(MIB, 2):
+        for kind in (object, list[str], list[TensorRow], HeaderRecord):
+            with pytest.raises(CorruptError):
+                decode_inner(content, kind)
+        with pytest.raises(CorruptError):
+            decode_tree(content, tensor_count=1)
+
+
+def test_nested_lengths_in_messagepack_do_not_multiply():
+    nbytes = 100_000
+    content = (b"\xdd" + (nbytes // 2).to_bytes(4, "big")) * 400 + b"\0" * nbytes
+    with within(16 * MIB, 5), pytest.raises(CorruptError):
+        decode_tree(content, tensor_count=1)
+
+
+@pytest.mark.parametrize("content", [b"[" * 1_000_000, b'{"a":' * 200_000, b'{"kind":"tag","body":' + b"[" * 900_000])
+def test_deeply_nested_json_is_refused(content):
+    with within(16 * MIB, 5), pytest.raises(CorruptError):
+        decode_record(content, TagRecord)
+
+
+def test_a_tail_cannot_announce_more_than_its_pack_has():
+    """A reader allocates ``directory_nbytes``; with the size of the file given, that is bounded by it."""
+    body = bytearray(STARTS["tail"][:-8])
+    struct.pack_into("<QQQQ", body, 64, 1 << 35, 96 << 20, 1 << 20, (1 << 35) + (96 << 20) + 4096)
+    with pytest.raises(CorruptError):
+        decode_tail(sealed(bytes(body), 4096), pack_nbytes=len(PACK))
+
+
+def test_a_scan_holds_one_window_however_large_the_file():
+    blank = bytes(MIB)
+    with within(4 * MIB, 20):
+        assert list(scan_frames(lambda offset, nbytes: blank[:nbytes], 256 * MIB)) == []
+
+
+def test_a_scan_of_headers_without_payload_ends():
+    """Every 64 bytes a valid header could start; each is read once, and none has its payload in the file."""
+    header = encode_frame_header(sample_frames()[0][0])
+    content = bytes(4096) + header * 200
+    with within(4 * MIB, 20):
+        found = list(scan_frames(lambda offset, nbytes: content[offset : offset + nbytes], len(content)))
+    assert all(offset + frame.frame_nbytes <= len(content) for offset, frame in found)
+
+
+def test_a_source_that_ends_early_ends_the_scan():
+    assert list(scan_frames(lambda offset, nbytes: b"", 1 << 40)) == []
+    assert list(scan_frames(lambda offset, nbytes: PACK[offset : offset + nbytes], 1 << 40)) != []

@@ -1,0 +1,318 @@
+"""One live writer a run: a living holder is named, a dead one is no obstacle, and nothing hangs on a clock.
+
+Safety never rests on the lease; these tests protect people from running a trainer twice.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import BackendError, ConflictError
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord, decode_record, encode_record
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.lease import STALE_SECONDS, Lease, boot_identity, process_started
+
+SRC = str(Path(ckstore.__file__).parent.parent)
+PATH = layout.lease_name("main")
+
+
+@pytest.fixture
+def backend():
+    made = MemoryBackend()
+    for folder in layout.TOP_FOLDERS:
+        made.make_folder(folder)
+    return made
+
+
+@pytest.fixture
+def lease(backend):
+    made = Lease(backend, "main", SYSTEM_CLOCK)
+    yield made
+    made.release()
+
+
+def put_holder(backend, **facts):
+    """Write the lease of someone else."""
+    record = {
+        "host": "elsewhere",
+        "boot_id": "another boot/another namespace",
+        "pid": 4711,
+        "process_started": "17",
+        "token": "ab" * 16,
+        "acquired_ns": 1,
+        "heartbeat_ns": 1,
+        **facts,
+    }
+    if backend.stat(PATH) is not None:
+        backend.unlink(PATH)
+    backend.create(PATH, encode_record(LeaseRecord(**record)), sync=False)
+
+
+def holder_of(backend):
+    return decode_record(backend.read_bytes(PATH, nbytes_max=4096), LeaseRecord)
+
+
+def dead_process():
+    """Return pid and start time of a process that has just died."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        started = process_started(process.pid)
+        process.kill()
+    assert started is not None
+    return process.pid, started
+
+
+def test_lease_names_this_process(backend, lease):
+    lease.take()
+    holder = holder_of(backend)
+    assert (holder.pid, holder.boot_id) == (os.getpid(), boot_identity())
+    assert holder.process_started == process_started(os.getpid())
+    assert backend.list_names("tmp") == []
+
+
+def test_taking_again_keeps_what_is_held(backend, lease):
+    lease.take()
+    token = holder_of(backend).token
+    lease.take()
+    assert holder_of(backend).token == token
+
+
+def test_second_handle_is_refused_and_told_who_holds_it(backend, lease):
+    lease.take()
+    with pytest.raises(ConflictError, match=f"pid {os.getpid()} on host") as caught:
+        Lease(backend, "main", SYSTEM_CLOCK).take()
+    assert caught.value.pid == os.getpid()
+    lease.check()
+
+
+def test_runs_have_leases_of_their_own(backend, lease):
+    lease.take()
+    other = Lease(backend, "other", SYSTEM_CLOCK)
+    other.take()
+    lease.check()
+    other.check()
+    other.release()
+
+
+def test_released_lease_is_free_at_once(backend, lease):
+    lease.take()
+    lease.release()
+    assert backend.stat(PATH) is None
+    other = Lease(backend, "main", SYSTEM_CLOCK)
+    other.take()
+    other.release()
+
+
+def test_forgotten_handle_does_not_hold_its_lease(backend):
+    forgotten = Lease(backend, "main", SYSTEM_CLOCK)
+    forgotten.take()
+    del forgotten
+    gc.collect()
+    other = Lease(backend, "main", SYSTEM_CLOCK)
+    other.take()
+    other.check()
+    other.release()
+
+
+def test_dead_holder_on_this_host_is_replaced_without_waiting(backend, clock):
+    pid, started = dead_process()
+    put_holder(backend, boot_id=boot_identity(), pid=pid, process_started=started, heartbeat_ns=clock.now_ns())
+    lease = Lease(backend, "main", clock)
+    lease.take()
+    assert clock.slept == 0
+    lease.check()
+    lease.release()
+
+
+def test_pid_that_was_given_to_another_process_is_no_holder(backend, clock):
+    put_holder(backend, boot_id=boot_identity(), pid=os.getppid(), process_started="1")
+    lease = Lease(backend, "main", clock)
+    lease.take()
+    assert clock.slept == 0
+    lease.release()
+
+
+def test_zombie_is_dead():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert process_started(process.pid) is not None
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process_started(process.pid) is None
+
+
+def test_living_process_on_this_host_keeps_its_lease_whatever_its_heartbeat(backend, clock):
+    parent = os.getppid()
+    started = process_started(parent)
+    put_holder(backend, boot_id=boot_identity(), pid=parent, process_started=started, heartbeat_ns=1)
+    with pytest.raises(ConflictError, match=f"pid {parent}"):
+        Lease(backend, "main", clock).take()
+    assert clock.slept == 0
+
+
+def test_holder_on_another_host_is_replaced_when_its_heartbeat_stands_still(backend, clock, caplog):
+    put_holder(backend)
+    lease = Lease(backend, "main", clock)
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        lease.take()
+    assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
+    assert "pid 4711 on host elsewhere" in caplog.text
+    assert "waiting" in caplog.text
+    assert holder_of(backend).pid == os.getpid()
+    lease.release()
+
+
+def test_old_timestamp_alone_does_not_prove_death(backend, clock):
+    # Its clock may be wrong: only a heartbeat that stands still while we watch counts.
+    put_holder(backend, heartbeat_ns=1)
+    beats = iter(range(2, 1000))
+    clock.on_sleep = lambda: put_holder(backend, heartbeat_ns=next(beats))
+    with pytest.raises(ConflictError, match="pid 4711 on host elsewhere") as caught:
+        Lease(backend, "main", clock).take()
+    assert caught.value.host == "elsewhere"
+    assert clock.slept < STALE_SECONDS
+
+
+def test_holder_on_another_host_that_leaves_is_replaced_at_once(backend, clock):
+    put_holder(backend)
+    clock.on_sleep = lambda: backend.stat(PATH) and backend.unlink(PATH)
+    lease = Lease(backend, "main", clock)
+    lease.take()
+    assert clock.slept < 2
+    lease.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 300], ids=["empty", "torn", "zeros"])
+def test_unreadable_lease_protects_nobody(backend, clock, content):
+    backend.create(PATH, content, sync=False)
+    lease = Lease(backend, "main", clock)
+    lease.take()
+    assert clock.slept == 0
+    lease.check()
+    lease.release()
+
+
+def test_check_finds_that_another_took_over(backend, lease):
+    lease.take()
+    put_holder(backend)
+    with pytest.raises(ConflictError, match="taken over by pid 4711 on host elsewhere"):
+        lease.check()
+
+
+def test_lost_lease_is_not_given_up_for_its_new_holder(backend, lease):
+    lease.take()
+    put_holder(backend)
+    lease.release()
+    assert holder_of(backend).pid == 4711
+
+
+def test_renewal_moves_the_heartbeat_and_nothing_else(backend, clock):
+    lease = Lease(backend, "main", clock)
+    lease.take()
+    before = holder_of(backend)
+    clock.now += 3
+    lease.renew()
+    after = holder_of(backend)
+    assert after.heartbeat_ns > before.heartbeat_ns
+    assert (after.token, after.acquired_ns, after.pid) == (before.token, before.acquired_ns, before.pid)
+    assert backend.list_names("tmp") == []
+    lease.release()
+
+
+def test_renewal_leaves_the_lease_of_another_alone(backend, lease):
+    lease.take()
+    put_holder(backend)
+    lease.renew()
+    assert holder_of(backend).pid == 4711
+
+
+def test_renewal_that_fails_is_logged_and_goes_on(backend, lease, monkeypatch, caplog):
+    lease.take()
+
+    def fail(*_, **__):
+        raise BackendError("writing failed")
+
+    monkeypatch.setattr(backend, "create", fail)
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        lease.renew()
+    assert "could not renew" in caplog.text
+    lease.check()
+
+
+def test_many_who_take_over_at_once_leave_one_holder(backend):
+    pid, started = dead_process()
+    for _ in range(20):
+        put_holder(backend, boot_id=boot_identity(), pid=pid, process_started=started)
+        leases = [Lease(backend, "main", SYSTEM_CLOCK) for _ in range(6)]
+        barrier = threading.Barrier(len(leases))
+        taken = []
+
+        def take(lease, barrier=barrier, taken=taken):
+            barrier.wait()
+            try:
+                lease.take()
+                taken.append(lease)
+            except ConflictError:
+                pass
+
+        threads = [threading.Thread(target=take, args=(lease,)) for lease in leases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        holding = []
+        for lease in taken:
+            try:
+                lease.check()
+                holding.append(lease)
+            except ConflictError:
+                pass
+        assert len(holding) == 1
+        for lease in leases:
+            lease.release()
+        assert backend.stat(PATH) is None
+        assert backend.list_names("tmp") == []
+
+
+def test_dead_holder_with_a_living_forked_child_is_replaced_at_once(folder):
+    # A flock, or a pipe that closes, would be kept alive by the child.
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {SRC!r})
+import ckstore
+store = ckstore.open(sys.argv[1])
+store.commit({{"a": 1}}, 1)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        try:
+            with ckstore.open(folder) as store, pytest.raises(ConflictError, match=f"pid {process.pid} "):
+                store.commit({"a": 2}, 2)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert process_started(child) is not None
+            begun = time.monotonic()
+            with ckstore.open(folder) as store:
+                store.commit({"a": 2}, 2)
+                assert store.steps() == [1, 2]
+            assert time.monotonic() - begun < 5
+        finally:
+            process.kill()
+            os.kill(child, signal.SIGKILL)

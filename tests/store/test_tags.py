@@ -1,0 +1,216 @@
+"""Tags and the drops that race with them: a tagged checkpoint is never dropped, whoever is first."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from ckstore.format import layout
+from ckstore.format.records import IntentRecord, encode_record
+from ckstore.store import tags as tags_module
+from ckstore.store.lease import boot_identity
+from ckstore.store.tags import Tags
+
+ID = bytes(range(32))
+
+
+@pytest.fixture
+def tags(backend):
+    for folder in (*layout.TOP_FOLDERS, layout.tags_folder("main"), layout.claims_folder("main")):
+        backend.make_folder(folder)
+    return Tags(backend, "main", SYSTEM_CLOCK)
+
+
+def put(tags, name, seq=3, *, is_dropped=lambda seq: False):
+    tags.put(name, seq=seq, step=seq * 10, checkpoint_id=ID, is_dropped=is_dropped)
+
+
+def test_tag_is_read_back_and_durable(tags, backend):
+    put(tags, "good")
+    record = tags.get("good")
+    assert (record.seq, record.step, record.checkpoint_id) == (3, 30, ID.hex())
+    assert backend.syncs[layout.tags_folder("main")] == 1
+    assert any(name.startswith("tmp/") and name.endswith(".tag") for name in backend.syncs)
+    assert backend.list_names("tmp") == []
+
+
+def test_tag_that_exists_moves(tags):
+    put(tags, "good", 3)
+    put(tags, "other", 3)
+    put(tags, "good", 4)
+    assert tags.names_of(4) == ["good"]
+    assert tags.names_of(3) == ["other"]
+    assert {name: record.seq for name, record in tags.all().items()} == {"good": 4, "other": 3}
+
+
+def test_missing_tag_is_not_found(tags):
+    with pytest.raises(NotFoundError, match="no tag 'good'"):
+        tags.get("good")
+    with pytest.raises(NotFoundError):
+        tags.remove("good")
+
+
+def test_removed_tag_is_gone_durably(tags, backend):
+    put(tags, "good")
+    before = backend.syncs[layout.tags_folder("main")]
+    tags.remove("good")
+    assert tags.all() == {}
+    assert backend.syncs[layout.tags_folder("main")] == before + 1
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a..b", "latest", "7", "ä", "x" * 129])
+def test_names_with_path_tricks_are_refused(tags, name):
+    with pytest.raises(UsageError):
+        put(tags, name)
+    with pytest.raises(UsageError):
+        tags.get(name)
+
+
+def test_damaged_tag_says_so_and_can_be_set_again(tags, backend):
+    path = layout.tag_name("main", "good")
+    backend.create(path, b"not a record", sync=False)
+    with pytest.raises(CorruptError, match="tag 'good' is damaged"):
+        tags.get("good")
+    put(tags, "good")
+    assert tags.get("good").seq == 3
+
+
+def test_tag_on_a_dropped_checkpoint_is_undone(tags):
+    with pytest.raises(ConflictError, match="is being dropped"):
+        put(tags, "good", is_dropped=lambda seq: True)
+    assert tags.all() == {}
+
+
+def test_tag_is_as_it_was_when_its_move_is_refused(tags):
+    put(tags, "good", 1)
+    with pytest.raises(ConflictError):
+        put(tags, "good", 2, is_dropped=lambda seq: seq == 2)
+    assert tags.get("good").seq == 1
+
+
+def test_intent_refuses_new_tags_until_it_is_retracted(tags):
+    intent = tags.declare(3, "delete")
+    with pytest.raises(ConflictError):
+        put(tags, "good", 3)
+    put(tags, "other", 4)
+    tags.retract(intent)
+    put(tags, "good", 3)
+    assert tags.names_of(3) == ["good"]
+
+
+def test_intent_is_durable_before_tags_are_read(tags, backend):
+    before = backend.syncs[layout.claims_folder("main")]
+    path = tags.declare(3, "delete")
+    assert backend.syncs[path] == 1
+    assert backend.syncs[layout.claims_folder("main")] == before + 1
+
+
+def test_intent_of_a_dead_maker_refuses_nothing(tags, backend):
+    record = IntentRecord(
+        host="here",
+        boot_id=boot_identity(),
+        pid=os.getppid(),
+        process_started="1",
+        token="cd" * 16,
+        acquired_ns=1,
+        heartbeat_ns=1,
+        what="delete",
+    )
+    backend.create(layout.intent_name("main", 3, record.token), encode_record(record), sync=False)
+    assert tags.intents_on(3) == []
+    put(tags, "good", 3)
+
+
+def test_intent_of_another_host_refuses(tags, backend):
+    record = IntentRecord(
+        host="elsewhere",
+        boot_id="another",
+        pid=1,
+        process_started="1",
+        token="cd" * 16,
+        acquired_ns=1,
+        heartbeat_ns=1,
+        what="delete",
+    )
+    backend.create(layout.intent_name("main", 3, record.token), encode_record(record), sync=False)
+    with pytest.raises(ConflictError):
+        put(tags, "good", 3)
+
+
+def test_torn_intent_refuses_nothing(tags, backend):
+    backend.create(layout.intent_name("main", 3, "cd" * 16), b"", sync=False)
+    put(tags, "good", 3)
+    assert tags.get("good").seq == 3
+
+
+def test_delete_and_tag_at_once_never_lose_a_tagged_checkpoint(store):
+    for round_number in range(15):
+        seq = store.commit({"n": round_number}, round_number).seq
+        barrier = threading.Barrier(2)
+        outcome = {}
+
+        def tag(seq=seq, barrier=barrier, outcome=outcome):
+            barrier.wait()
+            try:
+                # Past the handle's lock, as another process would be.
+                parts = store._parts
+                header = parts.manifests.header(parts.manifests.listing().names[-1])
+                parts.tags.put(
+                    "kept",
+                    seq=seq,
+                    step=header.step,
+                    checkpoint_id=header.checkpoint_id,
+                    is_dropped=lambda s: all(n.seq != s for n in parts.manifests.listing().names),
+                )
+                outcome["tagged"] = True
+            except (ConflictError, FileNotFoundError, IndexError):
+                outcome["tagged"] = False
+
+        def delete(seq=seq, barrier=barrier, outcome=outcome):
+            barrier.wait()
+            try:
+                store.delete(f"seq:{seq}")
+                outcome["deleted"] = True
+            except ConflictError:
+                outcome["deleted"] = False
+
+        threads = [threading.Thread(target=tag), threading.Thread(target=delete)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not (outcome["tagged"] and outcome["deleted"]), outcome
+        in_place = any(entry.seq == seq for entry in store.log())
+        assert in_place is not outcome["deleted"]
+        if outcome["tagged"]:
+            assert store.tags() == {"kept": seq}
+            store.untag("kept")
+
+
+def test_tag_that_comes_between_intent_and_drop_stops_the_drop(store, monkeypatch):
+    seq = store.commit({"n": 1}, 1).seq
+    declared = tags_module.Tags.declare
+
+    def declare_and_be_tagged(self, number, purpose):
+        # The tag was written just before the intent became visible.
+        record = self.all()
+        assert record == {}
+        header = store.info(f"seq:{seq}")
+        self.put(
+            "kept",
+            seq=seq,
+            step=1,
+            checkpoint_id=bytes.fromhex(header.checkpoint_id),
+            is_dropped=lambda number: False,
+        )
+        return declared(self, number, purpose)
+
+    monkeypatch.setattr(tags_module.Tags, "declare", declare_and_be_tagged)
+    with pytest.raises(ConflictError, match="carries the tag 'kept'"):
+        store.delete(f"seq:{seq}")
+    assert store.steps() == [1]
+    assert store._parts.tags.intents_on(seq) == []

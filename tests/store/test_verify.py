@@ -1,0 +1,263 @@
+"""What each level of verify finds, what it reports, and that it changes nothing.
+
+Losing what docs/FORMAT.md calls disposable (leases, tmp, trash, packs that nobody names) is no damage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import NotFoundError, UsageError
+from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header, encode_frame_header
+from ckstore.format.pack import SUPERHEADER_NBYTES, TAIL_NBYTES, decode_tail
+from ckstore.format.wire import xxh3_64
+
+LEVELS = ["quick", "read", "decode"]
+
+
+@pytest.fixture
+def filled(store):
+    """Two checkpoints in two packs; the second one needs the first one's pack too."""
+    rng = np.random.default_rng(1)
+    shared = rng.standard_normal(90_000)
+    store.commit({"shared": shared, "own": rng.standard_normal(50)}, 1, tags=["good"])
+    store.commit({"shared": shared, "own": rng.standard_normal(50)}, 2)
+    return store
+
+
+@pytest.fixture
+def pack(filled, backend):
+    """The content of the first checkpoint's pack, to be damaged in place."""
+    manifest = filled._parts.manifests.load(filled._parts.manifests.listing().names[0])
+    return backend._files[f"packs/{manifest.packs[0].pack_id[:1].hex()}/{manifest.packs[0].pack_id.hex()}.pack"].content
+
+
+def contents_of(backend):
+    return {name: bytes(file.content) for name, file in backend._files.items()}
+
+
+def name_of(backend, content):
+    return next(name for name, file in backend._files.items() if file.content is content)
+
+
+def found_by(store, level):
+    return store.verify(level).damage
+
+
+def test_whole_store_is_clean_on_every_level(filled):
+    read = []
+    for level in LEVELS:
+        report = filled.verify(level)
+        assert report.is_clean, report.damage
+        assert (report.level, report.checkpoint_count, report.pack_count) == (level, 2, 2)
+        read.append(report.bytes_read)
+    assert read[0] < 50_000
+    assert read[1] == read[2] > 600_000
+    assert filled.verify("decode").frame_count == 3
+
+
+def test_empty_store_is_clean(store):
+    report = store.verify("decode")
+    assert report.is_clean
+    assert (report.checkpoint_count, report.pack_count, report.bytes_read) == (0, 0, 0)
+
+
+def test_verify_changes_nothing(filled, backend, pack):
+    pack[SUPERHEADER_NBYTES + 300] ^= 1
+    before = contents_of(backend)
+    for level in LEVELS:
+        filled.verify(level)
+    assert contents_of(backend) == before
+
+
+def test_unknown_level_is_refused(filled):
+    with pytest.raises(UsageError, match="quick, read, decode"):
+        filled.verify("thorough")
+    with pytest.raises(NotFoundError):
+        filled.verify("quick", ref=99)
+
+
+def test_flipped_payload_is_found_by_reading(filled, pack, backend):
+    pack[SUPERHEADER_NBYTES + FRAME_HEADER_NBYTES + 1000] ^= 4
+    assert found_by(filled, "quick") == []
+    for level in ("read", "decode"):
+        (damage,) = found_by(filled, level)
+        assert name_of(backend, pack) in damage.where
+        assert f"offset {SUPERHEADER_NBYTES}" in damage.where
+        assert damage.checkpoints == ("main/0 (step 1)", "main/1 (step 2)")
+
+
+def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, backend):
+    tail_at = len(pack) - TAIL_NBYTES
+    parts = filled._parts
+    tail = decode_tail(
+        bytes(pack[tail_at:]),
+        pack_nbytes=len(pack),
+        store_id=parts.store_id,
+        pack_id=bytes.fromhex(name_of(backend, pack)[-37:-5]),
+        limits=parts.limits,
+    )
+    # The last frame before the directory is the small one of step 1.
+    own = parts.manifests.load(parts.manifests.listing().names[0]).frames[-1]
+    assert own.offset < tail.directory_offset
+    pack[own.offset + FRAME_HEADER_NBYTES] ^= 255
+    (damage,) = found_by(filled, "read")
+    assert damage.checkpoints == ("main/0 (step 1)",)
+    assert filled.verify("decode", ref=2).is_clean
+    assert not filled.verify("decode", ref=1).is_clean
+
+
+def test_frame_with_right_checksums_and_wrong_content_is_found_by_decoding(filled, pack):
+    at = SUPERHEADER_NBYTES
+    header = decode_frame_header(bytes(pack[at : at + FRAME_HEADER_NBYTES]))
+    begin, end = at + FRAME_HEADER_NBYTES, at + FRAME_HEADER_NBYTES + header.stored_nbytes
+    pack[end - 1] ^= 1
+    forged = replace(header, payload_xxh3=xxh3_64(bytes(pack[begin:end])))
+    pack[at:begin] = encode_frame_header(forged)
+    assert found_by(filled, "quick") == []
+    assert found_by(filled, "read") == []
+    assert len(found_by(filled, "decode")) == 1
+    with pytest.raises(ckstore.CorruptError):
+        filled.restore(1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_missing_pack_is_found_at_once(filled, pack, backend, level):
+    name = name_of(backend, pack)
+    backend.unlink(name)
+    (damage,) = found_by(filled, level)
+    assert "missing" in damage.what
+    assert name in damage.where
+    assert damage.checkpoints == ("main/0 (step 1)", "main/1 (step 2)")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_000, -4096, -1])
+def test_truncated_pack_is_found_at_once(filled, pack, level, nbytes):
+    del pack[nbytes:]
+    assert found_by(filled, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_pack_that_grew_is_found_at_once(filled, pack, level):
+    pack.extend(bytes(4096))
+    assert found_by(filled, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_swapped_packs_are_found_at_once(filled, backend, level):
+    one, other = [name for name in backend._files if name.startswith("packs/")]
+    backend._files[one], backend._files[other] = backend._files[other], backend._files[one]
+    assert len(found_by(filled, level)) == 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_altered_manifest_is_found_and_the_rest_still_checked(filled, backend, pack, level):
+    name = filled._parts.manifests.listing().names[1].path
+    content = backend._files[name].content
+    content[len(content) // 2] ^= 1
+    (damage,) = found_by(filled, level)
+    assert name in damage.where
+    assert damage.checkpoints == ("main/1 (step 2)",)
+    assert filled.verify(level).checkpoint_count == 1
+
+
+def test_missing_claim_is_found(filled, backend):
+    backend.unlink("claims/main/00000001")
+    (damage,) = found_by(filled, "quick")
+    assert "claim" in damage.what
+
+
+def test_tag_that_points_nowhere_is_found(filled, backend):
+    for name in list(backend._files):
+        if name.startswith("manifests/main/00000000-"):
+            backend.unlink(name)
+    assert any("points to seq 0" in damage.what for damage in found_by(filled, "quick"))
+
+
+def test_damaged_tag_and_config_are_found(filled, backend):
+    backend._files["tags/main/good"].content[20] ^= 1
+    backend.create("config.json", b"{}", sync=True)
+    assert sorted(damage.where.rsplit(":", 1)[-1] for damage in found_by(filled, "quick")) == [
+        "config.json",
+        "tags/main/good",
+    ]
+
+
+def test_disposable_files_are_not_looked_at(filled, backend):
+    backend.create("tmp/" + "ab" * 16 + ".ckm", b"left by a crash", sync=False)
+    backend.create("packs/ab/" + "ab" * 16 + ".pack", b"torn, and named by nobody", sync=False)
+    backend._files["leases/main"].content[:] = b"torn"
+    backend.make_folder("trash/" + "ab" * 16 + "/packs")
+    backend.create("trash/" + "ab" * 16 + "/packs/" + "cd" * 16 + ".pack", b"x", sync=False)
+    assert filled.verify("decode").is_clean
+
+
+def test_packs_in_the_trash_still_count_as_there(filled, backend, pack):
+    folder = "trash/" + "ab" * 16 + "/packs"
+    backend.make_folder(folder)
+    name = name_of(backend, pack)
+    backend.rename_new(name, f"{folder}/{name.rsplit('/', 1)[1]}")
+    assert filled.verify("decode").is_clean
+    pack[SUPERHEADER_NBYTES + 300] ^= 1
+    assert not filled.verify("decode").is_clean
+
+
+def test_all_runs_are_verified_unless_one_is_named(filled, backend):
+    with ckstore.open(backend, run="other") as other:
+        other.commit({"x": np.arange(7.0)}, 1)
+        assert other.verify("decode").checkpoint_count == 3
+        assert other.verify("decode", ref=1).checkpoint_count == 1
+        name = other._parts.manifests.listing().names[0].path
+    backend._files[name].content[200] ^= 1
+    (damage,) = found_by(filled, "quick")
+    assert damage.checkpoints == ("other/0 (step 1)",)
+
+
+def test_dropped_checkpoint_needs_nothing(filled, backend, pack):
+    filled.untag("good")
+    filled.delete(1)
+    filled.delete(2)
+    backend.unlink(name_of(backend, pack))
+    assert filled.verify("decode").is_clean
+
+
+def test_failure_of_the_checker_itself_is_raised_and_not_waited_for(filled, monkeypatch):
+    from ckstore.store import verify as verify_module
+
+    def fail(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(verify_module, "check_entry", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        filled.verify("read")
+
+
+def test_progress_reaches_the_whole(filled):
+    seen = []
+    filled.verify("decode", on_progress=lambda done, total: seen.append((done, total)))
+    done, total = seen[-1]
+    assert done == total == max(total for _, total in seen)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_frame_moved_in_the_pack_is_found_against_the_manifest(filled, backend, pack):
+    # A pack rewritten with the same frames in another order has other offsets and another directory.
+    other = bytearray(pack)
+    other[SUPERHEADER_NBYTES : SUPERHEADER_NBYTES + 64] = bytes(64)
+    pack[:] = other
+    assert found_by(filled, "read")
+
+
+def test_padding_that_is_not_zero_is_found(filled, backend, pack):
+    parts = filled._parts
+    last = parts.manifests.load(parts.manifests.listing().names[0]).frames[-1]
+    end = last.offset + FRAME_HEADER_NBYTES + last.stored_nbytes
+    assert pack[end + 1] == 0
+    pack[end + 1] = 1
+    assert found_by(filled, "read")
+    assert filled.restore(1) is not None

@@ -1,0 +1,89 @@
+"""The error tree: who is whose kind, codes and exit codes that programs rely on, and the trip through pickle.
+
+Codes are append-only: a line in here changes never, lines are added.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ckstore import errors
+from ckstore.errors import BackendError, CkstoreError, LeafTypeError, MissingChunkError, NotFoundError
+
+TREE = {
+    "CkstoreError": ("Exception", "error", 1),
+    "NotFoundError": ("CkstoreError", "not-found", 10),
+    "ConflictError": ("CkstoreError", "conflict", 11),
+    "LockHeldError": ("ConflictError", "lock-held", 11),
+    "CorruptError": ("CkstoreError", "corrupt", 12),
+    "ChecksumError": ("CorruptError", "checksum", 12),
+    "MalformedError": ("CorruptError", "malformed", 12),
+    "MissingChunkError": ("CorruptError", "missing-chunk", 12),
+    "UnsupportedError": ("CkstoreError", "unsupported", 13),
+    "CapacityError": ("CkstoreError", "capacity", 14),
+    "BackendError": ("CkstoreError", "backend", 15),
+    "BoundError": ("CkstoreError", "bound", 16),
+    "SaverError": ("CkstoreError", "saver", 17),
+    "UsageError": ("CkstoreError", "usage", 2),
+    "LeafTypeError": ("UsageError", "leaf-type", 2),
+}
+KINDS = [getattr(errors, name) for name in TREE]
+
+
+def test_tree_codes_and_exit_codes_are_these():
+    found = {
+        name: (kind.__bases__[0].__name__, kind.code, kind.exit_code)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, CkstoreError)
+    }
+    assert found == TREE
+
+
+def test_only_wrong_calls_are_value_errors():
+    assert {kind.__name__ for kind in KINDS if issubclass(kind, ValueError)} == {"UsageError", "LeafTypeError"}
+    assert {kind.__name__ for kind in KINDS if issubclass(kind, LookupError)} == {"NotFoundError"}
+    assert not any(issubclass(kind, OSError) for kind in KINDS)
+
+
+def test_codes_are_unique():
+    assert len({kind.code for kind in KINDS}) == len(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_message_says_what_where_and_what_to_do(kind):
+    error = kind("it broke", where="/store/packs/ab", todo="mend it", offset=64)
+    assert str(error) == "it broke: /store/packs/ab. Mend it"
+    assert (error.what, error.where, error.todo, error.offset) == ("it broke", "/store/packs/ab", "mend it", 64)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_message_without_place_and_advice_is_the_clause_alone(kind):
+    assert str(kind("it broke")) == "it broke"
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_errors_survive_pickling_by_others(kind, protocol):
+    error = kind("it broke", where="/store", todo="mend it", pack_id="ab", offset=7, paths=(("a", 0),))
+    again = pickle.loads(pickle.dumps(error, protocol))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert (again.pack_id, again.offset, again.paths, again.todo) == ("ab", 7, (("a", 0),), "mend it")
+
+
+def test_unknown_fact_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'offset'"):
+        NotFoundError("it is gone").offset  # noqa: B018
+
+
+def test_transience_is_a_fact_of_the_medium():
+    assert BackendError("it failed").is_transient is False
+    error = pickle.loads(pickle.dumps(BackendError("it failed", is_transient=True)))
+    assert error.is_transient is True
+
+
+def test_leaf_type_error_carries_the_path():
+    assert LeafTypeError("no", path=("a", 0)).path == ("a", 0)
+    assert MissingChunkError("no", pack_id="ab").pack_id == "ab"

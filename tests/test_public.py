@@ -1,0 +1,183 @@
+"""The public face: exported names, and what importing, committing and listing load.
+
+``import ckstore`` must be instant, a state of arrays must not need torch, and nothing may load pickle's users.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckstore
+
+SRC = str(Path(ckstore.__file__).parent.parent)
+
+NAMES = [
+    "BackendError",
+    "BoundError",
+    "CapacityError",
+    "ChecksumError",
+    "CkstoreError",
+    "ConflictError",
+    "CorruptError",
+    "Info",
+    "LeafTypeError",
+    "LockHeldError",
+    "MalformedError",
+    "MissingChunkError",
+    "NotFoundError",
+    "Policy",
+    "Receipt",
+    "SaverError",
+    "Store",
+    "UnsupportedError",
+    "UsageError",
+    "open",
+    "register_converter",
+]
+"""Public names, fixed by the design; a name is added on purpose and never taken away."""
+
+VERBS = {
+    "commit": ["state", "step", "metrics", "tags", "policy"],
+    "restore": ["ref", "into", "only", "device"],
+    "latest": [],
+    "log": [],
+    "steps": [],
+    "info": ["ref"],
+    "tag": ["ref", "name"],
+    "untag": ["name"],
+    "rewind": ["ref"],
+    "delete": ["ref"],
+    "verify": ["level", "ref", "on_progress"],
+    "close": [],
+}
+
+BLOCK_TORCH = """
+import importlib.machinery, sys
+class Blocker(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] == "torch" else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Blocker
+"""
+
+
+def run_python(code, *arguments):
+    """Run code in a fresh interpreter and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {SRC!r})\n{code}", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_exported_names_are_exactly_these():
+    assert ckstore.__all__ == NAMES
+    assert sorted(ckstore.__all__, key=str) == ckstore.__all__
+    assert set(NAMES) <= set(dir(ckstore))
+
+
+def test_every_exported_name_resolves_and_is_documented():
+    for name in ckstore.__all__:
+        assert inspect.getdoc(getattr(ckstore, name)), name
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'snapshot'"):
+        ckstore.snapshot  # noqa: B018
+
+
+def test_verbs_take_exactly_these_arguments():
+    for verb, arguments in VERBS.items():
+        found = list(inspect.signature(getattr(ckstore.Store, verb)).parameters)
+        assert found == ["self", *arguments], verb
+
+
+def test_receipt_has_the_promised_facts():
+    promised = {
+        "step", "seq", "checkpoint_id", "bytes_state", "bytes_written", "chunks_new", "chunks_reused",
+        "chunks_delta", "chunks_derived", "seconds", "engine", "warnings",
+    }  # fmt: skip
+    assert promised <= set(inspect.signature(ckstore.Receipt).parameters)
+
+
+def test_import_loads_neither_numpy_nor_torch():
+    loaded = run_python("import ckstore; print(sorted({'numpy', 'torch', 'rich', 'typer', 'msgspec'} & {*sys.modules}))")
+    assert loaded == "[]"
+
+
+def test_listing_loads_neither_numpy_nor_torch(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit({"a": 1}, 5)
+    code = """
+import ckstore
+store = ckstore.open(sys.argv[1], create=False)
+print([info.step for info in store.log()], store.latest().step, store.steps())
+store.close()
+print(sorted({'numpy', 'torch'} & {*sys.modules}))
+"""
+    assert run_python(code, tmp_path / "store").splitlines() == ["[5] 5 [5]", "[]"]
+
+
+def test_arrays_are_committed_and_restored_without_torch_installed(tmp_path):
+    code = f"""
+{BLOCK_TORCH}
+import numpy, ckstore
+state = {{"w": numpy.arange(9.0)[::2], "scalar": numpy.float32(1.5), "text": "x", "tree": [(1, None)]}}
+with ckstore.open(sys.argv[1]) as store:
+    store.commit(state, 3)
+    back = store.restore()
+    print(back["w"].tobytes() == state["w"].tobytes(), type(back["scalar"]).__name__, back["tree"])
+    print(store.verify("decode").is_clean, "torch" in sys.modules)
+"""
+    assert run_python(code, tmp_path / "store").splitlines() == ["True float32 [(1, None)]", "True False"]
+
+
+def test_arrays_do_not_load_torch_where_it_is_installed(tmp_path):
+    code = """
+import numpy, ckstore
+with ckstore.open(sys.argv[1]) as store:
+    store.commit({"w": numpy.arange(9.0)}, 3)
+    store.restore()
+    print("torch" in sys.modules)
+"""
+    assert run_python(code, tmp_path / "store") == "False"
+
+
+def test_tensors_without_torch_installed_say_what_to_install(tmp_path):
+    torch = pytest.importorskip("torch")
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit({"w": torch.arange(4.0), "n": 7}, 3)
+    code = f"""
+{BLOCK_TORCH}
+import ckstore
+with ckstore.open(sys.argv[1]) as store:
+    try:
+        store.restore()
+    except ckstore.UnsupportedError as error:
+        print(error)
+    print(store.restore(only="n"), store.verify("decode").is_clean, store.steps())
+"""
+    message, rest = run_python(code, tmp_path / "store").splitlines()
+    assert "install torch" in message
+    assert rest == "{'n': 7} True [3]"
+
+
+def test_nothing_loads_pickle_on_its_own(tmp_path):
+    code = """
+import ckstore
+with ckstore.open(sys.argv[1]) as store:
+    store.commit({"a": 1, "b": b"x"}, 3)
+    store.restore()
+users = [name for name, module in sys.modules.items()
+         if name.split(".")[0] == "ckstore" and hasattr(module, "pickle")]
+print(users)
+"""
+    assert run_python(code, tmp_path / "store") == "[]"
