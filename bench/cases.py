@@ -267,17 +267,17 @@ def commit_unchanged(bench: Bench) -> Result:
     return result
 
 
-def _many_commits(bench: Bench, place: Path) -> list[float]:
-    """Make a store with many checkpoints of a small state of which one tensor changes; return seconds of each."""
+def _many_commits(bench: Bench, place: Path) -> list[tuple[float, float]]:
+    """Commit a small state, of which one tensor changes, many times; return seconds and processor seconds of each."""
     state = histories.gpt_state(1_000_000, donors=histories.synthetic_donors())
     changing = next(tensor for _, tensor in histories.tensors_of(state))
     seconds = []
     with open_store(place, "fast") as store:
         for step in range(bench.count):
             changing.add_(1e-3)
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             store.commit(state, step, metrics={"loss": 1.0 / (step + 1)})
-            seconds.append(time.perf_counter() - began)
+            seconds.append((time.perf_counter() - began, time.process_time() - used))
     return seconds
 
 
@@ -326,15 +326,19 @@ def history_growth(bench: Bench) -> Result:
     part = max(1, min(50, bench.count // 4))
     parts = {"first": seconds[1 : part + 1], "middle": _middle(seconds, part), "last": seconds[-part:]}
     for name, some in parts.items():
-        result.samples[f"ckstore, {name} {part} commits"] = [Sample(1e3 * value) for value in some]
+        samples = [Sample(1e3 * wall, {"cpu_seconds": used}) for wall, used in some]
+        result.samples[f"ckstore, {name} {part} commits"] = samples
     result.setting["bytes_in_store"] = machine.tree_nbytes(place)
-    growth = statistics.median(parts["last"]) / statistics.median(parts["first"])
-    result.notes.append(f"median of the last {part} commits / of the first {part}: {growth:.2f}")
+    for number, clock in enumerate(("wall", "processor")):
+        first, last = (statistics.median(times[number] for times in parts[name]) for name in ("first", "last"))
+        result.notes.append(
+            f"{clock} time, median of the last {part} commits / of the first {part}: {last / first:.2f}"
+        )
     machine.remove_tree(place)
     return result
 
 
-def _middle(values: list[float], part: int) -> list[float]:
+def _middle(values: list[tuple[float, float]], part: int) -> list[tuple[float, float]]:
     begin = (len(values) - part) // 2
     return values[begin : begin + part]
 
@@ -351,10 +355,12 @@ def stored_real(bench: Bench) -> Result:
     else:
         result.unusable["ckstore"] = bench.has_ckstore
     for step, state in histories.training_history(bench.cache, commits=bench.rounds, every=1):
-        nbytes = histories.nbytes_of(state)
+        # Tied tensors are one storage, and count once, for everybody.
+        unique = {tensor.data_ptr(): tensor for _, tensor in histories.tensors_of(state)}.values()
+        nbytes = sum(tensor.nbytes for tensor in unique)
         coder = zstandard.ZstdCompressor(level=3, threads=len(os.sched_getaffinity(0)))
         began = time.perf_counter()
-        flat = [tensor.detach().contiguous().reshape(-1) for _, tensor in histories.tensors_of(state)]
+        flat = [tensor.detach().contiguous().reshape(-1) for tensor in unique]
         coded = sum(len(coder.compress(tensor.view(torch.uint8).numpy().data)) for tensor in flat)
         sample = Sample(coded / nbytes, {"seconds": time.perf_counter() - began})
         result.samples.setdefault("zstd -3", []).append(sample)

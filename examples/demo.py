@@ -159,6 +159,8 @@ def prove(statement: str, is_true: bool, detail: str = "") -> None:
 
 def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *, steps: int) -> None:
     """Hold the resumed run against what was acknowledged, and against the run that was left in peace."""
+    if not resumed.said("restored"):
+        raise DemoError("the new process found no checkpoint, although one had been acknowledged")
     restored = resumed.said("restored")[0]
     begun = {told["step"]: told["digest"] for process in killed for told in process.said("commit begins")}
     acknowledged = max(told["step"] for process in killed for told in process.said("committed"))
@@ -198,8 +200,8 @@ def show_commits(commits: list[Event]) -> None:
             f"{commit['bytes_written'] / 1e6:.2f}",
             str(commit["chunks_new"]),
             str(commit["chunks_reused"]),
-            *(f"{1e3 * commit['seconds'].get(stage, 0.0):.1f}" for stage in seconds),
-            f"{1e3 * commit['wall_seconds']:.1f}",
+            *(f"{1e3 * commit['seconds'].get(stage, 0.0):.0f}" for stage in seconds),
+            f"{1e3 * commit['wall_seconds']:.0f}",
         )
     console.print(table)
     engine = commits[-1]["engine"]
@@ -213,23 +215,26 @@ def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
     console.print(f"a small GPT learns the standard library's sources: {steps} steps, a commit every {every}")
     reference = Process.start("reference", *arguments)
     killed: list[Process] = []
+    started = [reference]
     died: str | None = None
     try:
         while died is None:
             if len(killed) == 5:
                 raise DemoError("five commits in a row were over before the kill arrived")
             killed.append(Process.start("trainer", "--store", str(store), *arguments))
+            started.append(killed[-1])
             commits_at_most = max(1, (steps // every) // 2 - len(killed))
             died = kill_in_commit(killed[-1], store, after_commits=commits_at_most if len(killed) == 1 else 1)
         console.print(f"SIGKILL in the commit of {died}", soft_wrap=True)
         console.print("a new process restores the newest checkpoint and trains on")
         resumed = Process.start("resumed", "--store", str(store), *arguments)
+        started.append(resumed)
         for process in (resumed, reference):
             if process.wait():
                 raise DemoError(f"the {process.name} process failed with exit status {process.popen.returncode}")
         prove_resumed(reference, killed, resumed, steps=steps)
     finally:
-        for process in (reference, *killed):
+        for process in started:
             if process.popen.poll() is None:
                 process.kill()
     commits = [told for process in (*killed, resumed) for told in process.said("committed")]
@@ -252,15 +257,15 @@ def main(arguments: list[str] | None = None) -> int:
         model = ["--layers", str(given.layers), "--width", str(given.width)]
         run(given.store, steps=given.steps, every=given.every, model=model)
     except DemoError as error:
-        console.print(f"[red]the demo failed:[/] {error}", markup=True)
+        console.print(f"the demo failed: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     console.print(f"\nall proved, in {time.perf_counter() - began:.0f} s. Next, try:", style="bold")
     place = given.store
     for command, what in (
         (f"ckstore ls {place}", "the history of the run"),
-        (f"ckstore show {place} latest", "one checkpoint: its tensors and where they lie"),
+        (f"ckstore show {place} latest --run {RUN}", "one checkpoint: its tensors and where they lie"),
         (f"ckstore verify {place} --level decode", "read and decode every byte"),
-        (f"ckstore restore {place} latest --only 'model.*' --to model.safetensors", "get a part out"),
+        (f"ckstore restore {place} latest --run {RUN} --only 'model.*' -o model.pt", "get a part out"),
     ):
         console.print(f"  {command}", style="cyan", markup=False, soft_wrap=True)
         console.print(f"      {what}", style="dim", markup=False)

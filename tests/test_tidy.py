@@ -16,6 +16,7 @@ SRC = ROOT / "src" / "ckstore"
 FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 400, 120
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
+GROUND.add("workers")  # Threads and nothing else: it imports the standard library only.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline"}
 ALLOWED = {

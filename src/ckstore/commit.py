@@ -22,6 +22,7 @@ from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
 from ckstore.store.known import KnownFrame
 from ckstore.store.parts import Parts
+from ckstore.workers import run_aside
 
 _log = logging.getLogger("ckstore")
 
@@ -93,7 +94,7 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, request: Request, watc
             with watch("write"):
                 writer.run()
             with watch("flush"):
-                return writer.flush()
+                return run_aside(writer.flush, on_interrupt=lambda error: None)
         except (BackendError, CapacityError) as error:
             # The pack is never synced again: the kernel may have dropped its bytes and say nothing the
             # second time. Everything is still in memory, so it is written anew, once.

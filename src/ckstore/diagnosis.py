@@ -16,7 +16,7 @@ from typing import Literal
 
 from ckstore import __version__, kernels
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.errors import CkstoreError, CorruptError, NotFoundError
+from ckstore.errors import CkstoreError, NotFoundError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
 from ckstore.io.address import backend_for
@@ -50,7 +50,8 @@ def diagnose_machine() -> list[Finding]:
     slow = sorted(name for name, kind in kernels.IMPLEMENTATION.items() if kind != "native")
     loops = Finding("loops", "native")
     if slow:
-        loops = Finding("loops", f"numpy for {', '.join(slow)}: correct, but slow; reinstall with a compiler", "warning")
+        found = f"numpy for {', '.join(slow)}: correct, but slow; reinstall with a compiler"
+        loops = Finding("loops", found, "warning")
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +135,7 @@ def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
     topic = f"run {parts.run}"
     try:
         listing = parts.manifests.listing()
-        yield Finding(topic, f"{len(listing.names)} checkpoints")
+        yield Finding(topic, f"checkpoints: {len(listing.names)}")
         holder = parts.lease.holder()
     except CkstoreError as error:
         yield Finding(topic, str(error), "warning")
@@ -142,13 +143,13 @@ def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
     if holder is not None:
         yield _lease(topic, holder, clock)
     if listing.dropped:
-        yield Finding(topic, f"{len(listing.dropped)} drop marks, of deleted checkpoints")
+        yield Finding(topic, f"drop marks, of deleted checkpoints: {len(listing.dropped)}")
     still_there = len({name.seq for name in listing.lower} & listing.dropped)
     if still_there:
-        yield Finding(topic, f"{still_there} dropped checkpoints are still in place; delete them again", "note")
+        yield Finding(topic, f"dropped, but still in place: {still_there}; delete them again", "note")
     intents = _intents(parts)
     if intents:
-        yield Finding(topic, f"{intents} intents to drop; after a crash they are harmless", "note")
+        yield Finding(topic, f"intents to drop: {intents}; those of a crashed process are harmless", "note")
 
 
 def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
@@ -175,11 +176,12 @@ def _leftovers(backend: Backend, store_id: str, clock: Clock) -> Iterator[Findin
         kinds[name.rpartition(".")[2] if layout.parse_draft_file(name) else "foreign"] += 1
     if kinds:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        yield Finding("tmp", f"{kinds.total()} files ({listed}): work in progress, or left by a crash; harmless", "note")
+        found = f"{listed}: work in progress, or left by a crash; harmless"
+        yield Finding("tmp", found, "note")
     else:
         yield Finding("tmp", "empty")
     trash = len(backend.list_names(layout.TRASH_FOLDER))
-    yield Finding("trash", f"{trash} folders" if trash else "empty", _note(trash > 0))
+    yield Finding("trash", f"folders: {trash}" if trash else "empty", _note(trash > 0))
     if backend.list_names(layout.QUARANTINE_FOLDER):
         yield Finding("quarantine", "holds damaged files", "warning")
     if backend.stat(layout.GC_LOCK_FILE) is not None:

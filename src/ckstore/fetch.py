@@ -23,6 +23,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.pipeline import ChunkWorker
 from ckstore.plan import FrameGroup
 from ckstore.store.parts import Parts
+from ckstore.workers import run_aside
 
 _log = logging.getLogger("ckstore")
 
@@ -149,6 +150,10 @@ def split(group: FrameGroup, view: memoryview) -> Iterator[tuple[int, memoryview
 class _Failure:
     error: BaseException | None = None
 
+    def note(self, error: BaseException) -> None:
+        """Keep the first one."""
+        self.error = self.error or error
+
 
 def decode_all(
     parts: Parts,
@@ -164,11 +169,25 @@ def decode_all(
     """
     if not groups:
         return
+    failure = _Failure()
+    run_aside(
+        lambda: _decode_all(parts, groups, packs, decode, thread_count, failure), on_interrupt=failure.note
+    )
+
+
+def _decode_all(
+    parts: Parts,
+    groups: Sequence[FrameGroup],
+    packs: Sequence[PackRef],
+    decode: Decode,
+    thread_count: int,
+    failure: _Failure,
+) -> None:
     limits = parts.limits
     with (
         open_packs(parts, packs, (group.pack for group in groups)) as files,
         BufferPool(read_buffer_nbytes(limits), min(READ_BUFFERS, len(groups) + 1)) as pool,
-        _Decoders(groups, decode, thread_count, limits.chunk_nbytes_max) as decoders,
+        _Decoders(groups, decode, thread_count, limits.chunk_nbytes_max, failure) as decoders,
     ):
         results = fetch(parts.backend, groups, files, pool)
         try:
@@ -181,12 +200,19 @@ def decode_all(
 class _Decoders:
     """Threads that decode; leaving the context waits for them and raises their first failure."""
 
-    def __init__(self, groups: Sequence[FrameGroup], decode: Decode, thread_count: int, chunk_nbytes_max: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[FrameGroup],
+        decode: Decode,
+        thread_count: int,
+        chunk_nbytes_max: int,
+        failure: _Failure,
+    ) -> None:
         self._groups = groups
         self._decode = decode
         self._chunk_nbytes_max = chunk_nbytes_max
         self._inbox: queue.SimpleQueue[ReadResult | None] = queue.SimpleQueue()
-        self._failure = _Failure()
+        self._failure = failure
         self._threads = [
             threading.Thread(target=self._work, name=f"ckstore-decode-{index}", daemon=True)
             for index in range(min(thread_count, len(groups)))
@@ -198,8 +224,8 @@ class _Decoders:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._failure.error is None:
-            self._failure.error = error
+        if error is not None:
+            self._failure.note(error)
         for _ in self._threads:
             self._inbox.put(None)
         for thread in self._threads:
@@ -222,6 +248,6 @@ class _Decoders:
                 if self._failure.error is None:
                     self._decode(self._groups[result.tag], result.view, worker)
             except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-                self._failure.error = self._failure.error or error
+                self._failure.note(error)
             finally:
                 result.release()

@@ -1,4 +1,4 @@
-"""Run one step on many chunks in parallel, with turns in the order of the plan.
+"""Run one step on many chunks in parallel, with turns in the order of the plan; let Ctrl-C interrupt none halfway.
 
 The threads take chunks in ascending order, so the lowest chunk not yet done is always being worked on
 and a thread that waits for its turn never waits for one that has not begun.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 Step = Callable[[int, int], None]
 """Called with the index of the chunk and the index of the thread."""
@@ -103,3 +106,37 @@ def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_
                 thread.join()
     if failures:
         raise failures[0]
+
+
+def run_aside(step: Callable[[], Result], *, on_interrupt: Callable[[BaseException], None]) -> Result:
+    """Run ``step`` on a thread of its own, so that Ctrl-C is raised in a caller who waits and never halfway through it.
+
+    Args:
+        step: What to run; whatever it raises is raised here.
+        on_interrupt: Called with what interrupted the caller, to make the step end soon; it is waited for.
+    """
+    results: list[Result] = []
+    failures: list[BaseException] = []
+    ended = threading.Semaphore(0)
+
+    def work() -> None:
+        try:
+            results.append(step())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.release()
+
+    thread = threading.Thread(target=work, name="ckstore-aside", daemon=True)
+    try:
+        thread.start()
+        ended.acquire()
+    except BaseException as error:
+        on_interrupt(error)
+        raise
+    finally:
+        if thread.ident is not None:
+            thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]

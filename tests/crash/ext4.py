@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 SHUTDOWN = 0x8004587D
@@ -50,7 +51,11 @@ class Ext4:
         _run("mount", "-t", "ext4", self._device, str(self.folder))
 
     def _unmount(self) -> None:
-        _run("umount", str(self.folder))
+        # A ring keeps the files of a killed process open for a moment.
+        deadline = time.monotonic() + 10
+        while subprocess.run(["umount", str(self.folder)], capture_output=True, check=False).returncode:
+            assert time.monotonic() < deadline, f"{self.folder} stays busy"
+            time.sleep(0.01)
 
 
 def _run(*command: str) -> str:

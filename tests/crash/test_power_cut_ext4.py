@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -44,6 +45,8 @@ class Cutter:
         self._new_store()
 
     def _new_store(self):
+        if self.cuts:
+            shutil.rmtree(self.place)
         self.place = self.disk.folder / f"store{self.cuts}"
         self.acks = scenarios.prepare(self.place, count=1)
         if self.cuts:
@@ -104,7 +107,7 @@ def cycles(cutter, server, tmp_path, *, count):
     print(f"seed {SEED}: {cutter.cuts} cuts, {cutter.random_acks} acknowledged beside them, {len(cutter.lost)} lost")
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, count):
     cutter = Cutter(disk)
     with contextlib.closing(ChildServer()) as server:

@@ -68,7 +68,7 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario):
 @pytest.mark.parametrize("scenario", ["commit", "recommit", "maintain"])
 def test_acknowledged_checkpoints_survive_cuts_at_every_point(scenario):
     disk, acks = recorded(scenario)
-    counters, found = losses(disk, acks, samples=120, commit_every=8)
+    counters, found = losses(disk, acks, samples=250, commit_every=8)
     print(f"{scenario}: seed {SEED}, {len(disk.log)} steps, {dict(counters)}")
     assert found == []
 

@@ -115,6 +115,16 @@ def test_folder_whose_parent_was_not_synced_takes_its_files_along():
     assert contents(last_states(disk), "f/g/a") == {b"x"}
 
 
+def test_empty_folder_that_is_durable_can_be_used_after_the_cut():
+    disk = SimFS()
+    disk.make_folder("f/g")
+    disk.sync_folder("")
+    disk.sync_folder("f")
+    for state in last_states(disk):
+        assert state.make_folder("f/g") is False
+        state.create("f/g/a", b"", sync=True)
+
+
 def test_failed_sync_is_not_made_good_by_the_next_one():
     disk = disk_with("f")
     disk.create("f/a", b"x" * 10, sync=False)

@@ -99,6 +99,7 @@ def forge(header, at, content):
 
 
 FORGED = {
+    "magic": forge(CODED, 0, b"X"),
     "element width": forge(CODED, 12, b"\3"),
     "step count": forge(CODED, 13, b"\5"),
     "reserved": forge(CODED, 14, b"\1"),

@@ -277,7 +277,7 @@ WRONG_PARTS = {
     "a chunk that no storage needs": {"chunks": (*SAMPLE.chunks, ChunkSpec(sample_chunk_id(1), 256, 4, True))},
     "a chunk that no frame holds": {"chunks": (CHUNK, ChunkSpec(sample_chunk_id(8), 256, 4, True))},
     "chunk id zero": {"chunks": (CHUNK, replace(CHUNK, chunk_id=NO_BASE))},
-    "a pack twice": {"packs": (PACK, replace(PACK, tier="cold"))},
+    "a pack twice": {"packs": (PACK, replace(COLD, pack_id=PACK.pack_id))},
     "a pack that no frame needs": {"packs": (PACK, COLD, PackRef(bytes(16), 16_384, bytes(32)))},
     "a pack of odd size": {"packs": (replace(PACK, nbytes=16_383), COLD)},
     "a pack too small": {"packs": (replace(PACK, nbytes=8192), COLD)},
@@ -321,6 +321,55 @@ def test_parts_that_contradict_each_other_are_refused(changes):
 def test_what_a_reader_refuses_is_not_written(changes):
     with pytest.raises(MalformedError):
         encode_manifest(replace(SAMPLE, **changes))
+
+
+def test_refusals_say_what_is_wrong():
+    """Several checks catch some of these; the first must name the cause."""
+    causes = {
+        "a base that is not listed": "does not stand before",
+        "a cycle": "does not stand before",
+        "a chunk that no frame holds": "does not locate",
+        "a chunk twice": "lists a chunk twice",
+        "a pack twice": "names a pack twice",
+    }
+    for name, cause in causes.items():
+        with pytest.raises(MalformedError, match=cause):
+            encode_manifest(_consistent(replace(SAMPLE, **WRONG_PARTS[name])))
+    with pytest.raises(MalformedError, match="torn or has trailing bytes"):
+        decode_manifest(ENCODED + b"\0")
+
+
+def _consistent(manifest: Manifest) -> Manifest:
+    """Give a manifest the header that belongs to its parts."""
+    record = encode_inner({name: getattr(manifest.header, name) for name in LogicalRecord.__struct_fields__})
+    header = replace(
+        manifest.header,
+        checkpoint_id=digest_of(encode_logical(record, manifest.logical)),
+        chunk_count=len(manifest.chunks),
+        depth_max=max(frame.depth for frame in manifest.frames),
+    )
+    return replace(manifest, header=header)
+
+
+def test_other_magics_are_refused_behind_right_checksums():
+    first = sealed(b"CKMANI\0\2" + ENCODED[8 : PREAMBLE_NBYTES - 8], PREAMBLE_NBYTES)
+    with pytest.raises(MalformedError, match="no manifest starts here"):
+        decode_header(first + ENCODED[PREAMBLE_NBYTES:])
+    body = ENCODED[:-TRAILER_NBYTES] + b"CKMEND\0\2" + ENCODED[8 - TRAILER_NBYTES : -32]
+    with pytest.raises(MalformedError, match="trailer"):
+        decode_manifest(body + digest_of(body))
+
+
+@pytest.mark.parametrize(("count", "cause"), [(3, "more pieces"), (1, "left over")])
+def test_pieces_belong_to_exactly_one_storage(count, cause):
+    logical = bytearray(encode_logical(encode_inner({}), SAMPLE.logical))
+    storages = len(logical) - 2 * 40 - 3 * 12 - 3 * 16
+    assert logical[storages + 8 : storages + 12] == b"\2\0\0\0"
+    logical[storages + 8] = count
+    # The last storage gives up its piece, or not.
+    logical[storages + 2 * 16 + 8] = 1
+    with pytest.raises(MalformedError, match=cause):
+        decode_manifest(forged(logical=bytes(logical)))
 
 
 def test_limits_are_those_of_the_store():

@@ -117,6 +117,13 @@ def test_newer_packs_are_unsupported(at, content):
         decode_tail(resealed(PACK[-TAIL_NBYTES:], at, content))
 
 
+def test_other_magics_are_refused_behind_a_right_seal():
+    with pytest.raises(MalformedError, match="no pack starts here"):
+        decode_superheader(resealed(PACK[:SUPERHEADER_NBYTES], 0, b"X"))
+    with pytest.raises(MalformedError, match="does not end with a tail"):
+        decode_tail(resealed(PACK[-TAIL_NBYTES:], 0, b"X"))
+
+
 def test_optional_flags_are_kept_and_ignored():
     assert decode_superheader(resealed(PACK[:SUPERHEADER_NBYTES], 24, b"\4")).optional_flags == 4
     assert decode_tail(resealed(PACK[-TAIL_NBYTES:], 24, b"\4")).optional_flags == 4

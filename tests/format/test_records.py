@@ -78,6 +78,8 @@ def test_forgery_with_a_right_checksum_is_still_typed():
 def test_a_record_of_another_kind_is_refused():
     with pytest.raises(MalformedError):
         decode_record(encode_record(TAG), StoreRecord)
+    with pytest.raises(MalformedError, match="kind 'lease'"):
+        decode_record(forged("tag").replace(b'"tag"', b'"lease"'), TagRecord)
 
 
 def test_trailing_bytes_and_long_files_are_refused():

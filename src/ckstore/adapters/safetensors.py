@@ -193,7 +193,7 @@ def _numpy_item(leaf: Any) -> _Item | str:
 
     def content() -> memoryview:
         flat = np.ascontiguousarray(leaf, dtype=leaf.dtype.newbyteorder("<")).reshape(-1)
-        return memoryview(flat.view(np.uint8))
+        return flat.view(np.uint8).data
 
     address = leaf.__array_interface__["data"][0]
     identity = ("numpy", address, leaf.dtype.str, leaf.shape, leaf.strides)

@@ -40,13 +40,13 @@ class Timing(NamedTuple):
 
 def run(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A folder on the disk to measure; it must exist.")],
-    mib: Annotated[int, typer.Option("--size", min=16, max=65536, metavar="MIB", help="Size of the state, in MiB.")] = 256,
+    mib: Annotated[int, typer.Option("--size", min=16, max=65536, metavar="MIB", help="MiB of state.")] = 256,
     as_json: AsJson = False,
 ) -> None:
-    """Measure commits and restores of a made-up state on PATH's disk, against a plain write of the same bytes.
+    """Measure commits and restores on PATH's disk.
 
-    The state is random bfloat16-like weights and float32 optimizer moments, which is about what training has. Everything
-    is written to a temporary folder in PATH and removed at the end; it needs about four times the size.
+    They are compared with a plain write of as many bytes. The state is random bfloat16-like weights and float32 optimizer moments, which is about what training
+    has. Everything is written to a temporary folder in PATH and removed at the end; it needs about four times the size.
     """
     folder = Path(path.removeprefix("file://"))
     if not folder.is_dir():
@@ -88,7 +88,7 @@ def _measure(folder: Path, nbytes: int) -> list[Timing]:
     import ckstore
 
     state, change = _made_up(nbytes)
-    timings = []
+    timings: list[Timing] = []
     with ckstore.open(folder) as store:
         for what in ("commit, first", "commit, a tenth changed", "commit, all changed"):
             if what != "commit, first":

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, metrics_of, opened
+from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
 from ckstore.cli.output import NOTHING, Column
+from ckstore.cli.shown import metrics_of
 from ckstore.errors import ConflictError, UsageError
 from ckstore.info import Info
 
@@ -37,9 +38,9 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Delete checkpoints. What would go is shown first, and you are asked.
+    """Delete checkpoints, after asking.
 
-    Tagged checkpoints are refused. Nothing is deleted unless every REF is found and free of tags. The disk
+    What would go is shown first. Tagged checkpoints are refused. Nothing is deleted unless every REF is found and free of tags. The disk
     space is freed later, when the store is collected (gc).
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:

@@ -25,9 +25,9 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Say what this machine and a store are like. Put the output into a report of a problem.
+    """Say what this machine and a store are like.
 
-    Without --measure nothing is written. "warning" means: worth doing something about.
+    Put the output into a report of a problem. Without --measure nothing is written. "warning" means: worth doing something about.
     """
     from ckstore.diagnosis import Finding, diagnose_machine, diagnose_store
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath, name_of, opened
+from ckstore.cli.options import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.shown import name_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
@@ -23,7 +24,7 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Export the tensors of a checkpoint to FILE.safetensors.
+    """Export tensors to a .safetensors file.
 
     Names are dotted paths, such as model.layers.0.weight. Plain values do not fit into the format and are listed as
     left out. A tensor that stands at two paths is written once, and the file says where. The tensors must fit into
@@ -57,7 +58,7 @@ def run(
         return
     output.say(
         f"Exported {exported.tensor_count} tensors of {name_of(info)} of run {run} to {output_file}: "
-        f"{output.size(exported.nbytes)} in {output.duration(seconds)} ({output.rate(exported.nbytes, seconds)})."
+        f"{output.size(exported.nbytes)} in {output.duration(seconds)}."
     )
     _print_rest(exported)
 

@@ -8,9 +8,9 @@ from ckstore.errors import NotFoundError
 
 
 def run(path: StorePath, as_json: AsJson = False, allow_shared_folder: Shared = False) -> None:
-    """Make a store in a new or empty folder; a store that is there already stays as it is.
+    """Make a store in a new or empty folder.
 
-    You rarely need this: ckstore.open makes the store on first use.
+    A store that is there already stays as it is. You rarely need this: ckstore.open makes the store on first use.
     """
     import ckstore
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from ckstore.cli import output
-from ckstore.info import Info
 
 if TYPE_CHECKING:
     from ckstore.api import Store
@@ -25,9 +22,7 @@ Ref = Annotated[
 ]
 Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Which run of the store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
-Shared = Annotated[
-    bool, typer.Option("--allow-shared-folder", help="Accept a folder that other users may write to.")
-]
+Shared = Annotated[bool, typer.Option("--allow-shared-folder", help="Accept a folder that other users may write to.")]
 OutFile = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; it appears whole or not at all.")
 ]
@@ -47,20 +42,3 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
 
     with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
         yield store
-
-
-def json_of(info: Info) -> dict[str, Any]:
-    """Return a checkpoint for programs: every field of Info, and the time in words."""
-    facts = {name: getattr(info, name) for name in Info.__slots__}
-    facts["time"] = output.iso_time(info.time_ns)
-    return facts
-
-
-def name_of(info: Info) -> str:
-    """Return a checkpoint for people: ``step 300 (seq 2)``."""
-    return f"step {info.step} (seq {info.seq})"
-
-
-def metrics_of(info: Info) -> str:
-    """Return all metrics in one cell."""
-    return " ".join(f"{name}={output.number(value)}" for name, value in sorted(info.metrics.items()))

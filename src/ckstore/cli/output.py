@@ -53,7 +53,8 @@ def is_terminal() -> bool:
 
 def one_line(text: object) -> str:
     """Return the text without anything that could steer a terminal or break a line."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
+    line = str(text)
+    return line if line.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def say(text: str) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, Only, OutFile, Run, Shared, StorePath, name_of, opened
+from ckstore.cli.options import AsJson, Force, Only, OutFile, Run, Shared, StorePath, opened
+from ckstore.cli.shown import name_of
 from ckstore.clock import SYSTEM_CLOCK
 
 
@@ -27,7 +28,7 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Restore a checkpoint into a file: FILE.pt for torch.load, FILE.npz for numpy.load.
+    """Restore a checkpoint into a .pt or .npz file.
 
     \b
     .pt, .pth  the whole state; torch.load(FILE, weights_only=True) reads it
@@ -35,7 +36,7 @@ def run(
 
     The state must fit into memory. Every chunk is checked on the way; damage is an error, and no file appears.
     Python code does not need this: store.restore() returns the state itself.
-    """
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
     from ckstore.adapters.files import check_suffix, write_state
     from ckstore.outfile import check_target
 
@@ -56,8 +57,7 @@ def run(
         output.print_json({**facts, "file": str(output_file), "nbytes": nbytes, "seconds": seconds, "notes": notes})
         return
     output.say(
-        f"Restored {name_of(info)} of run {run} to {output_file}: {output.size(nbytes)} in "
-        f"{output.duration(seconds)} ({output.rate(nbytes, seconds)})."
+        f"Restored {name_of(info)} of run {run} to {output_file}: {output.size(nbytes)} in {output.duration(seconds)}."
     )
     for leaf, note in notes.items():
         output.say(f"  {leaf}: {note}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, json_of, name_of, opened
+from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.shown import json_of, name_of
 
 
 def run(
@@ -13,9 +14,9 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Make an older checkpoint the newest, so that training resumes from it.
+    """Make an older checkpoint the newest again.
 
-    It is published again under a new seq; nothing is copied and nothing is lost: the newer ones stay in the
+    Training then resumes from it. It is published again under a new seq; nothing is copied and nothing is lost: the newer ones stay in the
     history. Refused while a live trainer writes this run.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
@@ -24,4 +25,4 @@ def run(
     if as_json:
         output.print_json(json_of(info))
     else:
-        output.say(f"{name_of(before)} of run {run} is the newest again, as seq {info.seq}.")
+        output.say(f"Rewound run {run}: {name_of(before)} is the newest again, as seq {info.seq}.")

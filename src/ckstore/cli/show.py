@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, json_of, metrics_of, opened
+from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
 from ckstore.cli.output import NOTHING, Column
+from ckstore.cli.shown import json_of, metrics_of
 from ckstore.contents import Contents, TensorRow
 from ckstore.info import Info
 
@@ -53,12 +54,12 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:  # fmt: skip
-    """Show one checkpoint: its facts, groups, tensors and packs. No tensor is read.
+    """Show what one checkpoint holds; no tensor is read.
 
     \b
     stored  bytes on disk; "-" where a tensor shares a stored chunk with others
     used    how much of a pack this checkpoint needs
-    """
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         contents = store.contents(ref)
     if as_json:
@@ -89,9 +90,9 @@ def _facts(info: Info) -> list[tuple[str, str]]:
         ("tags", ", ".join(info.tags) or NOTHING),
         ("metrics", metrics_of(info) or NOTHING),
         ("fidelity", info.fidelity),
-        ("state", f"{output.size(info.bytes_state)} in {info.tensor_count} tensors, {info.chunk_count} chunks"),
+        ("state", f"{output.size(info.bytes_state)}; tensors: {info.tensor_count}, chunks: {info.chunk_count}"),
         ("stored", f"{output.size(info.bytes_stored)} ({output.ratio(info.bytes_state, info.bytes_stored)} smaller)"),
-        ("written", f"{output.size(info.bytes_written)}: {info.chunks_new} chunks new, {info.chunks_reused} reused"),
+        ("written", f"{output.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
         ("depth", str(info.depth_max)),
     ]
     if info.origin_id is not None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, json_of, name_of, opened
+from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.shown import json_of, name_of
 
 
 def run(

@@ -152,7 +152,14 @@ class Packer:
         pack_id = self._new_id()
         name = layout.pack_name(pack_id)
         remaining = max(0, self._nbytes_expected - self._nbytes_placed)
-        sink = self._backend.create_pack(name, nbytes_expected=min(remaining, self._pack_nbytes_target))
+        nbytes_expected = min(remaining, self._pack_nbytes_target)
+        try:
+            sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
+        except FileNotFoundError:
+            # Init makes all pack folders; a copy of the store may have left out the empty ones.
+            self._backend.make_folder(layout.pack_folder(pack_id))
+            self._backend.sync_folder(layout.PACKS_FOLDER)
+            sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
         pack = OpenPack(pack_id, name, StreamWriter(sink, self._pool, copy=self._copy))
         self._packs.append(pack)
         self._append(pack, encode_superheader(store_id=self._store_id, pack_id=pack_id))

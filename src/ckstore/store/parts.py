@@ -160,6 +160,10 @@ class Parts:
         """Once per handle, before the first commit: make folders, and learn which chunks there are."""
         if self._seq_highest is not None:
             return
+        for folder in layout.TOP_FOLDERS:
+            # Init has made them; a copy of the store may have left out the empty ones.
+            if self.backend.make_folder(folder):
+                self.backend.sync_folder("")
         self.manifests.make_folders()
         listing = self.manifests.listing()
         seqs = [name.seq for name in (*listing.names, *listing.lower)]

@@ -41,6 +41,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.store.manifests import Manifests
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
+from ckstore.workers import run_aside
 
 LEVELS = ("quick", "read", "decode")
 CONFIG_NBYTES_MAX = 1 << 20
@@ -120,11 +121,17 @@ def verify(
     for run, name in names:
         _check_manifest(parts.manifests_of(run), name, uses, report)
     total = sum(pack_uses[0].ref.nbytes for pack_uses in uses.values())
-    for pack_id in sorted(uses):
-        audit = _PackAudit(parts, pack_id, uses[pack_id], report, make_check, thread_count, is_partial=is_partial)
-        audit.run()
-        if on_progress is not None:
-            on_progress(report.bytes_read, total)
+    stop = _Stop()
+
+    def audit_all() -> None:
+        for pack_id in sorted(uses):
+            _PackAudit(parts, pack_id, uses[pack_id], report, make_check, thread_count, stop, is_partial).run()
+            if stop.error is not None:
+                return
+            if on_progress is not None:
+                on_progress(report.bytes_read, total)
+
+    run_aside(audit_all, on_interrupt=stop.note)
     return report
 
 
@@ -195,6 +202,17 @@ def _check_manifest(
 
 
 @dataclass(slots=True)
+class _Stop:
+    """Why to end before everything was looked at: the first failure of the checking itself."""
+
+    error: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        """Keep the first one."""
+        self.error = self.error or error
+
+
+@dataclass(slots=True)
 class _Span:
     """A run of frames that one read covers, padding behind the last one included."""
 
@@ -214,7 +232,7 @@ class _PackAudit:
         report: Report,
         make_check: Callable[[], FrameCheck],
         thread_count: int,
-        *,
+        stop: _Stop,
         is_partial: bool,
     ) -> None:
         self._parts = parts
@@ -224,7 +242,7 @@ class _PackAudit:
         self._make_check = make_check
         self._thread_count = thread_count
         self._is_partial = is_partial
-        self._failure: BaseException | None = None
+        self._stop = stop
         self._lock = threading.Lock()
         self._where = parts.backend.location_of(layout.pack_name(pack_id))
 
@@ -298,13 +316,15 @@ class _PackAudit:
                 for result in self._parts.backend.read_ranges(requests, pool):
                     self._report.bytes_read += len(result.view)
                     inbox.put(result)
+                    if self._stop.error is not None:
+                        break
             finally:
                 for _ in threads:
                     inbox.put(None)
                 for thread in threads:
                     thread.join()
-        if self._failure is not None:
-            raise self._failure
+        if self._stop.error is not None:
+            raise self._stop.error
 
     def _spans(self, tail: PackTail, directory: PackDirectory) -> Iterator[_Span]:
         """Cut the frames into reads; each span ends where the next begins, so that no byte is left out."""
@@ -332,10 +352,10 @@ class _PackAudit:
         while (result := inbox.get()) is not None:
             try:
                 # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
-                if self._failure is None:
+                if self._stop.error is None:
                     self._check_span(spans[result.tag], result.view, check)
             except BaseException as error:
-                self._failure = error
+                self._stop.note(error)
             finally:
                 result.release()
 

@@ -219,6 +219,8 @@ def _put(folders: dict[str, dict[str, int]], own: set[str], op: Op) -> None:
         folders[op.folder].pop(op.name, None)
     else:
         folders[op.folder][op.name] = op.node
+        if op.node == FOLDER:
+            folders.setdefault(op.path, {})
 
 
 def _reachable(folders: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

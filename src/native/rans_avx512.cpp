@@ -1,0 +1,234 @@
+#include "rans_steps.hpp"
+
+#ifdef CKSTORE_RANS_AVX512
+
+#if defined(__GNUC__) && !defined(__clang__)
+// The vector headers of GCC 12 start from registers that they leave undefined on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include <immintrin.h>
+
+#define CKSTORE_AVX512 \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt,prefer-vector-width=512")))
+
+namespace ckstore {
+namespace {
+
+// 32 lanes of a step are handled together, as 32 words: even lanes are the low words of double words.
+constexpr std::size_t kWords = 32;
+constexpr __mmask32 kOdd = 0xAAAAAAAAu;
+
+// 256 bytes to look up by byte, in four registers.
+struct Lookup {
+    __m512i quarter[4];
+};
+
+CKSTORE_AVX512 inline Lookup load_lookup(const std::uint8_t *bytes) {
+    Lookup lookup;
+    for (int i = 0; i < 4; ++i) {
+        lookup.quarter[i] = _mm512_loadu_si512(bytes + 64 * i);
+    }
+    return lookup;
+}
+
+CKSTORE_AVX512 inline __m512i look_up(const Lookup &lookup, __m512i bytes, __mmask64 upper) {
+    return _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(lookup.quarter[0], bytes, lookup.quarter[1]),
+                                  _mm512_permutex2var_epi8(lookup.quarter[2], bytes, lookup.quarter[3]));
+}
+
+// Frequency and start of every symbol, byte by byte.
+struct EncodeTable {
+    std::uint8_t freq_low[kSymbols], freq_high[kSymbols], start_low[kSymbols], start_high[kSymbols];
+};
+
+// Divides by the frequency and puts quotient, rest and start together, in sixteen lanes.
+CKSTORE_AVX512 inline __m512i put_together(__m512i state, __m512i freq, __m512i start) {
+    // A little less than the reciprocal: its error of 2^-14 is squared away, and 2^-21 outweighs all rounding, so
+    // that the quotient, below 2^20, is right or one too small.
+    const __m512 divisor = _mm512_cvtepi32_ps(freq);
+    const __m512 rough = _mm512_rcp14_ps(divisor);
+    const __m512 error = _mm512_fnmadd_ps(divisor, rough, _mm512_set1_ps(1.0f - 0x1p-21f));
+    const __m512 reciprocal = _mm512_fmadd_ps(rough, error, rough);
+    const __m512i quotient = _mm512_cvttps_epu32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), reciprocal));
+    const __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, freq));
+    const __mmask16 is_over = _mm512_cmpge_epu32_mask(rest, freq);
+    const __m512i next = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(quotient, kScaleBits), rest), start);
+    return _mm512_mask_add_epi32(next, is_over, next, _mm512_sub_epi32(_mm512_set1_epi32(kScale), freq));
+}
+
+// States of 32 lanes.
+struct Pair {
+    __m512i even, odd;
+};
+
+// One symbol of each of 32 lanes, given as words of frequency and start.
+CKSTORE_AVX512 inline void push(Pair &pair, __m512i freq, __m512i start, std::uint8_t *&words) {
+    const __m512i word_mask = _mm512_set1_epi32(0xFFFF);
+    const __m512i high = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(pair.even, 16), pair.odd);
+    const __m512i low = _mm512_mask_blend_epi16(kOdd, pair.even, _mm512_slli_epi32(pair.odd, 16));
+    const __mmask32 is_full = _mm512_cmpge_epu16_mask(_mm512_srli_epi16(high, 4), freq);
+    // Stored whole, as a masked store is slow; what is too much is overwritten later.
+    _mm512_storeu_si512(words, _mm512_maskz_compress_epi16(is_full, low));
+    words += 2 * static_cast<unsigned>(__builtin_popcount(is_full));
+    const __m512i kept_low = _mm512_mask_mov_epi16(low, is_full, high);
+    const __m512i kept_high = _mm512_maskz_mov_epi16(~is_full, high);
+    const __m512i even = _mm512_mask_blend_epi16(kOdd, kept_low, _mm512_slli_epi32(kept_high, 16));
+    const __m512i odd = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(kept_low, 16), kept_high);
+    pair.even = put_together(even, _mm512_and_si512(freq, word_mask), _mm512_and_si512(start, word_mask));
+    pair.odd = put_together(odd, _mm512_srli_epi32(freq, 16), _mm512_srli_epi32(start, 16));
+}
+
+// Words that count down from 31: what encoding compresses upwards, decoding expands from the top.
+CKSTORE_AVX512 inline __m512i mirror() {
+    alignas(64) std::uint16_t places[kWords];
+    for (std::size_t i = 0; i < kWords; ++i) {
+        places[i] = static_cast<std::uint16_t>(kWords - 1 - i);
+    }
+    return _mm512_load_si512(places);
+}
+
+// States of 32 lanes as high and low words.
+struct Halves {
+    __m512i high, low;
+};
+
+// One symbol of each of 32 lanes; returns them as words and takes what is needed from the end of the words.
+CKSTORE_AVX512 inline __m512i pop(Halves &halves, const SlotTable &table, __m512i mirrored, const std::uint8_t *&end) {
+    const __m512i slot_mask = _mm512_set1_epi32(kScale - 1);
+    const __m512i word_mask = _mm512_set1_epi16(kScale - 1);
+    const __m512i even = _mm512_i32gather_epi32(_mm512_and_si512(halves.low, slot_mask), table.slots, 4);
+    const __m512i odd =
+        _mm512_i32gather_epi32(_mm512_and_si512(_mm512_srli_epi32(halves.low, 16), slot_mask), table.slots, 4);
+    const __m512i first = _mm512_mask_blend_epi16(kOdd, even, _mm512_slli_epi32(odd, 16));
+    const __m512i second = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(even, 16), odd);
+    const __m512i freq = _mm512_and_si512(second, word_mask);
+    // freq * (state >> 12) + slot - start, in halves: the product of the high word, four bits up, and a rest of
+    // at most 4095 * 15 + 4094, which fits a word.
+    const __m512i rest = _mm512_add_epi16(_mm512_mullo_epi16(freq, _mm512_srli_epi16(halves.low, 12)),
+                                          _mm512_and_si512(first, word_mask));
+    const __m512i product = _mm512_mullo_epi16(freq, halves.high);
+    const __m512i low = _mm512_add_epi16(_mm512_slli_epi16(product, 4), rest);
+    __m512i high = _mm512_shldi_epi16(_mm512_mulhi_epu16(freq, halves.high), product, 4);
+    high = _mm512_mask_add_epi16(high, _mm512_cmplt_epu16_mask(low, rest), high, _mm512_set1_epi16(1));
+    const __mmask32 needs = _mm512_testn_epi16_mask(high, high);
+    const __m512i fresh = _mm512_permutexvar_epi16(mirrored, _mm512_loadu_si512(end - 2 * kWords));
+    halves.low = _mm512_mask_expand_epi16(low, needs, fresh);
+    halves.high = _mm512_mask_mov_epi16(high, needs, low);
+    end -= 2 * static_cast<unsigned>(__builtin_popcount(needs));
+    // Half of the symbol lies on top of each word: (first >> 12) | (second >> 8 & 0xF0).
+    return _mm512_or_si512(_mm512_srli_epi16(first, 12),
+                           _mm512_and_si512(_mm512_srli_epi16(second, 8), _mm512_set1_epi16(0xF0)));
+}
+
+}  // namespace
+
+bool has_avx512() {
+    static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+                            __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    return has;
+}
+
+CKSTORE_AVX512 void see_others_avx512(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen) {
+    Lookup lookup = load_lookup(seen);
+    std::size_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        const __m512i symbols = _mm512_loadu_si512(bytes + i);
+        const __m512i found = look_up(lookup, symbols, _mm512_movepi8_mask(symbols));
+        // Happens at most once for each symbol.
+        if (_mm512_testn_epi8_mask(found, found) != 0) {
+            for (std::size_t j = 0; j < 64; ++j) {
+                seen[bytes[i + j]] = 0xFF;
+            }
+            lookup = load_lookup(seen);
+        }
+    }
+    for (; i < count; ++i) {
+        seen[bytes[i]] = 0xFF;
+    }
+}
+
+CKSTORE_AVX512 std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std::size_t steps, const Model &model,
+                                                 std::uint32_t *states, std::uint8_t *words) {
+    EncodeTable table;
+    for (std::size_t s = 0; s < kSymbols; ++s) {
+        table.freq_low[s] = static_cast<std::uint8_t>(model.freq[s]);
+        table.freq_high[s] = static_cast<std::uint8_t>(model.freq[s] >> 8);
+        table.start_low[s] = static_cast<std::uint8_t>(model.start[s]);
+        table.start_high[s] = static_cast<std::uint8_t>(model.start[s] >> 8);
+    }
+    const Lookup freq_low = load_lookup(table.freq_low);
+    const Lookup freq_high = load_lookup(table.freq_high);
+    const Lookup start_low = load_lookup(table.start_low);
+    const Lookup start_high = load_lookup(table.start_high);
+    const __m512i mirrored = mirror();
+    const __m512i byte_mask = _mm512_set1_epi16(0xFF);
+    Pair pairs[2];
+    for (Pair &pair : pairs) {
+        pair.even = pair.odd = _mm512_set1_epi32(kLow);
+    }
+    for (std::size_t step = steps; step-- > 0;) {
+        const __m512i symbols = _mm512_permutexvar_epi16(mirrored, _mm512_loadu_si512(plane + step * kLanes));
+        const __mmask64 upper = _mm512_movepi8_mask(symbols);
+        const __m512i fl = look_up(freq_low, symbols, upper);
+        const __m512i fh = look_up(freq_high, symbols, upper);
+        const __m512i sl = look_up(start_low, symbols, upper);
+        const __m512i sh = look_up(start_high, symbols, upper);
+        push(pairs[1], _mm512_or_si512(_mm512_srli_epi16(fl, 8), _mm512_andnot_si512(byte_mask, fh)),
+             _mm512_or_si512(_mm512_srli_epi16(sl, 8), _mm512_andnot_si512(byte_mask, sh)), words);
+        push(pairs[0], _mm512_or_si512(_mm512_and_si512(fl, byte_mask), _mm512_slli_epi16(fh, 8)),
+             _mm512_or_si512(_mm512_and_si512(sl, byte_mask), _mm512_slli_epi16(sh, 8)), words);
+    }
+    for (std::size_t p = 0; p < 2; ++p) {
+        alignas(64) std::uint32_t even[kWords / 2];
+        alignas(64) std::uint32_t odd[kWords / 2];
+        _mm512_store_si512(even, pairs[p].even);
+        _mm512_store_si512(odd, pairs[p].odd);
+        for (std::size_t j = 0; j < kWords / 2; ++j) {
+            states[kWords * p + kWords - 1 - 2 * j] = even[j];
+            states[kWords * p + kWords - 2 - 2 * j] = odd[j];
+        }
+    }
+    return words;
+}
+
+CKSTORE_AVX512 const std::uint8_t *decode_steps_avx512(const std::uint8_t *words, const std::uint8_t *end,
+                                                       const SlotTable &table, std::uint32_t *states,
+                                                       std::uint8_t *plane, std::size_t steps) {
+    Halves halves[2];
+    alignas(64) std::uint16_t high[kLanes];
+    alignas(64) std::uint16_t low[kLanes];
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+        high[lane] = static_cast<std::uint16_t>(states[lane] >> 16);
+        low[lane] = static_cast<std::uint16_t>(states[lane]);
+    }
+    for (std::size_t p = 0; p < 2; ++p) {
+        halves[p].high = _mm512_load_si512(high + kWords * p);
+        halves[p].low = _mm512_load_si512(low + kWords * p);
+    }
+    const __m512i mirrored = mirror();
+    for (std::size_t step = 0; step < steps; ++step) {
+        const __m512i first = pop(halves[0], table, mirrored, end);
+        const __m512i second = pop(halves[1], table, mirrored, end);
+        _mm512_storeu_si512(plane + step * kLanes, _mm512_or_si512(first, _mm512_slli_epi16(second, 8)));
+        // A step takes at most 128 bytes, and so many before the words may be read.
+        if (end < words) {
+            return nullptr;
+        }
+    }
+    for (std::size_t p = 0; p < 2; ++p) {
+        _mm512_store_si512(high + kWords * p, halves[p].high);
+        _mm512_store_si512(low + kWords * p, halves[p].low);
+    }
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+        states[lane] = static_cast<std::uint32_t>(high[lane]) << 16 | low[lane];
+    }
+    return end;
+}
+
+}  // namespace ckstore
+
+#endif

@@ -1,0 +1,65 @@
+// The loops over the steps of a block, portable and in vectors.
+//
+// A step is 64 bytes, one for each lane: lane l is byte 2 * l, lane 32 + l is byte 2 * l + 1. Encoding goes from
+// the last step to the first and from lane 63 to lane 0, and appends words; decoding goes the other way and takes
+// words from the end.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "rans_model.hpp"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define CKSTORE_RANS_AVX512 1
+#endif
+
+namespace ckstore {
+
+constexpr std::size_t kLanes = 64;
+constexpr std::uint32_t kLow = 1u << 16;  // every state lies in [kLow, 2^32)
+constexpr std::size_t kStatesNbytes = 4 * kLanes;
+// Encoding may write this much beyond its last word.
+constexpr std::size_t kWordsSlack = 64;
+
+inline void put_u16(std::uint8_t *at, std::uint32_t value) {
+    at[0] = static_cast<std::uint8_t>(value);
+    at[1] = static_cast<std::uint8_t>(value >> 8);
+}
+
+inline void put_u32(std::uint8_t *at, std::uint32_t value) {
+    put_u16(at, value & 0xFFFF);
+    put_u16(at + 2, value >> 16);
+}
+
+inline std::uint32_t get_u16(const std::uint8_t *at) {
+    return static_cast<std::uint32_t>(at[0]) | static_cast<std::uint32_t>(at[1]) << 8;
+}
+
+inline std::uint32_t get_u32(const std::uint8_t *at) { return get_u16(at) | get_u16(at + 2) << 16; }
+
+inline std::size_t byte_of_lane(std::size_t lane) { return lane < 32 ? 2 * lane : 2 * (lane - 32) + 1; }
+
+// Sets to 0xFF the entry of every symbol that occurs.
+void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen, bool vectors);
+
+// Codes whole steps; the states begin at kLow and are left in `states`. Returns the end of the words.
+std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
+                           std::uint8_t *words, bool vectors);
+
+// Decodes whole steps with words that lie in [words, end). The 128 bytes before `words` are read too, though
+// never believed. Returns where the words that were not taken end, or null if there were not enough.
+const std::uint8_t *decode_steps(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
+                                 std::uint32_t *states, std::uint8_t *plane, std::size_t steps, bool vectors);
+
+#ifdef CKSTORE_RANS_AVX512
+bool has_avx512();
+void see_others_avx512(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen);
+std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std::size_t steps, const Model &model,
+                                  std::uint32_t *states, std::uint8_t *words);
+const std::uint8_t *decode_steps_avx512(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
+                                        std::uint32_t *states, std::uint8_t *plane, std::size_t steps);
+#endif
+
+}  // namespace ckstore

@@ -1,0 +1,106 @@
+"""Make the golden store of the current format: run by hand, once per format version, never by a test.
+
+    python tests/golden/make_golden_store.py
+
+Everything that is random or depends on the day is fixed, so that another run gives the same bytes. The store is
+kept as a tar file, because version control forgets empty folders. An existing file is never replaced.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import tarfile
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+import ckstore
+from ckstore.format.version import FORMAT_VERSION
+
+HERE = Path(__file__).parent
+
+
+class FixedClock:
+    """A clock that moves by one second whenever it is asked."""
+
+    def __init__(self) -> None:
+        self._seconds = 1_790_000_000
+
+    def now_ns(self) -> int:
+        self._seconds += 1
+        return self._seconds * 1_000_000_000
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("nothing waits here")
+
+
+def golden_state(step: int) -> dict[str, object]:
+    """Return the state that was committed at a step; it must never change."""
+    noise = np.random.Generator(np.random.PCG64(7))
+    weights = (noise.integers(-(2**20), 2**20, 24_000).astype(np.float64) / 2**24).astype(np.float32)
+    weights[:3] = [np.nan, -0.0, np.inf]
+    halves = (weights.view(np.uint32) >> 16).astype(np.uint16)
+    table = np.arange(9_000, dtype=np.int64).reshape(90, 100)
+    return {
+        "model": OrderedDict(
+            {"w": weights[:20_000].reshape(100, 200), "b": weights[20_000:], "bf16 bits": halves, "mask": halves > 3}
+        ),
+        "moments": {0: {"m": weights * np.float32(step + 1), "step": step}, 1: {}},
+        "table": table,
+        "column": table[:, 3],
+        "backwards": table[::-1],
+        "zeros": np.zeros(30_000, np.float64),
+        "scalar": np.float16(1.5),
+        "0-d": np.array(7, np.int8),
+        "empty": np.empty((0, 3), np.float32),
+        "plain": [None, True, 2**100, -1.5, float("nan"), 1 + 2j, "ü", b"\x00\xff", (1, (2,)), {}],
+    }
+
+
+def make_store(folder: Path) -> None:
+    """Commit with every kind of compression, and use every verb that leaves a trace."""
+    with ckstore.open(folder, run="main", clock=FixedClock(), engine="pwrite") as store:
+        for step, compression in enumerate(("none", "fast", "best")):
+            policy = ckstore.Policy(compression=compression, threads=1)  # type: ignore[arg-type]
+            store.commit(golden_state(step), step, metrics={"loss": 2.0 - step / 4}, policy=policy)
+        store.tag(1, "kept")
+        store.commit(golden_state(3), 3)
+        store.rewind(1)
+        store.delete(3)
+    with ckstore.open(folder, run="other", clock=FixedClock(), engine="pwrite") as store:
+        store.commit(golden_state(0), 0)
+
+
+def main() -> int:
+    """Write the tar file, unless there is one."""
+    target = HERE / f"v{FORMAT_VERSION}" / "store.tar"
+    if target.exists():
+        print(f"{target} exists and stays")
+        return 1
+    seeded = random.Random(20_260)
+    with tempfile.TemporaryDirectory() as scratch, mock.patch("os.urandom", seeded.randbytes):
+        folder = Path(scratch) / "store"
+        make_store(folder)
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for path in [folder, *sorted(folder.rglob("*"))]:
+                member = tar.gettarinfo(path, arcname=str(Path("store") / path.relative_to(folder)))
+                member.uid = member.gid = member.mtime = 0
+                member.uname = member.gname = ""
+                with path.open("rb") if path.is_file() else io.BytesIO() as content:
+                    tar.addfile(member, content if path.is_file() else None)
+    target.write_bytes(packed.getvalue())
+    print(f"{target}: {len(packed.getvalue())} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
