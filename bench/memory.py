@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from bench import histories, machine, rivals
-from bench.cases import open_store
+from bench.workbench import open_store
 
 MIB = 1 << 20
 

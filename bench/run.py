@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from bench import measure
-from bench.cases import CASES, Bench
+from bench.cases import CASES
+from bench.workbench import Bench
 
 HERE = Path(__file__).resolve().parent
 SMALL_NBYTES = 64_000_000

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.measure import BUSY_CORES
+
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 Records = dict[str, dict[str, Any]]
@@ -100,6 +102,9 @@ def _sentences(records: Records) -> list[str]:
     if listing and "ckstore ls" in listing["participants"]:
         seconds, count = listing["participants"]["ckstore ls"]["median"], listing["setting"]["checkpoints"]
         said.append(f"`ckstore ls` of {count:,} checkpoints: {seconds:.2f} s.")
+    busy = [case for case, record in records.items() if record["setting"].get("busy_cores_before", 0.0) > BUSY_CORES]
+    if busy:
+        said.append(f"Not to be quoted, because something else was using the machine: {', '.join(sorted(busy))}.")
     said.append(_provenance(records))
     return said
 

@@ -190,7 +190,7 @@ def prove_resumed(reference: Process, killed: list[Process], resumed: Process, *
 def show_commits(commits: list[Event]) -> None:
     """Print one row a commit."""
     seconds = {stage: None for commit in commits for stage in commit["seconds"] if stage != "total"}
-    table = Table(title="what was committed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="what was committed", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for heading in ("step", "state", "stored", "new", "reused", *seconds, "total"):
         table.add_column(heading, justify="right")
     for commit in commits:

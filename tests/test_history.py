@@ -142,8 +142,13 @@ def test_damaged_tag_does_not_hide_the_history(run, backend):
     assert run.latest().seq == 3
     with pytest.raises(CorruptError, match="good"):
         run.info("good")
+    assert run.tags() == {"fine": 3}
+    with pytest.raises(CorruptError, match="good"):
+        run.delete(30)
+    assert len(run.log()) == 4, "it may point to anything, so nothing is dropped"
     run.tag(10, "good")
     assert run.tags() == {"fine": 3, "good": 0}
+    run.delete(30)
 
 
 # Rewind
@@ -156,6 +161,7 @@ def test_rewind_publishes_an_entry_again_as_the_newest(run):
     assert run.restore() == {"n": 0}
     assert run.latest().seq == 4
     assert run.info("seq:4").origin_id == run.info("seq:0").checkpoint_id
+    assert run.info("seq:4").parent == 0
     assert run.verify("decode").is_clean
 
 

@@ -51,9 +51,16 @@ ALLOWED = {
     "restore": CORE | {"fetch"},
     "history": CORE,
     "saver": GROUND | {"format", "io", "commit"},
-    "api": CORE | {"commit", "restore", "history", "receipt", "info", "stale", "saver", "fetch", "adapters"},
-    "adapters": GROUND | {"api"},
-    "cli": GROUND | {"api", "adapters", "info", "receipt"},
+    "api": CORE
+    | {"contents", "commit", "restore", "history", "receipt", "info", "stale", "saver", "fetch", "adapters"},
+    "adapters": GROUND | {"api", "outfile"},
+    # What the command line shows; functions of the library like the others.
+    "listing": CORE | {"info"},
+    "contents": GROUND | {"format", "info"},
+    "diagnosis": CORE,
+    "outfile": GROUND | {"io"},
+    "cli": GROUND | {"api", "adapters", "info", "receipt", "listing", "contents", "diagnosis", "outfile"},
+    "__main__": {"cli"},
     "__init__": {"api", "config", "errors", "info", "receipt", "values"},
 }
 """Part to parts it may import, from the table of STYLE.md; a part is the first name below ``ckstore``."""
@@ -150,7 +157,8 @@ def import_breaches(path, tree):
             elif rest[0] == "testing":
                 yield line, "imports ckstore.testing"
             elif rest[0] in ALLOWED and rest[0] != part and rest[0] not in ALLOWED[part]:
-                yield line, f"{part} may not import {rest[0]}"
+                if not is_for_types:
+                    yield line, f"{part} may not import {rest[0]}"
             elif (part, rest[0]) in LAZY and not (is_lazy or is_for_types):
                 yield line, f"{part} may import {rest[0]} only inside a function"
         elif top in DOORS and not is_at_door(here, DOORS[top]):
@@ -241,9 +249,9 @@ def test_public_functions_have_docstrings():
     breaches = []
     for path in modules():
         for node in tree_of(path).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                if ast.get_docstring(node) is None:
-                    breaches.append(at(path, node.lineno, f"{node.name} has no docstring"))
+            is_public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            if is_public and ast.get_docstring(node) is None:
+                breaches.append(at(path, node.lineno, f"{node.name} has no docstring"))
     check(breaches)
 
 

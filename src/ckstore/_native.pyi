@@ -24,3 +24,21 @@ def is_constant(source: Buffer) -> bool:
 
 def histogram(source: Buffer, counts_out: Buffer) -> None:
     """Write how often each byte value occurs into 256 aligned uint32 of native byte order, modulo 2**32."""
+
+def plane_bound(nbytes: int) -> int:
+    """Return the room that ``encode_plane`` wants for a plane of so many bytes."""
+
+def encode_plane(plane: Buffer, out: Buffer) -> int:
+    """Code a plane into ``out``, which has ``plane_bound`` bytes, and return how many of them count."""
+
+def decode_plane(payload: Buffer, plane: Buffer) -> bool:
+    """Decode exactly ``plane``; return whether the payload held it. Whatever the payload, nothing else is written."""
+
+def encode_plane_portably(plane: Buffer, out: Buffer) -> int:
+    """Do as ``encode_plane`` with the loops of processors without AVX-512; for tests."""
+
+def decode_plane_portably(payload: Buffer, plane: Buffer) -> bool:
+    """Do as ``decode_plane`` with the loops of processors without AVX-512; for tests."""
+
+def coder_variant() -> str:
+    """Return which loops code planes on this processor: ``"avx512"`` or ``"portable"``."""

@@ -7,7 +7,7 @@ commit makes the same pack on any number of threads and with any engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckstore import kernels
 from ckstore.codec.chain import Encoded

@@ -247,7 +247,7 @@ class _Decoders:
                 # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
                 if self._failure.error is None:
                     self._decode(self._groups[result.tag], result.view, worker)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            except BaseException as error: 
                 self._failure.note(error)
             finally:
                 result.release()

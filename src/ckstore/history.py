@@ -88,7 +88,7 @@ def delete(parts: Parts, reference: Reference) -> Deleted:
     try:
         # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
         for name in names:
-            tags = parts.tags.names_of(name.seq)
+            tags = parts.tags.names_of(name.seq, is_strict=True)
             if tags:
                 raise ConflictError(
                     f"seq {name.seq} (step {name.step}) carries the tag {tags[0]!r}",

@@ -180,10 +180,7 @@ class ChunkWorker:
         whole = next(
             (i for i, t in enumerate(targets) if t.chunk_offset == 0 and t.nbytes == expected.nbytes), None
         )
-        if whole is not None:
-            plain = destinations[whole]
-        else:
-            plain = self._decoded_buffer()[: expected.nbytes]
+        plain = destinations[whole] if whole is not None else self._decoded_buffer()[: expected.nbytes]
         self.decode_frame(frame, expected, plain, checks_identity=checks_identity)
         for index, (target, destination) in enumerate(zip(targets, destinations, strict=True)):
             if index != whole:

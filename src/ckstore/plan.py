@@ -173,7 +173,8 @@ def plan_restore(manifest: Manifest, storages: Iterable[int], *, group_nbytes_ma
             position += piece.nbytes
     frame_of = {frame.chunk_id: frame for frame in manifest.frames}
     reads = [
-        ChunkRead(chunk, frame_of[ChunkId(manifest.chunks[chunk].chunk_id)], tuple(places)) for chunk, places in targets.items()
+        ChunkRead(chunk, frame_of[ChunkId(manifest.chunks[chunk].chunk_id)], tuple(places))
+        for chunk, places in targets.items()
     ]
     reads.sort(key=lambda read: (read.frame.pack, read.frame.offset))
     return list(_group(reads, group_nbytes_max))

@@ -19,7 +19,7 @@ from ckstore.pipeline import ChunkWorker, Expected
 from ckstore.placement import Placement
 from ckstore.plan import ChunkRead, FrameGroup, Target, plan_restore
 from ckstore.store.parts import Parts
-from ckstore.tree import format_path, leaves_of, TensorNode
+from ckstore.tree import TensorNode, format_path, leaves_of
 
 
 def restore(parts: Parts, manifest: Manifest, placement: Placement, policy: Policy) -> Any:

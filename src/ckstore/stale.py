@@ -43,7 +43,9 @@ def stale_warnings(before: Fingerprint | None, now: Fingerprint) -> list[str]:
     """Return what is suspicious about a commit after another one of the same handle."""
     if before is None or not now.model or not now.optimizer:
         return []
-    if now.model != before.model or now.optimizer == before.optimizer or now.optimizer.keys() != before.optimizer.keys():
+    if now.model != before.model or now.optimizer == before.optimizer:
+        return []
+    if now.optimizer.keys() != before.optimizer.keys():
         return []
     example = format_path(next(iter(now.model)))
     return [

@@ -17,7 +17,7 @@ Step = Callable[[int, int], None]
 """Called with the index of the chunk and the index of the thread."""
 
 
-class Stopped(Exception):  # noqa: N818 - no error: another thread has failed and tells the reason
+class Stopped(Exception):
     """Raised in a thread that waits for its turn after another one failed."""
 
 
@@ -58,6 +58,10 @@ def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_
     """Run ``step`` for every index below ``count``; raise the first failure once every thread has ended.
 
     Args:
+        count: How many indices there are.
+        thread_count: Threads to start, at most.
+        step: Called for each index.
+        turns: In which order those who ask for a turn get it.
         on_failure: Called once, when a step fails or the caller is interrupted, to wake those who wait
             elsewhere than for their turn.
     """
@@ -82,7 +86,7 @@ def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_
                 step(index, thread_index)
         except Stopped:
             return
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:
             stop(error)
         finally:
             ended.release()

@@ -7,6 +7,7 @@
 
 #include "bytes.hpp"
 #include "planes.hpp"
+#include "rans.hpp"
 
 namespace nb = nanobind;
 
@@ -139,6 +140,27 @@ void histogram(nb::handle source, nb::handle counts_out) {
     ckstore::histogram(from.data(), from.nbytes(), reinterpret_cast<std::uint32_t *>(to.data()));
 }
 
+std::size_t plane_bound(std::size_t nbytes) { return ckstore::rans_bound(nbytes); }
+
+template <bool kVectors>
+std::size_t encode_plane(nb::handle plane, nb::handle out) {
+    Bytes from(plane, false);
+    Bytes to(out, true);
+    if (to.nbytes() < ckstore::rans_bound(from.nbytes())) {
+        throw nb::value_error("room has less than the length that plane_bound asks for");
+    }
+    nb::gil_scoped_release unlocked;
+    return ckstore::rans_encode(from.data(), from.nbytes(), to.data(), kVectors);
+}
+
+template <bool kVectors>
+bool decode_plane(nb::handle payload, nb::handle plane) {
+    Bytes from(payload, false);
+    Bytes to(plane, true);
+    nb::gil_scoped_release unlocked;
+    return ckstore::rans_decode(from.data(), from.nbytes(), to.data(), to.nbytes(), kVectors);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -151,4 +173,10 @@ NB_MODULE(_native, module) {
     module.def("equal_bytes", &equal_bytes, "a"_a, "b"_a);
     module.def("is_constant", &is_constant, "source"_a);
     module.def("histogram", &histogram, "source"_a, "counts_out"_a);
+    module.def("plane_bound", &plane_bound, "nbytes"_a);
+    module.def("encode_plane", &encode_plane<true>, "plane"_a, "out"_a);
+    module.def("decode_plane", &decode_plane<true>, "payload"_a, "plane"_a);
+    module.def("encode_plane_portably", &encode_plane<false>, "plane"_a, "out"_a);
+    module.def("decode_plane_portably", &decode_plane<false>, "payload"_a, "plane"_a);
+    module.def("coder_variant", &ckstore::rans_variant);
 }

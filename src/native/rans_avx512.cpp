@@ -38,23 +38,38 @@ CKSTORE_AVX512 inline __m512i look_up(const Lookup &lookup, __m512i bytes, __mma
                                   _mm512_permutex2var_epi8(lookup.quarter[2], bytes, lookup.quarter[3]));
 }
 
-// Frequency and start of every symbol, byte by byte.
-struct EncodeTable {
-    std::uint8_t freq_low[kSymbols], freq_high[kSymbols], start_low[kSymbols], start_high[kSymbols];
-};
+// Words that count down from 31: what encoding compresses upwards, decoding expands from the top.
+CKSTORE_AVX512 inline __m512i mirror() {
+    alignas(64) std::uint16_t places[kWords];
+    for (std::size_t i = 0; i < kWords; ++i) {
+        places[i] = static_cast<std::uint16_t>(kWords - 1 - i);
+    }
+    return _mm512_load_si512(places);
+}
 
-// Divides by the frequency and puts quotient, rest and start together, in sixteen lanes.
-CKSTORE_AVX512 inline __m512i put_together(__m512i state, __m512i freq, __m512i start) {
-    // A little less than the reciprocal: its error of 2^-14 is squared away, and 2^-21 outweighs all rounding, so
-    // that the quotient, below 2^20, is right or one too small.
+// A little less than the reciprocal: 2^-21 outweighs all rounding here and later, so that a quotient, which is below
+// 2^20, is right or one too small. The error of 2^-14 at first is squared away.
+CKSTORE_AVX512 inline __m512 reciprocal_of(__m512i freq) {
     const __m512 divisor = _mm512_cvtepi32_ps(freq);
     const __m512 rough = _mm512_rcp14_ps(divisor);
     const __m512 error = _mm512_fnmadd_ps(divisor, rough, _mm512_set1_ps(1.0f - 0x1p-21f));
-    const __m512 reciprocal = _mm512_fmadd_ps(rough, error, rough);
-    const __m512i quotient = _mm512_cvttps_epu32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), reciprocal));
-    const __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, freq));
+    return _mm512_fmadd_ps(rough, error, rough);
+}
+
+// What coding one symbol in each of sixteen lanes takes.
+struct Codes {
+    __m512i freq, start;
+    __m512 reciprocal;
+};
+
+// Divides by the frequency and puts quotient, rest and start together, in sixteen lanes.
+CKSTORE_AVX512 inline __m512i put_together(__m512i state, const Codes &codes) {
+    const __m512i freq = codes.freq;
+    const __m512i quotient = _mm512_cvttps_epu32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), codes.reciprocal));
+    // The rest is below 2^13: low words tell it, and their product is made sooner.
+    const __m512i rest = _mm512_maskz_sub_epi16(~kOdd, state, _mm512_mullo_epi16(quotient, freq));
     const __mmask16 is_over = _mm512_cmpge_epu32_mask(rest, freq);
-    const __m512i next = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(quotient, kScaleBits), rest), start);
+    const __m512i next = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(quotient, kScaleBits), codes.start), rest);
     return _mm512_mask_add_epi32(next, is_over, next, _mm512_sub_epi32(_mm512_set1_epi32(kScale), freq));
 }
 
@@ -63,9 +78,9 @@ struct Pair {
     __m512i even, odd;
 };
 
-// One symbol of each of 32 lanes, given as words of frequency and start.
-CKSTORE_AVX512 inline void push(Pair &pair, __m512i freq, __m512i start, std::uint8_t *&words) {
-    const __m512i word_mask = _mm512_set1_epi32(0xFFFF);
+// One symbol of each of 32 lanes; `freq` are the frequencies of both as words.
+CKSTORE_AVX512 inline void push(Pair &pair, __m512i freq, const Codes &even_codes, const Codes &odd_codes,
+                                std::uint8_t *&words) {
     const __m512i high = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(pair.even, 16), pair.odd);
     const __m512i low = _mm512_mask_blend_epi16(kOdd, pair.even, _mm512_slli_epi32(pair.odd, 16));
     const __mmask32 is_full = _mm512_cmpge_epu16_mask(_mm512_srli_epi16(high, 4), freq);
@@ -76,17 +91,116 @@ CKSTORE_AVX512 inline void push(Pair &pair, __m512i freq, __m512i start, std::ui
     const __m512i kept_high = _mm512_maskz_mov_epi16(~is_full, high);
     const __m512i even = _mm512_mask_blend_epi16(kOdd, kept_low, _mm512_slli_epi32(kept_high, 16));
     const __m512i odd = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(kept_low, 16), kept_high);
-    pair.even = put_together(even, _mm512_and_si512(freq, word_mask), _mm512_and_si512(start, word_mask));
-    pair.odd = put_together(odd, _mm512_srli_epi32(freq, 16), _mm512_srli_epi32(start, 16));
+    pair.even = put_together(even, even_codes);
+    pair.odd = put_together(odd, odd_codes);
 }
 
-// Words that count down from 31: what encoding compresses upwards, decoding expands from the top.
-CKSTORE_AVX512 inline __m512i mirror() {
-    alignas(64) std::uint16_t places[kWords];
-    for (std::size_t i = 0; i < kWords; ++i) {
-        places[i] = static_cast<std::uint16_t>(kWords - 1 - i);
+// Codes of any symbols, looked up byte by byte.
+struct ManySymbols {
+    Lookup freq_low, freq_high, start_low, start_high;
+
+    CKSTORE_AVX512 explicit ManySymbols(const Model &model) {
+        std::uint8_t bytes[4][kSymbols];
+        for (std::size_t s = 0; s < kSymbols; ++s) {
+            bytes[0][s] = static_cast<std::uint8_t>(model.freq[s]);
+            bytes[1][s] = static_cast<std::uint8_t>(model.freq[s] >> 8);
+            bytes[2][s] = static_cast<std::uint8_t>(model.start[s]);
+            bytes[3][s] = static_cast<std::uint8_t>(model.start[s] >> 8);
+        }
+        freq_low = load_lookup(bytes[0]);
+        freq_high = load_lookup(bytes[1]);
+        start_low = load_lookup(bytes[2]);
+        start_high = load_lookup(bytes[3]);
     }
-    return _mm512_load_si512(places);
+
+    CKSTORE_AVX512 static void push_words(Pair &pair, __m512i freq, __m512i start, std::uint8_t *&words) {
+        const __m512i word_mask = _mm512_set1_epi32(0xFFFF);
+        const __m512i even = _mm512_and_si512(freq, word_mask);
+        const __m512i odd = _mm512_srli_epi32(freq, 16);
+        push(pair, freq, {even, _mm512_and_si512(start, word_mask), reciprocal_of(even)},
+             {odd, _mm512_srli_epi32(start, 16), reciprocal_of(odd)}, words);
+    }
+
+    CKSTORE_AVX512 void push_step(Pair *pairs, __m512i symbols, std::uint8_t *&words) const {
+        const __m512i byte_mask = _mm512_set1_epi16(0xFF);
+        const __mmask64 upper = _mm512_movepi8_mask(symbols);
+        const __m512i fl = look_up(freq_low, symbols, upper);
+        const __m512i fh = look_up(freq_high, symbols, upper);
+        const __m512i sl = look_up(start_low, symbols, upper);
+        const __m512i sh = look_up(start_high, symbols, upper);
+        push_words(pairs[1], _mm512_or_si512(_mm512_srli_epi16(fl, 8), _mm512_andnot_si512(byte_mask, fh)),
+                   _mm512_or_si512(_mm512_srli_epi16(sl, 8), _mm512_andnot_si512(byte_mask, sh)), words);
+        push_words(pairs[0], _mm512_or_si512(_mm512_and_si512(fl, byte_mask), _mm512_slli_epi16(fh, 8)),
+                   _mm512_or_si512(_mm512_and_si512(sl, byte_mask), _mm512_slli_epi16(sh, 8)), words);
+    }
+};
+
+// Codes of at most 32 symbols, looked up by rank: fewer steps, and the exponents of weights are no more.
+struct FewSymbols {
+    static constexpr std::size_t kMax = 32;
+    Lookup ranks;
+    __m512i code[2];  // frequency, start << 16
+    __m512 reciprocal[2];
+
+    CKSTORE_AVX512 explicit FewSymbols(const Model &model) {
+        std::uint8_t rank_of[kSymbols] = {};
+        std::uint32_t codes[kMax] = {};
+        std::size_t rank = 0;
+        for (std::size_t s = 0; s < kSymbols; ++s) {
+            if (model.freq[s] != 0) {
+                rank_of[s] = static_cast<std::uint8_t>(rank);
+                codes[rank++] = static_cast<std::uint32_t>(model.freq[s]) | static_cast<std::uint32_t>(model.start[s]) << 16;
+            }
+        }
+        ranks = load_lookup(rank_of);
+        for (int i = 0; i < 2; ++i) {
+            code[i] = _mm512_loadu_si512(codes + 16 * i);
+            reciprocal[i] = reciprocal_of(_mm512_and_si512(code[i], _mm512_set1_epi32(0xFFFF)));
+        }
+    }
+
+    // Only the lowest five bits of an index count.
+    CKSTORE_AVX512 void push_ranks(Pair &pair, __m512i even, __m512i odd, std::uint8_t *&words) const {
+        const __m512i word_mask = _mm512_set1_epi32(0xFFFF);
+        const __m512i even_code = _mm512_permutex2var_epi32(code[0], even, code[1]);
+        const __m512i odd_code = _mm512_permutex2var_epi32(code[0], odd, code[1]);
+        push(pair, _mm512_mask_blend_epi16(kOdd, even_code, _mm512_slli_epi32(odd_code, 16)),
+             {_mm512_and_si512(even_code, word_mask), _mm512_srli_epi32(even_code, 16),
+              _mm512_permutex2var_ps(reciprocal[0], even, reciprocal[1])},
+             {_mm512_and_si512(odd_code, word_mask), _mm512_srli_epi32(odd_code, 16),
+              _mm512_permutex2var_ps(reciprocal[0], odd, reciprocal[1])},
+             words);
+    }
+
+    CKSTORE_AVX512 void push_step(Pair *pairs, __m512i symbols, std::uint8_t *&words) const {
+        const __m512i found = look_up(ranks, symbols, _mm512_movepi8_mask(symbols));
+        push_ranks(pairs[1], _mm512_srli_epi32(found, 8), _mm512_srli_epi32(found, 24), words);
+        push_ranks(pairs[0], found, _mm512_srli_epi32(found, 16), words);
+    }
+};
+
+template <class Symbols>
+CKSTORE_AVX512 inline std::uint8_t *encode_with(const Symbols &table, const std::uint8_t *plane, std::size_t steps,
+                                                std::uint32_t *states, std::uint8_t *words) {
+    const __m512i mirrored = mirror();
+    Pair pairs[2];
+    for (Pair &pair : pairs) {
+        pair.even = pair.odd = _mm512_set1_epi32(kLow);
+    }
+    for (std::size_t step = steps; step-- > 0;) {
+        table.push_step(pairs, _mm512_permutexvar_epi16(mirrored, _mm512_loadu_si512(plane + step * kLanes)), words);
+    }
+    for (std::size_t p = 0; p < 2; ++p) {
+        std::uint32_t even[kWords / 2];
+        std::uint32_t odd[kWords / 2];
+        _mm512_storeu_si512(even, pairs[p].even);
+        _mm512_storeu_si512(odd, pairs[p].odd);
+        for (std::size_t j = 0; j < kWords / 2; ++j) {
+            states[kWords * p + kWords - 1 - 2 * j] = even[j];
+            states[kWords * p + kWords - 2 - 2 * j] = odd[j];
+        }
+    }
+    return words;
 }
 
 // States of 32 lanes as high and low words.
@@ -153,46 +267,12 @@ CKSTORE_AVX512 void see_others_avx512(const std::uint8_t *bytes, std::size_t cou
 
 CKSTORE_AVX512 std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std::size_t steps, const Model &model,
                                                  std::uint32_t *states, std::uint8_t *words) {
-    EncodeTable table;
+    std::size_t symbols = 0;
     for (std::size_t s = 0; s < kSymbols; ++s) {
-        table.freq_low[s] = static_cast<std::uint8_t>(model.freq[s]);
-        table.freq_high[s] = static_cast<std::uint8_t>(model.freq[s] >> 8);
-        table.start_low[s] = static_cast<std::uint8_t>(model.start[s]);
-        table.start_high[s] = static_cast<std::uint8_t>(model.start[s] >> 8);
+        symbols += model.freq[s] != 0 ? 1 : 0;
     }
-    const Lookup freq_low = load_lookup(table.freq_low);
-    const Lookup freq_high = load_lookup(table.freq_high);
-    const Lookup start_low = load_lookup(table.start_low);
-    const Lookup start_high = load_lookup(table.start_high);
-    const __m512i mirrored = mirror();
-    const __m512i byte_mask = _mm512_set1_epi16(0xFF);
-    Pair pairs[2];
-    for (Pair &pair : pairs) {
-        pair.even = pair.odd = _mm512_set1_epi32(kLow);
-    }
-    for (std::size_t step = steps; step-- > 0;) {
-        const __m512i symbols = _mm512_permutexvar_epi16(mirrored, _mm512_loadu_si512(plane + step * kLanes));
-        const __mmask64 upper = _mm512_movepi8_mask(symbols);
-        const __m512i fl = look_up(freq_low, symbols, upper);
-        const __m512i fh = look_up(freq_high, symbols, upper);
-        const __m512i sl = look_up(start_low, symbols, upper);
-        const __m512i sh = look_up(start_high, symbols, upper);
-        push(pairs[1], _mm512_or_si512(_mm512_srli_epi16(fl, 8), _mm512_andnot_si512(byte_mask, fh)),
-             _mm512_or_si512(_mm512_srli_epi16(sl, 8), _mm512_andnot_si512(byte_mask, sh)), words);
-        push(pairs[0], _mm512_or_si512(_mm512_and_si512(fl, byte_mask), _mm512_slli_epi16(fh, 8)),
-             _mm512_or_si512(_mm512_and_si512(sl, byte_mask), _mm512_slli_epi16(sh, 8)), words);
-    }
-    for (std::size_t p = 0; p < 2; ++p) {
-        alignas(64) std::uint32_t even[kWords / 2];
-        alignas(64) std::uint32_t odd[kWords / 2];
-        _mm512_store_si512(even, pairs[p].even);
-        _mm512_store_si512(odd, pairs[p].odd);
-        for (std::size_t j = 0; j < kWords / 2; ++j) {
-            states[kWords * p + kWords - 1 - 2 * j] = even[j];
-            states[kWords * p + kWords - 2 - 2 * j] = odd[j];
-        }
-    }
-    return words;
+    return symbols <= FewSymbols::kMax ? encode_with(FewSymbols(model), plane, steps, states, words)
+                                       : encode_with(ManySymbols(model), plane, steps, states, words);
 }
 
 CKSTORE_AVX512 const std::uint8_t *decode_steps_avx512(const std::uint8_t *words, const std::uint8_t *end,

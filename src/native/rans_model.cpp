@@ -8,10 +8,10 @@
 namespace ckstore {
 namespace {
 
-// Blocks from this length on are sampled: one run of 64 bytes in eight.
-constexpr std::size_t kSampledFrom = 64 * 1024;
+// Blocks from this length on are sampled: one run of 64 bytes in sixteen.
+constexpr std::size_t kSampledFrom = 128 * 1024;
 constexpr std::size_t kRun = 64;
-constexpr std::size_t kSpacing = 8;
+constexpr std::size_t kSpacing = 16;
 
 void set_starts(Model &model) {
     std::uint32_t at = 0;
@@ -22,7 +22,7 @@ void set_starts(Model &model) {
 }
 
 // Scattered, so that the sample does not follow the columns of a matrix.
-std::size_t run_of_group(std::size_t group) { return (static_cast<std::uint32_t>(group) * 0x9E3779B1u) >> 29; }
+std::size_t run_of_group(std::size_t group) { return (static_cast<std::uint32_t>(group) * 0x9E3779B1u) >> 28; }
 
 void count_sample(const std::uint8_t *bytes, std::size_t count, std::uint32_t *counts) {
     // Several tables, so that equal neighbours do not wait for each other's increment.
@@ -102,8 +102,8 @@ std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t 
 void set_model(const std::uint32_t *weights, std::uint32_t total, Model &model) {
     std::int32_t rest = static_cast<std::int32_t>(kScale);
     for (std::size_t s = 0; s < kSymbols; ++s) {
-        const std::uint64_t scaled = static_cast<std::uint64_t>(weights[s]) * kScale / total;
-        model.freq[s] = static_cast<std::uint16_t>(weights[s] == 0 ? 0 : (scaled == 0 ? 1 : scaled));
+        const std::uint64_t scaled = (static_cast<std::uint64_t>(weights[s]) * kScale + total / 2) / total;
+        model.freq[s] = static_cast<std::uint16_t>(weights[s] != 0 && scaled == 0 ? 1 : scaled);
         rest -= model.freq[s];
     }
     // What is over or missing goes to the most frequent symbol, the lowest of equals.
@@ -182,6 +182,7 @@ void set_slots(const Model &model, SlotTable &table) {
     for (std::uint32_t s = 0; s < kSymbols; ++s) {
         const std::uint32_t freq = model.freq[s];
         const std::uint32_t common = (s & 0xF) << 12 | freq << 16 | (s & 0xF0) << 24;
+        std::memset(table.symbols + at, static_cast<int>(s), freq);
         for (std::uint32_t i = 0; i < freq; ++i) {
             table.slots[at++] = common | i;
         }

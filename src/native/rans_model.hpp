@@ -19,15 +19,16 @@ struct Model {
 };
 
 // What decoding looks up by slot: low word = slot - start | low half of the symbol << 12, high word =
-// frequency | high half of the symbol << 12.
+// frequency | high half of the symbol << 12; and the symbol itself.
 struct SlotTable {
     alignas(64) std::uint32_t slots[kScale];
+    std::uint8_t symbols[kScale];
 };
 
 // What coding a block costs, in 1/256 bits, where a symbol has no code.
 constexpr std::uint64_t kNoCode = ~std::uint64_t{0};
 
-// Weighs the symbols of a block: those of a long one by a sample of an eighth, but every symbol that occurs
+// Weighs the symbols of a block: those of a long one by a sample of a sixteenth, but every symbol that occurs
 // weighs something. Returns their sum.
 std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, bool vectors);
 

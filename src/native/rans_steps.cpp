@@ -3,23 +3,31 @@
 namespace ckstore {
 namespace {
 
+// The lanes of the even bytes of a step, then those of the odd ones.
+constexpr std::size_t kHalves = 2;
+constexpr std::size_t kHalf = kLanes / kHalves;
+
 std::uint8_t *encode_portable(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
                               std::uint8_t *words) {
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
         states[lane] = kLow;
     }
     for (std::size_t step = steps; step-- > 0;) {
-        const std::uint8_t *bytes = plane + step * kLanes;
-        for (std::size_t lane = kLanes; lane-- > 0;) {
-            const std::uint32_t symbol = bytes[byte_of_lane(lane)];
-            const std::uint32_t freq = model.freq[symbol];
-            const std::uint32_t state = states[lane];
-            // Without a branch: whether a state is full is a coin toss that no predictor learns.
-            const std::uint32_t is_full = (state >> 20) >= freq ? 1u : 0u;
-            put_u16(words, state & 0xFFFF);
-            words += 2 * is_full;
-            const std::uint32_t kept = state >> (16 * is_full);
-            states[lane] = ((kept / freq) << kScaleBits) + kept % freq + model.start[symbol];
+        for (std::size_t half = kHalves; half-- > 0;) {
+            const std::uint8_t *bytes = plane + step * kLanes + half;
+            std::uint32_t *own = states + half * kHalf;
+            for (std::size_t i = kHalf; i-- > 0;) {
+                const std::uint32_t symbol = bytes[kHalves * i];
+                const std::uint32_t freq = model.freq[symbol];
+                const std::uint32_t state = own[i];
+                // Without a branch: whether a state is full is a coin toss that no predictor learns.
+                const std::uint32_t is_full = (state >> 20) >= freq ? 1u : 0u;
+                put_u16(words, state & 0xFFFF);
+                words += 2 * is_full;
+                const std::uint32_t kept = state >> (16 * is_full);
+                const std::uint32_t quotient = kept / freq;
+                own[i] = kept + quotient * (kScale - freq) + model.start[symbol];
+            }
         }
     }
     return words;
@@ -28,16 +36,19 @@ std::uint8_t *encode_portable(const std::uint8_t *plane, std::size_t steps, cons
 const std::uint8_t *decode_portable(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
                                     std::uint32_t *states, std::uint8_t *plane, std::size_t steps) {
     for (std::size_t step = 0; step < steps; ++step) {
-        std::uint8_t *bytes = plane + step * kLanes;
-        for (std::size_t lane = 0; lane < kLanes; ++lane) {
-            const std::uint32_t slot = table.slots[states[lane] & (kScale - 1)];
-            const std::uint32_t state = (slot >> 16 & 0xFFF) * (states[lane] >> kScaleBits) + (slot & 0xFFF);
-            bytes[byte_of_lane(lane)] = static_cast<std::uint8_t>((slot >> 12 & 0xF) | (slot >> 24 & 0xF0));
-            const std::uint32_t needs = state < kLow ? 1u : 0u;
-            const std::uint32_t refilled = state << 16 | get_u16(end - 2);
-            const std::uint32_t mask = 0u - needs;
-            states[lane] = (state & ~mask) | (refilled & mask);
-            end -= 2 * needs;
+        for (std::size_t half = 0; half < kHalves; ++half) {
+            std::uint8_t *bytes = plane + step * kLanes + half;
+            std::uint32_t *own = states + half * kHalf;
+            for (std::size_t i = 0; i < kHalf; ++i) {
+                const std::uint32_t slot = own[i] & (kScale - 1);
+                const std::uint32_t entry = table.slots[slot];
+                bytes[kHalves * i] = table.symbols[slot];
+                const std::uint32_t state = (entry >> 16 & 0xFFF) * (own[i] >> kScaleBits) + (entry & 0xFFF);
+                const std::uint32_t needs = state < kLow ? 1u : 0u;
+                const std::uint32_t word = get_u16(end - 2) & (0u - needs);
+                own[i] = state << (16 * needs) | word;
+                end -= 2 * needs;
+            }
         }
         // A step takes at most 128 bytes, and so many before the words may be read.
         if (end < words) {

@@ -39,8 +39,6 @@ inline std::uint32_t get_u16(const std::uint8_t *at) {
 
 inline std::uint32_t get_u32(const std::uint8_t *at) { return get_u16(at) | get_u16(at + 2) << 16; }
 
-inline std::size_t byte_of_lane(std::size_t lane) { return lane < 32 ? 2 * lane : 2 * (lane - 32) + 1; }
-
 // Sets to 0xFF the entry of every symbol that occurs.
 void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen, bool vectors);
 

@@ -77,7 +77,7 @@ def run_child(job, gate):
         scenarios.SCENARIOS[job["scenario"]](place, ack)
         os._exit(0)
     except BaseException as error:
-        Path(job["acks"] + ".error").write_text("".join(traceback.format_exception(error)))
+        scenarios.file_acks(Path(job["acks"] + ".error"))("".join(traceback.format_exception(error)))
         os._exit(3)
 
 

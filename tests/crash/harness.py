@@ -116,7 +116,7 @@ class Tally:
     """Counters of a run, printed so that documents can quote them."""
 
     points: int = 0
-    killed: int = 0
+    struck: int = 0
     untouched: int = 0
     acks: int = 0
     failures: list[str] = field(default_factory=list)
@@ -124,6 +124,6 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.points} points, {self.killed} killed, {self.untouched} ran through, "
+            f"{self.points} points, {self.struck} struck down, {self.untouched} ran through, "
             f"{self.acks} acknowledged, {len(self.failures)} failures"
         )

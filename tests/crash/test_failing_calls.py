@@ -71,7 +71,7 @@ def fail_each_call(prepared, scenario, number, *, for_ever=False, sites=None, is
         except Exception as error:
             failures.append(f"{fault} struck {run.struck[:2]}, raised {run.error!r}: {error!r}")
     print(f"{scenario}, {errno.errorcode[number]}, for ever {for_ever}: {len(runs)} points, {len(failures)} failures")
-    assert failures == []
+    assert not failures, "\n".join(failures)
     return runs
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import scenarios
 
+from ckstore.errors import CkstoreError
 from ckstore.testing.cuts import crash_states
 from ckstore.testing.faults import ForgetfulBackend
 from ckstore.testing.invariants import order_violations
@@ -37,7 +38,7 @@ def losses(disk, acks, *, samples, points=None, singles_max=64, stop_at=None, co
         counters["states"] += 1
         try:
             check_state(state.disk, [*acks, *state.marks], goes_on=number % commit_every == 0)
-        except Exception as error:
+        except (CkstoreError, AssertionError) as error:
             found.append(f"cut after {state.point} of {len(disk.log)} steps, {state.label}: {error!r}")
             if stop_at is not None and len(found) >= stop_at:
                 break

@@ -65,6 +65,14 @@ def holder_of(backend):
     return decode_record(backend.read_bytes(PATH, nbytes_max=4096), LeaseRecord)
 
 
+def is_holding(lease):
+    try:
+        lease.check()
+    except ConflictError:
+        return False
+    return True
+
+
 def dead_process():
     """Return pid and start time of a process that has just died."""
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -271,14 +279,7 @@ def test_many_who_take_over_at_once_leave_one_holder(backend):
             thread.start()
         for thread in threads:
             thread.join()
-        holding = []
-        for lease in taken:
-            try:
-                lease.check()
-                holding.append(lease)
-            except ConflictError:
-                pass
-        assert len(holding) == 1
+        assert sum(is_holding(lease) for lease in taken) == 1
         for lease in leases:
             lease.release()
         assert backend.stat(PATH) is None

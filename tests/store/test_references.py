@@ -74,7 +74,8 @@ def test_reference_that_means_nothing_says_what_there_is(run, reference, says):
     "reference",
     [
         True, None, 1.5, b"good", [], "", "seq:", "seq:x", "seq:-1", "seq:1:2", "id:", "id:abc", "id:XYZ0", "id:ABCD",
-        "best:", "best", "seq", "id", "best:loss:most", "best:loss:min:x", "tag:good", "../good", "a/b", "good\n", "ä", "seq:²",
+        "best:", "best", "seq", "id", "best:loss:most", "best:loss:min:x", "tag:good", "../good", "a/b", "good\n",
+        "ä", "seq:²",
         "٣", "9" * 5000, "-" + "9" * 5000, "seq:" + "9" * 5000,
     ],
 )  # fmt: skip

@@ -45,8 +45,9 @@ def run(
 ) -> None:
     """Measure commits and restores on PATH's disk.
 
-    They are compared with a plain write of as many bytes. The state is random bfloat16-like weights and float32 optimizer moments, which is about what training
-    has. Everything is written to a temporary folder in PATH and removed at the end; it needs about four times the size.
+    They are compared with a plain write of as many bytes. The state is random bfloat16-like weights and float32
+    optimizer moments, which is about what training has. Everything is written to a temporary folder in PATH and
+    removed at the end; it needs about four times the size.
     """
     folder = Path(path.removeprefix("file://"))
     if not folder.is_dir():

@@ -40,8 +40,8 @@ def run(
 ) -> None:
     """Delete checkpoints, after asking.
 
-    What would go is shown first. Tagged checkpoints are refused. Nothing is deleted unless every REF is found and free of tags. The disk
-    space is freed later, when the store is collected (gc).
+    What would go is shown first. Tagged checkpoints are refused. Nothing is deleted unless every REF is found and
+    free of tags. The disk space is freed later, when the store is collected (gc).
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         doomed = _doomed(store, refs)

@@ -27,7 +27,8 @@ def run(
 ) -> None:
     """Say what this machine and a store are like.
 
-    Put the output into a report of a problem. Without --measure nothing is written. "warning" means: worth doing something about.
+    Put the output into a report of a problem. Without --measure nothing is written. "warning" means: worth doing
+    something about.
     """
     from ckstore.diagnosis import Finding, diagnose_machine, diagnose_store
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Literal
 
 from ckstore.clock import SYSTEM_CLOCK
 
@@ -27,6 +26,9 @@ Advance = Callable[[int, int], None]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 NOTHING = "-"
+GAP = 2
+ELASTIC_MIN = 16
+"""Letters of an elastic column that are always shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ def say(text: str) -> None:
 
 def print_json(content: Any) -> None:
     """Print one JSON document for programs; numbers that JSON lacks become strings."""
-    sys.stdout.write(json.dumps(_jsonable(content), indent=2, allow_nan=False) + "\n")
+    # Indented JSON is made by slow Python code, and only people need it.
+    indent = 2 if is_terminal() else None
+    sys.stdout.write(json.dumps(_jsonable(content), indent=indent, allow_nan=False) + "\n")
 
 
 def _jsonable(content: Any) -> Any:
@@ -173,50 +177,63 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, ti
 
 
 def _draw(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], title: str) -> None:
+    import shutil
+
     from rich import box
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    width = shutil.get_terminal_size().columns
-    kept = _fitting(columns, rows, width)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=Text(one_line(title), "bold"), title_justify="left")
-    table.show_edge = False
-    for index in kept:
-        column = columns[index]
-        table.add_column(
-            Text(column.name),
-            justify="right" if column.is_number else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=None if column.is_elastic else _width(columns, rows, index),
-        )
+    screen = shutil.get_terminal_size().columns
+    needs = [
+        max(cell_len(column.name), *(cell_len(row[index]) for row in rows), 1) for index, column in enumerate(columns)
+    ]
+    is_empty = [all(row[index] == NOTHING for row in rows) for index in range(len(columns))]
+    widths = fit(columns, needs, is_empty, screen)
+    # One space of padding and one of the box make the gap that fit counts on.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    if title:
+        table.title = Text(one_line(title), "bold")
+    for index, width in widths.items():
+        justify: Literal["left", "right"] = "right" if columns[index].is_number else "left"
+        table.add_column(Text(columns[index].name), justify=justify, no_wrap=True, overflow="ellipsis", width=width)
     for row in rows:
-        table.add_row(*(Text(row[index]) for index in kept))
-    console = Console(width=width, highlight=False, emoji=False)
+        table.add_row(*(Text(row[index]) for index in widths))
+    console = Console(width=max(screen, 20), highlight=False, emoji=False)
     console.print(table)
-    left_out = [column.name for index, column in enumerate(columns) if index not in kept]
+    left_out = [column.name for index, column in enumerate(columns) if index not in widths and not is_empty[index]]
     if left_out:
         console.print(Text(f"not shown, for lack of width: {', '.join(left_out)}", "dim"))
 
 
-def _width(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], index: int) -> int:
-    return max(len(columns[index].name), *(len(row[index]) for row in rows), 1)
+def fit(columns: Sequence[Column], needs: Sequence[int], is_empty: Sequence[bool], screen: int) -> dict[int, int]:
+    """Return the columns that are shown, and how wide, so that all fit the screen.
 
+    Columns without content go first, then those of the least worth; what is still too wide and elastic is cut.
 
-def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> list[int]:
-    """Return the columns that fit, the least worth left out first; elastic ones need 16 letters."""
+    Args:
+        columns: The columns.
+        needs: How wide each would be.
+        is_empty: Whether it has no content.
+        screen: How wide all of them may be together, two spaces between them.
+    """
     kept = list(range(len(columns)))
-    needs = [
-        min(_width(columns, rows, index), 16) if column.is_elastic else _width(columns, rows, index)
-        for index, column in enumerate(columns)
-    ]
-    while sum(needs[index] + 2 for index in kept) - 2 > width:
-        droppable = [(worth, index) for index in kept if (worth := columns[index].worth) is not None]
+    least = [min(need, ELASTIC_MIN) if columns[index].is_elastic else need for index, need in enumerate(needs)]
+    while sum(least[index] + GAP for index in kept) - GAP > screen:
+        droppable = [
+            (-1 if is_empty[index] else worth, index) for index in kept if (worth := columns[index].worth) is not None
+        ]
         if not droppable:
             break
         kept.remove(min(droppable)[1])
-    return kept
+    spare = screen + GAP - sum(least[index] + GAP for index in kept)
+    widths = {}
+    for index in kept:
+        more = max(0, min(needs[index] - least[index], spare))
+        widths[index] = least[index] + more
+        spare -= more
+    return widths
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:

@@ -61,7 +61,7 @@ def _meant(error: Exception) -> Exception:
     if show is None:
         return error
     path = getattr(getattr(error, "ctx", None), "command_path", "ckstore")
-    return UsageError(str(show()).rstrip("."), todo=f"see `{path} --help`")
+    return UsageError(str(show()).rstrip(".?"), todo=f"see `{path} --help`")
 
 
 def _app(names: Sequence[str]) -> typer.Typer:

@@ -89,7 +89,7 @@ def _print(report: Report, seconds: float) -> None:
         _print_damage(damage)
     hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
     output.say("")
-    output.say(f"{len(hit)} checkpoints are hit. Everything not named above is whole.")
+    output.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
 
 
 def _print_damage(damage: Damage) -> None:

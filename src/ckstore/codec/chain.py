@@ -26,8 +26,8 @@ STEP_COUNT_MAX = 1
 
 # Coding that saves less than one part in so many is not worth the time of the reader.
 _SAVING_PART = 64
-# Huffman codes cost about this much more than the entropy, in bits per byte.
-_HUFFMAN_LOSS = 0.06
+# The plane coder costs about this much more than the entropy, in bits per byte.
+_CODER_LOSS = 0.02
 
 
 def encode(plain: memoryview, *, width: int, is_float: bool, compression: Compression, scratch: Scratch) -> Encoded:
@@ -116,5 +116,5 @@ def _candidates(sample: memoryview, brief: Brief, is_float: bool, scratch: Scrat
 
 def _planes_cost(brief: Brief) -> float:
     """Return the estimated share of the plain bytes that coded planes take."""
-    bits = [8.0 if entropy > ENTROPY_MAX else entropy + _HUFFMAN_LOSS for entropy in brief.entropies]
+    bits = [8.0 if entropy > ENTROPY_MAX else entropy + _CODER_LOSS for entropy in brief.entropies]
     return sum(bits) / (8 * brief.width)

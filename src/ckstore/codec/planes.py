@@ -17,11 +17,16 @@ from ckstore.codec.scratch import SAMPLE_NBYTES, Scratch
 from ckstore.codec.zstd import Setting
 from ckstore.errors import MalformedError, UnsupportedError
 
-RAW, CONST, ZSTD = 0, 1, 2
+RAW, CONST, ZSTD, RANS = 0, 1, 2, 3
 _ROW = struct.Struct("<BI")
 
 ENTROPY_MAX = 7.8
-"""Bits per byte above which a plane is taken for noise: zstd would not code it either."""
+"""Bits per byte above which a plane is taken for noise: no coder would code it either."""
+
+# Below this length the 64 states of the plane coder weigh more than what it saves over a Huffman code.
+_RANS_NBYTES_MIN = 1 << 14
+# Matches must pay visibly: zstd takes several times as long.
+_MATCHES_SHARE = 0.97
 
 
 class PlanesCodec:
@@ -38,7 +43,14 @@ class PlanesCodec:
         split = scratch.planes(plain.nbytes)
         kernels.split_planes(plain, split, width, brief.rotate)
         planes = _cut(split, [count] * width)
-        rows = [_encode_plane(plane, bits, brief, scratch) for plane, bits in zip(planes, brief.entropies, strict=True)]
+        # Each coded plane is shorter than the plane, so the last one finds room enough.
+        room = scratch.coded(kernels.plane_bound(plain.nbytes))
+        rows = []
+        for plane, bits in zip(planes, brief.entropies, strict=True):
+            mode, stored = _encode_plane(plane, bits, brief, room, scratch)
+            rows.append((mode, stored))
+            if mode == RANS:
+                room = room[stored.nbytes :]
         table = b"".join(_ROW.pack(mode, stored.nbytes) for mode, stored in rows)
         config = bytes([brief.rotate])
         return Encoded(((self.codec_id, config),), [memoryview(table), *(stored for _, stored in rows)], width)
@@ -67,37 +79,50 @@ class PlanesCodec:
         return kernels.planes_equal(planes, plain, width, _is_rotated(config))
 
 
-def _encode_plane(plane: memoryview, bits: float, brief: Brief, scratch: Scratch) -> tuple[int, memoryview]:
+def _encode_plane(
+    plane: memoryview, bits: float, brief: Brief, room: memoryview, scratch: Scratch
+) -> tuple[int, memoryview]:
     if bits > ENTROPY_MAX:
         return RAW, plane
     if kernels.is_constant(plane):
         return CONST, plane[:1]
-    setting = _better_setting(plane, scratch) if brief.compression == "best" else "entropy"
-    coded = scratch.zstd.compress(plane, setting)
+    setting = _zstd_setting(plane, brief, room, scratch)
+    if setting is None:
+        mode, coded = RANS, room[: kernels.encode_plane(plane, room)]
+    else:
+        mode, coded = ZSTD, memoryview(scratch.zstd.compress(plane, setting))
     # A plane that hardly shrinks costs more to decode than it saves.
-    return (ZSTD, memoryview(coded)) if len(coded) < plane.nbytes - plane.nbytes // 50 else (RAW, plane)
+    return (mode, coded) if coded.nbytes < plane.nbytes - plane.nbytes // 50 else (RAW, plane)
 
 
-def _better_setting(plane: memoryview, scratch: Scratch) -> Setting:
-    """Return what codes a piece from the middle of the plane best; looking for matches must pay visibly."""
-    start = max(0, (plane.nbytes - SAMPLE_NBYTES) // 2)
-    piece = plane[start : start + SAMPLE_NBYTES]
-    is_worth = len(scratch.zstd.compress(piece, "matches")) < 0.99 * len(scratch.zstd.compress(piece, "entropy"))
-    return "matches" if is_worth else "entropy"
+def _zstd_setting(plane: memoryview, brief: Brief, room: memoryview, scratch: Scratch) -> Setting | None:
+    """Return how zstd codes the plane, or None where the plane coder does better."""
+    if brief.compression == "best":
+        start = max(0, (plane.nbytes - SAMPLE_NBYTES) // 2)
+        piece = plane[start : start + SAMPLE_NBYTES]
+        if len(scratch.zstd.compress(piece, "matches")) < _MATCHES_SHARE * kernels.encode_plane(piece, room):
+            return "matches"
+    # The numpy twin reads what the plane coder makes, but is too slow to write it.
+    is_slow = kernels.IMPLEMENTATION["encode_plane"] == "numpy"
+    return "entropy" if is_slow or plane.nbytes < _RANS_NBYTES_MIN else None
 
 
 def _decode_planes(
     modes: Sequence[int], stored: Sequence[memoryview], count: int, scratch: Scratch
 ) -> list[memoryview]:
-    constants = scratch.decoded(count * len(modes)) if CONST in modes else memoryview(b"")
+    room = scratch.decoded(count * len(modes)) if CONST in modes or RANS in modes else memoryview(b"")
     planes = []
     for index, (mode, part) in enumerate(zip(modes, stored, strict=True)):
-        if mode == ZSTD:
+        plane = room[index * count : (index + 1) * count]
+        if mode == RANS:
+            if not kernels.decode_plane(part, plane):
+                raise MalformedError(f"coded plane {index} does not hold {count} bytes")
+            planes.append(plane)
+        elif mode == ZSTD:
             planes.append(memoryview(scratch.zstd.decompress(part, count)))
         elif mode == RAW and part.nbytes == count:
             planes.append(part)
         elif mode == CONST and part.nbytes == 1:
-            plane = constants[index * count : (index + 1) * count]
             np.frombuffer(plane, np.uint8).fill(part[0])
             planes.append(plane)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ckstore import kernels
 from ckstore.codec.zstd import CONTEXTS_NBYTES, ZstdContexts
 from ckstore.config import MIB
 
@@ -17,9 +18,15 @@ WIDTH_MAX = 8
 
 def scratch_nbytes(chunk_nbytes_max: int) -> int:
     """Return the most memory that one scratch and the coding of one chunk take."""
-    # Two buffers and one result, for which a coder asks slightly more than it fills; two samples, and the
-    # temporary blocks of the numpy kernels.
-    return 3 * chunk_nbytes_max + chunk_nbytes_max // 64 + 8 * SAMPLE_NBYTES + CONTEXTS_NBYTES
+    # Two buffers for planes, one for what the plane coder makes, and one result of zstd, which asks for slightly
+    # more than it fills; two samples, and the temporary blocks of the numpy kernels.
+    return (
+        3 * chunk_nbytes_max
+        + kernels.plane_bound(chunk_nbytes_max)
+        + chunk_nbytes_max // 64
+        + 8 * SAMPLE_NBYTES
+        + CONTEXTS_NBYTES
+    )
 
 
 class Scratch:
@@ -38,6 +45,10 @@ class Scratch:
     def decoded(self, nbytes: int) -> memoryview:
         """Return the buffer for planes that are being decoded."""
         return self._buffer("decoded", nbytes, self.chunk_nbytes_max)
+
+    def coded(self, nbytes: int) -> memoryview:
+        """Return the buffer for coded planes."""
+        return self._buffer("coded", nbytes, kernels.plane_bound(self.chunk_nbytes_max))
 
     def sample(self, nbytes: int) -> memoryview:
         """Return the buffer for the sample of a chunk."""

@@ -9,20 +9,26 @@ from __future__ import annotations
 try:
     from ckstore.kernels.on_native import (
         copy_bytes,
+        decode_plane,
+        encode_plane,
         equal_bytes,
         histogram,
         is_constant,
         merge_planes,
+        plane_bound,
         planes_equal,
         split_planes,
     )
 except ImportError:
     from ckstore.kernels.on_numpy import (
         copy_bytes,
+        decode_plane,
+        encode_plane,
         equal_bytes,
         histogram,
         is_constant,
         merge_planes,
+        plane_bound,
         planes_equal,
         split_planes,
     )
@@ -30,15 +36,29 @@ except ImportError:
 __all__ = [
     "IMPLEMENTATION",
     "copy_bytes",
+    "decode_plane",
+    "encode_plane",
     "equal_bytes",
     "histogram",
     "is_constant",
     "merge_planes",
+    "plane_bound",
     "planes_equal",
     "split_planes",
 ]
 
-_LOOPS = (copy_bytes, equal_bytes, histogram, is_constant, merge_planes, planes_equal, split_planes)
+_LOOPS = (
+    copy_bytes,
+    decode_plane,
+    encode_plane,
+    equal_bytes,
+    histogram,
+    is_constant,
+    merge_planes,
+    plane_bound,
+    planes_equal,
+    split_planes,
+)
 
 IMPLEMENTATION: dict[str, str] = {
     loop.__name__: "numpy" if loop.__module__.endswith("on_numpy") else "native" for loop in _LOOPS

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from ckstore._native import (
     copy_bytes,
+    decode_plane,
+    encode_plane,
     equal_bytes,
     histogram,
     is_constant,
     merge_planes,
+    plane_bound,
     planes_equal,
     split_planes,
 )
 
 __all__ = [
     "copy_bytes",
+    "decode_plane",
+    "encode_plane",
     "equal_bytes",
     "histogram",
     "is_constant",
     "merge_planes",
+    "plane_bound",
     "planes_equal",
     "split_planes",
 ]

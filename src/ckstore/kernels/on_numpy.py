@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckstore.kernels import coder_on_numpy
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -92,6 +94,24 @@ def histogram(source: Buffer, counts_out: Buffer) -> None:
     for start, stop in _blocks(plain.size, 8):
         total += np.bincount(plain[start:stop], minlength=256)
     counts.view(np.uint32)[:] = total.astype(np.uint32)
+
+
+def plane_bound(nbytes: int) -> int:
+    """Return the room that ``encode_plane`` wants for a plane of so many bytes."""
+    return coder_on_numpy.bound(nbytes)
+
+
+def encode_plane(plane: Buffer, out: Buffer) -> int:
+    """Code a plane into ``out``, which has ``plane_bound`` bytes, and return how many of them count."""
+    symbols, target = _readable(plane), _writable(out)
+    if target.size < plane_bound(symbols.size):
+        raise ValueError("room has less than the length that plane_bound asks for")
+    return coder_on_numpy.encode(symbols, target)
+
+
+def decode_plane(payload: Buffer, plane: Buffer) -> bool:
+    """Decode exactly ``plane``; return whether the payload held it. Whatever the payload, nothing else is written."""
+    return coder_on_numpy.decode(_readable(payload), _writable(plane))
 
 
 def _merged(planes: list[Bytes], start: int, stop: int, rotate: bool) -> Bytes:

@@ -76,9 +76,8 @@ class Manifests:
         return Listing(names, lower, dropped, max(claimed, default=-1))
 
     def _names_in_place(self) -> set[ManifestName]:
-        parsed = (
-            layout.parse_manifest_file(self.run, name) for name in self.backend.list_names(layout.manifests_folder(self.run))
-        )
+        files = self.backend.list_names(layout.manifests_folder(self.run))
+        parsed = (layout.parse_manifest_file(self.run, file) for file in files)
         return {name for name in parsed if name is not None}
 
     def path_of(self, name: ManifestName) -> str:

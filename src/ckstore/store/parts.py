@@ -20,8 +20,8 @@ from ckstore.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckstore.format.manifest import Manifest
 from ckstore.format import layout
+from ckstore.format.manifest import Manifest
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Union
 
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckstore.format import layout
@@ -14,7 +13,7 @@ from ckstore.format.manifest import Manifest
 from ckstore.store.manifests import Manifests, no_checkpoint
 from ckstore.store.parts import Parts
 
-Reference = Union[int, str]
+Reference = int | str
 
 _RESERVED = {"latest", "best", "seq", "id"}
 _LISTINGS_MAX = 5

@@ -7,6 +7,7 @@ the tags second. One of the two must see the other, so that no tagged checkpoint
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from ckstore.format.records import IntentRecord, TagRecord, decode_record, encod
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
 from ckstore.store.lease import boot_identity, process_started
+
+_log = logging.getLogger("ckstore")
 
 _RECORD_NBYTES_MAX = 4096
 
@@ -31,18 +34,30 @@ class Tags:
         self._clock = clock
         self._folder = layout.tags_folder(run)
 
-    def all(self) -> dict[str, TagRecord]:
-        """Return every tag by name."""
+    def all(self, *, is_strict: bool = False) -> dict[str, TagRecord]:
+        """Return every tag by name; a damaged one is logged and left out, since no checkpoint depends on it.
+
+        Args:
+            is_strict: Raise CorruptError for a damaged one, for who would drop what it may point to.
+        """
         found = {}
         for name in self._backend.list_names(self._folder):
-            if layout.is_name(name):
-                with contextlib.suppress(NotFoundError):
-                    found[name] = self.get(name)
+            if not layout.is_name(name):
+                continue
+            try:
+                found[name] = self.get(name)
+            except NotFoundError:
+                # Removed since it was listed.
+                continue
+            except CorruptError as error:
+                if is_strict:
+                    raise
+                _log.warning("%s", error)
         return found
 
-    def names_of(self, seq: int) -> list[str]:
-        """Return the names of the tags on a seq, sorted."""
-        return sorted(name for name, record in self.all().items() if record.seq == seq)
+    def names_of(self, seq: int, *, is_strict: bool = False) -> list[str]:
+        """Return the names of the tags on a seq, sorted; ``is_strict`` as for ``all``."""
+        return sorted(name for name, record in self.all(is_strict=is_strict).items() if record.seq == seq)
 
     def get(self, name: str) -> TagRecord:
         """Return what a tag points to.

@@ -104,6 +104,7 @@ def verify(
     """Check the manifests given, or all of the store, and what they need.
 
     Args:
+        parts: The store.
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
         make_check: Makes, for each thread, what decodes a frame.

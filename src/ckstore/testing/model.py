@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,11 +47,9 @@ class ModelStore:
         return entry
 
     def rewind(self, seq: int, new_seq: int) -> ModelEntry:
-        """Take note of an old entry that was published again."""
+        """Take note of an old entry that was published again: it is the parent of the new one."""
         old = self.entries[seq]
-        entry = self.commit(new_seq, old.step, old.state, metrics=old.metrics)
-        self.entries[new_seq] = replace(entry, parent=old.parent)
-        return self.entries[new_seq]
+        return self.commit(new_seq, old.step, old.state, metrics=old.metrics, parent=seq)
 
     def delete(self, seqs: set[int]) -> None:
         """Take note of entries that were dropped."""

@@ -1,12 +1,10 @@
 """A file system in memory that knows what was synced, and records every step it takes.
 
-It is stricter than any real one, so that nothing rests on the kindness of ext4:
+It is stricter than any real one, so that nothing rests on the kindness of ext4; ``cuts`` makes its crash states.
 - A name is durable only after a sync of the folder that holds it, whatever was done to the file.
 - Bytes are durable only after a sync of their file: ``create(sync=True)``, ``sync_file``, ``PackSink.finish``.
 - A folder is a name in its parent. A rename between folders is a new name and, no earlier, the loss of the old one.
 - A sync that failed has lost what it should have kept: a later one does not make it durable.
-
-``cuts.crash_states`` turns the record into the states a power cut can leave.
 """
 
 from __future__ import annotations
@@ -219,14 +217,12 @@ class SimFS:
     def sync_folder(self, name: str) -> None:
         """Make the names in a folder durable."""
         with self._lock:
-            path = _clean(name)
-            if path not in self._folders:
+            if _clean(name) not in self._folders:
                 raise _os_error(errno.ENOENT, self.location_of(name))
-            self._record(Op("sync folder", "sync_folder", folder=path))
+            self._record(Op("sync folder", "sync_folder", folder=_clean(name)))
 
-    def free_nbytes(self) -> int | None:
+    def free_nbytes(self) -> None:
         """Return None: memory is as large as it is."""
-        return None
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> SimSink:
         """Make a new pack."""
@@ -313,10 +309,11 @@ class SimFS:
             (old_folder, old), (new_folder, new) = _split(source), _split(target)
             if new_folder not in self._folders:
                 raise _os_error(errno.ENOENT, self.location_of(target))
-            if self._folders[new_folder].get(new) in (node, FOLDER):
+            there = self._folders[new_folder].get(new)
+            if there == FOLDER:
+                raise _os_error(errno.EISDIR, self.location_of(target))
+            if there == node:
                 # POSIX: between two names of one file rename does nothing at all.
-                if self._folders[new_folder][new] == FOLDER:
-                    raise _os_error(errno.EISDIR, self.location_of(target))
                 return
             # Inside one folder both names change in one journal record: each needs the other.
             here = len(self.log)

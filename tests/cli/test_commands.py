@@ -1,0 +1,342 @@
+"""Protects every command of the command line: what it does, prints, and returns, and that its JSON keeps its shape."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import ckstore
+
+INFO_KEYS = {
+    *("step", "seq", "checkpoint_id", "run", "time_ns", "time", "parent", "origin_id", "generation", "is_archival"),
+    *("fidelity", "metrics", "tags", "bytes_state", "bytes_stored", "bytes_written", "tensor_count", "chunk_count"),
+    *("chunks_new", "chunks_reused", "depth_max", "warnings"),
+}
+
+
+def flip_byte(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(content)
+
+
+def pack_of_weights(store):
+    """Return the pack that holds most of step 300."""
+    with ckstore.open(store, create=False) as opened:
+        row = max(opened.contents(300).packs, key=lambda row: row.used_nbytes)
+    return next(store.glob(f"packs/*/{row.pack_id}.pack"))
+
+
+def test_init_makes_a_store_once(call, tmp_path):
+    code, out, _ = call("init", tmp_path / "new")
+    assert code == 0
+    assert out.startswith("Made a store")
+    code, out, _ = call("init", tmp_path / "new", "--json")
+    assert code == 0
+    assert json.loads(out) == {"path": str(tmp_path / "new"), "is_new": False}
+
+
+def test_init_refuses_a_folder_with_other_things(call, tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    code, out, err = call("init", tmp_path)
+    assert (code, out) == (2, "")
+    assert "thesis.tex" in err
+
+
+def test_ls_lists_all_runs_newest_first(call, shelf):
+    code, out, _ = call("ls", shelf)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "run main: 3 checkpoints"
+    assert [line.split()[1] for line in lines[2:5]] == ["300", "200", "100"]
+    assert "good" in lines[3]
+    assert "run other: 1 checkpoint" in lines
+
+
+def test_ls_as_json_holds_every_fact(call, shelf):
+    code, out, _ = call("ls", shelf, "--run", "main", "--json", "--limit", 2)
+    assert code == 0
+    (log,) = json.loads(out)["runs"]
+    assert (log["run"], log["count"], log["damaged_tags"]) == ("main", 3, [])
+    assert [entry["step"] for entry in log["entries"]] == [300, 200]
+    assert set(log["entries"][0]) == INFO_KEYS | {"damage"}
+    assert log["entries"][1]["tags"] == ["good"]
+
+
+@pytest.mark.parametrize("arguments", [["--limit=1", "--run=main"], ["-n", "1", "--run", "main"]])
+def test_ls_reads_its_options_alike_with_and_without_the_parser(call, shelf, arguments):
+    code, out, _ = call("ls", shelf, *arguments, "--json")
+    (log,) = json.loads(out)["runs"]
+    assert (code, [entry["step"] for entry in log["entries"]]) == (0, [300])
+
+
+def test_ls_of_an_empty_store_says_so(call, tmp_path):
+    call("init", tmp_path / "new")
+    assert call("ls", tmp_path / "new")[:2] == (0, "No checkpoint yet: nothing was committed to this store.\n")
+
+
+def test_ls_lists_what_is_whole_beside_what_is_damaged(call, store):
+    flip_byte(sorted(store.glob("manifests/main/*.ckm"))[1], 140)
+    (store / "tags/main/good").write_text("garbage")
+    code, out, err = call("ls", store, "--run", "main")
+    assert code == 12
+    assert err.count("\n") == 1
+    assert "DAMAGED seq 1" in out
+    assert "DAMAGED tag good" in out
+    assert [line.split()[1] for line in out.splitlines()[2:5]] == ["300", "200", "100"]
+    code, out, _ = call("ls", store, "--run", "main", "--json")
+    assert code == 12
+    assert [bool(entry["damage"]) for entry in json.loads(out)["runs"][0]["entries"]] == [False, True, False]
+
+
+def test_show_lists_tensors_groups_and_packs(call, shelf):
+    code, out, _ = call("show", shelf, 200)
+    assert code == 0
+    assert "model.weights" in out
+    assert "good" in out
+    code, out, _ = call("show", shelf, "good", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert set(shown) == INFO_KEYS | {"groups", "tensors", "packs"}
+    tensors = {row["path"]: row for row in shown["tensors"]}
+    assert tensors["model.weights"]["nbytes"] == 200_000
+    assert tensors["model.tied"]["shares_with"] == "model.weights"
+    assert [(row["key"], row["tensor_count"], row["value_count"]) for row in shown["groups"]] == [
+        ("model", 3, 0),
+        ("optimizer", 1, 1),
+        ("note", 0, 1),
+    ]
+    # Every stored byte of the state is some group's; headers of frames come on top of payload.
+    assert sum(row["stored_nbytes"] for row in shown["groups"]) >= shown["bytes_stored"]
+    assert sum(row["used_nbytes"] for row in shown["packs"]) == sum(row["stored_nbytes"] for row in shown["groups"])
+
+
+@pytest.mark.parametrize("level", ["quick", "read", "decode"])
+def test_verify_finds_a_whole_store_whole(call, shelf, level):
+    code, out, err = call("verify", shelf, "--level", level)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"No damage. Level {level}: 4 checkpoints")
+
+
+def test_verify_names_pack_offset_and_checkpoints(call, store):
+    pack = pack_of_weights(store)
+    with ckstore.open(store, create=False) as opened:
+        packs = {step: {row.pack_id for row in opened.contents(step).packs} for step in (100, 200, 300)}
+    users = [step for step in packs if pack.stem in packs[step]]
+    flip_byte(pack, 4096 + 192 + 5000)
+    code, out, err = call("verify", store)
+    assert code == 12
+    assert f"{pack}, offset 4096" in out
+    assert f"needed  {', '.join(f'main/{step // 100 - 1} (step {step})' for step in users)}\n" in out
+    assert err.startswith("ckstore: 1 damaged place found")
+    code, out, _ = call("verify", store, "latest", "--json")
+    report = json.loads(out)
+    assert code == 12
+    assert not report["is_clean"]
+    assert report["damage"][0]["checkpoints"] == ["main/2 (step 300)"]
+    assert report["checkpoint_count"] == 1
+
+
+def test_verify_refuses_an_unknown_level(call, shelf):
+    assert call("verify", shelf, "--level", "thorough")[0] == 2
+
+
+def test_restore_writes_npz(call, shelf, tmp_path):
+    target = tmp_path / "state.npz"
+    code, out, _ = call("restore", shelf, 100, "-o", target, "--json")
+    assert code == 0
+    assert json.loads(out)["step"] == 100
+    with np.load(target, allow_pickle=False) as found:
+        assert set(found) == {
+            "model.weights",
+            "model.tied",
+            "model.head",
+            "optimizer.0.lr",
+            "optimizer.0.moment",
+            "note",
+        }
+        with ckstore.open(shelf, create=False) as store:
+            assert np.array_equal(found["model.head"], store.restore(100)["model"]["head"])
+        assert str(found["note"]) == "hello"
+
+
+def test_restore_without_ref_takes_the_newest_that_is_whole(call, store, tmp_path):
+    sorted(store.glob("manifests/main/*.ckm"))[-1].write_bytes(b"torn")
+    code, out, _ = call("restore", store, "-o", tmp_path / "x.npz", "--only", "model.head")
+    assert code == 0
+    assert "step 200" in out
+    with np.load(tmp_path / "x.npz") as found:
+        assert list(found) == ["model.head"]
+
+
+def test_restore_never_overwrites_unasked(call, shelf, tmp_path):
+    target = tmp_path / "x.npz"
+    target.write_text("precious")
+    code, _, err = call("restore", shelf, "-o", target)
+    assert code == 2
+    assert "--force" in err
+    assert target.read_text() == "precious"
+    assert call("restore", shelf, "-o", target, "--force")[0] == 0
+    with np.load(target) as found:
+        assert "note" in found
+
+
+def test_restore_replaces_a_link_and_not_what_it_points_to(call, shelf, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "x.npz").symlink_to(tmp_path / "precious")
+    assert call("restore", shelf, "-o", tmp_path / "x.npz")[0] == 2
+    assert call("restore", shelf, "-o", tmp_path / "x.npz", "--force")[0] == 0
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "x.npz").is_symlink()
+
+
+def test_restore_of_damage_leaves_no_file(call, store, tmp_path):
+    flip_byte(pack_of_weights(store), 4096 + 192 + 5000)
+    out_folder = tmp_path / "out"
+    out_folder.mkdir()
+    code, _, err = call("restore", store, "latest", "-o", out_folder / "x.npz")
+    assert code == 12
+    assert "model.weights" in err
+    assert list(out_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["state", "state.zip", "missing/state.npz"])
+def test_restore_refuses_targets_before_it_reads(call, shelf, tmp_path, name):
+    assert call("restore", shelf, "-o", tmp_path / name)[0] in (2, 10)
+
+
+def test_restore_writes_what_torch_loads_with_weights_only(call, tmp_path):
+    torch = pytest.importorskip("torch")
+    tied = torch.randn(4, 3)
+    state = {"a": tied, "b": tied, "half": torch.ones(2, dtype=torch.bfloat16), "seed": np.arange(3), "n": np.int8(3)}
+    with ckstore.open(tmp_path / "s") as store:
+        store.commit(state, 1)
+    code, out, _ = call("restore", tmp_path / "s", "-o", tmp_path / "x.pt", "--json")
+    assert code == 0
+    assert set(json.loads(out)["notes"]) == {"seed", "n"}
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(found["a"], tied)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert found["half"].dtype == torch.bfloat16
+    assert found["seed"].tolist() == [0, 1, 2]
+    assert found["n"] == 3
+    assert call("restore", tmp_path / "s", "-o", tmp_path / "x.npz")[0] == 2
+
+
+def test_export_tells_what_is_shared_and_left_out(call, shelf, tmp_path):
+    reader = pytest.importorskip("safetensors.numpy")
+    target = tmp_path / "x.safetensors"
+    code, out, _ = call("export", shelf, "good", "-o", target, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["shared"] == {"model.tied": "model.weights"}
+    assert set(told["left_out"]) == {"optimizer.0.lr", "note"}
+    found = reader.load_file(target)
+    assert set(found) == {"model.weights", "model.head", "optimizer.0.moment"}
+    with ckstore.open(shelf, create=False) as store:
+        assert np.array_equal(found["model.weights"], store.restore("good")["model"]["weights"])
+    code, out, _ = call("export", shelf, "good", "-o", target)
+    assert code == 2
+    code, out, _ = call("export", shelf, "good", "-o", target, "--force", "--only", "model.head")
+    assert (code, set(reader.load_file(target))) == (0, {"model.head"})
+
+
+def test_export_without_a_tensor_makes_no_file(call, shelf, tmp_path):
+    assert call("export", shelf, "good", "-o", tmp_path / "x.safetensors", "--only", "note")[0] == 10
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tag_and_untag(call, store):
+    code, out, _ = call("tag", store, 300, "v1.0", "--json")
+    assert (code, json.loads(out)["tags"]) == (0, ["v1.0"])
+    assert call("untag", store, "v1.0")[0] == 0
+    assert call("untag", store, "v1.0")[0] == 10
+    assert call("tag", store, 12345, "v2")[0] == 10
+    assert call("tag", store, 300, "../../evil")[0] == 2
+
+
+def test_delete_needs_a_yes(call, store):
+    code, _, err = call("delete", store, 100)
+    assert code == 2
+    assert "--yes" in err
+    assert "100" in call("ls", store)[1]
+
+
+def test_delete_removes_what_was_named_and_nothing_else(call, store):
+    code, out, _ = call("delete", store, 100, "latest", "--yes", "--json")
+    assert code == 0
+    assert [entry["step"] for entry in json.loads(out)["deleted"]] == [100, 300]
+    with ckstore.open(store, create=False) as opened:
+        assert opened.steps() == [200]
+
+
+def test_delete_refuses_all_if_one_is_tagged_or_missing(call, store):
+    code, _, err = call("delete", store, 100, 200, "--yes")
+    assert code == 11
+    assert "good" in err
+    assert call("delete", store, 100, 999, "--yes")[0] == 10
+    with ckstore.open(store, create=False) as opened:
+        assert opened.steps() == [100, 200, 300]
+
+
+def test_rewind_makes_an_old_entry_the_newest(call, store):
+    code, out, _ = call("rewind", store, 100, "--json")
+    assert (code, json.loads(out)["seq"], json.loads(out)["step"]) == (0, 3, 100)
+    with ckstore.open(store, create=False) as opened:
+        assert opened.latest().step == 100
+
+
+def test_doctor_looks_at_machine_and_store(call, store):
+    with ckstore.open(store, create=False) as opened:
+        opened.delete(100)
+    (store / "tmp" / ("0" * 32 + ".ckm")).write_bytes(b"left by a crash")
+    code, out, _ = call("doctor", store, "--json")
+    assert code == 0
+    found = [(one["topic"], one["found"]) for one in json.loads(out)["findings"]]
+    topics = {topic for topic, _ in found}
+    assert {"ckstore", "python", "loops", "torch", "file system", "free", "O_DIRECT", "engine", "store"} <= topics
+    assert ("run main", "drop marks, of deleted checkpoints: 1") in found
+    assert any(topic == "tmp" and "1 ckm" in text for topic, text in found)
+
+
+def test_doctor_names_the_live_writer(call, store):
+    with ckstore.open(store, create=False) as opened:
+        opened.commit({"a": np.arange(2)}, 1)
+        found = [one["found"] for one in json.loads(call("doctor", store, "--json")[1])["findings"]]
+    assert any("being written by pid" in text and "alive" in text for text in found)
+
+
+def test_doctor_of_a_folder_without_store(call, tmp_path):
+    code, out, _ = call("doctor", tmp_path)
+    assert code == 0
+    assert "there is none in this folder" in out
+    assert call("doctor", tmp_path / "nowhere")[0] == 10
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_prints_timings_and_tidies_up(call, tmp_path):
+    code, out, _ = call("bench", tmp_path, "--size", 16, "--json")
+    assert code == 0
+    assert [row["what"] for row in json.loads(out)["timings"]][:2] == ["plain write + fsync", "commit, first"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls"], ["show"], ["verify"], ["tag", "100", "x"], ["untag", "x"], ["delete", "100", "--yes"],
+        ["rewind", "100"], ["restore", "-o", "x.npz"], ["export", "100", "-o", "x.safetensors"],
+    ],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_a_path_without_store_is_not_found_and_stays_as_it_was(call, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    name, *rest = arguments
+    code, out, err = call(name, tmp_path / "nowhere", *rest)
+    assert (code, out) == (10, "")
+    assert err.startswith("ckstore: there is no store here")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

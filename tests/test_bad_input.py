@@ -1,0 +1,283 @@
+"""What bad calls and bad media get: an error that says what to do, and nothing half-visible.
+
+Memory backends stand for the disk where the medium does not matter; full and read-only disks are real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import BackendError, CapacityError, LeafTypeError, UsageError
+from ckstore.io.memory import MemoryBackend
+from ckstore.testing.model import difference
+
+
+def state_of(seed, count=64):
+    source = np.random.default_rng(seed)
+    return {
+        "model": {"w": source.standard_normal(count).astype(np.float32), "b": source.integers(0, 255, 7, np.uint8)},
+        "optimizer": [{"step": seed, "lr": 1e-3, "m": source.standard_normal((3, 5))}],
+        "seed": seed,
+    }
+
+
+def files_below(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+class Stranger:
+    pass
+
+
+def check_nothing_happened(store, backend_files):
+    assert store.steps() == []
+    assert backend_files() == []
+
+
+@pytest.fixture
+def claims(backend):
+    return lambda: [name for name in backend._files if name.startswith(("claims/", "packs/", "manifests/"))]
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": {"b": [1, Stranger()]}}, "a.b.1"),
+        ({"a": {1, 2}}, "a"),
+        ({"f": lambda: None}, "f"),
+        ([{"x": Stranger}], "0.x"),
+        ({"o": np.array([object()])}, "o"),
+        ({"d": range(3)}, "d"),
+        ({"d": bytearray(b"x")}, "d"),
+        (Stranger(), "the state itself"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_leaf_of_unknown_type_names_its_path_and_the_way_out(store, claims, state, path):
+    with pytest.raises(LeafTypeError) as caught:
+        store.commit(state, 1)
+    assert path in str(caught.value)
+    assert "register_converter" in str(caught.value)
+    check_nothing_happened(store, claims)
+
+
+@pytest.mark.parametrize("key", [1.5, None, True, (1, 2), b"x", np.int64(3), 2**63], ids=repr)
+def test_key_that_is_neither_text_nor_int_is_refused_with_its_place(store, claims, key):
+    with pytest.raises(UsageError) as caught:
+        store.commit({"model": {key: 1}}, 1)
+    assert "model" in str(caught.value)
+    check_nothing_happened(store, claims)
+
+
+def test_keys_that_look_alike_in_dots_stay_apart(store):
+    state = {"a": {"b": 1, 1: 2, "1": 3}, "a.b": 4, 7: 5, "7": 6, "": {"": 7}}
+    store.commit(state, 1)
+    assert difference(store.restore(), state) is None
+
+
+def test_state_that_holds_itself_is_refused(store, claims):
+    state = {"a": []}
+    state["a"].append(state)
+    with pytest.raises(UsageError, match=r"a\.0"):
+        store.commit(state, 1)
+    check_nothing_happened(store, claims)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", None, True, b"1", 10**18, [1]], ids=repr)
+def test_step_that_is_no_natural_number_is_refused(store, claims, step):
+    with pytest.raises(UsageError, match="step"):
+        store.commit({"a": 1}, step)
+    check_nothing_happened(store, claims)
+
+
+def test_integers_of_numpy_are_steps(store):
+    assert store.commit({"a": 1}, np.int64(5)).step == 5
+    assert store.commit({"a": 1}, 10**18 - 1).step == 10**18 - 1
+    assert store.steps() == [5, 10**18 - 1]
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "low"}, {"loss": None}, {"": 1.0}, {"a:b": 1.0}, {5: 1.0}, {"x" * 129: 1.0}], ids=str
+)
+def test_metrics_that_are_no_numbers_or_names_are_refused(store, claims, metrics):
+    with pytest.raises(UsageError, match="metric"):
+        store.commit({"a": 1}, 1, metrics=metrics)
+    check_nothing_happened(store, claims)
+
+
+def test_metrics_come_back_as_floats_nan_included(store):
+    store.commit({"a": 1}, 1, metrics={"loss": np.float32(1.5), "nan": float("nan"), "inf": float("-inf"), "n": 3})
+    metrics = store.info(1).metrics
+    assert (metrics["loss"], metrics["inf"], metrics["n"]) == (1.5, float("-inf"), 3.0)
+    assert np.isnan(metrics["nan"])
+    assert store.verify("decode").is_clean
+
+
+def test_bad_tag_is_refused_before_anything_is_written(store, claims):
+    with pytest.raises(UsageError):
+        store.commit({"a": 1}, 1, tags=["good", "../evil"])
+    check_nothing_happened(store, claims)
+
+
+def test_closed_store_says_so(store):
+    store.close()
+    store.close()
+    for call in (lambda: store.commit({}, 1), store.restore, store.log, store.latest, lambda: store.tag(1, "x")):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+
+
+def test_empty_states_are_states(store):
+    for step, state in enumerate([{}, [], (), None, 0, "", np.zeros(0), {"a": np.zeros((0, 3)), "b": np.float32(1)}]):
+        store.commit(state, step)
+        assert difference(store.restore(step), state) is None
+    assert store.verify("decode").is_clean
+
+
+# Media that fail
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Return a function that mounts a small file system of its own; needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    mounted = []
+
+    def mount_tmpfs(nbytes):
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=0700", "tmpfs", str(place)], capture_output=True
+        )
+        if done.returncode:
+            pytest.skip("this machine does not let us mount")
+        mounted.append(place)
+        return place
+
+    yield mount_tmpfs
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("compression", ["none", "fast"])
+def test_full_disk_is_a_capacity_error_and_leaves_earlier_checkpoints_intact(mount, compression, no_threads_left):
+    folder = mount(24 << 20) / "store"
+    with ckstore.open(folder, policy=ckstore.Policy(compression=compression)) as store:
+        small = state_of(1, 100_000)
+        store.commit(small, 1)
+        before = files_below(folder / "packs"), files_below(folder / "manifests")
+        with pytest.raises(CapacityError) as caught:
+            store.commit({"w": np.random.default_rng(1).integers(0, 256, 40 << 20, np.uint8)}, 2)
+        assert caught.value.exit_code == 14
+        assert (files_below(folder / "packs"), files_below(folder / "manifests")) == before
+        assert store.steps() == [1]
+        assert difference(store.restore(), small) is None
+        store.commit(state_of(2, 100_000), 3)
+        assert store.verify("decode").is_clean
+
+
+def test_every_amount_of_missing_room_is_a_capacity_error_and_nothing_half_visible():
+    roomy = MemoryBackend()
+    with ckstore.open(roomy) as store:
+        store.commit(state_of(1), 1)
+        used = 10**9 - _free(roomy, 10**9)
+    with ckstore.open(roomy) as store:
+        store.commit(state_of(2), 2)
+        needed = 10**9 - _free(roomy, 10**9) - used
+    outcomes = set()
+    for room in range(0, needed + 8192, 997):
+        backend = MemoryBackend()
+        with ckstore.open(backend) as store:
+            store.commit(state_of(1), 1)
+        backend._nbytes_max = used + room
+        with ckstore.open(backend) as store:
+            try:
+                store.commit(state_of(2), 2)
+                outcomes.add("committed")
+                assert difference(store.restore(2), state_of(2)) is None
+            except CapacityError:
+                outcomes.add("refused")
+                assert store.steps() == [1]
+            assert difference(store.restore(1), state_of(1)) is None
+            assert store.verify("decode").is_clean
+            backend._nbytes_max = None
+            store.commit(state_of(3), 3)
+            assert difference(store.restore(), state_of(3)) is None
+    assert outcomes == {"committed", "refused"}
+
+
+def _free(backend, nbytes_max):
+    backend._nbytes_max = nbytes_max
+    free = backend.free_nbytes()
+    backend._nbytes_max = None
+    return free
+
+
+@pytest.fixture
+def read_only(folder, mount):
+    """A store with one checkpoint on a disk that has become read-only."""
+    place = mount(24 << 20)
+    with ckstore.open(place / "store") as store:
+        store.commit(state_of(1), 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    return place
+
+
+@pytest.mark.root
+def test_read_only_disk_can_be_read(read_only):
+    with ckstore.open(read_only / "store") as store:
+        assert difference(store.restore(), state_of(1)) is None
+        assert store.verify("decode").is_clean
+        assert [entry.step for entry in store.log()] == [1]
+
+
+@pytest.mark.root
+def test_read_only_disk_refuses_commits_and_new_stores_with_its_place(read_only):
+    before = files_below(read_only)
+    with ckstore.open(read_only / "store") as store:
+        for call in (
+            lambda: store.commit(state_of(2), 2),
+            lambda: store.tag(1, "good"),
+            lambda: store.rewind(1),
+            lambda: store.delete(1),
+        ):
+            with pytest.raises((BackendError, CapacityError)) as caught:
+                call()
+            assert str(read_only) in str(caught.value)
+    with pytest.raises((BackendError, CapacityError)):
+        ckstore.open(read_only / "other")
+    assert files_below(read_only) == before
+
+
+def test_folder_that_others_may_write_is_refused_unless_allowed(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(UsageError, match="others may write"):
+        ckstore.open(shared)
+    ckstore.open(shared, allow_shared_folder=True).close()
+
+
+def test_files_are_for_their_owner_only(disk_store, folder):
+    disk_store.commit(state_of(1), 1, tags=["good"])
+    modes = {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o777 for path in folder.rglob("*")}
+    assert {mode for name, mode in modes.items() if (folder / name).is_dir()} == {0o700}
+    assert {mode for name, mode in modes.items() if (folder / name).is_file()} <= {0o600, 0o400}
+
+
+def test_address_that_is_no_folder_is_unsupported():
+    with pytest.raises(ckstore.UnsupportedError, match="s3://"):
+        ckstore.open("s3://bucket/run")
+
+
+def test_file_url_is_a_folder(tmp_path):
+    with ckstore.open(f"file://{tmp_path}/store") as store:
+        store.commit({"a": 1}, 1)
+    assert (tmp_path / "store" / "store.json").exists()
