@@ -44,6 +44,7 @@ ALLOWED = {
     "workers": set(),
     "receipt": GROUND | {"format"},
     "info": GROUND | {"format"},
+    "arguments": GROUND | {"format"},
     "stale": GROUND | {"format"},
     "chunks": CORE | {"workers"},
     "fetch": CORE,
@@ -52,7 +53,19 @@ ALLOWED = {
     "history": CORE,
     "saver": GROUND | {"format", "io", "commit"},
     "api": CORE
-    | {"contents", "commit", "restore", "history", "receipt", "info", "stale", "saver", "fetch", "adapters"},
+    | {
+        "arguments",
+        "contents",
+        "commit",
+        "restore",
+        "history",
+        "receipt",
+        "info",
+        "stale",
+        "saver",
+        "fetch",
+        "adapters",
+    },
     "adapters": GROUND | {"api", "outfile"},
     # What the command line shows; functions of the library like the others.
     "listing": CORE | {"info"},

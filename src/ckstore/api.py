@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import operator
 import os
-import stat
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
 
 from ckstore import history
+from ckstore.arguments import check_metrics, check_step
 from ckstore.capture import capture
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit import Request, commit
 from ckstore.config import EngineName, Limits, Policy
 from ckstore.contents import Contents, contents_of
-from ckstore.errors import NotFoundError, UnsupportedError, UsageError
+from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.header import ManifestHeader
-from ckstore.format.layout import STEP_MAX
 from ckstore.info import Info
+from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
-from ckstore.io.local import LocalBackend
 from ckstore.pipeline import ChunkWorker
 from ckstore.placement import libraries_needed, prepare_restore
 from ckstore.receipt import Receipt, Stopwatch
@@ -73,7 +70,7 @@ def open(
         UsageError: The folder holds something else, or others may write it.
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
-    backend = _backend_for(path, engine, allow_shared_folder=allow_shared_folder)
+    backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder)
     try:
         record = read_store_record(backend)
     except NotFoundError:
@@ -81,31 +78,6 @@ def open(
             raise
         record = create_store(backend, clock, Limits())
     return Store(Parts(backend, record, run, clock=clock), policy or Policy())
-
-
-def _backend_for(
-    path: str | os.PathLike[str] | Backend, engine: EngineName, *, allow_shared_folder: bool
-) -> Backend:
-    if not isinstance(path, (str, os.PathLike)):
-        return path
-    text = os.fspath(path)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme != "file":
-        raise UnsupportedError(
-            f"stores cannot be opened at {scheme}:// addresses by this version", todo="name a local folder"
-        )
-    folder = Path(rest if separator else text)
-    if engine not in ("auto", "uring", "pwrite"):
-        raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")
-    if not allow_shared_folder and folder.is_dir():
-        mode = folder.stat().st_mode
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-            raise UsageError(
-                "others may write this folder, so they could replace checkpoints",
-                where=folder,
-                todo=f"`chmod go-w {folder}`, or open it with allow_shared_folder=True",
-            )
-    return LocalBackend(folder, engine=engine)
 
 
 class Store:
@@ -166,8 +138,8 @@ class Store:
             CapacityError: The disk is full; earlier checkpoints are intact.
             BackendError: The medium failed.
         """
-        number = _check_step(step)
-        checked_metrics = _check_metrics(metrics)
+        number = check_step(step)
+        checked_metrics = check_metrics(metrics)
         for name in tags:
             check_tag_name(name)
         with self._lock:
@@ -234,6 +206,7 @@ class Store:
         into: Any = None,
         only: str | Sequence[str] | None = None,
         device: Any = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Any:
         """Return a state, bit for bit as it was committed, or raise.
 
@@ -244,6 +217,7 @@ class Store:
             only: Globs over dotted leaf paths, where ``*`` crosses dots; only their bytes are read. What
                 comes back is nested dicts, lists whole.
             device: Where tensors go; the CPU otherwise.
+            on_progress: Called now and then, from any thread, with bytes restored and bytes in all.
 
         Raises:
             NotFoundError: There is no such checkpoint, or nothing matches ``only``.
@@ -269,7 +243,7 @@ class Store:
                 device=device,
                 adapters=_adapters(needs_torch=needs_torch),
             )
-            state = restore(self._parts, manifest, placement, self._policy)
+            state = restore(self._parts, manifest, placement, self._policy, on_progress=on_progress)
             for sentence in placement.warnings:
                 _log.warning("%s", sentence)
             self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
@@ -295,7 +269,11 @@ class Store:
             return self._info(self._parts.manifests.header(resolve(self._parts, ref)))
 
     def log(self) -> list[Info]:
-        """Return every entry of the run, newest first."""
+        """Return every entry of the run, newest first.
+
+        Raises:
+            CorruptError: A header is damaged; `ckstore ls` shows the others.
+        """
         with self._lock:
             self._check_open()
             by_seq: dict[int, list[str]] = {}
@@ -396,27 +374,3 @@ def _adapters(*, needs_torch: bool = False) -> list[LeafAdapter]:
     from ckstore.adapters.torch_state import TorchAdapter
 
     return [TorchAdapter()]
-
-
-def _check_step(step: SupportsIndex) -> int:
-    if isinstance(step, bool):
-        raise UsageError("a step is an integer", where=f"step={step!r}")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise UsageError("a step is an integer", where=f"step={step!r}") from None
-    if not 0 <= number <= STEP_MAX:
-        raise UsageError(f"a step lies between 0 and {STEP_MAX}", where=f"step={step!r}")
-    return number
-
-
-def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    checked: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or not 0 < len(name) <= 128 or ":" in name:
-            raise UsageError("a metric's name is a string of 1 to 128 characters without ':'", where=repr(name))
-        try:
-            checked[name] = float(value)
-        except (TypeError, ValueError):
-            raise UsageError("a metric is a number", where=f"metrics[{name!r}] = {value!r}") from None
-    return checked

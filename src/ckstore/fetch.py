@@ -96,9 +96,7 @@ def fetch(
     """Yield each group's bytes, tagged with its index, as they arrive."""
     waiting = set(range(len(groups)))
     try:
-        requests = (
-            ReadRequest(files[group.pack], group.offset, group.nbytes, tag) for tag, group in enumerate(groups)
-        )
+        requests = (ReadRequest(files[group.pack], group.offset, group.nbytes, tag) for tag, group in enumerate(groups))
         for result in backend.read_ranges(requests, pool):
             waiting.discard(result.tag)
             yield result
@@ -170,9 +168,7 @@ def decode_all(
     if not groups:
         return
     failure = _Failure()
-    run_aside(
-        lambda: _decode_all(parts, groups, packs, decode, thread_count, failure), on_interrupt=failure.note
-    )
+    run_aside(lambda: _decode_all(parts, groups, packs, decode, thread_count, failure), on_interrupt=failure.note)
 
 
 def _decode_all(
@@ -247,7 +243,7 @@ class _Decoders:
                 # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
                 if self._failure.error is None:
                     self._decode(self._groups[result.tag], result.view, worker)
-            except BaseException as error: 
+            except BaseException as error:
                 self._failure.note(error)
             finally:
                 result.release()

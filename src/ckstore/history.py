@@ -30,9 +30,7 @@ def tag_seq(parts: Parts, name: str, target: ManifestName) -> None:
     def is_dropped(seq: int) -> bool:
         return all(other.seq != seq for other in parts.manifests.listing().names)
 
-    parts.tags.put(
-        name, seq=target.seq, step=target.step, checkpoint_id=header.checkpoint_id, is_dropped=is_dropped
-    )
+    parts.tags.put(name, seq=target.seq, step=target.step, checkpoint_id=header.checkpoint_id, is_dropped=is_dropped)
 
 
 def rewind(parts: Parts, reference: Reference) -> Manifest:

@@ -95,9 +95,7 @@ class ChunkWorker:
         else:
             destination = self._decoded_buffer()[: chunk.nbytes]
             whole = payload[0] if len(payload) == 1 else self._joined(payload)
-            chain.decode(
-                whole, encoded.steps, width=encoded.width, destination=destination, scratch=self._scratch
-            )
+            chain.decode(whole, encoded.steps, width=encoded.width, destination=destination, scratch=self._scratch)
             found = chunk_id_of(destination)
         if found != chunk_id:
             raise CorruptError(
@@ -156,9 +154,7 @@ class ChunkWorker:
             UnsupportedError: Another version is needed to decode it.
         """
         destination = self._decoded_buffer()[: header.plain_nbytes]
-        chain.decode(
-            payload, header.steps, width=header.element_width, destination=destination, scratch=self._scratch
-        )
+        chain.decode(payload, header.steps, width=header.element_width, destination=destination, scratch=self._scratch)
         if chunk_id_of(destination) != header.chunk_id:
             raise ChecksumError("a frame decodes to other bytes than were committed")
 
@@ -177,9 +173,7 @@ class ChunkWorker:
         checks_identity: bool,
     ) -> None:
         """Decode a frame to every place its bytes go to; straight there if one place takes all of it."""
-        whole = next(
-            (i for i, t in enumerate(targets) if t.chunk_offset == 0 and t.nbytes == expected.nbytes), None
-        )
+        whole = next((i for i, t in enumerate(targets) if t.chunk_offset == 0 and t.nbytes == expected.nbytes), None)
         plain = destinations[whole] if whole is not None else self._decoded_buffer()[: expected.nbytes]
         self.decode_frame(frame, expected, plain, checks_identity=checks_identity)
         for index, (target, destination) in enumerate(zip(targets, destinations, strict=True)):

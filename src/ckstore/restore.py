@@ -7,7 +7,7 @@ counts only when its BLAKE3 is the one the manifest names.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckstore.config import Policy
@@ -22,7 +22,14 @@ from ckstore.store.parts import Parts
 from ckstore.tree import TensorNode, format_path, leaves_of
 
 
-def restore(parts: Parts, manifest: Manifest, placement: Placement, policy: Policy) -> Any:
+def restore(
+    parts: Parts,
+    manifest: Manifest,
+    placement: Placement,
+    policy: Policy,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Any:
     """Fill every destination of ``placement`` with what the manifest names, and return the state.
 
     Raises:
@@ -31,7 +38,9 @@ def restore(parts: Parts, manifest: Manifest, placement: Placement, policy: Poli
         UnsupportedError: A codec of a newer version is needed.
     """
     groups = plan_restore(manifest, placement.storages, group_nbytes_max=group_nbytes_max(parts.limits))
-    filler = _Filler(parts, manifest, placement, checks_identity=policy.verify_restored == "blake3")
+    filler = _Filler(
+        parts, manifest, placement, checks_identity=policy.verify_restored == "blake3", on_progress=on_progress
+    )
     filler.place_empty()
     decode_all(parts, groups, manifest.packs, filler.decode, thread_count=policy.thread_count)
     return placement.finish()
@@ -40,13 +49,27 @@ def restore(parts: Parts, manifest: Manifest, placement: Placement, policy: Poli
 class _Filler:
     """Decodes frames into destinations, and says when a storage has all its bytes."""
 
-    def __init__(self, parts: Parts, manifest: Manifest, placement: Placement, *, checks_identity: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        manifest: Manifest,
+        placement: Placement,
+        *,
+        checks_identity: bool,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._parts = parts
         self._manifest = manifest
         self._placement = placement
         self._checks_identity = checks_identity
         self._lock = threading.Lock()
+        self._on_progress = on_progress
         self._missing = {index: manifest.storages[index].nbytes for index in placement.storages}
+        self._total = sum(self._missing.values())
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._total - sum(self._missing.values()), self._total)
 
     def place_empty(self) -> None:
         """Place the storages that have no bytes."""
@@ -72,6 +95,7 @@ class _Filler:
             except (CorruptError, UnsupportedError) as error:
                 raise located(error, self._parts, self._manifest, read) from error
             self._count(read.targets)
+        self._tell()
 
     def _destinations(self, targets: Sequence[Target]) -> list[memoryview]:
         with self._lock:

@@ -96,7 +96,8 @@ std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kep
         std::memcpy(out + at, table, table_nbytes);
         at += table_nbytes;
     }
-    const std::size_t nbytes = at - kBlockHeader + encode_body(plane, count, is_same ? kept.model : own, out + at, vectors);
+    const Model &model = is_same ? kept.model : own;
+    const std::size_t nbytes = at - kBlockHeader + encode_body(plane, count, model, out + at, vectors);
     // A sample may deceive.
     if (nbytes >= worth) {
         return put_raw(out, plane, count);

@@ -10,8 +10,7 @@
 
 #include <immintrin.h>
 
-#define CKSTORE_AVX512 \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt,prefer-vector-width=512")))
+#define CKSTORE_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")))
 
 namespace ckstore {
 namespace {
@@ -149,7 +148,7 @@ struct FewSymbols {
         for (std::size_t s = 0; s < kSymbols; ++s) {
             if (model.freq[s] != 0) {
                 rank_of[s] = static_cast<std::uint8_t>(rank);
-                codes[rank++] = static_cast<std::uint32_t>(model.freq[s]) | static_cast<std::uint32_t>(model.start[s]) << 16;
+                codes[rank++] = model.freq[s] | static_cast<std::uint32_t>(model.start[s]) << 16;
             }
         }
         ranks = load_lookup(rank_of);

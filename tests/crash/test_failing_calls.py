@@ -137,3 +137,43 @@ def test_handle_commits_again_after_a_failed_commit(prepared):
         if not backend.struck:
             return
     raise AssertionError("no run passed untouched")
+
+
+def die_then_go_on_then_cut(prepared, scenario, *, stride=1):
+    """Let a process die at each call, another one go on, and then the power fail; return points and losses."""
+    at, states, lost = 1, 0, []
+    while True:
+        # Every later call fails too: for the disk that is a process that has died here, with nothing synced since.
+        run = Run(prepared, scenario, Fault(at, for_ever=True))
+        if not run.struck:
+            return at, states, lost
+        acks = [*run.acks, *run.new_acks]
+        try:
+            with scenarios.open_store(run.disk) as store:
+                scenarios.commit(store, 300, 300, acks.append)
+        except CkstoreError as error:
+            lost.append(f"died at call {at} ({run.struck[0]}), the next process failed: {error!r}")
+        for state in crash_states(run.disk, seed=at, samples=2, singles_max=8, points={len(run.disk.log)}):
+            states += 1
+            try:
+                with scenarios.open_store(state.disk) as store:
+                    scenarios.check_kept(store, scenarios.Promises.of(acks))
+            except (CkstoreError, AssertionError) as error:
+                lost.append(f"died at call {at} ({run.struck[0]}), {state.label}: {error!r}")
+        at += stride
+
+
+@pytest.mark.parametrize(
+    ("scenario", "stride"),
+    [
+        ("commit", 3),
+        pytest.param("commit", 1, marks=pytest.mark.slow),
+        pytest.param("recommit", 1, marks=pytest.mark.slow),
+        pytest.param("maintain", 1, marks=pytest.mark.slow),
+        pytest.param("first", 5, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_what_a_dead_process_left_unsynced_costs_the_next_one_nothing(prepared, scenario, stride):
+    points, states, lost = die_then_go_on_then_cut(prepared, scenario, stride=stride)
+    print(f"{scenario}: {points // stride} deaths, {states} states, {len(lost)} lost")
+    assert not lost, "\n".join(lost[:20])

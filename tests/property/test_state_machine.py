@@ -302,5 +302,3 @@ def test_machine_finds_a_store_that_forgets(monkeypatch):
     control = settings(max_examples=50, phases=[Phase.generate], database=None, print_blob=False, deadline=None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(MemoryMachine, settings=control)
-
-

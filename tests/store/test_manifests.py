@@ -57,9 +57,7 @@ def test_claim_is_durable_when_it_returns(manifests, backend):
 
 def test_claims_of_many_threads_differ(manifests):
     taken = []
-    threads = [
-        threading.Thread(target=lambda: taken.extend(manifests.claim(0) for _ in range(20))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: taken.extend(manifests.claim(0) for _ in range(20))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -42,8 +42,8 @@ def run(
     check_target(output_file, force=force)
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
-        with output.progress("restoring"):
-            state = store.restore(ref, only=only or None)
+        with output.progress("restoring") as on_progress:
+            state = store.restore(ref, only=only or None, on_progress=on_progress)
         info = store.restored
         assert info is not None, "a restore says what it restored"
     origin = {"ckstore.checkpoint_id": info.checkpoint_id, "ckstore.run": run, "ckstore.step": str(info.step)}

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.ids import ChunkId, PackId
+
+if TYPE_CHECKING:
+    # Only types here: listing a run reads headers, and must start at once.
+    from ckstore.format.manifest import FrameRef, Manifest, PackRef
 
 MANIFESTS_KNOWN_MAX = 16
 """Manifests of a run whose chunks are remembered: bounds memory and the first commit's reading."""

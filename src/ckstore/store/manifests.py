@@ -12,15 +12,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckstore.config import Limits
 from ckstore.errors import ConflictError, CorruptError, MalformedError, NotFoundError
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader, decode_header, header_nbytes_needed
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest, decode_manifest, encode_manifest
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
+
+if TYPE_CHECKING:
+    # Only types here: listing a run reads headers, and must start at once.
+    from ckstore.format.manifest import Manifest
 
 _log = logging.getLogger("ckstore")
 
@@ -67,9 +71,7 @@ class Manifests:
             found |= self._names_in_place()
         highest: dict[int, ManifestName] = {}
         for name in found:
-            if name.seq not in dropped and (
-                name.seq not in highest or highest[name.seq].generation < name.generation
-            ):
+            if name.seq not in dropped and (name.seq not in highest or highest[name.seq].generation < name.generation):
                 highest[name.seq] = name
         names = tuple(highest[seq] for seq in sorted(highest))
         lower = tuple(sorted(found - set(names), key=lambda name: (name.seq, name.generation)))
@@ -104,6 +106,8 @@ class Manifests:
 
     def load(self, name: ManifestName) -> Manifest:
         """Read and check a whole manifest; raises as ``header`` does."""
+        from ckstore.format.manifest import decode_manifest
+
         path = self.path_of(name)
         where = self.backend.location_of(path)
         encoded = self.backend.read_bytes(path, nbytes_max=self.limits.manifest_nbytes_max)
@@ -149,6 +153,8 @@ class Manifests:
             ConflictError: Other bytes have the name; someone did not claim, or has replaced it first.
             CapacityError: The disk is full; nothing was published.
         """
+        from ckstore.format.manifest import encode_manifest
+
         header = manifest.header
         name = ManifestName(self.run, header.seq, header.step, header.generation)
         encoded = encode_manifest(manifest, limits=self.limits)

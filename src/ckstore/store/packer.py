@@ -180,9 +180,7 @@ class Packer:
             raise BackendError("a frame was not filled", where=self._backend.location_of(pack.name))
         directory = encode_directory(sorted(pack.entries, key=lambda entry: entry.offset))
         offset = self._append(pack, directory.encoded, align=PACK_ALIGN)
-        tail = encode_tail(
-            store_id=self._store_id, pack_id=pack.pack_id, directory=directory, directory_offset=offset
-        )
+        tail = encode_tail(store_id=self._store_id, pack_id=pack.pack_id, directory=directory, directory_offset=offset)
         self._append(pack, tail, align=PACK_ALIGN)
         pack.ref = PackRef(pack.pack_id, pack.stream.finish(), directory.digest, "local")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import Limits
@@ -21,7 +22,6 @@ from ckstore.errors import (
     UsageError,
 )
 from ckstore.format import layout
-from ckstore.format.manifest import Manifest
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend
@@ -30,6 +30,10 @@ from ckstore.store.lease import Lease
 from ckstore.store.manifests import Manifests
 from ckstore.store.tags import Tags
 from ckstore.store.trash import Trash
+
+if TYPE_CHECKING:
+    # Only types here: listing a run reads headers, and must start at once.
+    from ckstore.format.manifest import Manifest
 
 _log = logging.getLogger("ckstore")
 
@@ -121,9 +125,7 @@ def read_store_record(backend: Backend) -> StoreRecord:
 class Parts:
     """A store's parts for one run, as one handle uses them."""
 
-    def __init__(
-        self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.backend = backend
         self.record = record
         self.run = layout.check_name(run, "run")

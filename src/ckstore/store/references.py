@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING
 
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest
 from ckstore.store.manifests import Manifests, no_checkpoint
 from ckstore.store.parts import Parts
+
+if TYPE_CHECKING:
+    # Only a type here: listing a run reads headers, and must start at once.
+    from ckstore.format.manifest import Manifest
 
 Reference = int | str
 
@@ -231,4 +235,3 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         where=parts.backend.root,
         todo="run `ckstore verify`",
     )
-

@@ -184,9 +184,7 @@ def _label(name: ManifestName) -> str:
     return f"{name.run}/{name.seq} (step {name.step})"
 
 
-def _check_manifest(
-    manifests: Manifests, name: ManifestName, uses: dict[PackId, list[_Use]], report: Report
-) -> None:
+def _check_manifest(manifests: Manifests, name: ManifestName, uses: dict[PackId, list[_Use]], report: Report) -> None:
     where = manifests.backend.location_of(manifests.path_of(name))
     try:
         manifest = manifests.load(name)
@@ -395,4 +393,3 @@ class _PackAudit:
         where = self._where if offset is None else f"{self._where}, offset {offset}"
         with self._lock:
             self._report.damage.append(Damage(what, where, tuple(hit)))
-

@@ -1,0 +1,36 @@
+"""Check what a trainer hands to a commit, before anything is read or written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import SupportsIndex
+
+from ckstore.errors import UsageError
+from ckstore.format.layout import STEP_MAX
+
+
+def check_step(step: SupportsIndex) -> int:
+    """Return the step as an int; UsageError if it is none, or out of range."""
+    if isinstance(step, bool):
+        raise UsageError("a step is an integer", where=f"step={step!r}")
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UsageError("a step is an integer", where=f"step={step!r}") from None
+    if not 0 <= number <= STEP_MAX:
+        raise UsageError(f"a step lies between 0 and {STEP_MAX}", where=f"step={step!r}")
+    return number
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics with plain floats; UsageError for names and values that are none."""
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not 0 < len(name) <= 128 or ":" in name:
+            raise UsageError("a metric's name is a string of 1 to 128 characters without ':'", where=repr(name))
+        try:
+            checked[name] = float(value)
+        except (TypeError, ValueError):
+            raise UsageError("a metric is a number", where=f"metrics[{name!r}] = {value!r}") from None
+    return checked
