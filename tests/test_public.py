@@ -43,7 +43,7 @@ NAMES = [
 
 VERBS = {
     "commit": ["state", "step", "metrics", "tags", "policy"],
-    "restore": ["ref", "into", "only", "device"],
+    "restore": ["ref", "into", "only", "device", "on_progress"],
     "latest": [],
     "log": [],
     "steps": [],
@@ -114,17 +114,29 @@ def test_import_loads_neither_numpy_nor_torch():
     assert loaded == "[]"
 
 
-def test_listing_loads_neither_numpy_nor_torch(tmp_path):
+def test_ls_loads_neither_numpy_nor_torch(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit({"a": 1}, 5)
+    code = """
+import contextlib, io, json
+from ckstore.cli.main import main
+shown = io.StringIO()
+with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+    main(["ls", sys.argv[1], "--json"])
+print('"step": 5' in shown.getvalue() or '"step":5' in shown.getvalue(), sorted({'numpy', 'torch'} & {*sys.modules}))
+"""
+    assert run_python(code, tmp_path / "store") == "True []"
+
+
+def test_reading_the_history_does_not_load_torch(tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         store.commit({"a": 1}, 5)
     code = """
 import ckstore
-store = ckstore.open(sys.argv[1], create=False)
-print([info.step for info in store.log()], store.latest().step, store.steps())
-store.close()
-print(sorted({'numpy', 'torch'} & {*sys.modules}))
+with ckstore.open(sys.argv[1], create=False) as store:
+    print([info.step for info in store.log()], store.latest().step, store.steps(), "torch" in sys.modules)
 """
-    assert run_python(code, tmp_path / "store").splitlines() == ["[5] 5 [5]", "[]"]
+    assert run_python(code, tmp_path / "store") == "[5] 5 [5] False"
 
 
 def test_arrays_are_committed_and_restored_without_torch_installed(tmp_path):

@@ -10,13 +10,11 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckstore import history
 from ckstore.arguments import check_metrics, check_step
-from ckstore.capture import capture
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.commit import Request, commit
 from ckstore.config import EngineName, Limits, Policy
 from ckstore.contents import Contents, contents_of
 from ckstore.errors import NotFoundError, UsageError
@@ -24,11 +22,6 @@ from ckstore.format.header import ManifestHeader
 from ckstore.info import Info
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
-from ckstore.pipeline import ChunkWorker
-from ckstore.placement import libraries_needed, prepare_restore
-from ckstore.receipt import Receipt, Stopwatch
-from ckstore.restore import restore
-from ckstore.stale import Fingerprint
 from ckstore.store.parts import Parts, create_store, read_store_record
 from ckstore.store.references import (
     Reference,
@@ -38,8 +31,13 @@ from ckstore.store.references import (
     newest_whole,
     resolve,
 )
-from ckstore.store.verify import Report, verify
 from ckstore.tensor import LeafAdapter
+
+# The stories and all they need are imported by the verbs that tell them: listing and tagging start at once.
+if TYPE_CHECKING:
+    from ckstore.receipt import Receipt
+    from ckstore.stale import Fingerprint
+    from ckstore.store.verify import Report
 
 _log = logging.getLogger("ckstore")
 
@@ -138,6 +136,10 @@ class Store:
             CapacityError: The disk is full; earlier checkpoints are intact.
             BackendError: The medium failed.
         """
+        from ckstore.capture import capture
+        from ckstore.commit import Request, commit
+        from ckstore.receipt import Stopwatch
+
         number = check_step(step)
         checked_metrics = check_metrics(metrics)
         for name in tags:
@@ -225,6 +227,9 @@ class Store:
                 partly overwritten.
             UsageError: ``into`` has other leaves, shapes or dtypes; nothing was written.
         """
+        from ckstore.placement import libraries_needed, prepare_restore
+        from ckstore.restore import restore
+
         with self._lock:
             self._check_open()
             if ref is None:
@@ -315,6 +320,9 @@ class Store:
             ref: One checkpoint; None: the whole store, all runs.
             on_progress: Called now and then with bytes read and bytes in all.
         """
+        from ckstore.pipeline import ChunkWorker
+        from ckstore.store.verify import verify
+
         with self._lock:
             self._check_open()
             names = None if ref is None else [(self.run, resolve(self._parts, ref))]

@@ -144,7 +144,7 @@ def die_then_go_on_then_cut(prepared, scenario, *, stride=1):
     at, states, lost = 1, 0, []
     while True:
         # Every later call fails too: for the disk that is a process that has died here, with nothing synced since.
-        run = Run(prepared, scenario, Fault(at, for_ever=True))
+        run = Run(prepared, scenario, Fault(at, for_ever=True, forgets=False))
         if not run.struck:
             return at, states, lost
         acks = [*run.acks, *run.new_acks]

@@ -49,6 +49,7 @@ class Fault:
         sites: Names of methods, with ``pack.`` for those of a sink, ``file.`` for those of an open file,
             and ``create sync``; None: all.
         is_late: The call is carried out before it fails, as when an answer is lost.
+        forgets: A sync that fails loses what it was to keep; False: it was just never made.
     """
 
     at: int
@@ -56,6 +57,7 @@ class Fault:
     for_ever: bool = False
     sites: frozenset[str] | None = None
     is_late: bool = False
+    forgets: bool = True
 
 
 class FaultyBackend:
@@ -224,7 +226,7 @@ class _Site:
             self._fail(self._fault)
 
     def _fail(self, fault: Fault) -> None:
-        if self._site in SYNC_SITES:
+        if self._site in SYNC_SITES and fault.forgets:
             _forget(self._backend.inner, self._site, self._name)
         where = self._backend.location_of(self._name)
         cause = OSError(fault.errno, os.strerror(fault.errno), where)
