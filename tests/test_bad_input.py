@@ -281,3 +281,10 @@ def test_file_url_is_a_folder(tmp_path):
     with ckstore.open(f"file://{tmp_path}/store") as store:
         store.commit({"a": 1}, 1)
     assert (tmp_path / "store" / "store.json").exists()
+
+
+@pytest.mark.parametrize("value", ["3", b"3", 10**400, None, [1.0]], ids=["str", "bytes", "huge", "None", "list"])
+def test_metric_that_is_no_number_is_refused(store, value):
+    with pytest.raises(UsageError, match="a metric is a number"):
+        store.commit({"a": 1}, 0, metrics={"loss": value})
+    assert store.log() == []

@@ -30,7 +30,11 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
         if not isinstance(name, str) or not 0 < len(name) <= 128 or ":" in name:
             raise UsageError("a metric's name is a string of 1 to 128 characters without ':'", where=repr(name))
         try:
+            # A string would convert too, and would more likely be a mistake than a number.
+            if isinstance(value, (str, bytes)):
+                raise TypeError
             checked[name] = float(value)
-        except (TypeError, ValueError):
-            raise UsageError("a metric is a number", where=f"metrics[{name!r}] = {value!r}") from None
+        except (TypeError, ValueError, OverflowError):
+            shown = repr(value)[:80]
+            raise UsageError("a metric is a number", where=f"metrics[{name!r}] = {shown}") from None
     return checked

@@ -23,7 +23,7 @@ from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.lease import STALE_SECONDS, Lease, boot_identity, process_started
+from ckstore.store.lease import STALE_SECONDS, Lease, boot_identity, has_rebooted, process_started
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 PATH = layout.lease_name("main")
@@ -317,3 +317,10 @@ time.sleep(60)
         finally:
             process.kill()
             os.kill(child, signal.SIGKILL)
+
+
+def test_holder_from_before_a_reboot_is_dead_at_once():
+    assert has_rebooted("m/boot-1/pid:[4026531836]", "m/boot-2/pid:[4026531836]")
+    assert not has_rebooted("m/boot-1/pid:[1]", "m/boot-1/pid:[2]"), "another container of the same boot may live"
+    assert not has_rebooted("m/boot-1/pid:[1]", "other/boot-2/pid:[1]"), "another machine may live"
+    assert not has_rebooted("/boot-1/pid:[1]", "/boot-2/pid:[1]"), "without a machine id nobody can tell"

@@ -3,9 +3,10 @@
 A lease keeps people from running twice. Safety never rests on it: claims and the check after publish
 carry that, so everything here may fail, or be fooled by a clock, and cost at most a ConflictError.
 
-The holder is host, boot, pid namespace, pid and process start time. In the same boot and pid namespace
-its death is seen in /proc at once; elsewhere by a heartbeat that stops. A flock or a closed pipe would
-not do: a forked child keeps both alive after the holder was killed.
+The holder is host, machine, boot, pid namespace, pid and process start time. In the same boot and pid
+namespace its death is seen in /proc at once, and a reboot of its machine has killed it too; elsewhere a
+heartbeat that stops tells. A flock or a closed pipe would not do: a forked child keeps both alive after
+the holder was killed.
 """
 
 from __future__ import annotations
@@ -50,13 +51,27 @@ def process_started(pid: int) -> str | None:
 
 
 def boot_identity() -> str:
-    """Return boot id and pid namespace: within one of these, pids can be looked up in /proc."""
+    """Return ``machine id/boot id/pid namespace``; within one of these, pids can be looked up in /proc.
+
+    Empty where the system does not say; then only heartbeats tell.
+    """
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        machine = ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return ""
-    return f"{boot_id}/{namespace}"
+    return f"{machine}/{boot}/{namespace}"
+
+
+def has_rebooted(before: str, now: str) -> bool:
+    """Whether two identities are those of one machine in different boots: whoever ran before is dead."""
+    machine_before, _, rest_before = before.partition("/")
+    machine_now, _, rest_now = now.partition("/")
+    return bool(machine_now) and machine_before == machine_now and rest_before.split("/")[0] != rest_now.split("/")[0]
 
 
 class Lease:
@@ -187,7 +202,10 @@ class Lease:
         self._backend.unlink(graveyard)
 
     def _is_alive(self, holder: LeaseRecord) -> bool:
-        if holder.boot_id and holder.boot_id == boot_identity():
+        here = boot_identity()
+        if holder.host == socket.gethostname() and has_rebooted(holder.boot_id, here):
+            return False
+        if here and holder.boot_id == here:
             if process_started(holder.pid) != holder.process_started:
                 return False
             # Our own process: alive only if that handle still is; a forgotten one has no token left.
