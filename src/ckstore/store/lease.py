@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 
 from ckstore.clock import Clock
-from ckstore.errors import CkstoreError, ConflictError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, CorruptError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.ids import new_token
@@ -101,7 +101,7 @@ class Lease:
         """
         if self.is_held and self._is_ours(self._read()):
             return
-        self._record = None
+        self._forget()
         mine = self._new_record()
         draft = f"{layout.TMP_FOLDER}/{mine.token}.lease"
         self._backend.create(draft, encode_record(mine), sync=False)
@@ -120,14 +120,18 @@ class Lease:
         self._start_heart()
 
     def check(self) -> None:
-        """Look at the lease again, before publishing.
+        """Look at the lease again, before publishing; a medium that does not answer is logged and no reason to stop.
 
         Raises:
             ConflictError: Another writer took it over.
         """
-        holder = self._read()
+        try:
+            holder = self._read()
+        except (BackendError, CapacityError) as error:
+            _log.warning("could not look at the writer lease of run %r: %s", self._run, error)
+            return
         if not self._is_ours(holder):
-            self._record = None
+            self._forget()
             raise ConflictError(
                 f"the writer lease of run {self._run!r} was taken over by {_describe(holder)}",
                 where=self._backend.location_of(self._path),
@@ -136,17 +140,23 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease up, if it is still ours; never raises."""
-        self._stop.set()
-        record, self._record = self._record, None
+        record = self._forget()
         if record is None or self._pid != os.getpid():
             return
-        _live_tokens.pop(record.token, None)
         try:
             holder = self._read()
             if holder is not None and holder.token == record.token:
                 self._backend.unlink(self._path)
         except (CkstoreError, OSError) as error:
             _log.warning("could not give up the writer lease of run %r: %s", self._run, error)
+
+    def _forget(self) -> LeaseRecord | None:
+        """Stop holding: no heartbeat any more, and nobody in this process takes the token for a live one."""
+        self._stop.set()
+        record, self._record = self._record, None
+        if record is not None:
+            _live_tokens.pop(record.token, None)
+        return record
 
     def holder(self) -> LeaseRecord | None:
         """Return who holds the lease now, dead or alive."""
@@ -170,8 +180,8 @@ class Lease:
             return decode_record(content, LeaseRecord, nbytes_max=_RECORD_NBYTES_MAX)
         except FileNotFoundError:
             return None
-        except CkstoreError as error:
-            # A torn lease, after a power cut say, protects nobody.
+        except CorruptError as error:
+            # A torn lease, after a power cut say, protects nobody. That the medium fails to answer says nothing.
             _log.warning("unreadable lease of run %r is taken over: %s", self._run, error)
             return None
 
@@ -239,7 +249,11 @@ class Lease:
     def renew(self) -> None:
         """Write a new heartbeat; a failure is logged and nothing more, since safety never rests on it."""
         record = self._record
-        if record is None or not self._is_ours(self._read()):
+        try:
+            if record is None or not self._is_ours(self._read()):
+                return
+        except CkstoreError as error:
+            _log.warning("could not look at the writer lease of run %r: %s", self._run, error)
             return
         renewed = LeaseRecord(
             host=record.host,

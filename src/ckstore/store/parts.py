@@ -47,6 +47,7 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
 
     Raises:
         UsageError: The folder holds something else.
+        CorruptError: It holds checkpoints, and their ``store.json`` is gone.
         UnsupportedError: The file system lacks an operation that durability needs.
     """
     backend.make_folder("")
@@ -56,6 +57,13 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
             f"the folder is not empty and no store: it holds {foreign[0]!r}",
             where=backend.root,
             todo="name an empty or new folder",
+        )
+    runs = backend.list_names(layout.MANIFESTS_FOLDER)
+    if runs:
+        raise CorruptError(
+            f"store.json is missing from a store that holds checkpoints of run {runs[0]!r}",
+            where=backend.location_of(layout.STORE_FILE),
+            todo="bring it back from a copy; without it nobody can tell that these manifests belong here",
         )
     for folder in (*layout.TOP_FOLDERS, *layout.pack_folders()):
         backend.make_folder(folder)
@@ -164,8 +172,10 @@ class Parts:
             return
         for folder in layout.TOP_FOLDERS:
             # Init has made them; a copy of the store may have left out the empty ones.
-            if self.backend.make_folder(folder):
-                self.backend.sync_folder("")
+            self.backend.make_folder(folder)
+        # Whoever made the store may have died, or still be, before its last sync: without this one, store.json
+        # could vanish in a power cut under checkpoints that were acknowledged.
+        self.backend.sync_folder("")
         self.manifests.make_folders()
         listing = self.manifests.listing()
         seqs = [name.seq for name in (*listing.names, *listing.lower)]
