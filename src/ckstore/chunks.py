@@ -14,9 +14,9 @@ from ckstore.codec.chain import Encoded
 from ckstore.config import MIB, Policy
 from ckstore.format.frame import FrameHeader
 from ckstore.format.manifest import FrameRef, PackRef
-from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of
+from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
-from ckstore.pipeline import ByteSource, ChunkWorker, worker_nbytes
+from ckstore.pipeline import ByteSource, ChunkWorker, require_identity, worker_nbytes
 from ckstore.plan import ChunkPlan, CommitPlan
 from ckstore.store.known import KnownFrame
 from ckstore.store.packer import FramePlace, Packer
@@ -133,11 +133,17 @@ class ChunkWriter:
             payload_xxh3=0,
         )
 
-        def check(payload: Sequence[memoryview]) -> None:
-            if self.policy.verify_encoded:
-                worker.check_payload(payload, encoded, chunk, frame.chunk_id)
+        # A plain payload is its own decoding: it is hashed again piece by piece, as it is copied.
+        hasher = new_hasher() if self.policy.verify_encoded and not encoded.steps else None
 
-        self._packer.fill(frame.place, header, encoded.parts, check)
+        def check(payload: Sequence[memoryview]) -> None:
+            if hasher is not None:
+                require_identity(hasher.digest(), frame.chunk_id)
+            elif self.policy.verify_encoded:
+                require_identity(worker.identity_of_payload(payload, encoded, chunk), frame.chunk_id)
+
+        watch = None if hasher is None else hasher.update
+        self._packer.fill(frame.place, header, encoded.parts, check, watch=watch)
 
 
 def _located(frame: _NewFrame, refs: dict[PackId, PackRef]) -> KnownFrame:

@@ -7,8 +7,7 @@ prefix of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NewType, Protocol
 
 from blake3 import blake3
 
@@ -47,9 +46,18 @@ def new_token() -> str:
     return os.urandom(16).hex()
 
 
-def digest_of_parts(parts: Iterable[Buffer]) -> bytes:
-    """Return the BLAKE3-256 of the parts' bytes one after another."""
-    hasher = blake3()
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
+class Hasher(Protocol):
+    """A running BLAKE3-256."""
+
+    def update(self, content: Buffer, /) -> object:
+        """Add bytes; the GIL is released for long input."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return the digest of all bytes so far."""
+        ...
+
+
+def new_hasher() -> Hasher:
+    """Return a running BLAKE3-256 of no bytes."""
+    return blake3()

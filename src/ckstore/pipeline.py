@@ -18,7 +18,7 @@ from ckstore.errors import ChecksumError, CorruptError, MalformedError, Unsuppor
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.manifest import FrameRef
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import NO_BASE, ChunkId, chunk_id_of, digest_of_parts
+from ckstore.ids import NO_BASE, ChunkId, chunk_id_of
 from ckstore.plan import ChunkPlan, Target
 
 
@@ -79,30 +79,16 @@ class ChunkWorker:
             scratch=self._scratch,
         )
 
-    def check_payload(
-        self, payload: Sequence[memoryview], encoded: Encoded, chunk: ChunkPlan, chunk_id: ChunkId
-    ) -> None:
-        """Decode a frame's payload as it lies in the write block, and compare its identity with the source's.
-
-        Comparing identities, not bytes, also catches a state that was changed while it was committed:
-        the frame then decodes to bytes that were never hashed.
+    def identity_of_payload(self, payload: Sequence[memoryview], encoded: Encoded, chunk: ChunkPlan) -> ChunkId:
+        """Decode a coded payload as it lies in the write block, and return the identity of what comes out.
 
         Raises:
-            CorruptError: The frame does not decode to the chunk that was hashed.
+            CorruptError: It does not decode at all.
         """
-        if not encoded.steps:
-            found = digest_of_parts(payload)
-        else:
-            destination = self._decoded_buffer()[: chunk.nbytes]
-            whole = payload[0] if len(payload) == 1 else self._joined(payload)
-            chain.decode(whole, encoded.steps, width=encoded.width, destination=destination, scratch=self._scratch)
-            found = chunk_id_of(destination)
-        if found != chunk_id:
-            raise CorruptError(
-                "a chunk changed while it was being committed, or memory is faulty",
-                where=f"chunk {chunk_id.hex()[:16]}",
-                todo="do not modify the state before commit returns; if nothing does, test this machine's memory",
-            )
+        destination = self._decoded_buffer()[: chunk.nbytes]
+        whole = payload[0] if len(payload) == 1 else self._joined(payload)
+        chain.decode(whole, encoded.steps, width=encoded.width, destination=destination, scratch=self._scratch)
+        return chunk_id_of(destination)
 
     def _joined(self, parts: Sequence[memoryview]) -> memoryview:
         """Put a frame that spans two write blocks into one piece, as decoders want it."""
@@ -179,6 +165,23 @@ class ChunkWorker:
         for index, (target, destination) in enumerate(zip(targets, destinations, strict=True)):
             if index != whole:
                 kernels.copy_bytes(plain[target.chunk_offset : target.chunk_offset + target.nbytes], destination)
+
+
+def require_identity(found: bytes, chunk_id: ChunkId) -> None:
+    """Compare the identity of what a frame decodes to with that of its source.
+
+    Comparing identities, not bytes, also catches a state that was changed while it was committed: the frame
+    then decodes to bytes that were never hashed.
+
+    Raises:
+        CorruptError: They differ.
+    """
+    if found != chunk_id:
+        raise CorruptError(
+            "a chunk changed while it was being committed, or memory is faulty",
+            where=f"chunk {chunk_id.hex()[:16]}",
+            todo="do not modify the state before commit returns; if nothing does, test this machine's memory",
+        )
 
 
 def _check_header(header: FrameHeader, expected: Expected, payload_nbytes: int) -> None:

@@ -7,8 +7,7 @@ and trust rest on BLAKE3 alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from xxhash import xxh3_64 as _Xxh3
 from xxhash import xxh3_64_intdigest
@@ -31,12 +30,21 @@ def xxh3_64(content: Buffer) -> int:
     return xxh3_64_intdigest(content)
 
 
-def xxh3_64_of_parts(parts: Iterable[Buffer]) -> int:
-    """Return the xxh3-64 (seed 0) of the parts one after another."""
-    running = _Xxh3()
-    for part in parts:
-        running.update(part)
-    return running.intdigest()
+class Checksum(Protocol):
+    """A running xxh3-64."""
+
+    def update(self, content: Buffer, /) -> object:
+        """Add bytes; the GIL is released for long input."""
+        ...
+
+    def intdigest(self) -> int:
+        """Return the checksum of all bytes so far."""
+        ...
+
+
+def new_xxh3() -> Checksum:
+    """Return a running xxh3-64 (seed 0) of no bytes."""
+    return _Xxh3()
 
 
 def align_up(number: int, alignment: int) -> int:

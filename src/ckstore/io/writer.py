@@ -24,11 +24,20 @@ from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.io.os_calls import PAGE_NBYTES, round_up
 
 _WAIT_SECONDS = 0.2
+_PIECE_NBYTES = 256 << 10
+"""Copied and looked at in one go: fits into any second-level cache, and is long enough to let go of the GIL for."""
 
 
 def copy_plain(source: memoryview, destination: memoryview) -> None:
     """Copy bytes; numpy releases the GIL for all but tiny ones."""
     np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _without(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return the views without their first bytes."""
+    while views and nbytes >= len(views[0]):
+        nbytes -= len(views.pop(0))
+    return [views[0][nbytes:], *views[1:]] if views else []
 
 
 @dataclass(slots=True, eq=False)
@@ -102,16 +111,34 @@ class StreamWriter:
         pieces = self._take(nbytes)
         return Place(offset, nbytes, tuple(pieces))
 
-    def fill(self, place: Place, parts: Sequence[memoryview]) -> None:
-        """Copy the parts, which add up to the place, to where they belong; any thread."""
+    def fill(
+        self,
+        place: Place,
+        parts: Sequence[memoryview],
+        *,
+        begin: int = 0,
+        watch: Callable[[memoryview], object] | None = None,
+    ) -> None:
+        """Copy the parts, which add up to the rest of the place, to where they belong; any thread.
+
+        Args:
+            place: Where they belong.
+            parts: What to copy.
+            begin: Bytes of the place to leave as they are, for whoever writes them later.
+            watch: Called with every piece as it lies in the block, in order, while it is still in the cache: a
+                checksum taken here costs a third of one taken afterwards.
+        """
         self._check()
-        assert sum(part.nbytes for part in parts) == place.nbytes, "the parts do not fill their place"
-        targets = self.views(place)
+        assert begin + sum(part.nbytes for part in parts) == place.nbytes, "the parts do not fill their place"
+        targets = _without(self.views(place), begin)
         for part in parts:
             source = part if part.format == "B" and part.ndim == 1 else part.cast("B")
             while len(source):
-                count = min(len(source), len(targets[0]))
-                self._copy(source[:count], targets[0][:count])
+                count = min(len(source), len(targets[0]), _PIECE_NBYTES)
+                piece = targets[0][:count]
+                self._copy(source[:count], piece)
+                if watch is not None:
+                    watch(piece)
                 source = source[count:]
                 targets[0] = targets[0][count:]
                 if not len(targets[0]):

@@ -19,7 +19,7 @@ from ckstore.format import layout
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header
 from ckstore.format.manifest import PackRef
 from ckstore.format.pack import PACK_ALIGN, DirectoryEntry, encode_directory, encode_superheader, encode_tail
-from ckstore.format.wire import xxh3_64_of_parts
+from ckstore.format.wire import new_xxh3
 from ckstore.ids import PackId, new_pack_id
 from ckstore.io.backend import Backend
 from ckstore.io.buffers import BufferPool
@@ -101,17 +101,37 @@ class Packer:
         self._nbytes_placed += frame_nbytes
         return FramePlace(pack, place.offset, place, stored_nbytes)
 
-    def fill(self, at: FramePlace, header: FrameHeader, parts: Sequence[memoryview], check: Check) -> None:
+    def fill(
+        self,
+        at: FramePlace,
+        header: FrameHeader,
+        parts: Sequence[memoryview],
+        check: Check,
+        *,
+        watch: Callable[[memoryview], object] | None = None,
+    ) -> None:
         """Copy a frame to its place, check it there, and put its header before it.
 
         ``header.payload_xxh3`` is set here, from the bytes as they lie in the block.
+
+        Args:
+            at: Where it belongs.
+            header: What goes before it.
+            parts: Its payload.
+            check: Called with the payload in the block; raises when it is not what it must be.
+            watch: Called before that with every piece of the payload in the block, in order.
         """
         stream = at.pack.stream
-        blank = memoryview(bytes(FRAME_HEADER_NBYTES))
-        stream.fill(at.place, [blank, *parts])
-        payload = _skip(stream.views(at.place), FRAME_HEADER_NBYTES)
-        check(payload)
-        header = header.with_checksum(xxh3_64_of_parts(payload))
+        checksum = new_xxh3()
+
+        def watch_piece(piece: memoryview) -> None:
+            checksum.update(piece)
+            if watch is not None:
+                watch(piece)
+
+        stream.fill(at.place, parts, begin=FRAME_HEADER_NBYTES, watch=watch_piece)
+        check(_skip(stream.views(at.place), FRAME_HEADER_NBYTES))
+        header = header.with_checksum(checksum.intdigest())
         _put(stream.views(at.place), encode_frame_header(header))
         entry = DirectoryEntry.of(header, offset=at.offset)
         stream.done(at.place)
