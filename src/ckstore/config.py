@@ -36,7 +36,9 @@ class Policy:
         compression: ``"none"`` stores plain bytes; ``"fast"`` splits floating-point elements into byte
             planes and codes the planes that pay; ``"best"`` spends more time on the same.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit.
-        verify_encoded: Decode every frame and compare it with its source before the source is let go.
+        verify_encoded: Decode every frame and compare it with its source before the source is let go. Without
+            it, a state that changes while it is committed makes a frame that cannot be restored, and later commits
+            of the same bytes refer to it.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
             ``"xxh3"`` checksum of the stored bytes.
         threads: Threads that hash and code; None: one per core, at most eight.

@@ -31,7 +31,7 @@ class LocalPackSink:
 
     Args:
         fd: Open for writing; the sink owns it.
-        nbytes_expected: About how large the pack will be; that much is reserved at once, up to 1 GiB.
+        nbytes_expected: About how large the pack will be; that much is reserved at once, up to 16 GiB.
 
     Raises:
         CapacityError: There is no room for the first step.
