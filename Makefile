@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-slow lint bench bench-table clean
+.PHONY: demo test test-fast test-slow lint bench bench-table clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 	$(PYTHON) -c 'import sys; sys.exit("ckstore needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
@@ -17,7 +17,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in about a minute.
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed  ## The whole suite, but for the long programmes.
+test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its ten minutes.
+	$(BIN)/python -m pytest -q -rs
+
+test-fast: $(VENV)/.installed  ## All but the long programmes: two minutes.
 	$(BIN)/python -m pytest -q -rs -m 'not slow'
 
 test-slow: $(VENV)/.installed  ## The long programmes: crash points, power cuts, fuzzing, stress.

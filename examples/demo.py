@@ -261,11 +261,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     console.print(f"\nall proved, in {time.perf_counter() - began:.0f} s. Next, try:", style="bold")
     place = given.store
+    # `make demo` runs in an environment of its own, which is not on the PATH.
+    tool = "ckstore" if shutil.which("ckstore") else os.path.relpath(Path(sys.executable).parent / "ckstore")
     for command, what in (
-        (f"ckstore ls {place}", "the history of the run"),
-        (f"ckstore show {place} latest --run {RUN}", "one checkpoint: its tensors and where they lie"),
-        (f"ckstore verify {place} --level decode", "read and decode every byte"),
-        (f"ckstore restore {place} latest --run {RUN} --only 'model.*' -o model.pt", "get a part out"),
+        (f"{tool} ls {place}", "the history of the run"),
+        (f"{tool} show {place} latest --run {RUN}", "one checkpoint: its tensors and where they lie"),
+        (f"{tool} verify {place} --level decode", "read and decode every byte"),
+        (f"{tool} restore {place} latest --run {RUN} --only 'model.*' -o model.pt", "get a part out"),
     ):
         console.print(f"  {command}", style="cyan", markup=False, soft_wrap=True)
         console.print(f"      {what}", style="dim", markup=False)

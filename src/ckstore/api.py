@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -17,7 +18,7 @@ from ckstore.arguments import check_metrics, check_step
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName, Limits, Policy
 from ckstore.contents import Contents, contents_of
-from ckstore.errors import NotFoundError, UsageError
+from ckstore.errors import CkstoreError, NotFoundError, UsageError
 from ckstore.format.header import ManifestHeader
 from ckstore.info import Info
 from ckstore.io.address import backend_for
@@ -26,6 +27,7 @@ from ckstore.store.parts import Parts, create_store, read_store_record
 from ckstore.store.references import (
     Reference,
     check_tag_name,
+    header_or_none,
     headers_newest_first,
     load_whole,
     newest_whole,
@@ -160,11 +162,19 @@ class Store:
             committed = commit(self._parts, request, watch)
             receipt = committed.receipt
             self._parent, self._fingerprint = receipt.seq, committed.fingerprint
-            for name in tags:
-                history.tag(self._parts, name, f"seq:{receipt.seq}")
+            untagged = [warning for name in tags if (warning := self._tag_or_warning(name, receipt.seq))]
+            receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
         for warning in receipt.warnings:
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt
+
+    def _tag_or_warning(self, name: str, seq: int) -> str:
+        try:
+            history.tag(self._parts, name, f"seq:{seq}")
+        except CkstoreError as error:
+            # The checkpoint is durable: an error here would make the caller commit it again.
+            return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
+        return ""
 
     def tag(self, ref: Reference, name: str) -> None:
         """Give a checkpoint a name; a name that exists moves to it."""
@@ -185,6 +195,7 @@ class Store:
         with self._lock:
             self._check_open()
             manifest = history.rewind(self._parts, ref)
+            self._parts.known.pin(manifest)
             self._parent = manifest.header.seq
             return self._info(manifest.header)
 
@@ -253,6 +264,7 @@ class Store:
                 _log.warning("%s", sentence)
             self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
             if only is None:
+                self._parts.known.pin(manifest)
                 self._parent = manifest.header.seq
                 self._fingerprint = None
             return state
@@ -271,7 +283,11 @@ class Store:
         """Return what is known of a checkpoint; reads its header only."""
         with self._lock:
             self._check_open()
-            return self._info(self._parts.manifests.header(resolve(self._parts, ref)))
+            name = resolve(self._parts, ref)
+            header = header_or_none(self._parts.manifests, name)
+            if header is None:
+                raise NotFoundError(f"seq {name.seq} was dropped meanwhile", where=self._parts.backend.root)
+            return self._info(header)
 
     def log(self) -> list[Info]:
         """Return every entry of the run, newest first.

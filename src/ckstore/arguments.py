@@ -9,6 +9,9 @@ from typing import SupportsIndex
 from ckstore.errors import UsageError
 from ckstore.format.layout import STEP_MAX
 
+METRICS_NBYTES_MAX = 48 << 10
+"""Names and numbers together, so that they fit into a manifest's header of 64 KiB."""
+
 
 def check_step(step: SupportsIndex) -> int:
     """Return the step as an int; UsageError if it is none, or out of range."""
@@ -26,6 +29,8 @@ def check_step(step: SupportsIndex) -> int:
 def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Return metrics with plain floats; UsageError for names and values that are none."""
     checked: dict[str, float] = {}
+    if sum(len(str(name).encode()) + 12 for name in metrics or ()) > METRICS_NBYTES_MAX:
+        raise UsageError(f"there are more than {METRICS_NBYTES_MAX} bytes of metrics", todo="store them as state")
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not 0 < len(name) <= 128 or ":" in name:
             raise UsageError("a metric's name is a string of 1 to 128 characters without ':'", where=repr(name))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckstore import kernels
 from ckstore.codec.chain import Encoded
-from ckstore.config import MIB, Policy
+from ckstore.config import MIB, Policy, fit_memory
 from ckstore.format.frame import FrameHeader
 from ckstore.format.manifest import FrameRef, PackRef
 from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
@@ -25,6 +25,12 @@ from ckstore.workers import Turns, run_in_turns
 
 WRITE_BLOCK_NBYTES = 8 * MIB
 """Measured: larger blocks gain nothing on the devices we have, smaller ones cost system calls."""
+
+WRITE_BLOCKS = 12
+"""Eight in flight, and some being filled; more gained nothing."""
+
+WRITE_BLOCKS_MIN = 3
+"""A frame may span two blocks while a third one is being written."""
 
 
 @dataclass(slots=True)
@@ -55,16 +61,23 @@ class ChunkWriter:
     _placed: dict[ChunkId, _NewFrame] = field(init=False, default_factory=dict)
     _workers: list[ChunkWorker | None] = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
+    _thread_count: int = field(init=False)
     _packer: Packer = field(init=False)
     _pool: BufferPool = field(init=False)
 
     def __post_init__(self) -> None:
         policy, limits = self.policy, self.parts.limits
-        threads = policy.thread_count
+        self._thread_count, block_count = fit_memory(
+            policy.thread_count,
+            worker_nbytes(limits.chunk_nbytes_max),
+            WRITE_BLOCK_NBYTES,
+            buffers_wanted=WRITE_BLOCKS,
+            buffers_min=WRITE_BLOCKS_MIN,
+            memory_nbytes_max=policy.memory_nbytes_max,
+        )
         self._results = [None] * len(self.plan.chunks)
-        self._workers = [None] * threads
-        spare = policy.memory_nbytes_max - threads * worker_nbytes(limits.chunk_nbytes_max)
-        self._pool = BufferPool(WRITE_BLOCK_NBYTES, max(3, min(12, spare // WRITE_BLOCK_NBYTES)))
+        self._workers = [None] * self._thread_count
+        self._pool = BufferPool(WRITE_BLOCK_NBYTES, block_count)
         self._packer = Packer(
             self.parts.backend,
             self._pool,
@@ -77,7 +90,7 @@ class ChunkWriter:
         """Hash, encode, check and write every chunk."""
         run_in_turns(
             len(self.plan.chunks),
-            self.policy.thread_count,
+            self._thread_count,
             self._store_chunk,
             self._turns,
             on_failure=self._packer.fail,
@@ -134,13 +147,18 @@ class ChunkWriter:
         )
 
         # A plain payload is its own decoding: it is hashed again piece by piece, as it is copied.
-        hasher = new_hasher() if self.policy.verify_encoded and not encoded.steps else None
+        hasher = None if encoded.steps else new_hasher()
 
         def check(payload: Sequence[memoryview]) -> None:
             if hasher is not None:
-                require_identity(hasher.digest(), frame.chunk_id)
+                found = hasher.digest()
             elif self.policy.verify_encoded:
-                require_identity(worker.identity_of_payload(payload, encoded, chunk), frame.chunk_id)
+                found = worker.identity_of_payload(payload, encoded, chunk)
+            else:
+                # Not decoded, but never published under an identity that the source had only before it was coded:
+                # later commits of the right bytes would refer to this frame.
+                found = chunk_id_of(worker.gather(chunk, self.storages))
+            require_identity(found, frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
         self._packer.fill(frame.place, header, encoded.parts, check, watch=watch)

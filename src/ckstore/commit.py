@@ -45,7 +45,7 @@ class Committed:
     """A durable checkpoint, and what the next commit wants to know of it."""
 
     receipt: Receipt
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint | None
 
 
 def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
@@ -81,8 +81,14 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
 
 
 def _acknowledge(parts: Parts, request: Request, manifest: Manifest, watch: Stopwatch) -> Committed:
-    fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
-    warnings = [*request.captured.warnings, *stale_warnings(request.fingerprint, fingerprint)]
+    warnings = list(request.captured.warnings)
+    fingerprint: Fingerprint | None = None
+    try:
+        fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
+        warnings += stale_warnings(request.fingerprint, fingerprint)
+    except Exception as error:
+        # The checkpoint is durable; a suspicion that could not be looked into must not hide that.
+        warnings.append(f"whether a stale model was saved could not be checked: {error}")
     return Committed(Receipt.of(manifest, watch, engine=parts.engine_name, warnings=warnings), fingerprint)
 
 

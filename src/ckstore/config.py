@@ -36,9 +36,8 @@ class Policy:
         compression: ``"none"`` stores plain bytes; ``"fast"`` splits floating-point elements into byte
             planes and codes the planes that pay; ``"best"`` spends more time on the same.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit.
-        verify_encoded: Decode every frame and compare it with its source before the source is let go. Without
-            it, a state that changes while it is committed makes a frame that cannot be restored, and later commits
-            of the same bytes refer to it.
+        verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
+            Without it faulty memory and coders are found out by a restore, not by the commit.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
             ``"xxh3"`` checksum of the stored bytes.
         threads: Threads that hash and code; None: one per core, at most eight.
@@ -73,6 +72,35 @@ class Policy:
         if self.threads is not None:
             return self.threads
         return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def fit_memory(
+    thread_count: int,
+    worker_nbytes: int,
+    buffer_nbytes: int,
+    *,
+    buffers_wanted: int,
+    buffers_min: int,
+    memory_nbytes_max: int,
+) -> tuple[int, int]:
+    """Return how many threads and buffers fit into a bound on memory.
+
+    The fewest buffers that work come first, then threads, and what is left goes to more buffers: a thread more
+    is worth more than a buffer more. One thread and ``buffers_min`` buffers are returned even where they do not
+    fit, because less cannot work.
+
+    Args:
+        thread_count: Threads wanted.
+        worker_nbytes: What each of them may use.
+        buffer_nbytes: Size of a buffer.
+        buffers_wanted: More than these gain nothing.
+        buffers_min: Fewer than these do not work.
+        memory_nbytes_max: Bound on all of it.
+    """
+    spare = memory_nbytes_max - buffers_min * buffer_nbytes
+    threads = max(1, min(thread_count, spare // worker_nbytes))
+    spare = memory_nbytes_max - threads * worker_nbytes
+    return threads, max(buffers_min, min(buffers_wanted, spare // buffer_nbytes))
 
 
 def _check_choice(field: str, given: object, choices: tuple[str, ...]) -> None:

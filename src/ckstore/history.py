@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckstore.errors import ConflictError
+from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, republished
 from ckstore.store.parts import Parts
-from ckstore.store.references import Reference, load_whole, resolve
+from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 
 
 def tag(parts: Parts, name: str, reference: Reference) -> ManifestName:
@@ -25,7 +25,9 @@ def tag(parts: Parts, name: str, reference: Reference) -> ManifestName:
 
 def tag_seq(parts: Parts, name: str, target: ManifestName) -> None:
     """Point a tag at the entry with this name; raises ConflictError when it is being dropped."""
-    header = parts.manifests.header(target)
+    header = header_or_none(parts.manifests, target)
+    if header is None:
+        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=parts.backend.root)
 
     def is_dropped(seq: int) -> bool:
         return all(other.seq != seq for other in parts.manifests.listing().names)
@@ -82,8 +84,10 @@ def delete(parts: Parts, reference: Reference) -> Deleted:
         for name in parts.manifests.listing().names
         if name.seq == target.seq or (is_step and name.step == target.step)
     ]
-    intents = [parts.tags.declare(name.seq, "delete") for name in names]
+    intents: list[str] = []
     try:
+        for name in names:
+            intents.append(parts.tags.declare(name.seq, "delete"))  # noqa: PERF401 - each must be retracted
         # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
         for name in names:
             tags = parts.tags.names_of(name.seq, is_strict=True)

@@ -22,6 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Hex16 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 Hex32 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
+DtypeText = Annotated[str, msgspec.Meta(max_length=1 << 20)]
 
 R = TypeVar("R")
 
@@ -145,7 +146,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """One tensor, as MessagePack array."""
 
     library: ShortText
-    dtype: ShortText
+    dtype: DtypeText
     shape: tuple[Count, ...]
     strides: tuple[int, ...]
     storage: Count

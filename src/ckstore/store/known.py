@@ -7,7 +7,7 @@ after the manifest that relies on it was published.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,25 +44,27 @@ class Known:
 
     def __init__(self, manifests_max: int = MANIFESTS_KNOWN_MAX) -> None:
         self.manifests_max = manifests_max
+        self._pinned: dict[ChunkId, KnownFrame] = {}
         self._generations: deque[dict[ChunkId, KnownFrame]] = deque(maxlen=manifests_max)
 
     def __len__(self) -> int:
-        return len({chunk_id for frames in self._generations for chunk_id in frames})
+        return len({chunk_id for frames in self._tables() for chunk_id in frames})
 
     def add(self, manifest: Manifest) -> None:
         """Remember what an acknowledged manifest locates in the local tier; the oldest one is forgotten."""
-        frames: dict[int, KnownFrame] = {}
-        for index, frame in enumerate(manifest.frames):
-            pack = manifest.packs[frame.pack]
-            base = frames.get(frame.base) if frame.base >= 0 else None
-            if pack.tier != LOCAL_TIER or (frame.base >= 0 and base is None):
-                continue
-            frames[index] = KnownFrame(frame, pack, base)
-        self._generations.append({known.frame.chunk_id: known for known in frames.values()})
+        self._generations.append(_frames_of(manifest))
+
+    def pin(self, manifest: Manifest) -> None:
+        """Remember a manifest until another one is pinned: what was restored is what training goes on from."""
+        self._pinned = _frames_of(manifest)
+
+    def _tables(self) -> Iterator[dict[ChunkId, KnownFrame]]:
+        yield from reversed(self._generations)
+        yield self._pinned
 
     def find(self, chunk_id: ChunkId) -> KnownFrame | None:
         """Return the newest known frame of a chunk."""
-        for frames in reversed(self._generations):
+        for frames in self._tables():
             known = frames.get(chunk_id)
             if known is not None:
                 return known
@@ -70,17 +72,28 @@ class Known:
 
     def packs(self) -> dict[PackId, int]:
         """Return id and size of the packs of all known frames."""
-        return {link.pack.pack_id: link.pack.nbytes for frames in self._generations for link in frames.values()}
+        return {link.pack.pack_id: link.pack.nbytes for frames in self._tables() for link in frames.values()}
 
     def forget_packs(self, pack_ids: Iterable[PackId]) -> None:
         """Forget every frame that lies in one of these packs, or needs one that does."""
         gone = set(pack_ids)
         if not gone:
             return
-        for frames in self._generations:
+        for frames in self._tables():
             for chunk_id in [
                 chunk_id
                 for chunk_id, known in frames.items()
                 if any(link.pack.pack_id in gone for link in known.closure())
             ]:
                 del frames[chunk_id]
+
+
+def _frames_of(manifest: Manifest) -> dict[ChunkId, KnownFrame]:
+    frames: dict[int, KnownFrame] = {}
+    for index, frame in enumerate(manifest.frames):
+        pack = manifest.packs[frame.pack]
+        base = frames.get(frame.base) if frame.base >= 0 else None
+        if pack.tier != LOCAL_TIER or (frame.base >= 0 and base is None):
+            continue
+        frames[index] = KnownFrame(frame, pack, base)
+    return {known.frame.chunk_id: known for known in frames.values()}

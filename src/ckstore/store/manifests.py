@@ -153,11 +153,13 @@ class Manifests:
             ConflictError: Other bytes have the name; someone did not claim, or has replaced it first.
             CapacityError: The disk is full; nothing was published.
         """
-        from ckstore.format.manifest import encode_manifest
+        from ckstore.format.manifest import decode_manifest, encode_manifest
 
         header = manifest.header
         name = ManifestName(self.run, header.seq, header.step, header.generation)
         encoded = encode_manifest(manifest, limits=self.limits)
+        # Nothing is published that a reader would refuse: it would be found out when it is needed.
+        decode_manifest(encoded, limits=self.limits, expect=name)
         draft = layout.draft_name(new_token())
         target = self.path_of(name)
         self.backend.create(draft, encoded, sync=True)

@@ -51,7 +51,7 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
         UnsupportedError: The file system lacks an operation that durability needs.
     """
     backend.make_folder("")
-    foreign = [name for name in backend.list_names("") if name not in layout.TOP_FOLDERS and name != "gc.lock"]
+    foreign = [name for name in backend.list_names("") if not _is_harmless(name)]
     if foreign:
         raise UsageError(
             f"the folder is not empty and no store: it holds {foreign[0]!r}",
@@ -89,6 +89,11 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
     backend.sync_folder("")
     backend.unlink(draft)
     return read_store_record(backend)
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether a name in the root is ours, a probe's that died, or what a fresh file system holds."""
+    return name in (*layout.TOP_FOLDERS, layout.GC_LOCK_FILE, "lost+found") or name.startswith(".probe-")
 
 
 def _probe(backend: Backend) -> None:
@@ -183,7 +188,8 @@ class Parts:
         self._learn_known()
 
     def _learn_known(self) -> None:
-        others = [run for run in self.runs() if run != self.run][:OTHER_RUNS_MAX]
+        others = sorted((run for run in self.runs() if run != self.run), key=self._changed_ns, reverse=True)
+        others = others[:OTHER_RUNS_MAX]
         newest: list[tuple[Manifests, int]] = [(self.manifests_of(run), 1) for run in others]
         newest.append((self.manifests, self.known.manifests_max))
         for manifests, count in newest:
@@ -196,6 +202,10 @@ class Parts:
                 except (CorruptError, UnsupportedError, FileNotFoundError) as error:
                     # Nothing is lost: what is not known is written again.
                     _log.warning("chunks of %s cannot be reused: %s", manifests.path_of(name), error)
+
+    def _changed_ns(self, run: str) -> int:
+        info = self.backend.stat(layout.manifests_folder(run))
+        return 0 if info is None else info.modified_ns
 
     def seq_next(self) -> int:
         """Return the first seq worth claiming."""
@@ -259,10 +269,10 @@ class Parts:
 
     def _require_tier(self, tier: str) -> None:
         if tier != LOCAL_TIER:
-            raise NotFoundError(
-                f"the checkpoint lies in tier {tier!r}, which this store's config.json does not name",
+            raise UnsupportedError(
+                f"the checkpoint lies in tier {tier!r}, and this version reads the local tier only",
                 where=self.backend.root,
-                todo="add the tier to config.json",
+                todo="upgrade ckstore",
             )
 
     def close(self) -> None:

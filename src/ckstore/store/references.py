@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Reference = int | str
 
-_RESERVED = {"latest", "best", "seq", "id"}
 _LISTINGS_MAX = 5
 
 
@@ -27,10 +26,7 @@ def check_tag_name(name: str) -> str:
     """Return a name that can be a tag; UsageError for one that would mean something else as a reference."""
     if not isinstance(name, str):
         raise UsageError("a tag is a string", where=repr(name))
-    layout.check_name(name, "tag")
-    if name.isdigit() or name in _RESERVED:
-        raise UsageError(f"{name!r} cannot be a tag: as a reference it means something else", todo="add a letter to it")
-    return name
+    return layout.check_name(name, "tag")
 
 
 def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:

@@ -1,0 +1,119 @@
+"""Promises that were broken once: each test names what a user would have lost."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import Policy, UsageError
+from ckstore.errors import BackendError, CapacityError, NotFoundError
+from ckstore.io.memory import MemoryBackend
+from ckstore.testing.faults import Fault, FaultyBackend
+
+
+def strike(backend: FaultyBackend, fault: Fault) -> None:
+    """Let a fault strike from now on: its calls are counted from here."""
+    backend.fault, backend._counted = fault, 0
+
+
+def test_array_with_hundreds_of_fields_is_restored(store):
+    dtype = np.dtype([(f"a long name of field {index}", "<f4") for index in range(300)])
+    store.commit({"table": np.ones(3, dtype)}, 0)
+    assert store.restore()["table"].dtype == dtype
+    assert store.verify("decode").is_clean
+
+
+def test_metrics_that_fill_more_than_a_header_are_refused_before_anything_is_written(store, backend):
+    with pytest.raises(UsageError, match="bytes of metrics"):
+        store.commit({"a": np.ones(1000)}, 0, metrics={f"metric number {index}": 0.5 for index in range(3000)})
+    assert store.log() == []
+
+
+@pytest.mark.parametrize("compression", ["none", "fast"])
+@pytest.mark.parametrize("verify_encoded", [True, False])
+def test_state_changed_during_a_commit_never_poisons_the_chunk_it_was(compression, verify_encoded):
+    """The frame of a torn chunk must not be published under the identity that its bytes had before."""
+    original = np.random.default_rng(5).standard_normal(1 << 20).astype(np.float32)
+    changing = original.copy()
+    policy = Policy(compression=compression, verify_encoded=verify_encoded, threads=1)
+    backend = MemoryBackend()
+    is_done = threading.Event()
+
+    def change() -> None:
+        while not is_done.is_set():
+            changing[:] += 1
+            changing[:] = original
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    raised = 0
+    try:
+        with ckstore.open(backend, policy=policy) as store:
+            for step in range(12):
+                try:
+                    store.commit({"w": changing}, step)
+                except ckstore.CorruptError:
+                    raised += 1
+    finally:
+        is_done.set()
+        thread.join()
+    with ckstore.open(backend, policy=policy) as store:
+        store.commit({"w": original}, 100)
+        assert np.array_equal(store.restore()["w"], original)
+        assert store.verify("decode").is_clean, f"{raised} of 12 torn commits were caught"
+
+
+@pytest.mark.parametrize("name", ["best", "seq", "id"])
+def test_words_of_the_reference_grammar_are_tags_like_others(store, name):
+    store.commit({"a": 1}, 7, tags=[name])
+    assert store.info(name).step == 7
+    store.untag(name)
+    with pytest.raises(NotFoundError):
+        store.info(name)
+
+
+def test_tag_that_fails_after_a_durable_commit_is_a_warning():
+    faulty = FaultyBackend(MemoryBackend())
+    with ckstore.open(faulty) as store:
+        store.commit({"a": 1}, 0)
+        strike(faulty, Fault(1, errno.ENOSPC, for_ever=True, sites=frozenset({"rename"})))
+        receipt = store.commit({"a": 2}, 1, tags=["kept"])
+        assert any("'kept' was not set" in warning for warning in receipt.warnings)
+        assert store.restore() == {"a": 2}
+
+
+def test_delete_that_fails_halfway_leaves_no_intent_behind():
+    faulty = FaultyBackend(MemoryBackend())
+    with ckstore.open(faulty) as store:
+        for _ in range(2):
+            store.commit({"a": 1}, 5)
+        # The second intent cannot be written.
+        strike(faulty, Fault(2, errno.ENOSPC, sites=frozenset({"create"})))
+        with pytest.raises((CapacityError, BackendError)):
+            store.delete(5)
+        faulty.fault = None
+        store.tag("seq:0", "still-there")
+
+
+def test_chunks_of_an_old_checkpoint_are_reused_once_it_was_restored(store):
+    first = np.random.default_rng(1).standard_normal(100_000)
+    store.commit({"w": first}, 0)
+    for step in range(1, 20):
+        store.commit({"w": np.full(100_000, float(step))}, step)
+    store.restore(0)
+    assert store.commit({"w": first}, 0).chunks_new == 0
+
+
+def test_chunks_of_the_run_written_last_are_reused_however_it_is_named(tmp_path):
+    weights = np.random.default_rng(1).standard_normal(100_000)
+    for number in range(18):
+        with ckstore.open(tmp_path / "store", run=f"a{number:02}") as other:
+            other.commit({"w": np.full(1000, float(number))}, 0)
+    with ckstore.open(tmp_path / "store", run="zz") as newest:
+        newest.commit({"w": weights}, 0)
+    with ckstore.open(tmp_path / "store", run="mine") as mine:
+        assert mine.commit({"w": weights}, 0).chunks_new == 0
