@@ -19,6 +19,36 @@ settings.register_profile("ci", max_examples=100, stateful_step_count=30, derand
 settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast"))
 
+NOTHING_SKIPPED = "CKSTORE_TEST_NOTHING_SKIPPED"
+"""Set where the machine has everything but a GPU, as in CI: then a test skipped for another reason fails the run."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    skipped = _skipped_without_excuse(session.config)
+    if skipped and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    skipped = _skipped_without_excuse(config)
+    if skipped:
+        terminalreporter.section(f"skipped although {NOTHING_SKIPPED} is set", red=True)
+        terminalreporter.write_line("\n".join(skipped))
+
+
+def _skipped_without_excuse(config):
+    """Return a line for each test that was skipped and needs no GPU; the workers of pytest-xdist leave it to its head."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get(NOTHING_SKIPPED) or hasattr(config, "workerinput") or reporter is None:
+        return []
+    found = [(report.nodeid, _reason(report)) for report in reporter.stats.get("skipped", ())]
+    return [f"{nodeid}: {reason}" for nodeid, reason in found if not ("GPU" in reason or "CUDA" in reason)]
+
+
+def _reason(report):
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
 
 class FakeClock:
     """A clock that moves only when someone sleeps, or a test says so.

@@ -67,13 +67,18 @@ def _trio(optimizer, scheduler, seed=0):
     return {"model": model, "opt": made, "sched": SCHEDULERS[scheduler](made)}
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+PAIRS = [
+    (optimizer, scheduler)
+    for optimizer in OPTIMIZERS
+    for scheduler in SCHEDULERS
+    if (optimizer, scheduler) != ("tensor-lr", "onecycle")  # torch wants capturable for it
+]
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.filterwarnings("ignore")
 def test_training_resumes_exactly_from_fresh_and_from_stepped_objects(optimizer, scheduler, steps_before):
-    if optimizer == "tensor-lr" and scheduler == "onecycle":
-        pytest.skip("torch wants capturable for it")
     trio = _trio(optimizer, scheduler)
     _train(*trio.values(), 4)
     kept = Kept.of(capture(trio, ADAPTERS))

@@ -117,3 +117,13 @@ def test_chunks_of_the_run_written_last_are_reused_however_it_is_named(tmp_path)
         newest.commit({"w": weights}, 0)
     with ckstore.open(tmp_path / "store", run="mine") as mine:
         assert mine.commit({"w": weights}, 0).chunks_new == 0
+
+
+def test_missing_pack_names_a_tensor_that_is_lost(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit({"model": {"weight": np.arange(1000.0)}}, 3)
+        for pack in (tmp_path / "store" / "packs").rglob("*.pack"):
+            pack.unlink()
+        with pytest.raises(ckstore.MissingChunkError, match=r"model\.weight") as caught:
+            store.restore(3)
+    assert caught.value.tensor == "model.weight"

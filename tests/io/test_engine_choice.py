@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -108,6 +109,24 @@ def test_probe_leaves_nothing_behind(tmp_path, monkeypatch):
     choose_engine("auto", str(tmp_path))
     assert takes_direct(str(tmp_path)) in (True, False)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("folder", "pattern"), [("tmp", r"[0-9a-f]{32}\.probe"), ("", r"\.probe-[0-9a-f]{32}")])
+def test_probe_that_is_killed_leaves_its_file_where_a_store_expects_one(tmp_path, monkeypatch, folder, pattern):
+    real = os.open
+
+    def without_tmpfile(path, flags, mode=0o777):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", without_tmpfile)
+    monkeypatch.setattr(engine_choice, "_unlink_if_there", lambda path: None)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    os.close(engine_choice.open_scratch(str(tmp_path), direct=False))
+    [left] = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert re.fullmatch(pattern, left.name)
+    assert str(left.parent) == (folder or ".")
 
 
 def test_folder_that_refuses_direct_files_is_found_out(tmp_path, monkeypatch):

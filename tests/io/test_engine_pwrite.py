@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 
 import pytest
 
@@ -77,3 +78,18 @@ def test_queue_survives_a_failed_call(queue, fd, block, monkeypatch):
         patched.setattr(os, "pwritev", fail)
         assert move(queue, [("write", fd, block, 0)])[0][1].errno == errno.ENOSPC
     assert move(queue, [("write", fd, block, 0)]) == [(8 * PAGE, None)]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_the_lock_was_held_can_close(queue):
+    with queue._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                queue.close()
+                status = 0
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

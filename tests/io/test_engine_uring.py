@@ -2,13 +2,14 @@
 
 import errno
 import os
+import signal
 import threading
 
 import pytest
 
 liburing = pytest.importorskip("liburing")
 
-from ckstore.errors import UsageError  # noqa: E402
+from ckstore.errors import BackendError, UsageError  # noqa: E402
 from ckstore.io.buffers import BufferPool  # noqa: E402
 from ckstore.io.engine import IoRequest  # noqa: E402
 from ckstore.io.engine_choice import choose_engine  # noqa: E402
@@ -269,3 +270,77 @@ def test_forked_child_can_neither_use_nor_keep_the_ring(uring, fd, blocks, tmp_p
     assert write_all(queue, fd, blocks) == [(4 * PAGE, None)] * 12
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_written(fd, blocks, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_the_lock_was_held_can_close(uring):
+    queue = uring()
+    with queue._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                queue.close()
+                status = 0
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class ForkingCalls:
+    """The liburing module; when a ring was left, its number is given to another file and a child is forked."""
+
+    def __init__(self, path):
+        self.path = path
+        self.status = None
+
+    def __getattr__(self, name):
+        return getattr(liburing, name)
+
+    def io_uring_queue_exit(self, ring):
+        number = ring.ring_fd
+        liburing.io_uring_queue_exit(ring)
+        fd = os.open(self.path, os.O_RDONLY)
+        if fd != number:
+            os.dup2(fd, number)
+            os.close(fd)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if os.fstat(number).st_ino == self.path.stat().st_ino else 2
+            finally:
+                os._exit(status)
+        self.status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(number)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_a_ring_is_closed_closes_no_other_file(uring, tmp_path):
+    from ckstore.io import engine_uring
+
+    (tmp_path / "other").write_bytes(b"")
+    calls = ForkingCalls(tmp_path / "other")
+    queue = engine_uring.UringQueue(4, ring_calls=calls)
+    queue.close()
+    assert calls.status == 0
+
+
+def test_wake_up_that_fails_is_an_error_of_the_medium_and_moves_nothing(uring, fd, blocks, tmp_path, monkeypatch):
+    def fail(fd, value):
+        raise OSError(errno.EIO, "no")
+
+    queue = uring()
+    answers = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "eventfd_write", fail)
+        with pytest.raises(BackendError, match="EIO"):
+            queue.submit(IoRequest("write", fd, blocks[0], 0, lambda moved, error: answers.append(error)))
+        with pytest.raises(BackendError, match="EIO"):
+            queue.close()
+    # Whoever was told that it failed has its buffer back: the request must not come to life later.
+    assert write_all(queue, fd, blocks[1:]) == [(4 * PAGE, None)] * 11
+    assert answers == []
+    queue.close()
+    assert not queue._thread.is_alive()

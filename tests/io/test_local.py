@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,14 +67,151 @@ def test_symbolic_links_are_not_followed_to_open_a_file(backend, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_full_disk_shows_before_anything_is_written(backend, monkeypatch):
-    def full(fd, offset, nbytes):
-        raise OSError(errno.ENOSPC, "full")
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 24 MiB; needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let us mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
-    monkeypatch.setattr(local_pack, "fallocate", full)
-    with pytest.raises(CapacityError, match="ENOSPC"):
+
+@pytest.mark.root
+@pytest.mark.parametrize("engine", ["pwrite", "auto"])
+def test_pack_that_is_smaller_than_expected_needs_no_room_for_what_was_expected(small_disk, engine):
+    backend = LocalBackend(small_disk, engine=engine)
+    content = os.urandom(2 * BLOCK)
+    with BufferPool(BLOCK, 2) as pool:
+        sink = backend.create_pack("x.pack", nbytes_expected=1 << 40)
+        for index in range(2):
+            buffer = pool.acquire()
+            buffer.view[:] = content[index * BLOCK : (index + 1) * BLOCK]
+            sink.write(buffer, BLOCK, index * BLOCK)
+        sink.finish(2 * BLOCK - 7)
+    assert backend.read_bytes("x.pack", nbytes_max=2 * BLOCK) == content[:-7]
+    assert (small_disk / "x.pack").stat().st_blocks * 512 <= 2 * BLOCK
+    backend.close()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("engine", ["pwrite", "auto"])
+def test_pack_that_is_too_large_for_the_disk_is_a_capacity_error(small_disk, engine):
+    backend = LocalBackend(small_disk, engine=engine)
+    free = backend.free_nbytes()
+    with pytest.raises(CapacityError):
+        write_pack(backend, "x.pack", [bytes(1 << 20)] * 40)
+    assert backend.list_names("") == []
+    assert backend.free_nbytes() == free
+    backend.close()
+
+
+def limit_space(monkeypatch, room):
+    """Let files be reserved up to ``room`` bytes; return the steps that were tried."""
+    steps = []
+
+    def fallocate(fd, offset, nbytes):
+        steps.append((offset, nbytes))
+        if offset + nbytes > room:
+            raise OSError(errno.ENOSPC, "full")
+        return True
+
+    monkeypatch.setattr(local_pack, "fallocate", fallocate)
+    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MIN", 2 * BLOCK)
+    return steps
+
+
+def test_reservations_shrink_where_the_disk_is_nearly_full_and_large_ones_are_not_tried_again(backend, monkeypatch):
+    steps = limit_space(monkeypatch, 7 * BLOCK)
+    with BufferPool(BLOCK, 1) as pool:
+        sink = backend.create_pack("x.pack", nbytes_expected=20 * BLOCK)
+        assert steps == [(0, 20 * BLOCK), (0, 10 * BLOCK), (0, 5 * BLOCK)]
+        steps.clear()
+        for index in range(7):
+            sink.write(pool.acquire(), BLOCK, index * BLOCK)
+        assert steps == [
+            (5 * BLOCK, 5 * BLOCK),
+            (5 * BLOCK, 2 * BLOCK + BLOCK // 2),
+            (5 * BLOCK, BLOCK),
+            (6 * BLOCK, BLOCK),
+        ]
+        with pytest.raises(CapacityError, match="ENOSPC"):
+            sink.write(pool.acquire(), BLOCK, 7 * BLOCK)
+        sink.close()
+    assert backend.list_names("") == []
+
+
+def test_full_disk_shows_at_the_first_write(backend, monkeypatch):
+    limit_space(monkeypatch, 0)
+    with BufferPool(BLOCK, 1) as pool:
+        sink = backend.create_pack("x.pack", nbytes_expected=1 << 30)
+        with pytest.raises(CapacityError, match="ENOSPC"):
+            sink.write(pool.acquire(), BLOCK, 0)
+        sink.close()
+    assert backend.list_names("") == []
+
+
+def test_reservation_that_fails_for_another_reason_leaves_no_name(backend, monkeypatch):
+    def fail(fd, offset, nbytes):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(local_pack, "fallocate", fail)
+    with pytest.raises(BackendError, match="EIO"):
         backend.create_pack("x.pack", nbytes_expected=1 << 30)
     assert backend.list_names("") == []
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "fchmod", "fdatasync"])
+def test_close_from_another_thread_waits_for_a_finish_under_way(backend, tmp_path, monkeypatch, call):
+    # Were the descriptor closed in between, its number could be another file's by the next call.
+    real, closed = getattr(os, call), threading.Event()
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"precious")
+
+    def close():
+        sink.close()
+        closed.set()
+
+    def interrupted(fd, *arguments):
+        closer.start()
+        assert not closed.wait(0.3)
+        return real(fd, *arguments)
+
+    sink = backend.create_pack("x.pack", nbytes_expected=PAGE)
+    closer = threading.Thread(target=close)
+    monkeypatch.setattr(os, call, interrupted)
+    sink.finish(100)
+    closer.join(30)
+    assert closed.is_set()
+    assert (tmp_path / "x.pack").stat().st_size == 100
+    assert mode_of(tmp_path / "x.pack") == 0o400
+
+
+def test_finish_after_close_touches_no_descriptor(backend, tmp_path, monkeypatch):
+    sink = backend.create_pack("x.pack", nbytes_expected=PAGE)
+    # Another thread closes it after the writes are done, just before finish goes on.
+    real = sink._condition.wait_for
+
+    def close_after(predicate):
+        monkeypatch.setattr(sink._condition, "wait_for", real)
+        real(predicate)
+        closer = threading.Thread(target=sink.close)
+        closer.start()
+        closer.join(0.3)
+        return True
+
+    monkeypatch.setattr(sink._condition, "wait_for", close_after)
+    touched = []
+    monkeypatch.setattr(os, "ftruncate", lambda fd, nbytes: touched.append(fd) if sink._is_closed else None)
+    try:
+        sink.finish(0)
+    except CkstoreError:
+        pass
+    assert touched == []
 
 
 def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, monkeypatch):
@@ -289,6 +427,39 @@ def test_forked_child_writes_and_reads_with_queues_of_its_own(backend):
             os._exit(status)
     wanted = write_pack(backend, "parent.pack", random_pieces(3, 20, BLOCK))
     assert backend.read_bytes("parent.pack", nbytes_max=1 << 30) == wanted
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_the_lock_was_held_can_still_close_and_write(backend):
+    write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
+    with backend._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                backend.close()
+                backend.engine_name  # noqa: B018 - asked for because it takes the lock
+                write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
+                backend.close()
+                status = 0
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(backend):
+    with backend._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                status = 0 if backend.engine_name in ("uring", "pwrite") else 2
+            finally:
+                os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import Limits
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header, encode_frame_header
 from ckstore.format.pack import SUPERHEADER_NBYTES, TAIL_NBYTES, decode_tail
 from ckstore.format.wire import xxh3_64
+from ckstore.store.parts import create_store
 
 LEVELS = ["quick", "read", "decode"]
 
@@ -89,6 +92,7 @@ def test_flipped_payload_is_found_by_reading(filled, pack, backend):
         assert name_of(backend, pack) in damage.where
         assert f"offset {SUPERHEADER_NBYTES}" in damage.where
         assert damage.checkpoints == ("main/0 (step 1)", "main/1 (step 2)")
+        assert damage.tensors == ("shared",)
 
 
 def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, backend):
@@ -107,6 +111,7 @@ def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, ba
     pack[own.offset + FRAME_HEADER_NBYTES] ^= 255
     (damage,) = found_by(filled, "read")
     assert damage.checkpoints == ("main/0 (step 1)",)
+    assert damage.tensors == ("own",)
     assert filled.verify("decode", ref=2).is_clean
     assert not filled.verify("decode", ref=1).is_clean
 
@@ -133,13 +138,16 @@ def test_missing_pack_is_found_at_once(filled, pack, backend, level):
     assert "missing" in damage.what
     assert name in damage.where
     assert damage.checkpoints == ("main/0 (step 1)", "main/1 (step 2)")
+    assert damage.tensors == ("shared", "own")
+    (damage,) = filled.verify(level, ref=2).damage
+    assert damage.tensors == ("shared",)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_000, -4096, -1])
 def test_truncated_pack_is_found_at_once(filled, pack, level, nbytes):
     del pack[nbytes:]
-    assert found_by(filled, level)
+    assert [damage.tensors for damage in found_by(filled, level)] == [("shared", "own")]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -261,3 +269,57 @@ def test_padding_that_is_not_zero_is_found(filled, backend, pack):
     pack[end + 1] = 1
     assert found_by(filled, "read")
     assert filled.restore(1) is not None
+
+
+def test_delta_is_damage_to_a_version_that_cannot_decode_it(filled, monkeypatch):
+    from ckstore.store import verify as verify_module
+
+    def with_base(*arguments, **named):
+        return replace(decode_frame_header(*arguments, **named), base_id=bytes(range(32)))
+
+    monkeypatch.setattr(verify_module, "decode_frame_header", with_base)
+    monkeypatch.setattr(verify_module, "check_entry", lambda *_: None)
+    assert found_by(filled, "read") == []
+    found = found_by(filled, "decode")
+    assert len(found) == 3
+    assert all("a delta, which this version cannot decode" in damage.what for damage in found)
+
+
+def test_progress_is_told_after_each_read(backend):
+    seen = []
+    create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=1 << 16))
+    with ckstore.open(backend) as store:
+        store.commit({"w": np.random.default_rng(0).standard_normal(200_000)}, 1)
+        store.verify("read", on_progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) > 20
+    assert seen == sorted(seen)
+
+
+def test_places_that_manifests_share_are_kept_once(filled):
+    from ckstore.store.damage import Uses
+
+    uses = Uses()
+    manifests = filled._parts.manifests
+    for name in manifests.listing().names:
+        uses.add(name, manifests.load(name))
+    users = sorted(list(pack.places.values()) for pack in uses.packs.values())
+    assert users == [[[0, 1], [0]], [[1]]]
+    assert sorted(list(pack.refs) for pack in uses.packs.values()) == [[0, 1], [1]]
+
+
+def test_frames_of_a_manifest_are_looked_at_once_however_many_packs_it_names(filled):
+    from ckstore.store.damage import Uses
+
+    looks = []
+
+    class Frames(tuple):
+        def __iter__(self):
+            looks.append(1)
+            return super().__iter__()
+
+    manifests = filled._parts.manifests
+    name = manifests.listing().names[1]
+    manifest = manifests.load(name)
+    assert len(manifest.packs) == 2
+    Uses().add(name, replace(manifest, frames=Frames(manifest.frames)))
+    assert len(looks) == 1

@@ -69,7 +69,13 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
         "bytes_read": report.bytes_read,
         "seconds": seconds,
         "damage": [
-            {"what": damage.what, "where": damage.where, "checkpoints": damage.checkpoints} for damage in report.damage
+            {
+                "what": damage.what,
+                "where": damage.where,
+                "checkpoints": damage.checkpoints,
+                "tensors": damage.tensors,
+            }
+            for damage in report.damage
         ],
     }
 
@@ -98,3 +104,5 @@ def _print_damage(damage: Damage) -> None:
     output.say(f"- {damage.what}")
     output.say(f"  at      {damage.where}")
     output.say(f"  needed  {', '.join(damage.checkpoints) if damage.checkpoints else 'by no checkpoint'}")
+    if damage.tensors:
+        output.say(f"  tensors {', '.join(damage.tensors)}")

@@ -253,19 +253,30 @@ class Parts:
         """Check that every local pack of a manifest can be found, in place or in the trash.
 
         Raises:
-            MissingChunkError: One cannot; it names the pack.
+            MissingChunkError: One cannot; it names the pack, and a tensor that lies in it.
         """
         for pack in manifest.packs:
             self._require_tier(pack.tier)
         for pack_id in sorted(self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})):
             if not any(True for _ in self.trash.find_pack(pack_id)):
-                header = manifest.header
-                raise MissingChunkError(
-                    f"pack {pack_id.hex()} of seq {header.seq} (step {header.step}) is missing or has another size",
-                    where=self.backend.location_of(layout.pack_name(pack_id)),
-                    todo="restore an older checkpoint, or bring the file back from a copy",
-                    pack_id=pack_id.hex(),
-                )
+                raise self._missing(manifest, pack_id)
+
+    def _missing(self, manifest: Manifest, pack_id: PackId) -> MissingChunkError:
+        from ckstore.store.damage import tensor_paths
+
+        index = next(index for index, pack in enumerate(manifest.packs) if pack.pack_id == pack_id)
+        lost = {frame.chunk_id for frame in manifest.frames if frame.pack == index}
+        chunks = {number for number, chunk in enumerate(manifest.chunks) if chunk.chunk_id in lost}
+        tensors = tensor_paths(manifest, chunks, count_max=1)
+        header = manifest.header
+        return MissingChunkError(
+            f"pack {pack_id.hex()} of seq {header.seq} (step {header.step}), which holds tensor "
+            f"{tensors[0] if tensors else '(none)'}, is missing or has another size",
+            where=self.backend.location_of(layout.pack_name(pack_id)),
+            todo="restore an older checkpoint, or bring the file back from a copy",
+            pack_id=pack_id.hex(),
+            tensor=tensors[0] if tensors else None,
+        )
 
     def _require_tier(self, tier: str) -> None:
         if tier != LOCAL_TIER:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Policy, fit_memory
 from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError, UsageError
 from ckstore.format import layout
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, check_payload, decode_frame_header
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import FrameRef, PackRef
 from ckstore.format.pack import (
     SUPERHEADER_NBYTES,
     TAIL_NBYTES,
@@ -35,61 +35,22 @@ from ckstore.format.pack import (
 )
 from ckstore.format.records import ConfigRecord, decode_record
 from ckstore.format.wire import BLOCK_NBYTES, is_zero
-from ckstore.ids import ChunkId, PackId
+from ckstore.ids import NO_BASE, PackId
 from ckstore.io.backend import ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
+from ckstore.store.damage import Damage, PackUses, Place, Report, Sufferers, Uses, label_of
 from ckstore.store.manifests import Manifests
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
 from ckstore.workers import run_aside
 
+__all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
+
 LEVELS = ("quick", "read", "decode")
 CONFIG_NBYTES_MAX = 1 << 20
-_BUFFERS = 12
 
 FrameCheck = Callable[[FrameHeader, memoryview], None]
 """Decodes a payload and compares its identity; raises CorruptError."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One thing that is not as it was written.
-
-    Attributes:
-        what: What is wrong.
-        where: Path, and offset where that is known.
-        checkpoints: ``run/seq (step N)`` of every checkpoint that needs it.
-    """
-
-    what: str
-    where: str
-    checkpoints: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Report:
-    """What a verify looked at, and what it found."""
-
-    level: str
-    damage: list[Damage] = field(default_factory=list)
-    checkpoint_count: int = 0
-    pack_count: int = 0
-    frame_count: int = 0
-    bytes_read: int = 0
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.damage
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """A pack as one manifest names it."""
-
-    checkpoint: str
-    ref: PackRef
-    frames: tuple[FrameRef, ...]
 
 
 def verify(
@@ -98,7 +59,8 @@ def verify(
     names: Iterable[tuple[str, ManifestName]] | None,
     *,
     make_check: Callable[[], FrameCheck],
-    thread_count: int,
+    check_nbytes: int,
+    policy: Policy,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Check the manifests given, or all of the store, and what they need.
@@ -108,29 +70,36 @@ def verify(
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
         make_check: Makes, for each thread, what decodes a frame.
-        thread_count: Threads that check.
-        on_progress: Called with bytes done and bytes in all.
+        check_nbytes: Memory that what ``make_check`` makes may use.
+        policy: How many threads, and how much memory for them and for read buffers.
+        on_progress: Called after each read, and each pack, with bytes done and bytes in all.
     """
     if level not in LEVELS:
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
     report = Report(level)
-    uses: dict[PackId, list[_Use]] = {}
+    uses = Uses()
     is_partial = names is not None
     if names is None:
         names = list(_all_names(parts, report))
         _check_config(parts, report)
     for run, name in names:
         _check_manifest(parts.manifests_of(run), name, uses, report)
-    total = sum(pack_uses[0].ref.nbytes for pack_uses in uses.values())
+    total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
+
+    def tell() -> None:
+        if on_progress is not None:
+            on_progress(report.bytes_read, total)
+
+    check = _Checking(make_check, check_nbytes, policy, tell)
+    sufferers = Sufferers(parts)
     stop = _Stop()
 
     def audit_all() -> None:
-        for pack_id in sorted(uses):
-            _PackAudit(parts, pack_id, uses[pack_id], report, make_check, thread_count, stop, is_partial).run()
+        for pack_id in sorted(uses.packs):
+            _PackAudit(parts, pack_id, uses, report, check, sufferers, stop, is_partial).run()
             if stop.error is not None:
                 return
-            if on_progress is not None:
-                on_progress(report.bytes_read, total)
+            tell()
 
     run_aside(audit_all, on_interrupt=stop.note)
     return report
@@ -150,7 +119,7 @@ def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName
                 continue
             if name.seq not in claims:
                 where = parts.backend.location_of(layout.claim_name(run, name.seq))
-                report.damage.append(Damage("the claim of a published seq is missing", where, (_label(name),)))
+                report.damage.append(Damage("the claim of a published seq is missing", where, (label_of(name),)))
             yield run, name
         _check_tags(parts, run, {name.seq for name in listing.names}, report)
 
@@ -180,11 +149,7 @@ def _check_config(parts: Parts, report: Report) -> None:
         report.damage.append(Damage(error.what, parts.backend.location_of(layout.CONFIG_FILE)))
 
 
-def _label(name: ManifestName) -> str:
-    return f"{name.run}/{name.seq} (step {name.step})"
-
-
-def _check_manifest(manifests: Manifests, name: ManifestName, uses: dict[PackId, list[_Use]], report: Report) -> None:
+def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report: Report) -> None:
     where = manifests.backend.location_of(manifests.path_of(name))
     try:
         manifest = manifests.load(name)
@@ -192,12 +157,10 @@ def _check_manifest(manifests: Manifests, name: ManifestName, uses: dict[PackId,
         # Dropped or replaced since it was listed.
         return
     except (CorruptError, UnsupportedError, BackendError) as error:
-        report.damage.append(Damage(error.what, where, (_label(name),)))
+        report.damage.append(Damage(error.what, where, (label_of(name),)))
         return
     report.checkpoint_count += 1
-    for index, ref in enumerate(manifest.packs):
-        frames = tuple(frame for frame in manifest.frames if frame.pack == index)
-        uses.setdefault(ref.pack_id, []).append(_Use(_label(name), ref, frames))
+    uses.add(name, manifest)
 
 
 @dataclass(slots=True)
@@ -209,6 +172,27 @@ class _Stop:
     def note(self, error: BaseException) -> None:
         """Keep the first one."""
         self.error = self.error or error
+
+
+@dataclass(frozen=True, slots=True)
+class _Checking:
+    """How frames are checked, with how much memory, and who is told of each read."""
+
+    make_check: Callable[[], FrameCheck]
+    check_nbytes: int
+    policy: Policy
+    tell: Callable[[], None]
+
+    def fit(self, level: str, buffer_nbytes: int) -> tuple[int, int]:
+        """Return how many threads and buffers the policy's memory holds."""
+        return fit_memory(
+            self.policy.thread_count,
+            self.check_nbytes if level == "decode" else 1,
+            buffer_nbytes,
+            buffers_wanted=READ_BUFFERS,
+            buffers_min=READ_BUFFERS_MIN,
+            memory_nbytes_max=self.policy.memory_nbytes_max,
+        )
 
 
 @dataclass(slots=True)
@@ -227,19 +211,20 @@ class _PackAudit:
         self,
         parts: Parts,
         pack_id: PackId,
-        uses: Sequence[_Use],
+        uses: Uses,
         report: Report,
-        make_check: Callable[[], FrameCheck],
-        thread_count: int,
+        checking: _Checking,
+        sufferers: Sufferers,
         stop: _Stop,
         is_partial: bool,
     ) -> None:
         self._parts = parts
         self._pack_id = pack_id
-        self._uses = uses
+        self._names = uses.names
+        self._uses: PackUses = uses.packs[pack_id]
         self._report = report
-        self._make_check = make_check
-        self._thread_count = thread_count
+        self._checking = checking
+        self._sufferers = sufferers
         self._is_partial = is_partial
         self._stop = stop
         self._lock = threading.Lock()
@@ -286,28 +271,30 @@ class _PackAudit:
         if not is_zero(memoryview(stored)[tail.directory_nbytes :]):
             raise MalformedError("the padding behind the directory is not zero")
         self._report.bytes_read += SUPERHEADER_NBYTES + len(stored) + TAIL_NBYTES
-        for use in self._uses:
-            if (use.ref.nbytes, use.ref.directory_digest) != (file.nbytes, tail.directory_digest):
-                raise MalformedError(f"size or directory is not what the manifest of {use.checkpoint} says")
+        for index, ref in self._uses.refs.items():
+            if (ref.nbytes, ref.directory_digest) != (file.nbytes, tail.directory_digest):
+                checkpoint = label_of(self._names[index])
+                raise MalformedError(f"size or directory is not what the manifest of {checkpoint} says")
         return tail, directory
 
     def _check_uses(self, directory: PackDirectory) -> None:
-        entries = {entry.chunk_id: entry for entry in directory.entries}
-        for use in self._uses:
-            for frame in use.frames:
-                entry = entries.get(frame.chunk_id)
-                if entry is None or (entry.offset, entry.stored_nbytes) != (frame.offset, frame.stored_nbytes):
-                    self._add(f"chunk {frame.chunk_id.hex()[:16]} does not lie where the manifest says", frame.offset)
+        there = {_place_of(entry) for entry in directory.entries}
+        for place in self._uses.places:
+            if place not in there:
+                chunk_id, offset, _ = place
+                self._add(f"chunk {chunk_id.hex()[:16]} does not lie where the manifest says", offset, place)
 
     def _check_frames(self, file: ReadFile, tail: PackTail, directory: PackDirectory) -> None:
         spans = list(self._spans(tail, directory))
         nbytes = max((span.nbytes for span in spans), default=0) + 2 * BLOCK_NBYTES
+        nbytes = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+        thread_count, buffer_count = self._checking.fit(self._report.level, nbytes)
         inbox: queue.SimpleQueue[ReadResult | None] = queue.SimpleQueue()
         threads = [
             threading.Thread(target=self._work, args=(inbox, spans), name="ckstore-verify", daemon=True)
-            for _ in range(min(self._thread_count, len(spans)))
+            for _ in range(min(thread_count, len(spans)))
         ]
-        with BufferPool(-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES, min(_BUFFERS, len(spans) + 1)) as pool:
+        with BufferPool(nbytes, min(buffer_count, len(spans) + 1)) as pool:
             for thread in threads:
                 thread.start()
             requests = (ReadRequest(file, span.offset, span.nbytes, tag) for tag, span in enumerate(spans))
@@ -315,6 +302,7 @@ class _PackAudit:
                 for result in self._parts.backend.read_ranges(requests, pool):
                     self._report.bytes_read += len(result.view)
                     inbox.put(result)
+                    self._checking.tell()
                     if self._stop.error is not None:
                         break
             finally:
@@ -347,7 +335,7 @@ class _PackAudit:
             yield _Span(group[0].offset, tail.directory_offset - group[0].offset, tuple(group))
 
     def _work(self, inbox: queue.SimpleQueue[ReadResult | None], spans: Sequence[_Span]) -> None:
-        check = self._make_check() if self._report.level == "decode" else None
+        check = self._checking.make_check() if self._report.level == "decode" else None
         while (result := inbox.get()) is not None:
             try:
                 # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
@@ -371,25 +359,36 @@ class _PackAudit:
                 check_entry(entry, header)
                 payload = frame[FRAME_HEADER_NBYTES:]
                 check_payload(header, payload)
-                if check is not None and header.base_id == bytes(32):
-                    check(header, payload)
                 if not is_zero(view[entry.end - span.offset : end - span.offset]):
                     raise MalformedError("the padding behind a frame is not zero")
+                if check is not None and header.base_id == NO_BASE:
+                    check(header, payload)
+                elif check is not None:
+                    raise UnsupportedError("the frame is a delta, which this version cannot decode")
             except (CorruptError, UnsupportedError) as error:
-                self._add(error.what, entry.offset, entry.chunk_id)
+                self._add(error.what, entry.offset, _place_of(entry))
             with self._lock:
                 self._report.frame_count += 1
 
-    def _add(self, what: str, offset: int | None = None, chunk_id: ChunkId | None = None) -> None:
-        """Add damage, with the checkpoints that need it."""
-        hit = [
-            use.checkpoint
-            for use in self._uses
-            if chunk_id is None or any(frame.chunk_id == chunk_id for frame in use.frames)
-        ]
+    def _add(self, what: str, offset: int | None = None, place: Place | None = None) -> None:
+        """Add damage, of one frame or of all of the pack, with the checkpoints that need it."""
+        hit = list(self._uses.refs) if place is None else self._uses.places.get(place, [])
         if self._is_partial and not hit:
             # A frame that only other checkpoints need, in a pack that this one shares with them.
             return
         where = self._where if offset is None else f"{self._where}, offset {offset}"
+        checkpoints = tuple(label_of(self._names[index]) for index in hit)
         with self._lock:
-            self._report.damage.append(Damage(what, where, tuple(hit)))
+            self._report.damage.append(Damage(what, where, checkpoints, self._tensors_of(hit, place)))
+
+    def _tensors_of(self, hit: Sequence[int], place: Place | None) -> tuple[str, ...]:
+        if not hit:
+            return ()
+        name = self._names[hit[0]]
+        if place is None:
+            return self._sufferers.of_pack(name, self._pack_id)
+        return self._sufferers.of_frame(name, place[0])
+
+
+def _place_of(entry: DirectoryEntry) -> Place:
+    return entry.chunk_id, entry.offset, entry.stored_nbytes

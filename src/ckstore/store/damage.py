@@ -1,0 +1,162 @@
+"""What a verify reports, and which checkpoints and tensors need what it finds damaged.
+
+Of every manifest only locations are kept, each once however many manifests share it; the tensors of damage are
+looked up when there is damage, in the manifest read once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ckstore.errors import CkstoreError
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import Manifest, PackRef
+from ckstore.ids import ChunkId, PackId
+from ckstore.store.parts import Parts
+from ckstore.tree import TensorNode, format_path, leaves_of
+
+TENSORS_SHOWN_MAX = 3
+
+Place = tuple[ChunkId, int, int]
+"""Where a manifest says that a chunk lies in a pack: identity, offset, length of the payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written.
+
+    Attributes:
+        what: What is wrong.
+        where: Path, and offset where that is known.
+        checkpoints: ``run/seq (step N)`` of every checkpoint that needs it.
+        tensors: Dotted paths of the first tensors of the first of them that need it; empty where unknown.
+    """
+
+    what: str
+    where: str
+    checkpoints: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Report:
+    """What a verify looked at, and what it found."""
+
+    level: str
+    damage: list[Damage] = field(default_factory=list)
+    checkpoint_count: int = 0
+    pack_count: int = 0
+    frame_count: int = 0
+    bytes_read: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damage
+
+
+@dataclass(slots=True)
+class PackUses:
+    """A pack as manifests name it.
+
+    Attributes:
+        refs: For every manifest that names the pack, by its index: what it says of the pack.
+        places: For every place: the indices of the manifests that say so, ascending.
+    """
+
+    refs: dict[int, PackRef] = field(default_factory=dict)
+    places: dict[Place, list[int]] = field(default_factory=dict)
+
+
+class Uses:
+    """What all manifests need."""
+
+    def __init__(self) -> None:
+        self.names: list[ManifestName] = []
+        self.packs: dict[PackId, PackUses] = {}
+
+    def add(self, name: ManifestName, manifest: Manifest) -> None:
+        """Note what one manifest needs."""
+        index = len(self.names)
+        self.names.append(name)
+        packs = [self.packs.setdefault(ref.pack_id, PackUses()) for ref in manifest.packs]
+        for uses, ref in zip(packs, manifest.packs, strict=True):
+            uses.refs[index] = ref
+        for frame in manifest.frames:
+            place = (frame.chunk_id, frame.offset, frame.stored_nbytes)
+            packs[frame.pack].places.setdefault(place, []).append(index)
+
+
+def label_of(name: ManifestName) -> str:
+    """Return the checkpoint of a manifest as reports name it."""
+    return f"{name.run}/{name.seq} (step {name.step})"
+
+
+def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) -> tuple[str, ...]:
+    """Return the dotted paths of the first tensors that have bytes in any of the chunks."""
+    storages = {
+        index
+        for index, storage in enumerate(manifest.storages)
+        if any(piece.chunk in chunks for piece in storage.pieces)
+    }
+    found = (
+        format_path(path)
+        for path, leaf in leaves_of(manifest.tree)
+        if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage in storages
+    )
+    return tuple(islice(found, count_max))
+
+
+class Sufferers:
+    """Finds the tensors that damage hits; holds what it needs of one manifest, the one asked for last."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._name: ManifestName | None = None
+        self._by_chunk: dict[ChunkId, list[str]] = {}
+        self._by_pack: dict[PackId, tuple[str, ...]] = {}
+
+    def of_frame(self, name: ManifestName, chunk_id: ChunkId) -> tuple[str, ...]:
+        """Return the first tensors of a checkpoint that have bytes in a chunk."""
+        self._look_at(name)
+        return tuple(self._by_chunk.get(chunk_id, ()))
+
+    def of_pack(self, name: ManifestName, pack_id: PackId) -> tuple[str, ...]:
+        """Return the first tensors of a checkpoint that have bytes in a pack."""
+        self._look_at(name)
+        return self._by_pack.get(pack_id, ())
+
+    def _look_at(self, name: ManifestName) -> None:
+        if name == self._name:
+            return
+        self._name, self._by_chunk, self._by_pack = name, {}, {}
+        try:
+            manifest = self._parts.manifests_of(name.run).load(name)
+        except (CkstoreError, FileNotFoundError):
+            # Dropped or damaged since it was read: which tensors suffer stays unknown.
+            return
+        self._by_chunk = _paths_by_chunk(manifest)
+        chunk_of = {ChunkId(chunk.chunk_id): index for index, chunk in enumerate(manifest.chunks)}
+        chunks: dict[int, set[int]] = {}
+        for frame in manifest.frames:
+            if frame.chunk_id in chunk_of:
+                chunks.setdefault(frame.pack, set()).add(chunk_of[frame.chunk_id])
+        self._by_pack = {
+            ref.pack_id: tensor_paths(manifest, chunks.get(index, ()), count_max=TENSORS_SHOWN_MAX)
+            for index, ref in enumerate(manifest.packs)
+        }
+
+
+def _paths_by_chunk(manifest: Manifest) -> dict[ChunkId, list[str]]:
+    found: dict[ChunkId, list[str]] = {}
+    for path, leaf in leaves_of(manifest.tree):
+        if not isinstance(leaf, TensorNode):
+            continue
+        shown = format_path(path)
+        for chunk in {piece.chunk for piece in manifest.storages[manifest.tensors[leaf.tensor].storage].pieces}:
+            paths = found.setdefault(ChunkId(manifest.chunks[chunk].chunk_id), [])
+            if len(paths) < TENSORS_SHOWN_MAX:
+                paths.append(shown)
+    return found

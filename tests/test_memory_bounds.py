@@ -1,0 +1,118 @@
+"""Reading keeps within the memory that the policy gives it, on any number of threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import fetch, restore
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import KIB, MIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
+from ckstore.io.buffers import BufferPool
+from ckstore.pipeline import worker_nbytes
+from ckstore.store import verify
+from ckstore.store.parts import create_store
+
+CHUNK_NBYTES = 64 * KIB
+
+
+def fitted(threads, memory_nbytes_max, chunk_nbytes_max=4 * MIB):
+    worker, buffer = worker_nbytes(chunk_nbytes_max), fetch.read_buffer_nbytes(Limits(chunk_nbytes_max))
+    return (
+        worker,
+        buffer,
+        *fit_memory(
+            threads,
+            worker,
+            buffer,
+            buffers_wanted=READ_BUFFERS,
+            buffers_min=READ_BUFFERS_MIN,
+            memory_nbytes_max=memory_nbytes_max,
+        ),
+    )
+
+
+@pytest.mark.parametrize("memory", [64 * MIB, 100 * MIB, Policy().memory_nbytes_max, 1024 * MIB, 8192 * MIB])
+def test_threads_and_buffers_fit_into_the_memory(memory):
+    last = 0
+    for wanted in range(1, 65):
+        worker, buffer, threads, buffers = fitted(wanted, memory)
+        assert 1 <= threads <= wanted
+        assert READ_BUFFERS_MIN <= buffers <= READ_BUFFERS
+        assert threads * worker + buffers * buffer <= memory
+        # Neither a thread nor a buffer more would fit, unless there are as many as are wanted.
+        assert threads == wanted or (threads + 1) * worker + READ_BUFFERS_MIN * buffer > memory
+        assert buffers == READ_BUFFERS or threads * worker + (buffers + 1) * buffer > memory
+        assert threads >= last
+        last = threads
+
+
+def test_one_thread_and_the_fewest_buffers_are_left_of_too_little_memory():
+    for wanted in range(1, 65):
+        assert fitted(wanted, 1)[2:] == (1, READ_BUFFERS_MIN)
+
+
+@pytest.fixture
+def opened(backend):
+    """A store of small chunks whose policy asks for more threads than the memory holds."""
+    policy = Policy(threads=64, memory_nbytes_max=56 * MIB, compression="none")
+    create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
+    with ckstore.open(backend, policy=policy) as store:
+        store.commit({"w": np.random.default_rng(0).standard_normal(80 * CHUNK_NBYTES // 8)}, 1)
+        yield store
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """What was made by reading: sizes of pools, and the names of threads started."""
+    pools, names = [], []
+
+    class Pool(BufferPool):
+        def __init__(self, block_nbytes, count):
+            super().__init__(block_nbytes, count)
+            pools.append(self.nbytes)
+
+    for module in (fetch, verify):
+        monkeypatch.setattr(module, "BufferPool", Pool)
+        thread_class = module.threading.Thread
+
+    def start(thread):
+        names.append(thread.name)
+        begin(thread)
+
+    begin = thread_class.start
+    monkeypatch.setattr(thread_class, "start", start)
+    return pools, names
+
+
+def check_bound(used, prefix):
+    pools, names = used
+    threads = sum(name.startswith(prefix) for name in names)
+    assert 1 < threads < 64
+    assert len(pools) == 1
+    assert pools[0] + threads * worker_nbytes(CHUNK_NBYTES) <= 56 * MIB
+
+
+def test_restore_keeps_within_the_memory_of_its_policy(opened, used):
+    assert opened.restore(1)["w"].nbytes == 80 * CHUNK_NBYTES
+    check_bound(used, "ckstore-decode-")
+
+
+def test_verify_keeps_within_the_memory_of_its_policy(opened, used):
+    assert opened.verify("decode").is_clean
+    check_bound(used, "ckstore-verify")
+
+
+def test_progress_of_a_restore_does_not_add_up_all_storages_each_time(opened, monkeypatch):
+    sums, seen = [], []
+
+    def counted(values):
+        sums.append(1)
+        return sum(values)
+
+    monkeypatch.setattr(restore, "sum", counted, raising=False)
+    opened.restore(1, on_progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) > 20
+    assert max(seen) == (80 * CHUNK_NBYTES, 80 * CHUNK_NBYTES)
+    assert len(sums) == 1
