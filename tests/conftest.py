@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _skipped_without_excuse(config):
-    """Return a line for each test that was skipped and needs no GPU; the workers of pytest-xdist leave it to its head."""
+    """Return a line for each test that was skipped and needs no GPU; xdist's workers leave it to its head."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get(NOTHING_SKIPPED) or hasattr(config, "workerinput") or reporter is None:
         return []

@@ -172,7 +172,7 @@ def test_keys_of_other_types_are_refused_by_path(key):
 @pytest.mark.parametrize(
     "leaf",
     [{1, 2}, frozenset(), object(), lambda: 0, Shouting("s"), Point(1, 2), Colour.RED, bytearray(b"x"), int, range(3)],
-    ids=repr,
+    ids=lambda leaf: type(leaf).__name__,
 )
 def test_leaves_of_other_types_are_refused_by_path_and_told_the_way_out(leaf):
     with pytest.raises(LeafTypeError, match="register_converter") as caught:
@@ -266,7 +266,7 @@ NOTHING = ValueNode("none", None)
         DictNode("dict", (), (), NOTHING),
         DictNode("OrderedDict", (), (), TensorNode(5)),
     ],
-    ids=repr,
+    ids=lambda leaf: type(leaf).__name__,
 )
 def test_trees_that_no_capture_makes_are_refused(tree):
     for held in (tree, ListNode((tree,)), TupleNode((tree,)), ConvertedNode("x", tree)):

@@ -19,7 +19,7 @@ from ckstore.io.local import LocalBackend
 from ckstore.testing.faults import ForgetfulBackend
 from ckstore.testing.model import difference
 
-QUIET_POLICY = ckstore.Policy(threads=1, memory_nbytes_max=48 << 20)
+QUIET_POLICY = ckstore.Policy(threads=1, memory_nbytes_max=56 << 20)
 """One thread: the same calls in the same order every time."""
 
 RUN = "main"

@@ -309,6 +309,7 @@ class ForkingCalls:
         if child == 0:
             status = 1
             try:
+                os.fstat(0)  # A ring that was left says that its number is 0.
                 status = 0 if os.fstat(number).st_ino == self.path.stat().st_ino else 2
             finally:
                 os._exit(status)

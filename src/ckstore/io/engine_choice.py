@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from pathlib import Path
 
 from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
@@ -45,12 +46,18 @@ def choose_engine(name: EngineName, folder: str) -> tuple[Engine, str]:
 
 
 def open_scratch(folder: str, *, direct: bool) -> int | None:
-    """Open a file without a name in the folder for reading and writing; None where that is refused."""
+    """Open a file without a name in the folder for reading and writing; None where that is refused.
+
+    Where files need a name, it is a draft's in a store, and begins with ``.probe-`` in a folder that is to become
+    one: whoever is killed before it is removed leaves nothing that a store takes for foreign.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     except OSError:
-        path = f"{folder}/.probe-{new_token()}"
+        # As the store's layout has it: io knows no layout, but this one name has to fit it.
+        draft = Path(folder, "tmp", f"{new_token()}.probe")
+        path = str(draft if draft.parent.is_dir() else Path(folder, f".probe-{new_token()}"))
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError:

@@ -51,11 +51,12 @@ class PwriteQueue:
 
     def close(self) -> None:
         """Wait for everything submitted, then end the threads."""
+        if self._pid != os.getpid():
+            # The lock may have been held by a thread of the parent.
+            return
         with self._lock:
             threads, self._threads = self._threads, []
             self._is_closed = True
-        if self._pid != os.getpid():
-            return
         for _ in threads:
             self._waiting.put(None)
         for thread in threads:

@@ -10,6 +10,7 @@ Invariants:
 - A ring is made, used and left by one thread; others hand it requests and wake it.
 - The ring is left only when nothing is in flight.
 - After a failure of the ring itself nothing is submitted any more, and every request gets an answer.
+- A ring is listed for forked children from when it was made until just before its descriptors are closed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import liburing  # type: ignore[import-untyped]
 
 from ckstore.errors import UsageError
 from ckstore.io.engine import IoQueue, IoRequest, Transfer
+from ckstore.io.os_calls import medium_errors
 
 _BATCH = 4
 """How many entries are submitted at once: the GIL is held meanwhile."""
@@ -89,7 +91,6 @@ class UringQueue:
             self._thread.join()
             os.close(self._wake_fd)
             raise self._start_error
-        _LIVE.add(self)
 
     def submit(self, request: IoRequest) -> None:
         """Hand a transfer to the ring's thread."""
@@ -98,25 +99,34 @@ class UringQueue:
         with self._lock:
             if self._is_closing:
                 raise UsageError("the queue is closed")
+            # Woken first: a request that its submitter was told has failed must not be in the queue. The
+            # thread comes no further than the lock.
+            self._wake()
             self._waiting.append(Transfer(request))
-            os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Wait for everything submitted, then leave the ring and end its thread."""
+        if self._pid != os.getpid():
+            # The lock may have been held by a thread of the parent.
+            return
         with self._lock:
-            if self._is_closing or self._pid != os.getpid():
+            if self._is_closing:
                 return
+            self._wake()
             self._is_closing = True
-            os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         os.close(self._wake_fd)
-        _LIVE.discard(self)
+
+    def _wake(self) -> None:
+        with medium_errors("io_uring", "waking the ring's thread"):
+            os.eventfd_write(self._wake_fd, 1)
 
     def _work(self, started: threading.Event) -> None:
         try:
             ring = self._calls.Ring()
             self._calls.io_uring_queue_init(max(self._depth, 2), ring)
             self._ring = ring
+            _LIVE.add(self)
         except OSError as error:
             self._start_error = error
             return
@@ -127,6 +137,8 @@ class UringQueue:
         except OSError as error:
             self._give_up(error)
         finally:
+            # A child forked after the descriptors are closed would close what has their numbers by then.
+            _LIVE.discard(self)
             self._calls.io_uring_queue_exit(ring)
 
     def _serve(self) -> None:

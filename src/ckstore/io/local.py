@@ -190,10 +190,9 @@ class LocalBackend:
         return found.f_bavail * found.f_frsize
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack (0600, O_EXCL) and reserve space for it in large steps.
+        """Make a new pack (0600, O_EXCL) and reserve space for it in large steps, or in small ones for lack of room.
 
-        Raises:
-            CapacityError: The first step does not fit; the name is free again.
+        A full disk shows when what is written does not fit. After an error the name is free again.
         """
         path = self._path(name)
         flags = _CREATE_FLAGS | (os.O_DIRECT if self.is_direct else 0)
@@ -218,6 +217,7 @@ class LocalBackend:
 
     def close(self) -> None:
         """Wait for what is in flight and let go of rings and threads; later calls make new ones."""
+        self._leave_parent()
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
@@ -229,7 +229,16 @@ class LocalBackend:
             raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
         return self._root.joinpath(*parts)
 
+    def _leave_parent(self) -> None:
+        """In a forked child, forget the parent's queues; comes before the lock is taken."""
+        if self._pid != os.getpid():
+            # The parent's queues are of no use here, and its threads, of which one may have held the lock, are gone.
+            self._lock = threading.Lock()
+            self._queues = {}
+            self._pid = os.getpid()
+
     def _choose(self) -> tuple[Engine, str]:
+        self._leave_parent()
         with self._lock:
             if self._chosen is None:
                 wanted = self._wanted_engine
@@ -240,11 +249,6 @@ class LocalBackend:
             return self._chosen
 
     def _queue(self, kind: Literal["read", "write"]) -> tuple[IoQueue, int]:
-        if self._pid != os.getpid():
-            # The parent's queues are of no use here, and its threads, of which one may have held the lock, are gone.
-            self._lock = threading.Lock()
-            self._queues = {}
-            self._pid = os.getpid()
         engine, _ = self._choose()
         depth = (READ_DEPTH if kind == "read" else WRITE_DEPTH).get(engine.name, 4)
         with self._lock:

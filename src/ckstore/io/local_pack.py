@@ -1,10 +1,11 @@
 """A pack being written into a folder: space reserved in large steps, blocks in flight, one sync at the end.
 
 Invariants:
-- The file is extended by fallocate before blocks are written into it, so that no write grows it, writes
-  run side by side, and a full disk shows early; it is cut to its true size before the sync, never after.
+- The file is extended by fallocate before blocks are written into it, so that no write grows it and writes
+  run side by side; it is cut to its true size before the sync, never after.
+- Only room for what is written is a must: what is reserved ahead shrinks with the room there is.
 - The first failure stays: every later call raises it, and the file is never synced again.
-- The descriptor is closed only when nothing is in flight.
+- The descriptor is closed only when nothing is in flight and no other thread is finishing the pack.
 - A pack that is let go of before it was finished loses its name, so that a full disk has room again.
 """
 
@@ -20,7 +21,7 @@ from ckstore.config import GIB, MIB
 from ckstore.errors import CapacityError, CkstoreError, UsageError
 from ckstore.io.buffers import AlignedBuffer
 from ckstore.io.engine import IoQueue, IoRequest
-from ckstore.io.os_calls import PAGE_NBYTES, fallocate, medium_error, medium_errors, round_up
+from ckstore.io.os_calls import PAGE_NBYTES, fallocate, medium_error, medium_errors, round_down, round_up
 
 _STEP_NBYTES_MAX = 16 * GIB
 _STEP_NBYTES_MIN = 64 * MIB
@@ -31,10 +32,11 @@ class LocalPackSink:
 
     Args:
         fd: Open for writing; the sink owns it.
-        nbytes_expected: About how large the pack will be; that much is reserved at once, up to 16 GiB.
+        nbytes_expected: About how large the pack will be; that much is reserved at once, up to 16 GiB, or
+            less where there is less room: the pack may turn out smaller.
 
     Raises:
-        CapacityError: There is no room for the first step.
+        BackendError: Reserving failed for another reason than a lack of room.
     """
 
     def __init__(self, fd: int, name: str, path: str, queue: IoQueue, *, nbytes_expected: int) -> None:
@@ -44,6 +46,7 @@ class LocalPackSink:
         self._queue = queue
         self._expected_nbytes = round_up(nbytes_expected)
         self._reserved_nbytes = 0
+        self._step_nbytes_max = _STEP_NBYTES_MAX
         self._can_reserve = True
         self._in_flight = 0
         self._failure: CkstoreError | None = None
@@ -53,7 +56,7 @@ class LocalPackSink:
         # Apart from the condition, so that completions need not wait for the file system.
         self._reserving = threading.Lock()
         if nbytes_expected:
-            self._reserve(min(self._expected_nbytes, _STEP_NBYTES_MAX))
+            self._reserve_some(min(self._expected_nbytes, _STEP_NBYTES_MAX), nbytes_needed=0)
 
     @property
     def name(self) -> str:
@@ -88,16 +91,22 @@ class LocalPackSink:
 
     def finish(self, nbytes: int) -> None:
         """Drain, cut the file to its true size, make its bytes durable, make it read-only, and close it."""
-        self.drain()
+        with self._condition:
+            self._condition.wait_for(lambda: not self._in_flight)
+            self._check()
+            # A close from another thread waits for this too: the descriptor's number must not become another file's.
+            self._in_flight += 1
         try:
             with medium_errors(self._path, "making the pack durable"):
                 os.ftruncate(self._fd, nbytes)
                 os.fchmod(self._fd, 0o400)
                 os.fdatasync(self._fd)
+            self._is_finished = True
         except BaseException as error:
             self._fail(error)
             raise
-        self._is_finished = True
+        finally:
+            self._count_one_done()
         self.close()
 
     def close(self) -> None:
@@ -136,6 +145,9 @@ class LocalPackSink:
             buffer.discard()
         else:
             buffer.release()
+        self._count_one_done()
+
+    def _count_one_done(self) -> None:
         with self._condition:
             self._in_flight -= 1
             self._condition.notify_all()
@@ -146,12 +158,25 @@ class LocalPackSink:
             if missing <= 0:
                 return
             rest = self._expected_nbytes - self._reserved_nbytes
-            step = max(missing, min(max(rest, _STEP_NBYTES_MIN), _STEP_NBYTES_MAX))
+            step = min(max(rest, _STEP_NBYTES_MIN), self._step_nbytes_max)
+            self._reserve_some(max(missing, step), nbytes_needed=missing)
+
+    def _reserve_some(self, nbytes: int, *, nbytes_needed: int) -> None:
+        """Reserve so many bytes, or fewer where there is less room, but never fewer than are needed."""
+        while nbytes:
             try:
-                self._reserve(step)
+                return self._reserve(nbytes)
             except CapacityError:
-                # Less than a whole step may be enough.
-                self._reserve(missing)
+                if nbytes <= nbytes_needed:
+                    raise
+            # Some file systems keep what they had found; others on this disk may need it.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._reserved_nbytes)
+            # What did not fit is not tried again: on a nearly full disk every block would pay for it.
+            half = round_down(nbytes // 2)
+            self._step_nbytes_max = half if half >= _STEP_NBYTES_MIN else 0
+            nbytes = max(nbytes_needed, self._step_nbytes_max)
+        return None
 
     def _reserve(self, nbytes: int) -> None:
         if self._can_reserve:

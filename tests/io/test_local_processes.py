@@ -1,0 +1,139 @@
+"""Protects folders against signals and forks, and the meaning of each errno."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ckstore.errors import BackendError, CapacityError, CkstoreError
+from ckstore.io.backend import ReadRequest
+from ckstore.io.buffers import BufferPool
+from ckstore.io.local import LocalBackend
+from ckstore.io.os_calls import medium_error
+from ckstore.testing.suites import BLOCK, random_pieces, write_pack
+
+
+@pytest.fixture(params=["pwrite", "auto"])
+def backend(request, tmp_path):
+    backend = LocalBackend(tmp_path, engine=request.param)
+    yield backend
+    backend.close()
+
+
+def test_signals_do_not_disturb_writing_and_reading(backend):
+    ticks = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: ticks.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        wanted = write_pack(backend, "x.pack", random_pieces(9, 200, 2 * BLOCK))
+        file = backend.open_read("x.pack")
+        content = bytearray(len(wanted))
+        with BufferPool(BLOCK, 4) as pool:
+            requests = (ReadRequest(file, i, min(BLOCK, len(wanted) - i), i) for i in range(0, len(wanted), BLOCK))
+            for result in backend.read_ranges(requests, pool):
+                content[result.tag : result.tag + len(result.view)] = result.view
+                result.release()
+        file.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert content == wanted
+    assert ticks
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_child_writes_and_reads_with_queues_of_its_own(backend):
+    write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            wanted = write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
+            backend.close()
+            status = 0 if backend.read_bytes("child.pack", nbytes_max=1 << 30) == wanted else 2
+        finally:
+            os._exit(status)
+    wanted = write_pack(backend, "parent.pack", random_pieces(3, 20, BLOCK))
+    assert backend.read_bytes("parent.pack", nbytes_max=1 << 30) == wanted
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_the_lock_was_held_can_still_close_and_write(backend):
+    write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
+    with backend._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                backend.close()
+                backend.engine_name  # noqa: B018 - asked for because it takes the lock
+                write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
+                backend.close()
+                status = 0
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(backend):
+    with backend._lock:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                status = 0 if backend.engine_name in ("uring", "pwrite") else 2
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "is_transient"),
+    [
+        (errno.ENOSPC, CapacityError, None),
+        (errno.EDQUOT, CapacityError, None),
+        (errno.EMFILE, CapacityError, None),
+        (errno.ENFILE, CapacityError, None),
+        (errno.ENOMEM, CapacityError, None),
+        (errno.EACCES, BackendError, False),
+        (errno.EROFS, BackendError, False),
+        (errno.EIO, BackendError, False),
+        (errno.EAGAIN, BackendError, True),
+    ],
+)
+def test_each_errno_has_a_meaning(number, kind, is_transient):
+    error = medium_error(OSError(number, "x"), where="/place", what="writing")
+    assert type(error) is kind
+    assert isinstance(error, CkstoreError)
+    assert error.todo
+    assert "/place" in str(error)
+    assert errno.errorcode[number] in str(error)
+    assert error.facts.get("is_transient") is is_transient
+
+
+def test_file_size_limit_is_a_capacity_error(tmp_path):
+    code = """
+import os, resource, sys
+from ckstore.errors import CapacityError
+from ckstore.io import local_pack
+from ckstore.io.local import LocalBackend
+from ckstore.testing.suites import write_pack
+local_pack.fallocate = lambda fd, offset, nbytes: False
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024 + 512,) * 2)
+for engine in ("pwrite", "auto"):
+    try:
+        write_pack(LocalBackend(sys.argv[1], engine=engine), engine, [bytes(60000)] * 20)
+    except CapacityError as error:
+        print(error.errno)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.stdout.split() == [str(errno.EFBIG)] * 2, done.stderr
