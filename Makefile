@@ -18,13 +18,13 @@ demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in abo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its ten minutes.
-	$(BIN)/python -m pytest -q -rs
+	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal
 
 test-fast: $(VENV)/.installed  ## All but the long programmes: two minutes.
-	$(BIN)/python -m pytest -q -rs -m 'not slow'
+	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal -m 'not slow'
 
 test-slow: $(VENV)/.installed  ## The long programmes: crash points, power cuts, fuzzing, stress.
-	$(BIN)/python -m pytest -q -rs -m slow
+	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal -m slow
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
@@ -23,6 +24,9 @@ NOTHING_SKIPPED = "CKSTORE_TEST_NOTHING_SKIPPED"
 """Set where the machine has everything but a GPU, as in CI: then a test skipped for another reason fails the run."""
 
 
+TOLD = "covered"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     skipped = _skipped_without_excuse(session.config)
@@ -31,6 +35,11 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    told = [line for report in reports for key, line in getattr(report, "user_properties", ()) if key == TOLD]
+    if told:
+        terminalreporter.section("what was covered")
+        terminalreporter.write_line("\n".join(told))
     skipped = _skipped_without_excuse(config)
     if skipped:
         terminalreporter.section(f"skipped although {NOTHING_SKIPPED} is set", red=True)
@@ -105,6 +114,21 @@ def disk_store(folder):
     """A store on disk, run ``main``."""
     with ckstore.open(folder) as opened:
         yield opened
+
+
+@pytest.fixture
+def tell(record_property):
+    """Return what puts a line under the summary of the run, so that documents can quote what was covered."""
+    return lambda line: record_property(TOLD, line)
+
+
+@pytest.fixture(scope="module")
+def nothing_aside():
+    """Run in the caller what ckstore runs on a thread of its own for the sake of Ctrl-C: half of a small restore."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("ckstore.commit", "ckstore.fetch", "ckstore.store.verify"):
+            monkeypatch.setattr(importlib.import_module(name), "run_aside", lambda step, on_interrupt: step())
+        yield
 
 
 @pytest.fixture

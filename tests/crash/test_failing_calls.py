@@ -58,8 +58,13 @@ class Run:
 
 
 def fail_each_call(prepared, scenario, number, *, for_ever=False, sites=None, is_late=False, cuts=True):
-    """Fail the first call, then the second, ... until a run passes untouched; return the runs."""
+    """Fail the first call, then the second, ... until a run passes untouched; return the runs.
+
+    As many must have been struck as calls are made when nothing fails.
+    """
     runs, failures = [], []
+    undisturbed = Run(prepared, scenario, None)
+    count = sum(sites is None or call in sites for call in undisturbed.backend.calls)
     while not runs or runs[-1].struck:
         fault = Fault(len(runs) + 1, number, for_ever=for_ever, sites=sites, is_late=is_late)
         run = Run(prepared, scenario, fault)
@@ -70,8 +75,8 @@ def fail_each_call(prepared, scenario, number, *, for_ever=False, sites=None, is
                 assert run.error is None
         except Exception as error:
             failures.append(f"{fault} struck {run.struck[:2]}, raised {run.error!r}: {error!r}")
-    print(f"{scenario}, {errno.errorcode[number]}, for ever {for_ever}: {len(runs)} points, {len(failures)} failures")
     assert not failures, "\n".join(failures)
+    assert len(runs) - 1 == count, f"{len(runs) - 1} points for {count} calls"
     return runs
 
 
@@ -89,13 +94,17 @@ def test_lost_answer_of_a_link_is_recognized_or_loud(prepared):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("number", WRITE_ERRNOS)
+@pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("scenario", ["commit", "recommit", "maintain"])
-def test_every_failing_call_of_every_verb_loses_nothing(prepared, scenario, number, for_ever):
-    fail_each_call(prepared, scenario, number, for_ever=for_ever)
+def test_every_failing_call_of_every_verb_loses_nothing(prepared, tell, scenario, number, for_ever):
+    runs = fail_each_call(prepared, scenario, number, for_ever=for_ever)
+    how = "for ever" if for_ever else "once"
+    tell(f"failing calls, {scenario}: {errno.errorcode[number]} {how}, {len(runs) - 1} calls failed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
 def test_every_failing_call_of_making_a_store_leaves_one_that_can_be_made(prepared, number, for_ever):
     fail_each_call(prepared, "first", number, for_ever=for_ever, cuts=False)
@@ -176,9 +185,10 @@ def die_then_go_on_then_cut(prepared, scenario, *, stride=1):
         pytest.param("first", 1, marks=pytest.mark.slow),
     ],
 )
-def test_what_a_dead_process_left_unsynced_costs_the_next_one_nothing(prepared, scenario, stride):
+@pytest.mark.usefixtures("nothing_aside")
+def test_what_a_dead_process_left_unsynced_costs_the_next_one_nothing(prepared, tell, scenario, stride):
     points, states, lost = die_then_go_on_then_cut(prepared, scenario, stride=stride)
-    print(f"{scenario}: {points} deaths, {states} states, {len(lost)} lost")
+    tell(f"deaths and then power cuts, {scenario}: {points} deaths, {states} states, {len(lost)} lost")
     assert not lost, "\n".join(lost[:20])
 
 

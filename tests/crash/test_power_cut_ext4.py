@@ -97,6 +97,7 @@ class Cutter:
 
 
 def cycles(cutter, server, tmp_path, *, count):
+    """Cut the power as often; return what was done, in words."""
     rng = random.Random(SEED)
     for number in range(count):
         mode = LOG_LOST if number % 3 else LOG_FLUSHED
@@ -104,15 +105,17 @@ def cycles(cutter, server, tmp_path, *, count):
             cutter.cut_at_random(server, rng, mode, tmp_path / "acks")
         else:
             cutter.cut_after_a_commit(mode)
-    print(f"seed {SEED}: {cutter.cuts} cuts, {cutter.random_acks} acknowledged beside them, {len(cutter.lost)} lost")
+    counts = f"{cutter.cuts} cuts, {cutter.random_acks} acknowledged beside them, {len(cutter.lost)} lost"
+    return f"ext4 power cuts: seed {SEED}, {counts}"
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, count):
+def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, tell, count):
     cutter = Cutter(disk)
     with contextlib.closing(ChildServer()) as server:
-        cycles(cutter, server, tmp_path, count=count)
+        tell(cycles(cutter, server, tmp_path, count=count))
     assert cutter.lost == []
+    assert cutter.cuts == count
 
 
 @pytest.mark.parametrize(

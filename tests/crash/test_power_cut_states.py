@@ -18,6 +18,10 @@ from ckstore.testing.invariants import order_violations
 from ckstore.testing.simfs import SimFS
 
 SEED = 20260
+STATES_MIN = {"commit": 2600, "recommit": 6300, "maintain": 11_200}
+"""How many different states the long programme checks at least, by scenario."""
+assert sum(STATES_MIN.values()) >= 20_000
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -56,34 +60,38 @@ def check_state(disk, acks, *, goes_on):
 
 
 @pytest.mark.parametrize("scenario", ["commit", "recommit", "maintain"])
-def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario):
+def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, tell):
     disk, acks = recorded(scenario)
     counters, found = losses(disk, acks, samples=2, points=set(range(0, len(disk.log) + 1, 3)))
-    print(f"{scenario}: seed {SEED}, {len(disk.log)} steps, {dict(counters)}")
+    tell(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {counters['states']} states")
     assert found == []
     assert counters["states"] > 100
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("scenario", ["commit", "recommit", "maintain"])
-def test_acknowledged_checkpoints_survive_cuts_at_every_point(scenario):
+@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.parametrize("scenario", STATES_MIN)
+def test_acknowledged_checkpoints_survive_cuts_at_every_point(scenario, tell):
     disk, acks = recorded(scenario)
     counters, found = losses(disk, acks, samples=250, commit_every=8)
-    print(f"{scenario}: seed {SEED}, {len(disk.log)} steps, {dict(counters)}")
+    tell(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {counters['states']} states")
     assert found == []
+    assert counters["states"] >= STATES_MIN[scenario]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_store_that_was_being_made_can_be_made_again():
+@pytest.mark.usefixtures("nothing_aside")
+def test_store_that_was_being_made_can_be_made_again(tell):
     disk, acks = recorded("first", from_scratch=True)
     # Most steps make and sync 256 folders alike: some of these, and every step after them.
     last = next(index for index, op in enumerate(disk.log) if op.path.startswith("packs/") and op.kind == "sync folder")
     points = {*range(0, last + 256, 29), *range(last + 256, len(disk.log) + 1)}
     counters, found = losses(disk, acks, samples=4, points=points, singles_max=3)
-    print(f"first: seed {SEED}, {len(disk.log)} steps, {dict(counters)}")
+    tell(f"simulated power cuts, first: seed {SEED}, {len(disk.log)} steps, {counters['states']} states")
     assert found == []
+    assert counters["states"] >= 700
 
 
 @pytest.mark.parametrize("scenario", ["first", "commit", "recommit", "maintain"])

@@ -38,7 +38,7 @@ STATES = {step: state_of(step) for step in STEPS}
 
 @pytest.fixture(scope="module")
 def whole():
-    """Name to content of a store with two checkpoints, a tag, a drop and a second run; and its folders."""
+    """Name to content of a store with two checkpoints, a tag, a drop and a second run; its folders; its states."""
     logging.getLogger("ckstore").setLevel(logging.CRITICAL)
     backend = MemoryBackend()
     with ckstore.open(backend, policy=POLICY) as store:
@@ -49,15 +49,36 @@ def whole():
         store.tag(1, "good")
     with ckstore.open(backend, run="other", policy=POLICY) as store:
         store.commit(STATES[1], 1)
-    files = {name: bytes(file.content) for name, file in backend._files.items()}
-    assert sum(map(len, files.values())) <= 64 << 10
-    yield files, set(backend._folders)
+    yield contents_of(backend, nbytes_max=64 << 10), set(backend._folders), STATES
     logging.getLogger("ckstore").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The same for one run with one pack, two checkpoints of it, a tag and a drop: every byte of it is tried."""
+    logging.getLogger("ckstore").setLevel(logging.CRITICAL)
+    backend = MemoryBackend()
+    arrays = {"w": np.random.default_rng(7).standard_normal(40).astype(np.float32), "ints": np.arange(60)}
+    states = {step: {**arrays, "plain": [None, step, "text"]} for step in STEPS}
+    with ckstore.open(backend, policy=POLICY) as store:
+        store.commit({"gone": 1}, 9)
+        store.delete(9)
+        for step in STEPS:
+            store.commit(states[step], step)
+        store.tag(1, "good")
+    yield contents_of(backend, nbytes_max=24 << 10), set(backend._folders), states
+    logging.getLogger("ckstore").setLevel(logging.NOTSET)
+
+
+def contents_of(backend, *, nbytes_max):
+    files = {name: bytes(file.content) for name, file in backend._files.items()}
+    assert sum(map(len, files.values())) <= nbytes_max
+    return files
 
 
 def copy_of(whole, changes=None):
     """Make a backend with these files, some changed; None removes one."""
-    files, folders = whole
+    files, folders, _ = whole
     backend = MemoryBackend()
     backend._folders = set(folders)
     contents = {**files, **(changes or {})}
@@ -86,20 +107,20 @@ def outcome(call, right):
 
 def check(whole, changes, label):
     """Restore everything from a changed copy, and verify it; return what was reported."""
-    backend = copy_of(whole, changes)
+    backend, states = copy_of(whole, changes), whole[2]
     try:
         store = ckstore.open(backend, create=False, policy=POLICY)
     except CkstoreError:
         assert set(changes) == {"store.json"}, label
         return True
     with store:
-        newest = outcome(store.restore, list(STATES.values()))
-        named = {step: outcome(lambda step=step: store.restore(step), [STATES[step]]) for step in STEPS}
-        by_tag = outcome(lambda: store.restore("good"), [STATES[1]])
+        newest = outcome(store.restore, list(states.values()))
+        named = {step: outcome(lambda step=step: store.restore(step), [states[step]]) for step in STEPS}
+        by_tag = outcome(lambda: store.restore("good"), [states[1]])
         report = store.verify("decode")
         if report.is_clean:
             assert {newest, by_tag, *named.values()} == {"right"}, f"{label}: verify saw nothing, a restore did"
-            assert difference(store.restore(), STATES[2]) is None, f"{label}: an older one came back unreported"
+            assert difference(store.restore(), states[2]) is None, f"{label}: an older one came back unreported"
         return not report.is_clean
 
 
@@ -132,30 +153,41 @@ class Probe:
 
     def __init__(self, whole):
         self.backend = copy_of(whole)
+        # A look into a folder of this backend goes through all names: of 256 folders nearly all are empty.
+        self.backend._folders -= {f"packs/{number:02x}" for number in range(256)}
         self.stores = {run: ckstore.open(self.backend, run=run, policy=POLICY) for run in ("main", "other")}
         self.users = {}
         for store in self.stores.values():
             for name in store._parts.manifests.listing().names:
-                user = (store, f"seq:{name.seq}", STATES[name.step])
+                user = (store, f"seq:{name.seq}", whole[2][name.step])
                 self.users.setdefault(name.path, []).append(user)
                 for pack in store._parts.manifests.load(name).packs:
                     self.users.setdefault(layout.pack_name(pack.pack_id), []).append(user)
 
     def flip(self, name, offset, mask):
         """Flip bits of one byte; verify must report it for the checkpoint whose commit wrote the file."""
-        store, reference, state = self.users[name][0]
         content = self.backend._files[name].content
         content[offset] ^= mask
-        outcome(lambda: store.restore(reference), [state])
-        assert not store.verify("decode", ref=reference).is_clean, f"{name} byte {offset}: verify did not report it"
+        self._check_user_of(name, f"byte {offset}")
         content[offset] ^= mask
+
+    def truncate_step_by_step(self, name):
+        """Take one byte after the other from the end of a file until it is empty, as ``flip`` does."""
+        content = self.backend._files[name].content
+        whole = bytes(content)
+        while content:
+            del content[-1]
+            self._check_user_of(name, f"cut to {len(content)}")
+        content[:] = whole
+
+    def _check_user_of(self, name, label):
+        store, reference, state = self.users[name][0]
+        outcome(lambda: store.restore(reference), [state])
+        assert not store.verify("decode", ref=reference).is_clean, f"{name} {label}: verify did not report it"
 
 
 @pytest.fixture
-def probe(whole, monkeypatch):
-    # Threads of their own, for the sake of Ctrl-C, are half of what a probe costs.
-    for module in ("ckstore.fetch", "ckstore.store.verify"):
-        monkeypatch.setattr(f"{module}.run_aside", lambda step, on_interrupt: step())
+def probe(whole, nothing_aside):
     return Probe(whole)
 
 
@@ -185,19 +217,22 @@ def test_flip_that_a_named_checkpoint_does_not_need_leaves_it_right(whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packs/", "manifests/"])
-@pytest.mark.parametrize("part", range(4))
-def test_every_flipped_byte_of_packs_and_manifests_is_found(whole, probe, kind, part):
-    for name in names(whole, kind):
-        for offset in range(part, len(whole[0][name]), 4):
+def test_every_flipped_byte_of_packs_and_manifests_is_found(small, nothing_aside, tell, kind):
+    probe, count = Probe(small), 0
+    for name in names(small, kind):
+        for offset in range(len(small[0][name])):
             probe.flip(name, offset, (0x01, 0x80, 0x10, 0xFF)[(offset // 4) % 4])
+            count += 1
+    tell(f"damage: {count} bytes of {kind} flipped, one at a time")
 
 
 @pytest.mark.slow
-def test_every_flipped_byte_of_every_other_file_is_found(whole):
-    for name, content in whole[0].items():
+@pytest.mark.usefixtures("nothing_aside")
+def test_every_flipped_byte_of_every_other_file_is_found(small):
+    for name, content in small[0].items():
         if not name.startswith(("packs/", "manifests/")):
             for offset in range(len(content)):
-                check_reported(whole, {name: flipped(content, offset, 0x01)}, f"{name} byte {offset}")
+                check_reported(small, {name: flipped(content, offset, 0x01)}, f"{name} byte {offset}")
 
 
 def test_truncation_of_a_small_file_is_found(whole):
@@ -215,10 +250,21 @@ def test_every_truncation_of_a_pack_by_512_bytes_is_found(whole):
 
 
 @pytest.mark.slow
-def test_every_truncation_of_every_file_is_found(whole):
-    for name, content in whole[0].items():
-        for nbytes in range(0, len(content), 128 if name.startswith("packs/") else 1):
-            check_reported(whole, {name: content[:nbytes]}, f"{name} cut to {nbytes}")
+@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
+def test_every_truncation_of_packs_and_manifests_is_found(small, nothing_aside, tell, kind):
+    probe = Probe(small)
+    for name in names(small, kind):
+        probe.truncate_step_by_step(name)
+    tell(f"damage: {kind} cut to each of {sum(len(small[0][name]) for name in names(small, kind))} sizes")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_aside")
+def test_every_truncation_of_every_other_file_is_found(small):
+    for name, content in small[0].items():
+        if not name.startswith(("packs/", "manifests/")):
+            for nbytes in range(len(content)):
+                check_reported(small, {name: content[:nbytes]}, f"{name} cut to {nbytes}")
 
 
 def test_trailing_bytes_are_found(whole):
