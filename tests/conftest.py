@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 import time
@@ -155,3 +156,11 @@ def state_of(seed, count=64):
         "optimizer": [{"step": seed, "lr": 1e-3, "m": source.standard_normal((3, 5))}],
         "seed": seed,
     }
+
+
+@pytest.fixture
+def quiet_log():
+    """Log nothing: pytest keeps each record, with the errors in it and all memory that their tracebacks hold."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

@@ -17,7 +17,7 @@ from ckstore.testing.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBacken
 from ckstore.testing.invariants import order_violations
 from ckstore.testing.simfs import SimFS
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")

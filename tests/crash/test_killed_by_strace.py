@@ -11,7 +11,12 @@ from __future__ import annotations
 import pytest
 from strikes import strike_everywhere
 
-pytestmark = [pytest.mark.strace, pytest.mark.usefixtures("strace"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("quiet_log"),
+    pytest.mark.strace,
+    pytest.mark.usefixtures("strace"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 WRITING_CALLS = ("fsync", "fdatasync", "pwritev2", "linkat", "ftruncate", "fallocate", "io_uring_enter")
 

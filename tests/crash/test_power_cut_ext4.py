@@ -20,7 +20,12 @@ from harness import ChildServer
 
 from ckstore.errors import CkstoreError
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("loop_devices"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("quiet_log"),
+    pytest.mark.root,
+    pytest.mark.usefixtures("loop_devices"),
+    pytest.mark.filterwarnings("ignore"),
+]
 SEED = 7
 COMMITS_MAX = 40
 """A store is replaced after this many commits, so that checking it stays cheap."""

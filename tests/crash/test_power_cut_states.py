@@ -22,7 +22,7 @@ STATES_MIN = {"commit": 2600, "recommit": 6300, "maintain": 11_200}
 """How many different states the long programme checks at least, by scenario."""
 assert sum(STATES_MIN.values()) >= 20_000
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
 
 
 def recorded(scenario, *, wrap=lambda disk: disk, from_scratch=False):

@@ -18,6 +18,8 @@ from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend, _File
 from ckstore.testing.model import difference
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 POLICY = ckstore.Policy(threads=1)
 STEPS = (1, 2)
 
