@@ -41,7 +41,6 @@ def restore(
     filler = _Filler(
         parts, manifest, placement, checks_identity=policy.verify_restored == "blake3", on_progress=on_progress
     )
-    filler.place_empty()
     decode_all(parts, groups, manifest.packs, filler.decode, policy=policy)
     return placement.finish()
 
@@ -71,13 +70,6 @@ class _Filler:
     def _tell(self) -> None:
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
-
-    def place_empty(self) -> None:
-        """Place the storages that have no bytes."""
-        for index, nbytes in self._missing.items():
-            if nbytes == 0:
-                self._placement.destination(index)
-                self._placement.placed(index)
 
     def decode(self, group: FrameGroup, view: memoryview, worker: ChunkWorker) -> None:
         """Decode all frames of a group to where their bytes go."""

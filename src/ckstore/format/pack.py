@@ -372,8 +372,9 @@ def _frames_in(window: memoryview, limits: Limits) -> Iterator[tuple[int, FrameH
             try:
                 header = decode_frame_header(window[offset : offset + FRAME_HEADER_NBYTES], limits=limits)
             except (CorruptError, UnsupportedError):
-                pass
-            else:
+                # The magic by chance, in a payload, or a damaged header: the scan goes on one byte later.
+                header = None
+            if header is not None:
                 resume = offset + frame_extent(header.stored_nbytes)
                 yield offset, header
         offset = content.find(FRAME_MAGIC, resume)
