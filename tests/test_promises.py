@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import threading
 
@@ -12,6 +14,7 @@ import ckstore
 from ckstore import Policy, UsageError
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.io.memory import MemoryBackend
+from ckstore.pipeline import ChunkWorker
 from ckstore.testing.faults import Fault, FaultyBackend
 
 
@@ -65,6 +68,32 @@ def test_state_changed_during_a_commit_never_poisons_the_chunk_it_was(compressio
         store.commit({"w": original}, 100)
         assert np.array_equal(store.restore()["w"], original)
         assert store.verify("decode").is_clean, f"{raised} of 12 torn commits were caught"
+
+
+@pytest.mark.parametrize("verify_encoded", [True, False])
+def test_state_that_changes_while_it_is_coded_and_changes_back_poisons_nothing(monkeypatch, verify_encoded):
+    """Hashing the source again would not see it: only a decoded frame, or a private copy, can be trusted."""
+    original = np.random.default_rng(6).standard_normal(1 << 18).astype(np.float32)
+    changing = original.copy()
+    encode = ChunkWorker.encode
+
+    def encode_meanwhile(*arguments, **keywords):
+        changing[:] += 1
+        try:
+            encoded = encode(*arguments, **keywords)
+            return dataclasses.replace(encoded, parts=[memoryview(bytes(part)) for part in encoded.parts])
+        finally:
+            changing[:] = original
+
+    backend = MemoryBackend()
+    with ckstore.open(backend, policy=Policy(verify_encoded=verify_encoded)) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(ChunkWorker, "encode", encode_meanwhile)
+            with pytest.raises(ckstore.CorruptError) if verify_encoded else contextlib.nullcontext():
+                store.commit({"w": changing}, 0)
+        store.commit({"w": original}, 1)
+        assert np.array_equal(store.restore()["w"], original)
+        assert store.verify("decode").is_clean
 
 
 @pytest.mark.parametrize("name", ["best", "seq", "id"])

@@ -117,7 +117,9 @@ class ChunkWriter:
         if worker is None:
             worker = self._workers[thread] = ChunkWorker(self.parts.limits.chunk_nbytes_max)
         chunk = self.plan.chunks[index]
-        plain = worker.gather(chunk, self.storages)
+        # A frame that will not be decoded again must be coded from the very bytes that were hashed: a source that
+        # changes in between, and back, would poison this identity for every later commit that has these bytes.
+        plain = worker.gather(chunk, self.storages, is_private=not self.policy.verify_encoded)
         chunk_id = chunk_id_of(plain)
         known = self.parts.known.find(chunk_id)
         if known is not None or chunk_id in self._placed:
@@ -151,14 +153,9 @@ class ChunkWriter:
 
         def check(payload: Sequence[memoryview]) -> None:
             if hasher is not None:
-                found = hasher.digest()
+                require_identity(hasher.digest(), frame.chunk_id)
             elif self.policy.verify_encoded:
-                found = worker.identity_of_payload(payload, encoded, chunk)
-            else:
-                # Not decoded, but never published under an identity that the source had only before it was coded:
-                # later commits of the right bytes would refer to this frame.
-                found = chunk_id_of(worker.gather(chunk, self.storages))
-            require_identity(found, frame.chunk_id)
+                require_identity(worker.identity_of_payload(payload, encoded, chunk), frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
         self._packer.fill(frame.place, header, encoded.parts, check, watch=watch)

@@ -55,9 +55,15 @@ class ChunkWorker:
 
     # Towards the disk
 
-    def gather(self, chunk: ChunkPlan, storages: Sequence[ByteSource]) -> memoryview:
-        """Return the plain bytes of a chunk: the tensor's own memory, or small tensors copied side by side."""
-        if len(chunk.sources) == 1:
+    def gather(self, chunk: ChunkPlan, storages: Sequence[ByteSource], *, is_private: bool = False) -> memoryview:
+        """Return the plain bytes of a chunk: the tensor's own memory, or small tensors copied side by side.
+
+        Args:
+            chunk: What to gather.
+            storages: Where from.
+            is_private: Always copy: nobody else can change what is hashed and then coded.
+        """
+        if len(chunk.sources) == 1 and not is_private:
             source = chunk.sources[0]
             return storages[source.storage].read(source.offset, source.offset + source.nbytes)
         if self._gathered is None:
@@ -65,7 +71,7 @@ class ChunkWorker:
         position = 0
         for source in chunk.sources:
             plain = storages[source.storage].read(source.offset, source.offset + source.nbytes)
-            self._gathered[position : position + source.nbytes] = plain
+            kernels.copy_bytes(plain, self._gathered[position : position + source.nbytes])
             position += source.nbytes
         return self._gathered[:position]
 
