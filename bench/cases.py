@@ -14,30 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench import device, histories, machine, rivals
-from bench.measure import Participant, Result, Sample, interleave, tell
-from bench.workbench import Bench, open_store
+from bench import cases_codec, cases_engine, cases_history, device, histories, machine, rivals
+from bench.measure import Participant, Result, Sample, interleave
+from bench.workbench import Bench, facts_of, gigabytes_per_second, open_store, with_ckstore
 
 VARIANTS = ("none", "fast")
 LS_PROGRAM = "import sys; from ckstore.cli.main import main; sys.exit(main())"
-
-
-def gigabytes_per_second(nbytes: int, seconds: float) -> float:
-    """Return a speed in 10^9 bytes a second."""
-    return nbytes / 1e9 / seconds
-
-
-def _facts_of(receipt: Any) -> dict[str, object]:
-    return {
-        "bytes_state": receipt.bytes_state,
-        "bytes_written": receipt.bytes_written,
-        "chunks_new": receipt.chunks_new,
-        "chunks_reused": receipt.chunks_reused,
-        "stages": dict(receipt.seconds),
-        "engine": str(receipt.engine),
-    }
 
 
 def commit_durable(bench: Bench) -> Result:
@@ -75,7 +57,7 @@ def commit_durable(bench: Bench) -> Result:
                 receipt = store.commit(state, 1)
                 seconds = time.perf_counter() - opened
             machine.remove_tree(place)
-            facts = {"seconds": seconds, "open_seconds": opened - began, **_facts_of(receipt)}
+            facts = {"seconds": seconds, "open_seconds": opened - began, **facts_of(receipt)}
             return Sample(gigabytes_per_second(nbytes, seconds), facts)
 
         return run
@@ -83,7 +65,7 @@ def commit_durable(bench: Bench) -> Result:
     machine.check_space(folder, int(2.5 * nbytes))
     participants: dict[str, Participant] = {"device": on_device}
     participants |= {rival.name: by(rival) for rival in bench.rivals.usable}
-    return _with_ckstore(bench, result, participants, {f"ckstore {name}": by_ckstore(name) for name in VARIANTS})
+    return with_ckstore(bench, result, participants, {f"ckstore {name}": by_ckstore(name) for name in VARIANTS})
 
 
 def restore_cold(bench: Bench) -> Result:
@@ -131,7 +113,7 @@ def restore_cold(bench: Bench) -> Result:
         mine[f"ckstore {compression}, into="] = timed(place, partial(_restore, place, compression, into))
     result.notes.append("ckstore's time includes opening the store; rivals that load in place get existing tensors")
     try:
-        return _with_ckstore(bench, result, participants, mine)
+        return with_ckstore(bench, result, participants, mine)
     finally:
         for place in folder.glob("saved-*"):
             machine.remove_tree(place)
@@ -155,7 +137,7 @@ def peak_memory(bench: Bench) -> Result:
     else:
         result.unusable["ckstore"] = bench.has_ckstore
     if not bench.is_small:
-        histories.trained_run(bench.cache)
+        bench.training.facts()
 
     def in_process(name: str) -> Participant:
         command = [sys.executable, "-m", "bench.memory", "--tool", name, "--size", str(bench.nbytes)]
@@ -192,7 +174,7 @@ def commit_unchanged(bench: Bench) -> Result:
 
     participants: dict[str, Participant] = {f"BLAKE3 on {threads} threads": hashing}
     if bench.has_ckstore is not None:
-        return _with_ckstore(bench, result, participants, {})
+        return with_ckstore(bench, result, participants, {})
     machine.check_space(folder, int(2.5 * nbytes))
     with open_store(folder / "store", "fast") as store:
         steps = itertools.count(1)
@@ -202,9 +184,9 @@ def commit_unchanged(bench: Bench) -> Result:
             began = time.perf_counter()
             receipt = store.commit(state, next(steps))
             seconds = time.perf_counter() - began
-            return Sample(gigabytes_per_second(nbytes, seconds), {"seconds": seconds, **_facts_of(receipt)})
+            return Sample(gigabytes_per_second(nbytes, seconds), {"seconds": seconds, **facts_of(receipt)})
 
-        _with_ckstore(bench, result, participants, {"ckstore fast": again})
+        with_ckstore(bench, result, participants, {"ckstore fast": again})
     machine.remove_tree(folder / "store")
     return result
 
@@ -287,53 +269,6 @@ def _middle(values: list[tuple[float, float]], part: int) -> list[tuple[float, f
     return values[begin : begin + part]
 
 
-def stored_real(bench: Bench) -> Result:
-    """Store successive states of a real training run; report bytes written per byte of state."""
-    import zstandard
-
-    result = Result("stored_real", "stored bytes / state bytes", is_higher_better=False)
-    result.setting = {"run": "10.8 M parameters, AdamW, fp32, from step 300", "every": 1, "commits": bench.rounds}
-    stores: dict[str, Any] = {}
-    if bench.has_ckstore is None:
-        stores = {name: open_store(bench.folder / f"real-{name}", name) for name in ("none", "fast", "best")}
-    else:
-        result.unusable["ckstore"] = bench.has_ckstore
-    for step, state in histories.training_history(bench.cache, commits=bench.rounds, every=1):
-        # Tied tensors are one storage, and count once, for everybody.
-        unique = {tensor.data_ptr(): tensor for _, tensor in histories.tensors_of(state)}.values()
-        nbytes = sum(tensor.nbytes for tensor in unique)
-        coder = zstandard.ZstdCompressor(level=3, threads=len(os.sched_getaffinity(0)))
-        began = time.perf_counter()
-        flat = [tensor.detach().contiguous().reshape(-1) for tensor in unique]
-        coded = sum(len(coder.compress(tensor.view(torch.uint8).numpy().data)) for tensor in flat)
-        sample = Sample(coded / nbytes, {"seconds": time.perf_counter() - began})
-        result.samples.setdefault("zstd -3", []).append(sample)
-        for name, store in stores.items():
-            began = time.perf_counter()
-            receipt = store.commit(state, step)
-            facts = {"seconds": time.perf_counter() - began, **_facts_of(receipt)}
-            result.samples.setdefault(f"ckstore {name}", []).append(Sample(receipt.bytes_written / nbytes, facts))
-            tell(f"  step {step}  ckstore {name}: {receipt.bytes_written / nbytes:.3f}")
-    for name, store in stores.items():
-        store.close()
-        machine.remove_tree(bench.folder / f"real-{name}")
-    return result
-
-
-def _with_ckstore(
-    bench: Bench, result: Result, participants: dict[str, Participant], mine: dict[str, Participant]
-) -> Result:
-    """Run the rounds with ckstore last, and compare it with everybody else."""
-    others = list(participants)
-    if bench.has_ckstore is None:
-        participants = participants | mine
-    else:
-        result.unusable["ckstore"] = bench.has_ckstore
-    interleave(result, participants, bench.rounds)
-    result.add_ratios(list(mine), others)
-    return result
-
-
 CASES: dict[str, Callable[[Bench], Result]] = {
     "commit_durable": commit_durable,
     "restore_cold": restore_cold,
@@ -341,5 +276,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     "commit_unchanged": commit_unchanged,
     "ls_1000": ls_1000,
     "history_growth": history_growth,
-    "stored_real": stored_real,
+    **cases_history.CASES,
+    **cases_codec.CASES,
+    **cases_engine.CASES,
 }

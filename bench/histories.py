@@ -1,9 +1,7 @@
 """States and histories to measure with: one really trained, and large ones made from its values.
 
-- ``trained_run`` trains the byte-level GPT of ``examples/train_gpt.py`` (10.8 M parameters, AdamW, fp32) on
-  the standard library's sources for 300 steps, once, and keeps its state in a cache folder. Its weights,
-  moments and their changes are those of a real run: every *ratio* (bytes stored against bytes of state) is
-  measured on it and on nothing else.
+- ``state_of`` makes a state from the arrays that ``training.py`` has kept of a real run: every *ratio* (bytes
+  stored against bytes of state) is measured on these and on nothing else.
 - ``gpt_state`` has the names and shapes of a GPT of twelve layers with a vocabulary of 16,384, in any size,
   for measuring *speed*. Each tensor is filled from the trained tensor of the same kind and role (weight, first
   or second moment) of one of its layers: repeated from a random place on, and every element multiplied by a
@@ -16,21 +14,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from examples.train_gpt import Settings, Trainer
+
+from bench import training
 
 State = dict[str, Any]
 Donors = dict[tuple[str, str], list[np.ndarray]]
 """(kind of tensor, role) -> values of every layer that has one."""
 
-TRAINED = Settings(layers=6, width=384, heads=6, horizon=2000, threads=max(1, len(os.sched_getaffinity(0))))
-TRAINED_STEPS = 300
 LAYERS = 12
 VOCABULARY = 16_384
 WINDOW = 1024
@@ -39,45 +36,47 @@ JITTER = 1 / 16
 BLOCK = 1 << 20
 
 
-def trained_run(cache: Path, *, tell: Callable[[str], None] = print) -> Trainer:
-    """Return a trainer after 300 real steps, trained now (a few minutes) or taken from the cache."""
-    path = cache / f"gpt-{TRAINED.layers}x{TRAINED.width}-{TRAINED_STEPS}.pt"
-    trainer = Trainer(TRAINED)
-    if path.exists():
-        trainer.load(torch.load(path, weights_only=False))
-        return trainer
-    tell(f"training a GPT for {TRAINED_STEPS} steps, once; its state goes to {path}")
-    while trainer.step_done < TRAINED_STEPS:
-        loss = trainer.train_one_step()
-        if trainer.step_done % 50 == 0:
-            tell(f"  step {trainer.step_done}: loss {loss:.3f}")
-    cache.mkdir(parents=True, exist_ok=True)
-    (cache / ".gitignore").write_text("*\n")
-    draft = path.with_suffix(".draft")
-    torch.save(trainer.state(), draft)
-    draft.replace(path)
-    return trainer
-
-
-def training_history(cache: Path, *, commits: int, every: int) -> Iterator[tuple[int, State]]:
-    """Yield (step, state) of a real run that trains on between commits."""
-    trainer = trained_run(cache)
-    for _ in range(commits):
-        yield trainer.step_done, trainer.state()
-        for _ in range(every):
-            trainer.train_one_step()
-
-
 def trained_donors(cache: Path) -> Donors:
     """Return the values of the trained run, by kind of tensor and role."""
-    trainer = trained_run(cache)
-    moments = trainer.optimizer.state_dict()["state"]
+    trained = training.ensure(cache)
     donors: Donors = {}
-    for number, (name, parameter) in enumerate(trainer.model.named_parameters()):
-        roles = {"weight": parameter.detach(), **{role: moments[number][role] for role in ROLES[1:]}}
-        for role, values in roles.items():
-            donors.setdefault((_kind_of(name), role), []).append(values.numpy().reshape(-1).copy())
+    for path, values in trained.step(trained.plan.first).items():
+        role, _, name = path.partition("/")
+        donors.setdefault((_kind_of(name), ROLES[training.ROLES.index(role)]), []).append(values.reshape(-1))
     return donors
+
+
+def state_of(arrays: training.Arrays, step: int) -> State:
+    """Return arrays of the trained run as the state of a training loop; ``uint16`` patterns become bf16."""
+    model: dict[str, torch.Tensor] = {}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for path, values in arrays.items():
+        role, _, name = path.partition("/")
+        if role == "model":
+            model[name] = _tensor_of(values)
+        else:
+            moments.setdefault(name, {})[role] = _tensor_of(values)
+    group = {"lr": 6e-4, "betas": training.BETAS, "weight_decay": 0.1, "params": list(range(len(moments)))}
+    optimizer = {"state": dict(enumerate(moments.values())), "param_groups": [group]}
+    return {"model": model, **({"optimizer": optimizer} if moments else {}), "step": step}
+
+
+def mixed(arrays: training.Arrays) -> training.Arrays:
+    """Return the arrays of mixed precision: bf16 weights, which are roundings of an fp32 master, and the moments."""
+    weights = {path: values for path, values in arrays.items() if path.startswith("model/")}
+    masters = {path.replace("model/", "master/", 1): values for path, values in weights.items()}
+    return {**rounded(weights), **masters, **{path: values for path, values in arrays.items() if path not in weights}}
+
+
+def rounded(arrays: training.Arrays) -> training.Arrays:
+    """Return the weights alone, as bf16 patterns."""
+    return {path: training.rne_bf16(values) for path, values in arrays.items() if path.startswith("model/")}
+
+
+def _tensor_of(values: np.ndarray) -> torch.Tensor:
+    if values.dtype == np.uint16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def synthetic_donors(seed: int = 0) -> Donors:

@@ -22,6 +22,11 @@ DISTRIBUTIONS = (
     "safetensors",
     "torchsnapshot",
     "torch-checkpointing",
+    "zipnn",
+    "z4ai",
+    "blosc2",
+    "openzl",
+    "pcodec",
 )
 
 

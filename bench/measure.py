@@ -47,10 +47,17 @@ class Result:
     ratios: dict[str, list[float]] = field(default_factory=dict)
     setting: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    columns: tuple[str, ...] = ()
+    """Facts of the samples that the table shows too, as medians."""
 
     def median(self, name: str) -> float:
         """Return the median over the rounds of one participant."""
         return statistics.median(sample.value for sample in self.samples[name])
+
+    def fact(self, name: str, fact: str) -> float | None:
+        """Return the median over the rounds of a fact of one participant, if it has it."""
+        values = [sample.facts[fact] for sample in self.samples[name] if fact in sample.facts]
+        return statistics.median(float(str(value)) for value in values) if values else None
 
     def add_ratios(self, names: list[str], against: list[str]) -> None:
         """Compare participants round by round; a ratio above one is a win, whichever way the unit points."""
@@ -138,12 +145,13 @@ def show(result: Result) -> None:
     setting = ", ".join(f"{key} {value}" for key, value in result.setting.items())
     table = Table(title=f"{result.case} ({setting})", title_justify="left")
     table.add_column("")
-    for heading in (f"median, {result.unit}", "min", "max", "rounds"):
+    for heading in (f"median, {result.unit}", "min", "max", "rounds", *result.columns):
         table.add_column(heading, justify="right")
     for name, samples in result.samples.items():
         values = [sample.value for sample in samples]
         cells = [f"{value:.3g}" for value in (result.median(name), min(values), max(values))]
-        table.add_row(name, *cells, str(len(values)))
+        further = [result.fact(name, column) for column in result.columns]
+        table.add_row(name, *cells, str(len(values)), *("" if value is None else f"{value:.4g}" for value in further))
     for name, reason in result.unusable.items():
         table.add_row(name, f"not available: {reason[:60]}", "", "", "")
     console.print(table)

@@ -2,15 +2,16 @@
 
     python -m bench.run --case commit_durable
     python -m bench.run --case commit_durable,restore_cold --size 2e9 --rounds 5 --dir /mnt/disk/bench
-    python -m bench.run --small                        # every case, in seconds: does the bench work?
+    python -m bench.run --case 'codec_*' --rounds 9
+    python -m bench.run --small                        # every case, in a minute: does the bench work?
 
-Cases: commit_durable restore_cold peak_memory commit_unchanged ls_1000 history_growth stored_real.
-What each measures, and what not to read into it, stands in docs/BENCH.md.
+What each case measures, and what not to read into it, stands in docs/BENCH.md; ``--list`` names them.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import shutil
 import sys
 import tempfile
@@ -25,26 +26,44 @@ HERE = Path(__file__).resolve().parent
 SMALL_NBYTES = 64_000_000
 
 
+def names_of_cases(wanted: str | None) -> list[str]:
+    """Return the cases that names or patterns with commas between them stand for; all of them for None.
+
+    Raises:
+        LookupError: A name or pattern stands for none.
+    """
+    found: list[str] = []
+    for pattern in ["*"] if wanted is None else wanted.split(","):
+        matching = fnmatch.filter(CASES, pattern)
+        if not matching:
+            raise LookupError(f"no such case: {pattern} (there are {', '.join(CASES)})")
+        found += [name for name in matching if name not in found]
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that were asked for; the exit status says whether all of them ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default=None, help="names with commas between them; without it all")
+    parser.add_argument("--case", default=None, help="names or patterns, with commas; without it all")
     parser.add_argument("--size", type=lambda text: int(float(text)), default=2_000_000_000, help="bytes of state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="an existing folder on the disk to be measured")
     parser.add_argument("--cache", type=Path, default=Path(".bench-cache"), help="where the trained state is kept")
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--tools", default=None, help="rivals that take part, with commas between; without it all")
+    parser.add_argument("--tools", default=None, help="rivals and coders that take part, with commas; without it all")
     parser.add_argument("--count", type=int, default=1000, help="checkpoints of ls_1000 and history_growth")
+    parser.add_argument("--list", action="store_true", help="name the cases, and do nothing else")
     parser.add_argument("--small", action="store_true", help="a state of 64 MB of drawn values; keeps no record")
     given = parser.parse_args(arguments)
-    names = list(CASES) if given.case is None else given.case.split(",")
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        parser.error(f"no such case: {', '.join(unknown)} (there are {', '.join(CASES)})")
+    if given.list:
+        print("\n".join(f"{name:28} {(case.__doc__ or '').strip()}" for name, case in CASES.items()))
+        return 0
+    try:
+        names = names_of_cases(given.case)
+    except LookupError as error:
+        parser.error(str(error))
     if given.small:
         given.size, given.rounds, given.count = SMALL_NBYTES, min(given.rounds, 2), min(given.count, 20)
-        names = [name for name in names if name != "stored_real"]
     given.cache.mkdir(parents=True, exist_ok=True)
     (given.cache / ".gitignore").write_text("*\n")
     folder = Path(tempfile.mkdtemp(prefix="ckstore-bench-", dir=given.dir or given.cache))

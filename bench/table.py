@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench import table_coding
 from bench.measure import BUSY_CORES
 
 HERE = Path(__file__).resolve().parent
@@ -46,10 +47,11 @@ def make_table(records: Records) -> str:
         cells = [_number(save.get(name)), _load_cell(name, load), _memory_cell(name, memory)]
         lines.append(f"| {_label(name)} | " + " | ".join(cells) + " |")
     missing: dict[str, str] = {}
-    for record in records.values():
-        missing |= record["not_available"]
+    for case, record in records.items():
+        if not case.startswith(table_coding.PREFIXES):
+            missing |= record["not_available"]
     lines += [f"| {name} | not available: {reason} | | |" for name, reason in sorted(missing.items())]
-    return "\n".join([*lines, "", *_sentences(records)])
+    return "\n".join([*lines, "", *table_coding.tables(records), *_sentences(records)])
 
 
 def _medians(records: Records, case: str) -> dict[str, float]:
@@ -94,6 +96,7 @@ def _sentences(records: Records) -> list[str]:
     if stored:
         listed = ", ".join(f"{name} {share:.1%}" for name, share in stored.items())
         said.append(f"Stored bytes of a really trained state (AdamW, fp32): {listed} of its size.")
+    said += table_coding.sentences(records)
     again = records.get("commit_unchanged", {}).get("ratios", {})
     for name, found in again.items():
         other = name.partition(" / ")[2]

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench import histories, machine, rivals
-from bench.measure import Result, tell
+from bench import histories, machine, rivals, training
+from bench.measure import Participant, Result, interleave, tell
 
 
 @dataclass
@@ -33,6 +33,13 @@ class Bench:
         """The state that is saved, of the asked size."""
         tell(f"making a state of {self.nbytes / 1e9:.2f} GB")
         return histories.gpt_state(self.nbytes, donors=self.donors)
+
+    @cached_property
+    def training(self) -> training.Training:
+        """The states of a run that was really trained; of a tiny model where all is small."""
+        if self.is_small:
+            return training.ensure(self.folder, training.SMALL, tell=tell)
+        return training.ensure(self.cache, tell=tell)
 
     @cached_property
     def rivals(self) -> rivals.Rivals:
@@ -61,9 +68,42 @@ class Bench:
         return None
 
 
-def open_store(folder: Path, compression: str) -> Any:
-    """Open a store with a policy that differs from the default in its compression only."""
+def open_store(folder: Path, compression: str = "fast", **options: Any) -> Any:
+    """Open a store with a policy that differs from the default in its compression and what is named."""
     import ckstore
 
-    options: dict[str, Any] = {"compression": compression}
-    return ckstore.open(str(folder), run="main", policy=ckstore.Policy(**options))
+    policy: Any = {"compression": compression, **options}
+    return ckstore.open(str(folder), run="main", policy=ckstore.Policy(**policy))
+
+
+def gigabytes_per_second(nbytes: int, seconds: float) -> float:
+    """Return a speed in 10^9 bytes a second."""
+    return nbytes / 1e9 / seconds
+
+
+def facts_of(receipt: Any) -> dict[str, object]:
+    """Return what a record keeps of a receipt."""
+    return {
+        "bytes_state": receipt.bytes_state,
+        "bytes_written": receipt.bytes_written,
+        "chunks_new": receipt.chunks_new,
+        "chunks_reused": receipt.chunks_reused,
+        "chunks_delta": receipt.chunks_delta,
+        "chunks_derived": receipt.chunks_derived,
+        "stages": dict(receipt.seconds),
+        "engine": str(receipt.engine),
+    }
+
+
+def with_ckstore(
+    bench: Bench, result: Result, participants: dict[str, Participant], mine: dict[str, Participant]
+) -> Result:
+    """Run the rounds with ckstore last, and compare it with everybody else."""
+    others = list(participants)
+    if bench.has_ckstore is None:
+        participants = participants | mine
+    else:
+        result.unusable["ckstore"] = bench.has_ckstore
+    interleave(result, participants, bench.rounds)
+    result.add_ratios(list(mine), others)
+    return result

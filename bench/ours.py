@@ -1,0 +1,126 @@
+"""ckstore's own coder as a commit drives it, and copying memory: the other end of the scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.coders import CHUNK_NBYTES, Base, Coder, Form, Words
+
+
+class Arena:
+    """Memory that coded bytes are put into, one after another, as the write blocks of a commit take them."""
+
+    def __init__(self, nbytes: int) -> None:
+        # Twice the state, so that nothing that is still to be decoded is overwritten.
+        self._memory = np.full(2 * nbytes + CHUNK_NBYTES, 1, np.uint8)
+        self._position = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return room for so many bytes."""
+        if self._position + nbytes > len(self._memory):
+            self._position = 0
+        begin = self._position
+        self._position += nbytes
+        return self._memory[begin : begin + nbytes].data
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One stored chunk."""
+
+    steps: tuple[tuple[int, bytes], ...]
+    payload: memoryview
+    plain_nbytes: int
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The stored chunks of a tensor; their length is that of their bytes, headers included."""
+
+    chunks: list[Frame]
+
+    def __len__(self) -> int:
+        from ckstore.format.frame import FRAME_HEADER_NBYTES
+
+        return sum(FRAME_HEADER_NBYTES + len(frame.payload) for frame in self.chunks)
+
+
+def ckstore(arena: Arena) -> Coder:
+    """Chunk by chunk: sample, choose for the whole tensor, encode into the arena; decode into the destination."""
+    from ckstore import forms, kernels
+    from ckstore.choice import TIE_SHARE
+
+    scratch = forms.Scratch(CHUNK_NBYTES)
+    samples = [memoryview(bytearray(forms.SAMPLE_NBYTES)) for _ in range(2)]
+
+    def is_delta_better(chunks: list[tuple[memoryview, memoryview]], width: int) -> bool:
+        full = delta = 0.0
+        for plain, base in chunks:
+            new, old = samples[0], samples[1]
+            new, old = new[: forms.sample_of(plain, width, new)], old[: forms.sample_of(base, width, old)]
+            full += plain.nbytes * forms.estimate_full(new, width, True, scratch)
+            delta += plain.nbytes * forms.estimate_delta(new, old, width, True, scratch)
+        return delta < full * (1 - TIE_SHARE)
+
+    def encode(words: Words, base: Base) -> Frames:
+        width, plains = words.itemsize, _chunks(words)
+        bases = _chunks(base) if base is not None else []
+        if not (bases and is_delta_better(list(zip(plains, bases, strict=True)), width)):
+            bases = []
+        frames: list[Frame] = []
+        for index, plain in enumerate(plains):
+            coded = None
+            if bases:
+                coded = forms.encode_delta(
+                    plain, bases[index], width=width, is_float=True, compression="fast", scratch=scratch
+                )
+            if coded is None:
+                coded = forms.encode(plain, width=width, is_float=True, compression="fast", scratch=scratch)
+            room, position = arena.take(coded.nbytes), 0
+            for part in coded.parts:
+                kernels.copy_bytes(part, room[position : position + part.nbytes])
+                position += part.nbytes
+            frames.append(Frame(coded.steps, room, plain.nbytes))
+        return Frames(frames)
+
+    def decode(stored: Frames, base: Base, destination: Words) -> Words:
+        width, places = destination.itemsize, _chunks(destination)
+        bases = _chunks(base) if base is not None else []
+        for index, (frame, place) in enumerate(zip(stored.chunks, places, strict=True)):
+            needs_base = forms.base_nbytes(frame.steps, frame.plain_nbytes)
+            forms.decode(
+                frame.payload,
+                frame.steps,
+                width=width,
+                destination=place,
+                scratch=scratch,
+                base=bases[index] if needs_base else None,
+            )
+        return destination
+
+    form = Form(encode, decode)
+    return Coder("ckstore", form, form, chooses=True)
+
+
+def _chunks(words: Words) -> list[memoryview]:
+    """Cut a tensor as a commit does: 4 MiB, and 2 MiB for elements of two bytes."""
+    view = words.view(np.uint8).data
+    step = CHUNK_NBYTES // 2 if words.itemsize == 2 else CHUNK_NBYTES
+    return [view[begin : begin + step] for begin in range(0, len(view), step)]
+
+
+def memcpy(arena: Arena) -> Coder:
+    """Copy into the arena, and back."""
+
+    def encode(words: Words, base: Base) -> memoryview:
+        room = arena.take(words.nbytes)
+        np.copyto(np.frombuffer(room, np.uint8), words.view(np.uint8))
+        return room
+
+    def decode(stored: memoryview, base: Base, destination: Words) -> Words:
+        np.copyto(destination.view(np.uint8), np.frombuffer(stored, np.uint8))
+        return destination
+
+    return Coder("memcpy", Form(encode, decode))
