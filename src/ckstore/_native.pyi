@@ -10,11 +10,29 @@ def split_planes(source: Buffer, planes_out: Buffer, width: int, rotate: bool) -
 def merge_planes(planes: Sequence[Buffer], destination: Buffer, width: int, rotate: bool) -> None:
     """Write the elements whose byte planes are ``planes``; the inverse of ``split_planes``."""
 
-def planes_equal(planes: Sequence[Buffer], source: Buffer, width: int, rotate: bool) -> bool:
-    """Return whether merging ``planes`` gives the bytes of ``source``; nothing is written."""
+def split_delta(source: Buffer, base: Buffer, planes_out: Buffer, width: int, ordered: bool) -> None:
+    """Write the byte planes of the zigzagged differences of ``source`` and ``base``; floats are ``ordered``."""
+
+def merge_delta(planes: Sequence[Buffer], base: Buffer, destination: Buffer, width: int, ordered: bool) -> None:
+    """Write what ``split_delta`` made the planes from; the base may be the very bytes of ``destination``."""
+
+def round_floats(source: Buffer, destination: Buffer, kind: int) -> None:
+    """Write fp32 elements as the nearest of half the width: bf16 (kind 1) or fp16 (kind 2), ties to even."""
+
+def is_rounding(source: Buffer, rounded: Buffer, kind: int) -> bool:
+    """Return whether ``rounded`` holds what ``round_floats`` makes of ``source``; soon, where it does not."""
+
+def plane_bits(source: Buffer, width: int, rotate: bool) -> list[float]:
+    """Return the bits that coding takes for each byte of each plane, as a sample tells; 8 for noise."""
+
+def delta_bits(source: Buffer, base: Buffer, width: int, ordered: bool) -> list[float]:
+    """Return what ``plane_bits`` does, of the planes that ``split_delta`` makes."""
 
 def copy_bytes(source: Buffer, destination: Buffer) -> None:
     """Copy all bytes."""
+
+def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell: int) -> int:
+    """Copy the units that no other thread has taken, mark each when its bytes are there, and return how many."""
 
 def equal_bytes(a: Buffer, b: Buffer) -> bool:
     """Return whether both hold the same bytes; False when their lengths differ."""
@@ -33,6 +51,18 @@ def encode_plane(plane: Buffer, out: Buffer) -> int:
 
 def decode_plane(payload: Buffer, plane: Buffer) -> bool:
     """Decode exactly ``plane``; return whether the payload held it. Whatever the payload, nothing else is written."""
+
+def encode_sparse(plane: Buffer, out: Buffer) -> int:
+    """Code a plane most of whose bytes are the same, as ``encode_plane`` does; return 0 where they are not."""
+
+def decode_sparse(payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
+    """Decode what ``encode_sparse`` made, as ``decode_plane`` does; ``bitmap`` is memory of an eighth of the plane."""
+
+def encode_sparse_portably(plane: Buffer, out: Buffer) -> int:
+    """Do as ``encode_sparse`` with the loops of processors without AVX-512; for tests."""
+
+def decode_sparse_portably(payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
+    """Do as ``decode_sparse`` with the loops of processors without AVX-512; for tests."""
 
 def encode_plane_portably(plane: Buffer, out: Buffer) -> int:
     """Do as ``encode_plane`` with the loops of processors without AVX-512; for tests."""

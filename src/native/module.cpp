@@ -6,8 +6,13 @@
 #include <cstdint>
 
 #include "bytes.hpp"
+#include "delta.hpp"
+#include "estimate.hpp"
 #include "planes.hpp"
 #include "rans.hpp"
+#include "rounding.hpp"
+#include "sparse.hpp"
+#include "staging.hpp"
 
 namespace nb = nanobind;
 
@@ -97,12 +102,90 @@ void merge_planes(nb::sequence planes, nb::handle destination, std::size_t width
     ckstore::merge_planes(from.pointers(), to.data(), count, width, rotate);
 }
 
-bool planes_equal(nb::sequence planes, nb::handle source, std::size_t width, bool rotate) {
-    Bytes expected(source, false);
-    std::size_t count = checked_count(expected.nbytes(), width);
+void split_delta(nb::handle source, nb::handle base, nb::handle planes_out, std::size_t width, bool ordered) {
+    Bytes from(source, false);
+    Bytes reference(base, false);
+    Bytes to(planes_out, true);
+    std::size_t count = checked_count(from.nbytes(), width);
+    require_equal(from.nbytes(), reference.nbytes());
+    require_equal(from.nbytes(), to.nbytes());
+    nb::gil_scoped_release unlocked;
+    ckstore::split_delta(from.data(), reference.data(), to.data(), count, width, ordered);
+}
+
+void merge_delta(nb::sequence planes, nb::handle base, nb::handle destination, std::size_t width, bool ordered) {
+    Bytes reference(base, false);
+    Bytes to(destination, true);
+    std::size_t count = checked_count(to.nbytes(), width);
+    require_equal(reference.nbytes(), to.nbytes());
     Planes from(planes, count, width);
     nb::gil_scoped_release unlocked;
-    return ckstore::planes_equal(from.pointers(), expected.data(), count, width, rotate);
+    ckstore::merge_delta(from.pointers(), reference.data(), to.data(), count, width, ordered);
+}
+
+std::size_t checked_roundings(std::size_t nbytes, std::size_t rounded_nbytes, int kind) {
+    if (kind != ckstore::kBf16 && kind != ckstore::kFp16) {
+        throw nb::value_error("kind must be 1 or 2, for a width of 2 bytes");
+    }
+    std::size_t count = checked_count(nbytes, 4);
+    require_equal(2 * rounded_nbytes, nbytes);
+    return count;
+}
+
+void round_floats(nb::handle source, nb::handle destination, int kind) {
+    Bytes from(source, false);
+    Bytes to(destination, true);
+    std::size_t count = checked_roundings(from.nbytes(), to.nbytes(), kind);
+    nb::gil_scoped_release unlocked;
+    ckstore::round_floats(from.data(), to.data(), count, kind);
+}
+
+bool is_rounding(nb::handle source, nb::handle rounded, int kind) {
+    Bytes from(source, false);
+    Bytes other(rounded, false);
+    std::size_t count = checked_roundings(from.nbytes(), other.nbytes(), kind);
+    nb::gil_scoped_release unlocked;
+    return ckstore::is_rounding(from.data(), other.data(), count, kind);
+}
+
+nb::list list_of(const double *bits, std::size_t width) {
+    nb::list found;
+    for (std::size_t j = 0; j < width; ++j) {
+        found.append(bits[j]);
+    }
+    return found;
+}
+
+std::size_t checked_sample(std::size_t nbytes, std::size_t width) {
+    std::size_t count = checked_count(nbytes, width);
+    if (count == 0) {
+        throw nb::value_error("a sample has no length of zero");
+    }
+    return count;
+}
+
+nb::list plane_bits(nb::handle source, std::size_t width, bool rotate) {
+    Bytes from(source, false);
+    std::size_t count = checked_sample(from.nbytes(), width);
+    double bits[ckstore::kWidthMax];
+    {
+        nb::gil_scoped_release unlocked;
+        ckstore::plane_bits(from.data(), bits, count, width, rotate);
+    }
+    return list_of(bits, width);
+}
+
+nb::list delta_bits(nb::handle source, nb::handle base, std::size_t width, bool ordered) {
+    Bytes from(source, false);
+    Bytes reference(base, false);
+    std::size_t count = checked_sample(from.nbytes(), width);
+    require_equal(from.nbytes(), reference.nbytes());
+    double bits[ckstore::kWidthMax];
+    {
+        nb::gil_scoped_release unlocked;
+        ckstore::delta_bits(from.data(), reference.data(), bits, count, width, ordered);
+    }
+    return list_of(bits, width);
 }
 
 void copy_bytes(nb::handle source, nb::handle destination) {
@@ -161,6 +244,55 @@ bool decode_plane(nb::handle payload, nb::handle plane) {
     return ckstore::rans_decode(from.data(), from.nbytes(), to.data(), to.nbytes(), kVectors);
 }
 
+template <bool kVectors>
+std::size_t encode_sparse(nb::handle plane, nb::handle out) {
+    Bytes from(plane, false);
+    Bytes to(out, true);
+    if (to.nbytes() < ckstore::rans_bound(from.nbytes())) {
+        throw nb::value_error("room has less than the length that plane_bound asks for");
+    }
+    nb::gil_scoped_release unlocked;
+    return ckstore::sparse_encode(from.data(), from.nbytes(), to.data(), kVectors);
+}
+
+template <bool kVectors>
+bool decode_sparse(nb::handle payload, nb::handle plane, nb::handle bitmap) {
+    Bytes from(payload, false);
+    Bytes to(plane, true);
+    Bytes bits(bitmap, true);
+    if (bits.nbytes() < (to.nbytes() + 7) / 8) {
+        throw nb::value_error("bitmap has less than an eighth of the length of the plane");
+    }
+    nb::gil_scoped_release unlocked;
+    return ckstore::sparse_decode(from.data(), from.nbytes(), to.data(), to.nbytes(), bits.data(), kVectors);
+}
+
+std::uint64_t *words_of(const Bytes &buffer) {
+    if (reinterpret_cast<std::uintptr_t>(buffer.data()) % alignof(std::uint64_t) != 0) {
+        throw nb::value_error("words are not aligned");
+    }
+    return reinterpret_cast<std::uint64_t *>(buffer.data());
+}
+
+std::size_t copy_units(nb::handle table, nb::handle firsts, nb::handle marks, nb::handle turn, int bell) {
+    Bytes rows(table, false);
+    Bytes starts(firsts, false);
+    Bytes done(marks, true);
+    Bytes next(turn, true);
+    const std::size_t count = done.nbytes();
+    require_equal(starts.nbytes(), (count + 1) * sizeof(std::uint64_t));
+    require_equal(next.nbytes(), sizeof(std::uint64_t));
+    const ckstore::Units units{words_of(rows), words_of(starts), count, done.data(), words_of(next), bell};
+    for (std::size_t unit = 0; unit < count; ++unit) {
+        if (units.firsts[unit] > units.firsts[unit + 1]) {
+            throw nb::value_error("units overlap");
+        }
+    }
+    require_equal(rows.nbytes(), units.firsts[count] * 3 * sizeof(std::uint64_t));
+    nb::gil_scoped_release unlocked;
+    return ckstore::copy_units(units);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -168,14 +300,24 @@ NB_MODULE(_native, module) {
     module.doc() = "Native twins of ckstore.kernels.on_numpy; every loop runs without the GIL.";
     module.def("split_planes", &split_planes, "source"_a, "planes_out"_a, "width"_a, "rotate"_a);
     module.def("merge_planes", &merge_planes, "planes"_a, "destination"_a, "width"_a, "rotate"_a);
-    module.def("planes_equal", &planes_equal, "planes"_a, "source"_a, "width"_a, "rotate"_a);
+    module.def("split_delta", &split_delta, "source"_a, "base"_a, "planes_out"_a, "width"_a, "ordered"_a);
+    module.def("merge_delta", &merge_delta, "planes"_a, "base"_a, "destination"_a, "width"_a, "ordered"_a);
+    module.def("round_floats", &round_floats, "source"_a, "destination"_a, "kind"_a);
+    module.def("is_rounding", &is_rounding, "source"_a, "rounded"_a, "kind"_a);
+    module.def("plane_bits", &plane_bits, "source"_a, "width"_a, "rotate"_a);
+    module.def("delta_bits", &delta_bits, "source"_a, "base"_a, "width"_a, "ordered"_a);
     module.def("copy_bytes", &copy_bytes, "source"_a, "destination"_a);
+    module.def("copy_units", &copy_units, "table"_a, "firsts"_a, "marks"_a, "turn"_a, "bell"_a);
     module.def("equal_bytes", &equal_bytes, "a"_a, "b"_a);
     module.def("is_constant", &is_constant, "source"_a);
     module.def("histogram", &histogram, "source"_a, "counts_out"_a);
     module.def("plane_bound", &plane_bound, "nbytes"_a);
     module.def("encode_plane", &encode_plane<true>, "plane"_a, "out"_a);
     module.def("decode_plane", &decode_plane<true>, "payload"_a, "plane"_a);
+    module.def("encode_sparse", &encode_sparse<true>, "plane"_a, "out"_a);
+    module.def("decode_sparse", &decode_sparse<true>, "payload"_a, "plane"_a, "bitmap"_a);
+    module.def("encode_sparse_portably", &encode_sparse<false>, "plane"_a, "out"_a);
+    module.def("decode_sparse_portably", &decode_sparse<false>, "payload"_a, "plane"_a, "bitmap"_a);
     module.def("encode_plane_portably", &encode_plane<false>, "plane"_a, "out"_a);
     module.def("decode_plane_portably", &decode_plane<false>, "payload"_a, "plane"_a);
     module.def("coder_variant", &ckstore::rans_variant);

@@ -1,32 +1,9 @@
 #include "planes.hpp"
 
-#include <cstring>
-#include <type_traits>
-
-#include "target.hpp"
+#include "tiles.hpp"
 
 namespace ckstore {
 namespace {
-
-// Elements handled at once: small enough to stay in registers and the first-level cache, a multiple of every
-// vector length, and a constant, so that compilers turn the inner loops into vector code.
-constexpr std::size_t kTile = 64;
-
-// Elements compared before the verdict is looked at.
-constexpr std::size_t kBlock = 4096;
-
-template <class Word>
-CKSTORE_INLINE Word from_little_endian(Word word) {
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    Word swapped = 0;
-    for (std::size_t j = 0; j < sizeof(Word); ++j) {
-        swapped = static_cast<Word>(swapped | static_cast<Word>(((word >> (8 * j)) & 0xFF) << (8 * (sizeof(Word) - 1 - j))));
-    }
-    return swapped;
-#else
-    return word;
-#endif
-}
 
 template <class Word, bool kRotate>
 CKSTORE_INLINE Word turned(Word word) {
@@ -46,51 +23,25 @@ CKSTORE_INLINE Word turned_back(Word word) {
     }
 }
 
-// One element at a time, in loops of constant length: for larger pieces compilers put in string instructions,
-// which are slow to start.
-template <class Word>
-CKSTORE_INLINE void load_tile(const std::uint8_t *source, Word *words, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) {
-        std::memcpy(&words[i], source + i * sizeof(Word), sizeof(Word));
-    }
-}
-
-template <class Word>
-CKSTORE_INLINE void store_tile(const Word *words, std::uint8_t *destination, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) {
-        std::memcpy(destination + i * sizeof(Word), &words[i], sizeof(Word));
-    }
-}
-
 template <class Word, bool kRotate>
 CKSTORE_INLINE void split_tile(const std::uint8_t *source, std::uint8_t *planes, std::size_t stride, std::size_t count) {
     Word words[kTile];
-    std::uint8_t bytes[kTile];
     load_tile(source, words, count);
     for (std::size_t i = 0; i < count; ++i) {
-        words[i] = turned<Word, kRotate>(from_little_endian(words[i]));
+        words[i] = turned<Word, kRotate>(words[i]);
     }
-    for (std::size_t j = 0; j < sizeof(Word); ++j) {
-        for (std::size_t i = 0; i < count; ++i) {
-            bytes[i] = static_cast<std::uint8_t>(words[i] >> (8 * j));
-        }
-        std::memcpy(planes + j * stride, bytes, count);
-    }
+    split_words(words, planes, stride, count);
 }
 
 template <class Word, bool kRotate>
-CKSTORE_INLINE void merge_tile(const std::uint8_t *const *planes, std::size_t start, Word *words, std::size_t count) {
-    std::uint8_t bytes[sizeof(Word)][kTile];
-    for (std::size_t j = 0; j < sizeof(Word); ++j) {
-        std::memcpy(bytes[j], planes[j] + start, count);
-    }
+CKSTORE_INLINE void merge_tile(const std::uint8_t *const *planes, std::size_t start, std::uint8_t *destination,
+                               std::size_t count) {
+    Word words[kTile];
+    merge_words(planes, start, words, count);
     for (std::size_t i = 0; i < count; ++i) {
-        Word word = 0;
-        for (std::size_t j = 0; j < sizeof(Word); ++j) {
-            word = static_cast<Word>(word | static_cast<Word>(static_cast<Word>(bytes[j][i]) << (8 * j)));
-        }
-        words[i] = from_little_endian(turned_back<Word, kRotate>(word));
+        words[i] = turned_back<Word, kRotate>(words[i]);
     }
+    store_tile(words, destination, count);
 }
 
 template <class Word, bool kRotate>
@@ -106,41 +57,13 @@ CKSTORE_INLINE void split_all(const std::uint8_t *source, std::uint8_t *planes, 
 
 template <class Word, bool kRotate>
 CKSTORE_INLINE void merge_all(const std::uint8_t *const *planes, std::uint8_t *destination, std::size_t count) {
-    Word words[kTile];
     std::size_t start = 0;
     for (; start + kTile <= count; start += kTile) {
-        merge_tile<Word, kRotate>(planes, start, words, kTile);
-        store_tile(words, destination + start * sizeof(Word), kTile);
+        merge_tile<Word, kRotate>(planes, start, destination + start * sizeof(Word), kTile);
     }
     if (start < count) {
-        merge_tile<Word, kRotate>(planes, start, words, count - start);
-        store_tile(words, destination + start * sizeof(Word), count - start);
+        merge_tile<Word, kRotate>(planes, start, destination + start * sizeof(Word), count - start);
     }
-}
-
-template <class Word, bool kRotate>
-CKSTORE_INLINE bool equal_all(const std::uint8_t *const *planes, const std::uint8_t *source, std::size_t count) {
-    Word words[kTile];
-    Word given[kTile];
-    Word difference = 0;
-    std::size_t start = 0;
-    for (; start + kTile <= count; start += kTile) {
-        merge_tile<Word, kRotate>(planes, start, words, kTile);
-        load_tile(source + start * sizeof(Word), given, kTile);
-        for (std::size_t i = 0; i < kTile; ++i) {
-            difference = static_cast<Word>(difference | static_cast<Word>(words[i] ^ given[i]));
-        }
-        if (start % kBlock == 0 && difference != 0) {
-            return false;
-        }
-    }
-    if (start < count) {
-        merge_tile<Word, kRotate>(planes, start, words, count - start);
-        if (std::memcmp(words, source + start * sizeof(Word), (count - start) * sizeof(Word)) != 0) {
-            return false;
-        }
-    }
-    return difference == 0;
 }
 
 // One cloned function for each width and rotation: what is inlined into it is compiled for its processor.
@@ -151,10 +74,6 @@ CKSTORE_INLINE bool equal_all(const std::uint8_t *const *planes, const std::uint
     CKSTORE_CLONES void merge_##NAME(const std::uint8_t *const *planes, std::uint8_t *destination,             \
                                      std::size_t count) {                                                      \
         merge_all<WORD, ROTATE>(planes, destination, count);                                                   \
-    }                                                                                                          \
-    CKSTORE_CLONES bool equal_##NAME(const std::uint8_t *const *planes, const std::uint8_t *source,            \
-                                     std::size_t count) {                                                      \
-        return equal_all<WORD, ROTATE>(planes, source, count);                                                 \
     }
 
 CKSTORE_PLANES(u8, std::uint8_t, false)
@@ -183,11 +102,6 @@ void split_planes(const std::uint8_t *source, std::uint8_t *planes, std::size_t 
 void merge_planes(const std::uint8_t *const *planes, std::uint8_t *destination, std::size_t count, std::size_t width,
                   bool rotate) {
     CKSTORE_DISPATCH(merge, planes, destination, count)
-}
-
-bool planes_equal(const std::uint8_t *const *planes, const std::uint8_t *source, std::size_t count, std::size_t width,
-                  bool rotate) {
-    CKSTORE_DISPATCH(equal, planes, source, count)
 }
 
 }  // namespace ckstore

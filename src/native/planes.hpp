@@ -1,4 +1,4 @@
-// Byte planes of little-endian elements: split, merge, compare.
+// Byte planes of little-endian elements: split, merge.
 //
 // Elements are 1, 2, 4 or 8 bytes wide. Plane j holds byte j of every element; with rotation the word is
 // rotated left by one bit first, so that the exponent of fp32 and bf16 fills the top plane. Nothing here
@@ -17,10 +17,6 @@ constexpr std::size_t kWidthMax = 8;
 void split_planes(const std::uint8_t *source, std::uint8_t *planes, std::size_t count, std::size_t width, bool rotate);
 
 void merge_planes(const std::uint8_t *const *planes, std::uint8_t *destination, std::size_t count, std::size_t width,
-                  bool rotate);
-
-// Whether merging would give the bytes of `source`; stops soon after the first difference.
-bool planes_equal(const std::uint8_t *const *planes, const std::uint8_t *source, std::size_t count, std::size_t width,
                   bool rotate);
 
 }  // namespace ckstore

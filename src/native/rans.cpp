@@ -2,16 +2,12 @@
 
 #include <cstring>
 
+#include "rans_blocks.hpp"
 #include "rans_model.hpp"
 #include "rans_steps.hpp"
 
 namespace ckstore {
 namespace {
-
-// What a block is; see docs/FORMAT.md, section 9.
-enum Mode : std::uint8_t { kRaw = 0, kConst = 1, kOwnTable = 2, kSameTable = 3 };
-
-constexpr std::size_t kBlockHeader = 4;  // mode (u8), length of the body (u24)
 
 std::size_t put_block(std::uint8_t *out, Mode mode, std::size_t body_nbytes) {
     put_u32(out, static_cast<std::uint32_t>(mode | body_nbytes << 8));
@@ -35,34 +31,6 @@ std::size_t encode_body(const std::uint8_t *plane, std::size_t count, const Mode
         put_u32(out + 4 * lane, states[lane]);
     }
     return static_cast<std::size_t>(end - out);
-}
-
-bool decode_body(const std::uint8_t *body, std::size_t nbytes, const SlotTable &table, std::uint8_t *plane,
-                 std::size_t count, bool vectors) {
-    const std::size_t steps = count / kLanes;
-    const std::size_t rest = count % kLanes;
-    if (nbytes < kStatesNbytes + rest || (nbytes - rest) % 2 != 0) {
-        return false;
-    }
-    std::uint32_t states[kLanes];
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-        states[lane] = get_u32(body + 4 * lane);
-        if (states[lane] < kLow) {
-            return false;
-        }
-    }
-    const std::uint8_t *const words = body + kStatesNbytes + rest;
-    if (decode_steps(words, body + nbytes, table, states, plane, steps, vectors) != words) {
-        return false;
-    }
-    // Coding began with every state at its lowest, so decoding must end there.
-    for (std::uint32_t state : states) {
-        if (state != kLow) {
-            return false;
-        }
-    }
-    std::memcpy(plane + steps * kLanes, body + kStatesNbytes, rest);
-    return true;
 }
 
 // The table of the last block that had its own, if there was one.
@@ -126,53 +94,6 @@ std::size_t rans_encode(const std::uint8_t *plane, std::size_t count, std::uint8
         at += encode_block(plane + begin, nbytes, kept, out + at, vectors);
     }
     return at;
-}
-
-bool rans_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t *plane, std::size_t count,
-                 bool vectors) {
-    SlotTable table;
-    bool has_table = false;
-    std::size_t at = 0;
-    for (std::size_t begin = 0; begin < count; begin += kRansBlock) {
-        const std::size_t block = count - begin < kRansBlock ? count - begin : kRansBlock;
-        if (nbytes - at < kBlockHeader) {
-            return false;
-        }
-        const std::uint32_t header = get_u32(payload + at);
-        const std::uint32_t mode = header & 0xFF;
-        std::size_t body_nbytes = header >> 8;
-        at += kBlockHeader;
-        if (body_nbytes > nbytes - at) {
-            return false;
-        }
-        const std::uint8_t *body = payload + at;
-        at += body_nbytes;
-        if (mode == kRaw && body_nbytes == block) {
-            std::memcpy(plane + begin, body, block);
-            continue;
-        }
-        if (mode == kConst && body_nbytes == 1) {
-            std::memset(plane + begin, body[0], block);
-            continue;
-        }
-        if (mode == kOwnTable) {
-            Model model;
-            const std::size_t table_nbytes = read_table(body, body_nbytes, model);
-            if (table_nbytes == 0) {
-                return false;
-            }
-            set_slots(model, table);
-            has_table = true;
-            body += table_nbytes;
-            body_nbytes -= table_nbytes;
-        } else if (mode != kSameTable || !has_table) {
-            return false;
-        }
-        if (!decode_body(body, body_nbytes, table, plane + begin, block, vectors)) {
-            return false;
-        }
-    }
-    return at == nbytes;
 }
 
 const char *rans_variant() {

@@ -10,6 +10,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #define CKSTORE_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")))
 
 namespace ckstore {
@@ -235,6 +237,79 @@ CKSTORE_AVX512 inline __m512i pop(Halves &halves, const SlotTable &table, __m512
                            _mm512_and_si512(_mm512_srli_epi16(second, 8), _mm512_set1_epi16(0xF0)));
 }
 
+// States of a stream, in the registers while its steps are decoded.
+struct Lanes {
+    Halves halves[2];
+    const std::uint8_t *end;
+
+    CKSTORE_AVX512 void load(const Stream &stream) {
+        alignas(64) std::uint16_t high[kLanes];
+        alignas(64) std::uint16_t low[kLanes];
+        for (std::size_t lane = 0; lane < kLanes; ++lane) {
+            high[lane] = static_cast<std::uint16_t>(stream.states[lane] >> 16);
+            low[lane] = static_cast<std::uint16_t>(stream.states[lane]);
+        }
+        for (std::size_t p = 0; p < 2; ++p) {
+            halves[p].high = _mm512_load_si512(high + kWords * p);
+            halves[p].low = _mm512_load_si512(low + kWords * p);
+        }
+        end = stream.end;
+    }
+
+    CKSTORE_AVX512 void store(Stream &stream) const {
+        alignas(64) std::uint16_t high[kLanes];
+        alignas(64) std::uint16_t low[kLanes];
+        for (std::size_t p = 0; p < 2; ++p) {
+            _mm512_store_si512(high + kWords * p, halves[p].high);
+            _mm512_store_si512(low + kWords * p, halves[p].low);
+        }
+        for (std::size_t lane = 0; lane < kLanes; ++lane) {
+            stream.states[lane] = static_cast<std::uint32_t>(high[lane]) << 16 | low[lane];
+        }
+        stream.end = end;
+    }
+};
+
+template <std::size_t kCount>
+CKSTORE_AVX512 inline bool decode_streams(Stream *streams, std::size_t steps) {
+    const __m512i mirrored = mirror();
+    Lanes lanes[kCount];
+    for (std::size_t i = 0; i < kCount; ++i) {
+        lanes[i].load(streams[i]);
+    }
+    for (std::size_t step = 0; step < steps; ++step) {
+        __m512i first[kCount];
+        for (std::size_t i = 0; i < kCount; ++i) {
+            first[i] = pop(lanes[i].halves[0], *streams[i].table, mirrored, lanes[i].end);
+        }
+        for (std::size_t i = 0; i < kCount; ++i) {
+            const __m512i second = pop(lanes[i].halves[1], *streams[i].table, mirrored, lanes[i].end);
+            _mm512_storeu_si512(streams[i].plane + step * kLanes, _mm512_or_si512(first[i], _mm512_slli_epi16(second, 8)));
+            // A step takes at most 128 bytes, and so many before the words may be read.
+            if (lanes[i].end < streams[i].words) {
+                return false;
+            }
+        }
+    }
+    for (std::size_t i = 0; i < kCount; ++i) {
+        lanes[i].store(streams[i]);
+        streams[i].plane += steps * kLanes;
+    }
+    return true;
+}
+
+// A mask of the first bytes of a vector, fewer than 64.
+CKSTORE_AVX512 inline __mmask64 first_bytes(std::size_t count) { return ~(~0ull << count); }
+
+// Returns how many others there are in `bytes`, those inside the mask, and writes them and their bits.
+CKSTORE_AVX512 inline std::size_t take_step(__m512i bytes, __mmask64 inside, __m512i commons, std::uint8_t *bitmap,
+                                            std::uint8_t *others) {
+    const std::uint64_t set = _mm512_mask_cmpneq_epi8_mask(inside, bytes, commons);
+    std::memcpy(bitmap, &set, sizeof set);
+    _mm512_storeu_si512(others, _mm512_maskz_compress_epi8(set, bytes));
+    return static_cast<std::size_t>(__builtin_popcountll(set));
+}
+
 }  // namespace
 
 bool has_avx512() {
@@ -274,38 +349,44 @@ CKSTORE_AVX512 std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std:
                                        : encode_with(ManySymbols(model), plane, steps, states, words);
 }
 
-CKSTORE_AVX512 const std::uint8_t *decode_steps_avx512(const std::uint8_t *words, const std::uint8_t *end,
-                                                       const SlotTable &table, std::uint32_t *states,
-                                                       std::uint8_t *plane, std::size_t steps) {
-    Halves halves[2];
-    alignas(64) std::uint16_t high[kLanes];
-    alignas(64) std::uint16_t low[kLanes];
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-        high[lane] = static_cast<std::uint16_t>(states[lane] >> 16);
-        low[lane] = static_cast<std::uint16_t>(states[lane]);
+CKSTORE_AVX512 bool decode_steps_avx512(Stream *streams, std::size_t count, std::size_t steps) {
+    return count == 1 ? decode_streams<1>(streams, steps) : decode_streams<2>(streams, steps);
+}
+
+CKSTORE_AVX512 std::size_t take_others_avx512(const std::uint8_t *plane, std::size_t count, std::uint8_t common,
+                                              std::uint8_t *bitmap, std::uint8_t *others, std::size_t limit) {
+    const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
+    std::size_t taken = 0;
+    std::size_t i = 0;
+    for (; i + 64 <= count && taken <= limit; i += 64) {
+        taken += take_step(_mm512_loadu_si512(plane + i), ~0ull, commons, bitmap + i / 8, others + taken);
     }
-    for (std::size_t p = 0; p < 2; ++p) {
-        halves[p].high = _mm512_load_si512(high + kWords * p);
-        halves[p].low = _mm512_load_si512(low + kWords * p);
+    if (i < count && taken <= limit) {
+        const __mmask64 inside = first_bytes(count - i);
+        const __m512i bytes = _mm512_maskz_loadu_epi8(inside, plane + i);
+        taken += take_step(bytes, inside, commons, bitmap + i / 8, others + taken);
     }
-    const __m512i mirrored = mirror();
-    for (std::size_t step = 0; step < steps; ++step) {
-        const __m512i first = pop(halves[0], table, mirrored, end);
-        const __m512i second = pop(halves[1], table, mirrored, end);
-        _mm512_storeu_si512(plane + step * kLanes, _mm512_or_si512(first, _mm512_slli_epi16(second, 8)));
-        // A step takes at most 128 bytes, and so many before the words may be read.
-        if (end < words) {
-            return nullptr;
-        }
+    return taken;
+}
+
+CKSTORE_AVX512 void put_others_avx512(std::uint8_t *plane, std::size_t count, std::uint8_t common,
+                                      const std::uint8_t *bitmap, std::size_t other_count) {
+    const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
+    // What is left to be put never needs more room than is left: it is read before it is overwritten.
+    const std::uint8_t *next = plane + count - other_count;
+    std::size_t i = 0;
+    for (; i + 64 <= count && next + 64 <= plane + count; i += 64) {
+        std::uint64_t bits;
+        std::memcpy(&bits, bitmap + i / 8, sizeof bits);
+        _mm512_storeu_si512(plane + i, _mm512_mask_expand_epi8(commons, bits, _mm512_loadu_si512(next)));
+        next += __builtin_popcountll(bits);
     }
-    for (std::size_t p = 0; p < 2; ++p) {
-        _mm512_store_si512(high + kWords * p, halves[p].high);
-        _mm512_store_si512(low + kWords * p, halves[p].low);
+    for (; i < count; ++i) {
+        const std::uint32_t is_other = bitmap[i / 8] >> (i % 8) & 1u;
+        const std::uint8_t byte = is_other ? *next : common;
+        plane[i] = byte;
+        next += is_other;
     }
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-        states[lane] = static_cast<std::uint32_t>(high[lane]) << 16 | low[lane];
-    }
-    return end;
 }
 
 }  // namespace ckstore

@@ -8,10 +8,12 @@
 namespace ckstore {
 namespace {
 
-// Blocks from this length on are sampled: one run of 64 bytes in sixteen.
-constexpr std::size_t kSampledFrom = 128 * 1024;
+// Blocks from the one length on are sampled, those from the other one on less; a sample is runs of 64 bytes.
+constexpr std::size_t kSampledFrom = 16 * 1024;
+constexpr std::size_t kSampledLessFrom = 128 * 1024;
+constexpr unsigned kSpacing = 2;
+constexpr unsigned kSpacingLess = 4;
 constexpr std::size_t kRun = 64;
-constexpr std::size_t kSpacing = 16;
 
 void set_starts(Model &model) {
     std::uint32_t at = 0;
@@ -22,26 +24,8 @@ void set_starts(Model &model) {
 }
 
 // Scattered, so that the sample does not follow the columns of a matrix.
-std::size_t run_of_group(std::size_t group) { return (static_cast<std::uint32_t>(group) * 0x9E3779B1u) >> 28; }
-
-void count_sample(const std::uint8_t *bytes, std::size_t count, std::uint32_t *counts) {
-    // Several tables, so that equal neighbours do not wait for each other's increment.
-    std::uint32_t tables[4][kSymbols];
-    std::memset(tables, 0, sizeof tables);
-    const std::size_t groups = count / (kRun * kSpacing);
-    for (std::size_t group = 0; group < groups; ++group) {
-        const std::uint8_t *run = bytes + (group * kSpacing + run_of_group(group)) * kRun;
-        for (std::size_t i = 0; i < kRun; i += 8) {
-            std::uint64_t word;
-            std::memcpy(&word, run + i, sizeof word);
-            for (unsigned j = 0; j < 8; ++j) {
-                ++tables[j % 4][(word >> (8 * j)) & 0xFF];
-            }
-        }
-    }
-    for (std::size_t s = 0; s < kSymbols; ++s) {
-        counts[s] = tables[0][s] + tables[1][s] + tables[2][s] + tables[3][s];
-    }
+std::size_t run_of_group(std::size_t group, unsigned spacing) {
+    return (static_cast<std::uint32_t>(group) * 0x9E3779B1u) >> (32 - spacing);
 }
 
 // log2(kScale / freq) in 1/256 bits, rounded up: integers only, so that every machine decides alike.
@@ -80,12 +64,34 @@ const Costs &costs() {
 
 }  // namespace
 
+std::uint32_t count_sample(const std::uint8_t *bytes, std::size_t count, unsigned spacing, std::uint32_t *counts) {
+    // Several tables, so that equal neighbours do not wait for each other's increment.
+    std::uint32_t tables[4][kSymbols];
+    std::memset(tables, 0, sizeof tables);
+    const std::size_t groups = count / (kRun << spacing);
+    for (std::size_t group = 0; group < groups; ++group) {
+        const std::uint8_t *run = bytes + ((group << spacing) + run_of_group(group, spacing)) * kRun;
+        for (std::size_t i = 0; i < kRun; i += 8) {
+            std::uint64_t word;
+            std::memcpy(&word, run + i, sizeof word);
+            for (unsigned j = 0; j < 8; ++j) {
+                ++tables[j % 4][(word >> (8 * j)) & 0xFF];
+            }
+        }
+    }
+    for (std::size_t s = 0; s < kSymbols; ++s) {
+        counts[s] = tables[0][s] + tables[1][s] + tables[2][s] + tables[3][s];
+    }
+    return static_cast<std::uint32_t>(groups * kRun);
+}
+
 std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, bool vectors) {
     if (count < kSampledFrom) {
         histogram(bytes, count, weights);
         return static_cast<std::uint32_t>(count);
     }
-    count_sample(bytes, count, weights);
+    const unsigned spacing = count < kSampledLessFrom ? kSpacing : kSpacingLess;
+    count_sample(bytes, count, spacing, weights);
     std::uint8_t seen[kSymbols];
     for (std::size_t s = 0; s < kSymbols; ++s) {
         seen[s] = weights[s] != 0 ? 0xFF : 0;
@@ -93,7 +99,7 @@ std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t 
     see_others(bytes, count, seen, vectors);
     std::uint32_t total = 0;
     for (std::size_t s = 0; s < kSymbols; ++s) {
-        weights[s] = weights[s] != 0 ? weights[s] * static_cast<std::uint32_t>(kSpacing) : seen[s] & 1u;
+        weights[s] = weights[s] != 0 ? weights[s] << spacing : seen[s] & 1u;
         total += weights[s];
     }
     return total;
@@ -102,7 +108,7 @@ std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t 
 void set_model(const std::uint32_t *weights, std::uint32_t total, Model &model) {
     std::int32_t rest = static_cast<std::int32_t>(kScale);
     for (std::size_t s = 0; s < kSymbols; ++s) {
-        const std::uint64_t scaled = (static_cast<std::uint64_t>(weights[s]) * kScale + total / 2) / total;
+        const std::uint32_t scaled = (weights[s] * kScale + total / 2) / total;
         model.freq[s] = static_cast<std::uint16_t>(weights[s] != 0 && scaled == 0 ? 1 : scaled);
         rest -= model.freq[s];
     }

@@ -28,8 +28,11 @@ struct SlotTable {
 // What coding a block costs, in 1/256 bits, where a symbol has no code.
 constexpr std::uint64_t kNoCode = ~std::uint64_t{0};
 
-// Weighs the symbols of a block: those of a long one by a sample of a sixteenth, but every symbol that occurs
-// weighs something. Returns their sum.
+// Counts the symbols of runs of 64 bytes, one in 2^spacing, scattered; returns how many were counted.
+std::uint32_t count_sample(const std::uint8_t *bytes, std::size_t count, unsigned spacing, std::uint32_t *counts);
+
+// Weighs the symbols of a block: those of a long one by a sample, but every symbol that occurs weighs something.
+// Returns their sum.
 std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, bool vectors);
 
 // Scales weights to frequencies: at least 1 for a symbol that occurs. Two or more symbols must occur.

@@ -33,16 +33,16 @@ std::uint8_t *encode_portable(const std::uint8_t *plane, std::size_t steps, cons
     return words;
 }
 
-const std::uint8_t *decode_portable(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
-                                    std::uint32_t *states, std::uint8_t *plane, std::size_t steps) {
+bool decode_portable(Stream &stream, std::size_t steps) {
+    const std::uint8_t *end = stream.end;
     for (std::size_t step = 0; step < steps; ++step) {
         for (std::size_t half = 0; half < kHalves; ++half) {
-            std::uint8_t *bytes = plane + step * kLanes + half;
-            std::uint32_t *own = states + half * kHalf;
+            std::uint8_t *bytes = stream.plane + half;
+            std::uint32_t *own = stream.states + half * kHalf;
             for (std::size_t i = 0; i < kHalf; ++i) {
                 const std::uint32_t slot = own[i] & (kScale - 1);
-                const std::uint32_t entry = table.slots[slot];
-                bytes[kHalves * i] = table.symbols[slot];
+                const std::uint32_t entry = stream.table->slots[slot];
+                bytes[kHalves * i] = stream.table->symbols[slot];
                 const std::uint32_t state = (entry >> 16 & 0xFFF) * (own[i] >> kScaleBits) + (entry & 0xFFF);
                 const std::uint32_t needs = state < kLow ? 1u : 0u;
                 const std::uint32_t word = get_u16(end - 2) & (0u - needs);
@@ -51,11 +51,13 @@ const std::uint8_t *decode_portable(const std::uint8_t *words, const std::uint8_
             }
         }
         // A step takes at most 128 bytes, and so many before the words may be read.
-        if (end < words) {
-            return nullptr;
+        if (end < stream.words) {
+            return false;
         }
+        stream.plane += kLanes;
     }
-    return end;
+    stream.end = end;
+    return true;
 }
 
 }  // namespace
@@ -83,15 +85,61 @@ std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const M
     return encode_portable(plane, steps, model, states, words);
 }
 
-const std::uint8_t *decode_steps(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
-                                 std::uint32_t *states, std::uint8_t *plane, std::size_t steps, bool vectors) {
+bool decode_steps(Stream *streams, std::size_t count, std::size_t steps, bool vectors) {
 #ifdef CKSTORE_RANS_AVX512
     if (vectors && has_avx512()) {
-        return decode_steps_avx512(words, end, table, states, plane, steps);
+        return decode_steps_avx512(streams, count, steps);
     }
 #endif
     (void)vectors;
-    return decode_portable(words, end, table, states, plane, steps);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (!decode_portable(streams[i], steps)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
+                        std::uint8_t *others, std::size_t limit, bool vectors) {
+#ifdef CKSTORE_RANS_AVX512
+    if (vectors && has_avx512()) {
+        return take_others_avx512(plane, count, common, bitmap, others, limit);
+    }
+#endif
+    (void)vectors;
+    std::size_t taken = 0;
+    for (std::size_t begin = 0; begin < count && taken <= limit; begin += 8) {
+        const std::size_t bits = count - begin < 8 ? count - begin : 8;
+        std::uint32_t set = 0;
+        for (std::size_t i = 0; i < bits; ++i) {
+            const std::uint8_t byte = plane[begin + i];
+            const std::uint32_t is_other = byte != common ? 1u : 0u;
+            others[taken] = byte;
+            taken += is_other;
+            set |= is_other << i;
+        }
+        bitmap[begin / 8] = static_cast<std::uint8_t>(set);
+    }
+    return taken;
+}
+
+void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
+                std::size_t other_count, bool vectors) {
+#ifdef CKSTORE_RANS_AVX512
+    if (vectors && has_avx512()) {
+        return put_others_avx512(plane, count, common, bitmap, other_count);
+    }
+#endif
+    (void)vectors;
+    const std::uint8_t *next = plane + count - other_count;
+    for (std::size_t i = 0; i < count; ++i) {
+        // What is left to be put never needs more room than is left.
+        const std::uint32_t is_other = bitmap[i / 8] >> (i % 8) & 1u;
+        const std::uint8_t byte = is_other ? *next : common;
+        plane[i] = byte;
+        next += is_other;
+    }
 }
 
 }  // namespace ckstore

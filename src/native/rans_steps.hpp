@@ -46,18 +46,38 @@ void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen
 std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
                            std::uint8_t *words, bool vectors);
 
-// Decodes whole steps with words that lie in [words, end). The 128 bytes before `words` are read too, though
-// never believed. Returns where the words that were not taken end, or null if there were not enough.
-const std::uint8_t *decode_steps(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
-                                 std::uint32_t *states, std::uint8_t *plane, std::size_t steps, bool vectors);
+// A body that is being decoded: words in [words, end), of which those before `end` are not taken yet, and where the
+// bytes of the next step go. The 128 bytes before `words` are read too, though never believed.
+struct Stream {
+    const std::uint8_t *words, *end;
+    const SlotTable *table;
+    std::uint32_t *states;
+    std::uint8_t *plane;
+};
+
+// Decodes whole steps of `count` streams, one or two; returns whether there were words enough. Two at once take
+// little longer than one, as each waits for its tables most of the time.
+bool decode_steps(Stream *streams, std::size_t count, std::size_t steps, bool vectors);
+
+// Writes a bitmap of the bytes that are not `common`, and these bytes; returns how many there are, or more than
+// `limit` if there are. `bitmap` has room for whole words of 8 bytes, `others` for `limit` and a step.
+std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
+                        std::uint8_t *others, std::size_t limit, bool vectors);
+
+// The inverse: the last bytes of the plane are the others, as many as the bitmap has bits set.
+void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
+                std::size_t other_count, bool vectors);
 
 #ifdef CKSTORE_RANS_AVX512
 bool has_avx512();
 void see_others_avx512(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen);
 std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std::size_t steps, const Model &model,
                                   std::uint32_t *states, std::uint8_t *words);
-const std::uint8_t *decode_steps_avx512(const std::uint8_t *words, const std::uint8_t *end, const SlotTable &table,
-                                        std::uint32_t *states, std::uint8_t *plane, std::size_t steps);
+bool decode_steps_avx512(Stream *streams, std::size_t count, std::size_t steps);
+std::size_t take_others_avx512(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
+                               std::uint8_t *others, std::size_t limit);
+void put_others_avx512(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
+                       std::size_t other_count);
 #endif
 
 }  // namespace ckstore

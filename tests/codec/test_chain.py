@@ -51,6 +51,7 @@ CONTENTS: dict[str, tuple[int, bool, Callable[[], np.ndarray]]] = {
     "nan and inf": (4, True, lambda: np.resize(np.array([np.nan, np.inf, -np.inf, -0.0, 1.0], "f4"), COUNT)),
     "token ids": (8, False, lambda: random(9).integers(0, 50_000, COUNT)),
     "positions": (4, False, lambda: np.arange(COUNT, dtype=np.int32)),
+    "mostly zeros": (1, True, lambda: (random(15).random(80_000) < 0.1) * random(16).integers(1, 9, 80_000, np.uint8)),
     "flags": (1, False, lambda: random(10).random(COUNT) < 0.03),
     "text": (1, False, lambda: np.resize(np.frombuffer(b"the quick brown fox; ", np.uint8), COUNT)),
     "zeros": (4, True, lambda: np.zeros(COUNT, np.float32)),
@@ -91,7 +92,6 @@ def test_what_is_encoded_decodes_to_itself_and_is_never_larger(
 ) -> None:
     width, is_float, plain = content(name)
     encoded = chain.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
-    assert chain.check(encoded, plain, scratch)
     payload = joined(encoded)
     assert len(payload) == encoded.nbytes <= plain.nbytes
     assert all(len(config) <= CONFIG_NBYTES_MAX for _, config in encoded.steps)
@@ -160,7 +160,6 @@ def test_chunks_of_any_length_come_back(nbytes: int, scratch: chain.Scratch) -> 
                 )
                 payload = joined(encoded)
                 assert len(payload) <= nbytes
-                assert chain.check(encoded, memoryview(filler), scratch)
                 assert decoded(payload, encoded, nbytes, scratch) == filler
 
 
@@ -180,19 +179,6 @@ def test_random_alphabets_come_back(
     plain = random(seed).integers(0, symbols, count * width, dtype=np.uint8).tobytes()
     encoded = chain.encode(memoryview(plain), width=width, is_float=is_float, compression=compression, scratch=scratch)
     assert decoded(joined(encoded), encoded, len(plain), scratch) == plain
-
-
-def test_check_sees_a_wrong_byte_in_the_source_and_in_the_payload(scratch: chain.Scratch) -> None:
-    for name in ("fp32 weights", "bf16 weights", "text", "positions", "zeros", "noise of 4"):
-        width, is_float, plain = content(name)
-        encoded = chain.encode(plain, width=width, is_float=is_float, compression="fast", scratch=scratch)
-        changed = bytearray(plain)
-        changed[len(changed) // 2] ^= 1
-        assert not chain.check(encoded, memoryview(changed), scratch), name
-        last = bytearray(encoded.parts[-1])
-        last[len(last) // 2] ^= 1
-        harmed = chain.Encoded(encoded.steps, [*encoded.parts[:-1], memoryview(last)], encoded.width)
-        assert not chain.check(harmed, plain, scratch), name
 
 
 def small_payloads(scratch: chain.Scratch) -> list[tuple[str, bytes, chain.Encoded, bytes]]:
@@ -333,7 +319,6 @@ def test_coding_a_chunk_keeps_within_the_bound_of_its_scratch() -> None:
         scratch = chain.Scratch(plain.nbytes)
         for compression in COMPRESSIONS:
             encoded = chain.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
-            chain.check(encoded, plain, scratch)
             payload = memoryview(joined(encoded))
             del encoded.parts[:]
             chain.decode(payload, encoded.steps, width=width, destination=destination, scratch=scratch)

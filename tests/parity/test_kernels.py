@@ -76,7 +76,7 @@ def test_split_is_what_the_definition_says(loops: ModuleType, width: int, rotate
 @both
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_merge_and_compare_invert_the_numpy_split(loops: ModuleType, width: int, rotate: bool) -> None:
+def test_merge_inverts_the_numpy_split(loops: ModuleType, width: int, rotate: bool) -> None:
     for name in ("random", "edges"):
         for count in COUNTS:
             source = pattern(name, count * width)
@@ -85,21 +85,6 @@ def test_merge_and_compare_invert_the_numpy_split(loops: ModuleType, width: int,
             merged = np.full(source.size, 0xAA, np.uint8)
             loops.merge_planes(cut(planes, width), merged, width, rotate)
             assert merged.tobytes() == source.tobytes(), (name, count)
-            assert loops.planes_equal(cut(planes, width), source, width, rotate) is True
-
-
-@both
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_compare_finds_every_single_wrong_byte(loops: ModuleType, width: int, rotate: bool) -> None:
-    for count in (1, 64, 65, 4096 + 70):
-        source = pattern("random", count * width)
-        planes = np.empty(source.size, np.uint8)
-        on_numpy.split_planes(source.data, planes.data, width, rotate)
-        for place in {0, 1, source.size // 2, source.size - 2, source.size - 1} - {-1}:
-            planes[place % source.size] ^= 0x10
-            assert loops.planes_equal(cut(planes, width), source, width, rotate) is False, (count, place)
-            planes[place % source.size] ^= 0x10
 
 
 @both
@@ -183,8 +168,6 @@ def test_wrong_sizes_widths_and_buffers_raise_value_error(loops: ModuleType) -> 
         lambda: loops.merge_planes([halves[0], eight], eight.copy(), 2, False),
         lambda: loops.merge_planes(halves, frozen, 2, False),
         lambda: loops.merge_planes([], nine, 16, False),
-        lambda: loops.planes_equal(halves, nine, 2, False),
-        lambda: loops.planes_equal([halves[0], nine], eight, 2, False),
         lambda: loops.copy_bytes(eight, nine),
         lambda: loops.copy_bytes(eight, frozen),
         lambda: loops.copy_bytes(eight, spread),
@@ -198,7 +181,7 @@ def test_wrong_sizes_widths_and_buffers_raise_value_error(loops: ModuleType) -> 
 
 
 def test_kernels_say_what_was_chosen() -> None:
-    names = set(kernels.__all__) - {"IMPLEMENTATION"}
+    names = {name for name in kernels.__all__ if name.islower()}
     assert set(kernels.IMPLEMENTATION) == names
     for name, chosen in kernels.IMPLEMENTATION.items():
         assert (getattr(kernels, name) is getattr(on_numpy, name)) == (chosen == "numpy")

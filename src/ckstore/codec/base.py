@@ -49,13 +49,13 @@ class Brief:
     """What an encoder is told about a chunk.
 
     Args:
-        entropies: Bits per byte in each byte plane of a sample, rotated if ``rotate``.
+        plane_bits: Bits per byte that coding takes in each byte plane, rotated if ``rotate``, as a sample tells.
     """
 
     width: int
     rotate: bool
     compression: Compression
-    entropies: Sequence[float]
+    plane_bits: Sequence[float]
 
 
 class Codec(Protocol):
@@ -83,14 +83,6 @@ class Codec(Protocol):
         Raises:
             CorruptError: The payload is not what an encoder makes for this many bytes.
             UnsupportedError: The config asks for what this version does not know.
-        """
-        ...
-
-    def matches(self, encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
-        """Decode the parts and return whether they give ``plain``.
-
-        Raises:
-            CorruptError: The parts cannot be decoded.
         """
         ...
 

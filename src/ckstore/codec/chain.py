@@ -13,21 +13,27 @@ from collections.abc import Sequence
 from ckstore import kernels
 from ckstore.codec.base import WIDTHS, Brief, Codec, CodecStep, Encoded
 from ckstore.codec.lz4 import compress as compress_lz4
-from ckstore.codec.planes import ENTROPY_MAX
 from ckstore.codec.registry import CONST, LZ4, PLANES, ZSTD, codec_of
-from ckstore.codec.sample import plane_entropies, take_sample
+from ckstore.codec.sample import coded_bits, take_sample
 from ckstore.codec.scratch import Scratch, scratch_nbytes
 from ckstore.config import Compression
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 
-__all__ = ["STEP_COUNT_MAX", "Encoded", "Scratch", "check", "decode", "encode", "scratch_nbytes"]
+__all__ = [
+    "STEP_COUNT_MAX",
+    "Encoded",
+    "Scratch",
+    "decode",
+    "encode",
+    "encode_planes",
+    "is_worth_coding",
+    "scratch_nbytes",
+]
 
 STEP_COUNT_MAX = 1
 
 # Coding that saves less than one part in so many is not worth the time of the reader.
 _SAVING_PART = 64
-# The plane coder costs about this much more than the entropy, in bits per byte.
-_CODER_LOSS = 0.02
 
 
 def encode(plain: memoryview, *, width: int, is_float: bool, compression: Compression, scratch: Scratch) -> Encoded:
@@ -52,13 +58,35 @@ def encode(plain: memoryview, *, width: int, is_float: bool, compression: Compre
     if compression == "none" or not plain.nbytes or plain.nbytes % width:
         return raw
     rotate = is_float and width > 1
-    sample = take_sample(plain, width, scratch)
-    brief = Brief(width, rotate, compression, plane_entropies(sample, width, rotate, scratch))
-    for codec in _candidates(sample, brief, is_float, scratch):
+    brief = Brief(width, rotate, compression, kernels.plane_bits(plain, width, rotate))
+    for codec in _candidates(plain, brief, is_float, scratch):
         encoded = codec.encode(plain, brief, scratch)
-        if encoded is not None and encoded.nbytes < plain.nbytes - plain.nbytes // _SAVING_PART:
+        if encoded is not None and _pays(encoded, plain.nbytes):
             return encoded
     return raw
+
+
+def is_worth_coding(plane_bits: Sequence[float]) -> bool:
+    """Return whether coding planes of so many bits per byte, as a sample tells, can pay."""
+    return coded_bits(plane_bits) < 8 * len(plane_bits) * (1 - 1 / _SAVING_PART)
+
+
+def encode_planes(
+    split: memoryview, plane_bits: Sequence[float], *, width: int, compression: Compression, scratch: Scratch
+) -> Encoded | None:
+    """Code words that are in byte planes already, ``scratch.planes`` perhaps; None where it does not pay.
+
+    The parts may alias the planes and the scratch, as those of ``encode`` do.
+
+    Args:
+        split: The planes, one after another.
+        plane_bits: The bits per byte that coding will take in each, as a sample tells.
+        width: How many planes there are.
+        compression: How much time may be spent.
+        scratch: Memory of this thread.
+    """
+    encoded = PLANES.encode_planes(split, Brief(width, False, compression, plane_bits), scratch)
+    return encoded if _pays(encoded, split.nbytes) else None
 
 
 def decode(
@@ -85,36 +113,24 @@ def decode(
     codec_of(codec_id).decode(payload, config, width=width, destination=destination, scratch=scratch)
 
 
-def check(encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
-    """Run the decoder over the parts and return whether it gives ``plain`` again."""
-    plain = _flat(plain)
-    if not encoded.steps:
-        return encoded.nbytes == plain.nbytes and all(kernels.equal_bytes(part, plain) for part in encoded.parts)
-    ((codec_id, _),) = encoded.steps
-    try:
-        return codec_of(codec_id).matches(encoded, plain, scratch)
-    except MalformedError:
-        return False
+def _pays(encoded: Encoded, plain_nbytes: int) -> bool:
+    return encoded.nbytes < plain_nbytes - plain_nbytes // _SAVING_PART
 
 
 def _flat(buffer: memoryview) -> memoryview:
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
 
 
-def _candidates(sample: memoryview, brief: Brief, is_float: bool, scratch: Scratch) -> list[Codec]:
+def _candidates(plain: memoryview, brief: Brief, is_float: bool, scratch: Scratch) -> list[Codec]:
     """Return the codecs that may pay, the best first."""
     # The sample decides; a chunk that only looks constant in it costs one more comparison.
-    constant: list[Codec] = [CONST] if max(brief.entropies) < 1e-3 or sample.nbytes <= brief.width else []
-    costs: list[tuple[float, Codec]] = [(_planes_cost(brief), PLANES)]
+    constant: list[Codec] = [] if any(brief.plane_bits) else [CONST]
+    costs: list[tuple[float, Codec]] = [(coded_bits(brief.plane_bits) / (8 * brief.width), PLANES)]
     if brief.compression == "best":
+        sample = take_sample(plain, brief.width, scratch)
         costs.append((len(scratch.zstd.compress(sample, "generic")) / sample.nbytes, ZSTD))
     elif not is_float:
+        sample = take_sample(plain, brief.width, scratch)
         costs.append((len(compress_lz4(sample)) / sample.nbytes, LZ4))
     costs.sort(key=lambda pair: pair[0])
     return constant + [codec for cost, codec in costs if cost < 1 - 1 / _SAVING_PART]
-
-
-def _planes_cost(brief: Brief) -> float:
-    """Return the estimated share of the plain bytes that coded planes take."""
-    bits = [8.0 if entropy > ENTROPY_MAX else entropy + _CODER_LOSS for entropy in brief.entropies]
-    return sum(bits) / (8 * brief.width)

@@ -27,10 +27,6 @@ class Lz4Codec:
         require_no_config(config, self.name)
         kernels.copy_bytes(_decompress(payload, destination.nbytes), destination)
 
-    def matches(self, encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
-        """Decode the block and compare it with ``plain``."""
-        return kernels.equal_bytes(_decompress(encoded.parts[0], plain.nbytes), plain)
-
 
 def compress(plain: memoryview) -> bytes:
     """Return one block; the GIL is released."""

@@ -13,18 +13,23 @@ import numpy as np
 
 from ckstore import kernels
 from ckstore.codec.base import Brief, Encoded, require_elements
-from ckstore.codec.scratch import SAMPLE_NBYTES, Scratch
+from ckstore.codec.sample import NOISE_BITS
+from ckstore.codec.scratch import Scratch
 from ckstore.codec.zstd import Setting
 from ckstore.errors import MalformedError, UnsupportedError
+from ckstore.kernels import SAMPLE_NBYTES
 
-RAW, CONST, ZSTD, RANS = 0, 1, 2, 3
+RAW, CONST, ZSTD, RANS, SPARSE = 0, 1, 2, 3, 4
 _ROW = struct.Struct("<BI")
 
-ENTROPY_MAX = 7.8
-"""Bits per byte above which a plane is taken for noise: no coder would code it either."""
+PLAIN_WORDS = b"\x00"
+"""Config of planes whose words were not rotated."""
 
 # Below this length the 64 states of the plane coder weigh more than what it saves over a Huffman code.
 _RANS_NBYTES_MIN = 1 << 14
+# Of a plane most of whose bytes are the same, a bitmap and the others are coded several times as fast as the plane; one
+# that has three such bytes in four takes fewer bits a byte than this.
+_SPARSE_BITS = 3.0
 # Matches must pay visibly: zstd takes several times as long.
 _MATCHES_SHARE = 0.97
 
@@ -37,19 +42,23 @@ class PlanesCodec:
 
     def encode(self, plain: memoryview, brief: Brief, scratch: Scratch) -> Encoded | None:
         """Split the elements and code each plane whose sample is no noise."""
-        if min(brief.entropies) > ENTROPY_MAX:
+        if min(brief.plane_bits) > NOISE_BITS:
             return None
-        width, count = brief.width, plain.nbytes // brief.width
         split = scratch.planes(plain.nbytes)
-        kernels.split_planes(plain, split, width, brief.rotate)
-        planes = _cut(split, [count] * width)
+        kernels.split_planes(plain, split, brief.width, brief.rotate)
+        return self.encode_planes(split, brief, scratch)
+
+    def encode_planes(self, split: memoryview, brief: Brief, scratch: Scratch) -> Encoded:
+        """Code each plane of ``split``, which are one after another, whose sample is no noise."""
+        width = brief.width
+        planes = _cut(split, [split.nbytes // width] * width)
         # Each coded plane is shorter than the plane, so the last one finds room enough.
-        room = scratch.coded(kernels.plane_bound(plain.nbytes))
+        room = scratch.coded(kernels.plane_bound(split.nbytes))
         rows = []
-        for plane, bits in zip(planes, brief.entropies, strict=True):
+        for plane, bits in zip(planes, brief.plane_bits, strict=True):
             mode, stored = _encode_plane(plane, bits, brief, room, scratch)
             rows.append((mode, stored))
-            if mode == RANS:
+            if mode in (RANS, SPARSE):
                 room = room[stored.nbytes :]
         table = b"".join(_ROW.pack(mode, stored.nbytes) for mode, stored in rows)
         config = bytes([brief.rotate])
@@ -60,34 +69,34 @@ class PlanesCodec:
     ) -> None:
         """Decode the planes and merge them into ``destination``."""
         rotate = _is_rotated(config)
-        count = require_elements(destination.nbytes, width)
+        planes = self.decode_planes(payload, width=width, nbytes=destination.nbytes, scratch=scratch)
+        kernels.merge_planes(planes, destination, width, rotate)
+
+    def decode_planes(self, payload: memoryview, *, width: int, nbytes: int, scratch: Scratch) -> list[memoryview]:
+        """Return the planes of ``nbytes`` bytes of elements; they lie in the payload and the scratch.
+
+        Raises:
+            CorruptError: The payload does not hold them.
+        """
+        count = require_elements(nbytes, width)
         modes, sizes = _read_table(payload[: width * _ROW.size], width)
         if payload.nbytes != width * _ROW.size + sum(sizes):
             raise MalformedError("planes are not as long as their table says")
-        stored = _cut(payload[width * _ROW.size :], sizes)
-        kernels.merge_planes(_decode_planes(modes, stored, count, scratch), destination, width, rotate)
-
-    def matches(self, encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
-        """Decode the planes and compare them with ``plain``, without writing the elements."""
-        width = encoded.width
-        ((_, config),) = encoded.steps
-        table, *stored = encoded.parts
-        modes, sizes = _read_table(table, width)
-        if sizes != [part.nbytes for part in stored]:
-            raise MalformedError("planes are not as long as their table says")
-        planes = _decode_planes(modes, stored, require_elements(plain.nbytes, width), scratch)
-        return kernels.planes_equal(planes, plain, width, _is_rotated(config))
+        return _decode_planes(modes, _cut(payload[width * _ROW.size :], sizes), count, scratch)
 
 
 def _encode_plane(
     plane: memoryview, bits: float, brief: Brief, room: memoryview, scratch: Scratch
 ) -> tuple[int, memoryview]:
-    if bits > ENTROPY_MAX:
+    if bits > NOISE_BITS:
         return RAW, plane
     if kernels.is_constant(plane):
         return CONST, plane[:1]
     setting = _zstd_setting(plane, brief, room, scratch)
     if setting is None:
+        nbytes = kernels.encode_sparse(plane, room) if bits < _SPARSE_BITS else 0
+        if nbytes:
+            return SPARSE, room[:nbytes]
         mode, coded = RANS, room[: kernels.encode_plane(plane, room)]
     else:
         mode, coded = ZSTD, memoryview(scratch.zstd.compress(plane, setting))
@@ -110,13 +119,17 @@ def _zstd_setting(plane: memoryview, brief: Brief, room: memoryview, scratch: Sc
 def _decode_planes(
     modes: Sequence[int], stored: Sequence[memoryview], count: int, scratch: Scratch
 ) -> list[memoryview]:
-    room = scratch.decoded(count * len(modes)) if CONST in modes or RANS in modes else memoryview(b"")
+    room = scratch.decoded(count * len(modes)) if {CONST, RANS, SPARSE} & {*modes} else memoryview(b"")
     planes = []
     for index, (mode, part) in enumerate(zip(modes, stored, strict=True)):
         plane = room[index * count : (index + 1) * count]
         if mode == RANS:
             if not kernels.decode_plane(part, plane):
                 raise MalformedError(f"coded plane {index} does not hold {count} bytes")
+            planes.append(plane)
+        elif mode == SPARSE:
+            if not kernels.decode_sparse(part, plane, scratch.bitmap(count)):
+                raise MalformedError(f"sparse plane {index} does not hold {count} bytes")
             planes.append(plane)
         elif mode == ZSTD:
             planes.append(memoryview(scratch.zstd.decompress(part, count)))

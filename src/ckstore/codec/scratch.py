@@ -11,19 +11,18 @@ import numpy as np
 from ckstore import kernels
 from ckstore.codec.zstd import CONTEXTS_NBYTES, ZstdContexts
 from ckstore.config import MIB
-
-SAMPLE_NBYTES = 1 << 16
-WIDTH_MAX = 8
+from ckstore.kernels import SAMPLE_NBYTES
 
 
 def scratch_nbytes(chunk_nbytes_max: int) -> int:
     """Return the most memory that one scratch and the coding of one chunk take."""
     # Two buffers for planes, one for what the plane coder makes, and one result of zstd, which asks for slightly
-    # more than it fills; two samples, and the temporary blocks of the numpy kernels.
+    # more than it fills; the bits of a sparse plane, a sample, and the temporary blocks of the numpy kernels.
     return (
         3 * chunk_nbytes_max
         + kernels.plane_bound(chunk_nbytes_max)
         + chunk_nbytes_max // 64
+        + chunk_nbytes_max // 8
         + 8 * SAMPLE_NBYTES
         + CONTEXTS_NBYTES
     )
@@ -36,7 +35,6 @@ class Scratch:
         self.chunk_nbytes_max = chunk_nbytes_max
         self._buffers: dict[str, memoryview] = {}
         self.zstd = ZstdContexts(window_nbytes_max=chunk_nbytes_max)
-        self.counts = np.zeros((WIDTH_MAX, 256), np.uint32)
 
     def planes(self, nbytes: int) -> memoryview:
         """Return the buffer for the byte planes of a chunk that is being encoded."""
@@ -54,9 +52,9 @@ class Scratch:
         """Return the buffer for the sample of a chunk."""
         return self._buffer("sample", nbytes, SAMPLE_NBYTES)
 
-    def sample_planes(self, nbytes: int) -> memoryview:
-        """Return the buffer for the byte planes of a sample."""
-        return self._buffer("sample_planes", nbytes, SAMPLE_NBYTES)
+    def bitmap(self, nbytes: int) -> memoryview:
+        """Return the buffer for the bits of a sparse plane of so many bytes that is being decoded."""
+        return self._buffer("bitmap", -(-nbytes // 8), -(-self.chunk_nbytes_max // 8))
 
     def _buffer(self, name: str, nbytes: int, nbytes_max: int) -> memoryview:
         assert nbytes <= nbytes_max, f"{nbytes} bytes asked of a scratch for {nbytes_max}"

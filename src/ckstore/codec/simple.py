@@ -33,11 +33,6 @@ class ConstCodec:
         word = np.dtype(f"u{width}")
         np.frombuffer(destination, word, count).fill(np.frombuffer(payload, word)[0])
 
-    def matches(self, encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
-        """Return whether ``plain`` is that element over and over."""
-        (element,) = encoded.parts
-        return kernels.equal_bytes(element, plain[: encoded.width]) and _repeats(plain, encoded.width)
-
 
 def _repeats(plain: memoryview, width: int) -> bool:
     # All elements are the same exactly when each equals its neighbour.

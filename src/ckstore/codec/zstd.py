@@ -100,7 +100,3 @@ class ZstdCodec:
         """Write the frame's content into ``destination``."""
         require_no_config(config, self.name)
         kernels.copy_bytes(scratch.zstd.decompress(payload, destination.nbytes), destination)
-
-    def matches(self, encoded: Encoded, plain: memoryview, scratch: Scratch) -> bool:
-        """Decode the frame and compare it with ``plain``."""
-        return kernels.equal_bytes(scratch.zstd.decompress(encoded.parts[0], plain.nbytes), plain)

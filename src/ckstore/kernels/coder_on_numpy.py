@@ -28,9 +28,11 @@ _BITMAP_NBYTES = 32
 _TABLE_NBYTES_MAX = _BITMAP_NBYTES + 2 * 256
 _WORDS_SLACK = 64
 
-_SAMPLED_FROM = 128 * 1024
+_SAMPLED_FROM = 16 * 1024
+_SAMPLED_LESS_FROM = 128 * 1024
+_SPACING = 2
+_SPACING_LESS = 4
 _RUN_NBYTES = 64
-_SPACING = 16
 
 # Lane l is byte 2 l of a step, lane 32 + l is byte 2 l + 1.
 _BYTE_OF_LANE = np.concatenate([np.arange(0, _LANES, 2), np.arange(1, _LANES, 2)])
@@ -101,10 +103,10 @@ def _encode_block(block: Bytes, kept: Model | None) -> tuple[int, Bytes, Model |
     total = int(weights.sum())
     if weights[block[0]] == total:
         return CONST, block[:1], kept
-    own = _model_of(weights, total)
+    own = model_of(weights, total)
     table = _table_of(own)
-    own_bits = _bits_with(own, weights) + (table.size << 11)
-    same_bits = None if kept is None or (kept.freq[weights != 0] == 0).any() else _bits_with(kept, weights)
+    own_bits = bits_with(own, weights) + (table.size << 11)
+    same_bits = None if kept is None or (kept.freq[weights != 0] == 0).any() else bits_with(kept, weights)
     is_same = same_bits is not None and same_bits <= own_bits
     expected = (same_bits if is_same and same_bits is not None else own_bits) >> 11
     # Not worth a decoder's time: less than one part in fifty.
@@ -121,19 +123,26 @@ def _encode_block(block: Bytes, kept: Model | None) -> tuple[int, Bytes, Model |
     return (SAME_TABLE, body, kept) if is_same else (OWN_TABLE, body, own)
 
 
+def count_sample(plane: Bytes, spacing: int) -> Ints:
+    """Count the symbols of runs of 64 bytes, one in ``2 ** spacing``, scattered."""
+    groups = np.arange(plane.size // (_RUN_NBYTES << spacing), dtype=np.uint32)
+    runs = (groups << spacing) + ((groups * np.uint32(0x9E3779B1)) >> (32 - spacing))
+    rows = plane[: plane.size // _RUN_NBYTES * _RUN_NBYTES].reshape(-1, _RUN_NBYTES)
+    return np.bincount(rows[runs].reshape(-1), minlength=256)
+
+
 def _weigh(block: Bytes) -> Ints:
     """Weigh the symbols: those of a long block by a sample, but every symbol that occurs weighs something."""
     counts = np.bincount(block, minlength=256)
     if block.size < _SAMPLED_FROM:
         return counts
-    groups = np.arange(block.size // (_RUN_NBYTES * _SPACING), dtype=np.uint32)
-    runs = groups * _SPACING + ((groups * np.uint32(0x9E3779B1)) >> 28)
-    rows = block[: block.size // _RUN_NBYTES * _RUN_NBYTES].reshape(-1, _RUN_NBYTES)
-    sampled = np.bincount(rows[runs].reshape(-1), minlength=256)
-    return np.where(sampled != 0, sampled * _SPACING, counts != 0)
+    spacing = _SPACING if block.size < _SAMPLED_LESS_FROM else _SPACING_LESS
+    sampled = count_sample(block, spacing)
+    return np.where(sampled != 0, sampled << spacing, counts != 0)
 
 
-def _model_of(weights: Ints, total: int) -> Model:
+def model_of(weights: Ints, total: int) -> Model:
+    """Scale weights to frequencies; two or more symbols occur."""
     freq = (weights * _SCALE + total // 2) // total
     freq[(weights != 0) & (freq == 0)] = 1
     rest = _SCALE - int(freq.sum())
@@ -163,7 +172,8 @@ def _costs() -> Ints:
     return np.array(costs, np.int64)
 
 
-def _bits_with(model: Model, weights: Ints) -> int:
+def bits_with(model: Model, weights: Ints) -> int:
+    """Return what coding symbols of these weights takes, in 1/256 bits."""
     return int((weights * _costs()[model.freq]).sum())
 
 

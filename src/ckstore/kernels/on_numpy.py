@@ -2,7 +2,7 @@
 
 Invariants:
 - Arguments are contiguous buffers (anything with the buffer protocol); what is written goes into the
-  caller's buffer; source and destination do not overlap.
+  caller's buffer; source and destination do not overlap, but for the base of ``merge_delta``.
 - Elements are ``width`` bytes, little-endian, 1, 2, 4 or 8. Plane j holds byte j of every element; the
   top plane is the last. With ``rotate`` the word is first rotated left by one bit: then the exponent of
   fp32 and bf16 fills the top plane and the sign is the lowest bit.
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore.kernels import coder_on_numpy
+from ckstore.kernels import coder_on_numpy, delta_on_numpy, sample_on_numpy, sparse_on_numpy
+from ckstore.kernels.staging_on_numpy import copy_units as copy_units
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,15 +52,79 @@ def merge_planes(planes: Sequence[Buffer], destination: Buffer, width: int, rota
         plain[start * width : stop * width] = _merged(sources, start, stop, rotate)
 
 
-def planes_equal(planes: Sequence[Buffer], source: Buffer, width: int, rotate: bool) -> bool:
-    """Return whether merging ``planes`` gives the bytes of ``source``; nothing is written."""
-    plain = _readable(source)
+def split_delta(source: Buffer, base: Buffer, planes_out: Buffer, width: int, ordered: bool) -> None:
+    """Write the byte planes of the zigzagged differences of ``source`` and ``base``; floats are ``ordered``."""
+    plain, reference, planes = _readable(source), _readable(base), _writable(planes_out)
     count = _checked_count(plain.size, width)
+    _require_equal(reference.size, plain.size)
+    _require_equal(planes.size, plain.size)
+    target = planes.reshape(width, count)
+    for start, stop in _blocks(count, width):
+        words, other = (side[start * width : stop * width].view(WORDS[width]) for side in (plain, reference))
+        residuals = delta_on_numpy.residual(words, other, ordered)
+        target[:, start:stop] = residuals.view(np.uint8).reshape(-1, width).T
+
+
+def merge_delta(planes: Sequence[Buffer], base: Buffer, destination: Buffer, width: int, ordered: bool) -> None:
+    """Write what ``split_delta`` made the planes from; the base may be the very bytes of ``destination``."""
+    reference, plain = _readable(base), _writable(destination)
+    count = _checked_count(plain.size, width)
+    _require_equal(reference.size, plain.size)
     sources = _checked_planes(planes, count, width)
+    for start, stop in _blocks(count, width):
+        residuals = _merged(sources, start, stop, False).view(WORDS[width])
+        other = reference[start * width : stop * width].view(WORDS[width])
+        plain[start * width : stop * width] = delta_on_numpy.restored(residuals, other, ordered).view(np.uint8)
+
+
+def round_floats(source: Buffer, destination: Buffer, kind: int) -> None:
+    """Write fp32 elements as the nearest of half the width: bf16 (kind 1) or fp16 (kind 2), ties to even."""
+    plain, target = _readable(source), _writable(destination)
+    count = _checked_roundings(plain.size, target.size, kind)
+    for start, stop in _blocks(count, 4):
+        words = plain[4 * start : 4 * stop].view(WORDS[4])
+        target[2 * start : 2 * stop] = delta_on_numpy.rounded(words, kind).view(np.uint8)
+
+
+def is_rounding(source: Buffer, rounded: Buffer, kind: int) -> bool:
+    """Return whether ``rounded`` holds what ``round_floats`` makes of ``source``; soon, where it does not."""
+    plain, target = _readable(source), _readable(rounded)
+    count = _checked_roundings(plain.size, target.size, kind)
     return all(
-        np.array_equal(_merged(sources, start, stop, rotate), plain[start * width : stop * width])
-        for start, stop in _blocks(count, width)
+        np.array_equal(
+            delta_on_numpy.rounded(plain[4 * start : 4 * stop].view(WORDS[4]), kind).view(np.uint8),
+            target[2 * start : 2 * stop],
+        )
+        for start, stop in _blocks(count, 4)
     )
+
+
+def plane_bits(source: Buffer, width: int, rotate: bool) -> list[float]:
+    """Return the bits that coding takes for each byte of each plane, as a sample tells; 8 for noise."""
+    plain = _readable(source)
+    count = _checked_sample(plain.size, width)
+
+    def split(start: int, length: int) -> Bytes:
+        planes = np.empty((width, length), np.uint8)
+        split_planes(plain[start * width : (start + length) * width].data, planes.data, width, rotate)
+        return planes
+
+    return sample_on_numpy.bits_of_planes(count, width, split)
+
+
+def delta_bits(source: Buffer, base: Buffer, width: int, ordered: bool) -> list[float]:
+    """Return what ``plane_bits`` does, of the planes that ``split_delta`` makes."""
+    plain, reference = _readable(source), _readable(base)
+    count = _checked_sample(plain.size, width)
+    _require_equal(reference.size, plain.size)
+
+    def split(start: int, length: int) -> Bytes:
+        planes = np.empty((width, length), np.uint8)
+        begin, end = start * width, (start + length) * width
+        split_delta(plain[begin:end].data, reference[begin:end].data, planes.data, width, ordered)
+        return planes
+
+    return sample_on_numpy.bits_of_planes(count, width, split)
 
 
 def copy_bytes(source: Buffer, destination: Buffer) -> None:
@@ -114,6 +179,22 @@ def decode_plane(payload: Buffer, plane: Buffer) -> bool:
     return coder_on_numpy.decode(_readable(payload), _writable(plane))
 
 
+def encode_sparse(plane: Buffer, out: Buffer) -> int:
+    """Code a plane most of whose bytes are the same, as ``encode_plane`` does; return 0 where they are not."""
+    symbols, target = _readable(plane), _writable(out)
+    if target.size < plane_bound(symbols.size):
+        raise ValueError("room has less than the length that plane_bound asks for")
+    return sparse_on_numpy.encode(symbols, target)
+
+
+def decode_sparse(payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
+    """Decode what ``encode_sparse`` made, as ``decode_plane`` does; ``bitmap`` is memory of an eighth of the plane."""
+    symbols, room = _writable(plane), _writable(bitmap)
+    if room.size < -(-symbols.size // 8):
+        raise ValueError("bitmap has less than an eighth of the length of the plane")
+    return sparse_on_numpy.decode(_readable(payload), symbols)
+
+
 def _merged(planes: list[Bytes], start: int, stop: int, rotate: bool) -> Bytes:
     width = len(planes)
     merged = np.empty((stop - start, width), np.uint8)
@@ -137,6 +218,21 @@ def _checked_count(nbytes: int, width: int) -> int:
     if nbytes % width:
         raise ValueError("length is no multiple of the width")
     return nbytes // width
+
+
+def _checked_sample(nbytes: int, width: int) -> int:
+    count = _checked_count(nbytes, width)
+    if count == 0:
+        raise ValueError("a sample has no length of zero")
+    return count
+
+
+def _checked_roundings(nbytes: int, rounded_nbytes: int, kind: int) -> int:
+    if kind not in (delta_on_numpy.BF16, delta_on_numpy.FP16):
+        raise ValueError("kind must be 1 or 2, for a width of 2 bytes")
+    count = _checked_count(nbytes, 4)
+    _require_equal(2 * rounded_nbytes, nbytes)
+    return count
 
 
 def _checked_planes(planes: Sequence[Buffer], count: int, width: int) -> list[Bytes]:

@@ -36,6 +36,7 @@ def contents() -> dict[str, tuple[int, bool, Compression, np.ndarray]]:
         "many symbols": (4, True, "fast", many << 23),
         "a few weights": (4, True, "fast", words[:3000]),
         "lonely bytes": (1, True, "fast", np.where(noise % 5000 == 0, noise >> 25, 0).astype(np.uint8)),
+        "mostly zeros": (1, True, "fast", np.where(noise % 9 == 0, skewed, 0).astype(np.uint8)),
         "counting": (8, False, "fast", np.arange(20_000, dtype=np.uint64)),
         "text": (1, False, "best", np.resize(np.frombuffer(b"the quick brown fox; ", np.uint8), 5000)),
         "zeros": (4, True, "fast", np.zeros(1000, np.uint32)),

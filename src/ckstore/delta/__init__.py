@@ -1,0 +1,1 @@
+"""Chunks from other chunks: what is left when a base is subtracted, and what rounding a base gives."""

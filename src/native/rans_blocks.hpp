@@ -1,0 +1,70 @@
+// Blocks of the plane coder, as docs/FORMAT.md, section 9, has them, and how their coded bodies are decoded in pairs.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "rans.hpp"
+#include "rans_model.hpp"
+#include "rans_steps.hpp"
+
+namespace ckstore {
+
+enum Mode : std::uint8_t { kRaw = 0, kConst = 1, kOwnTable = 2, kSameTable = 3 };
+
+constexpr std::size_t kBlockHeader = 4;  // mode (u8), length of the body (u24)
+
+// A piece of a payload.
+struct Piece {
+    const std::uint8_t *at;
+    std::size_t nbytes;
+
+    void skip(std::size_t count) {
+        at += count;
+        nbytes -= count;
+    }
+};
+
+// The last table of a plane, and the one before it, which a body that waits for its turn may still need.
+class TableReader {
+public:
+    // Returns the table that a block is coded with, or null if there is none; takes the block's own from the body.
+    const SlotTable *table_of(Mode mode, Piece &body);
+
+private:
+    SlotTable tables_[2];
+    std::size_t newest_ = 0;
+    bool is_there_ = false;
+};
+
+// A coded body: what of it is to be decoded, and where to.
+struct Body {
+    Stream stream;
+    std::uint32_t states[kLanes];
+    std::size_t steps;
+    const std::uint8_t *rest;
+    std::size_t rest_nbytes;
+};
+
+// Coded bodies are decoded two at a time, of whichever planes they are.
+class Bodies {
+public:
+    explicit Bodies(bool vectors) : vectors_(vectors) {}
+
+    // Opens a body, and decodes it if another one waits; returns false if it cannot be decoded.
+    bool add(Piece coded, const SlotTable *table, std::uint8_t *plane, std::size_t count);
+
+    // Decodes what still waits.
+    bool finish();
+
+private:
+    Body waiting_[2];
+    std::size_t count_ = 0;
+    bool vectors_;
+};
+
+// Decodes the blocks of a plane, all of `payload`; some bodies may be left waiting, together with the tables.
+bool decode_blocks(Piece payload, std::uint8_t *plane, std::size_t count, TableReader &tables, Bodies &bodies);
+
+}  // namespace ckstore
