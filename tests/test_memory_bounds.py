@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,28 +11,19 @@ import ckstore
 from ckstore import fetch, restore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, MIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
+from ckstore.decoder import decoder_nbytes
 from ckstore.io.buffers import BufferPool
-from ckstore.pipeline import worker_nbytes
-from ckstore.store import verify
+from ckstore.store import pack_audit
 from ckstore.store.parts import create_store
 
 CHUNK_NBYTES = 64 * KIB
 
 
-def fitted(threads, memory_nbytes_max, chunk_nbytes_max=4 * MIB):
-    worker, buffer = worker_nbytes(chunk_nbytes_max), fetch.read_buffer_nbytes(Limits(chunk_nbytes_max))
-    return (
-        worker,
-        buffer,
-        *fit_memory(
-            threads,
-            worker,
-            buffer,
-            buffers_wanted=READ_BUFFERS,
-            buffers_min=READ_BUFFERS_MIN,
-            memory_nbytes_max=memory_nbytes_max,
-        ),
-    )
+def fitted(threads, memory_nbytes_max):
+    """Return what one thread takes and one buffer, and how many of both a policy gets."""
+    limits = Limits(4 * MIB)
+    policy = replace(Policy(threads=threads), memory_nbytes_max=memory_nbytes_max)
+    return fetch.reader_nbytes(limits), fetch.read_buffer_nbytes(limits), *fetch.fit_reading(policy, limits)
 
 
 @pytest.mark.parametrize("memory", [64 * MIB, 100 * MIB, Policy().memory_nbytes_max, 1024 * MIB, 8192 * MIB])
@@ -39,18 +32,30 @@ def test_threads_and_buffers_fit_into_the_memory(memory):
     for wanted in range(1, 65):
         worker, buffer, threads, buffers = fitted(wanted, memory)
         assert 1 <= threads <= wanted
-        assert READ_BUFFERS_MIN <= buffers <= READ_BUFFERS
+        assert threads + READ_BUFFERS_MIN <= buffers <= max(READ_BUFFERS, threads + READ_BUFFERS_MIN)
         assert threads * worker + buffers * buffer <= memory
-        # Neither a thread nor a buffer more would fit, unless there are as many as are wanted.
-        assert threads == wanted or (threads + 1) * worker + READ_BUFFERS_MIN * buffer > memory
-        assert buffers == READ_BUFFERS or threads * worker + (buffers + 1) * buffer > memory
+        # Neither a thread, with a buffer of its own, nor a buffer more would fit, unless there are enough.
+        assert threads == wanted or (threads + 1) * (worker + buffer) + READ_BUFFERS_MIN * buffer > memory
+        assert buffers >= READ_BUFFERS or threads * worker + (buffers + 1) * buffer > memory
         assert threads >= last
         last = threads
 
 
-def test_one_thread_and_the_fewest_buffers_are_left_of_too_little_memory():
+def test_eight_cores_are_nearly_all_used_within_the_memory_of_the_default_policy():
+    _, _, threads, buffers = fitted(8, Policy().memory_nbytes_max)
+    assert threads >= 7
+    assert buffers >= threads + READ_BUFFERS_MIN
+
+
+def test_one_thread_and_the_fewest_buffers_are_left_of_little_memory():
     for wanted in range(1, 65):
-        assert fitted(wanted, 1)[2:] == (1, READ_BUFFERS_MIN)
+        assert fitted(wanted, 56 * MIB)[2:] == (1, 8)
+
+
+@pytest.mark.parametrize("wanted", [1, 8, 64])
+def test_one_worker_and_the_fewest_buffers_are_left_of_too_little_memory(wanted):
+    fitting = {"buffers_wanted": READ_BUFFERS, "buffers_min": READ_BUFFERS_MIN, "memory_nbytes_max": 1}
+    assert fit_memory(wanted, 20 * MIB, 4 * MIB, **fitting) == (1, READ_BUFFERS_MIN)
 
 
 @pytest.fixture
@@ -73,7 +78,7 @@ def used(monkeypatch):
             super().__init__(block_nbytes, count)
             pools.append(self.nbytes)
 
-    for module in (fetch, verify):
+    for module in (fetch, pack_audit):
         monkeypatch.setattr(module, "BufferPool", Pool)
         thread_class = module.threading.Thread
 
@@ -86,22 +91,22 @@ def used(monkeypatch):
     return pools, names
 
 
-def check_bound(used, prefix):
+def check_bound(used, prefix, thread_nbytes):
     pools, names = used
     threads = sum(name.startswith(prefix) for name in names)
     assert 1 < threads < 64
     assert len(pools) == 1
-    assert pools[0] + threads * worker_nbytes(CHUNK_NBYTES) <= 56 * MIB
+    assert pools[0] + threads * thread_nbytes <= 56 * MIB
 
 
 def test_restore_keeps_within_the_memory_of_its_policy(opened, used):
     assert opened.restore(1)["w"].nbytes == 80 * CHUNK_NBYTES
-    check_bound(used, "ckstore-decode-")
+    check_bound(used, "ckstore-decode-", fetch.reader_nbytes(opened._parts.limits))
 
 
 def test_verify_keeps_within_the_memory_of_its_policy(opened, used):
     assert opened.verify("decode").is_clean
-    check_bound(used, "ckstore-verify")
+    check_bound(used, "ckstore-verify", decoder_nbytes(CHUNK_NBYTES))
 
 
 def test_progress_of_a_restore_does_not_add_up_all_storages_each_time(opened, monkeypatch):

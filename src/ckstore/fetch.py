@@ -1,4 +1,7 @@
-"""Read frame groups of open packs, and hand each frame to threads that decode it.
+"""Read frame groups of open packs, and hand each frame to threads that decode it once its base is in place.
+
+A frame that arrives before its base is done is set aside, with its buffer, and handed out when that is done. Nothing
+waits for ever: bases are asked for first, so of all that lies in buffers one frame can always be decoded.
 
 One read that fails does not end a restore: it is tried once more on its own, then in halves, so that the
 bad part is known to the byte; what cannot be read counts as damage.
@@ -12,31 +15,64 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from ckstore.config import KIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
-from ckstore.errors import BackendError, ChecksumError, MissingChunkError
-from ckstore.format import layout
-from ckstore.format.frame import FRAME_HEADER_NBYTES
+from ckstore.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
+from ckstore.decoder import FrameDecoder, decoder_nbytes
+from ckstore.errors import BackendError
 from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
-from ckstore.pipeline import ChunkWorker, worker_nbytes
-from ckstore.plan import FrameGroup
+from ckstore.restore_plan import AsideRead, FrameGroup, FrameRead, RestorePlan
+from ckstore.store.packs import open_pack, read_buffer_nbytes, read_in_halves
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
 
 _log = logging.getLogger("ckstore")
 
-READ_SLACK_NBYTES = 64 * KIB
-"""Room in a read buffer beyond one chunk: frame header, codec tables, alignment at both ends."""
 
-Decode = Callable[[FrameGroup, memoryview, ChunkWorker], None]
-"""Called on a thread with a group's bytes, which are gone when it returns."""
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What one thread decodes with."""
+
+    decoder: FrameDecoder
+    reader: ChainReader
 
 
-def read_buffer_nbytes(limits: Limits) -> int:
-    """Return the size of a read buffer, in bytes: any frame fits."""
-    return limits.chunk_nbytes_max + READ_SLACK_NBYTES
+class Filler(Protocol):
+    """Decodes what was fetched to where it goes; called on any thread."""
+
+    def fill(self, read: FrameRead, frame: memoryview, tools: Tools) -> None:
+        """Decode a frame, header included, whose bytes are gone when this returns; its base is in place."""
+        ...
+
+    def fill_aside(self, aside: AsideRead, tools: Tools) -> None:
+        """Read a chunk through its chain, and copy it to where it goes."""
+        ...
+
+
+def reader_nbytes(limits: Limits) -> int:
+    """Return the memory that one thread may use beside read buffers, in bytes."""
+    return decoder_nbytes(limits.chunk_nbytes_max) + chain_reader_nbytes(limits, has_pool=True)
+
+
+def fit_reading(policy: Policy, limits: Limits) -> tuple[int, int]:
+    """Return how many threads and read buffers fit into the memory of a policy.
+
+    Each thread comes with a buffer, beside those that are being filled: more threads than that would only wait.
+    """
+    buffer_nbytes = read_buffer_nbytes(limits)
+    thread_count, buffer_count = fit_memory(
+        policy.thread_count,
+        reader_nbytes(limits) + buffer_nbytes,
+        buffer_nbytes,
+        buffers_wanted=READ_BUFFERS,
+        buffers_min=READ_BUFFERS_MIN,
+        memory_nbytes_max=policy.memory_nbytes_max,
+    )
+    return thread_count, min(max(READ_BUFFERS, thread_count + READ_BUFFERS_MIN), thread_count + buffer_count)
 
 
 def group_nbytes_max(limits: Limits) -> int:
@@ -54,37 +90,11 @@ def open_packs(parts: Parts, packs: Sequence[PackRef], needed: Iterable[int]) ->
     files: dict[int, ReadFile] = {}
     try:
         for index in sorted(set(needed)):
-            files[index] = _open_pack(parts, packs[index])
+            files[index] = open_pack(parts, packs[index])
         yield files
     finally:
         for file in files.values():
             file.close()
-
-
-def _open_pack(parts: Parts, pack: PackRef) -> ReadFile:
-    backend: Backend = parts.backend
-    place = layout.pack_name(pack.pack_id)
-    # gc may move it to the trash, or a writer back from it, between two looks.
-    for name in (place, *parts.trash.find_pack(pack.pack_id), place):
-        try:
-            file = backend.open_read(name)
-        except FileNotFoundError:
-            continue
-        if file.nbytes == pack.nbytes:
-            return file
-        file.close()
-        raise MissingChunkError(
-            f"pack {pack.pack_id.hex()} has {file.nbytes} bytes where the manifest says {pack.nbytes}",
-            where=backend.location_of(name),
-            todo="restore an older checkpoint, or bring the file back from a copy",
-            pack_id=pack.pack_id.hex(),
-        )
-    raise MissingChunkError(
-        f"pack {pack.pack_id.hex()} is missing",
-        where=backend.location_of(place),
-        todo="restore an older checkpoint, or bring the file back from a copy",
-        pack_id=pack.pack_id.hex(),
-    )
 
 
 def fetch(
@@ -107,38 +117,11 @@ def _fetch_alone(group: FrameGroup, file: ReadFile, tag: int, pool: BufferPool) 
     buffer = pool.acquire()
     try:
         view = buffer.view[: group.nbytes]
-        _read_in_halves(file, group.offset, view, try_count=2)
+        read_in_halves(file, group.offset, view)
     except BaseException:
         buffer.release()
         raise
     return ReadResult(tag, view, buffer)
-
-
-def _read_in_halves(file: ReadFile, offset: int, view: memoryview, *, try_count: int) -> None:
-    for _ in range(try_count):
-        try:
-            content = file.read_at(offset, len(view))
-        except BackendError:
-            continue
-        view[: len(content)] = content
-        return
-    if len(view) <= 4096:
-        raise ChecksumError(
-            f"bytes {offset} to {offset + len(view)} cannot be read",
-            where=file.name,
-            todo="restore an older checkpoint; the medium is failing",
-            offset=offset,
-        )
-    half = max(4096, len(view) // 2 // 4096 * 4096)
-    _read_in_halves(file, offset, view[:half], try_count=1)
-    _read_in_halves(file, offset + half, view[half:], try_count=1)
-
-
-def split(group: FrameGroup, view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the index of each read of a group with its frame, header included."""
-    for index, read in enumerate(group.reads):
-        begin = read.frame.offset - group.offset
-        yield index, view[begin : begin + FRAME_HEADER_NBYTES + read.frame.stored_nbytes]
 
 
 @dataclass(slots=True)
@@ -151,75 +134,89 @@ class _Failure:
 
 
 def decode_all(
-    parts: Parts,
-    groups: Sequence[FrameGroup],
-    packs: Sequence[PackRef],
-    decode: Decode,
-    *,
-    policy: Policy,
+    parts: Parts, plan: RestorePlan, packs: Sequence[PackRef], needed: Iterable[int], filler: Filler, *, policy: Policy
 ) -> None:
-    """Fetch every group and run ``decode`` on it, on as many threads as the policy and its memory allow.
+    """Fetch every group of a plan and fill what it says, on as many threads as the policy and its memory allow.
 
     The first failure ends the work and is raised; nothing is in flight any more then.
+
+    Args:
+        parts: The store.
+        plan: What is read.
+        packs: What it numbers.
+        needed: Which of them it reads from.
+        filler: Decodes to where bytes go.
+        policy: Threads and memory.
     """
-    if not groups:
-        return
-    failure = _Failure()
-    run_aside(lambda: _decode_all(parts, groups, packs, decode, policy, failure), on_interrupt=failure.note)
+    if plan.groups or plan.asides:
+        failure = _Failure()
+        run_aside(lambda: _decode_all(parts, plan, packs, needed, filler, policy, failure), on_interrupt=failure.note)
 
 
 def _decode_all(
     parts: Parts,
-    groups: Sequence[FrameGroup],
+    plan: RestorePlan,
     packs: Sequence[PackRef],
-    decode: Decode,
+    needed: Iterable[int],
+    filler: Filler,
     policy: Policy,
     failure: _Failure,
 ) -> None:
     limits = parts.limits
-    thread_count, buffer_count = fit_memory(
-        policy.thread_count,
-        worker_nbytes(limits.chunk_nbytes_max),
-        read_buffer_nbytes(limits),
-        buffers_wanted=READ_BUFFERS,
-        buffers_min=READ_BUFFERS_MIN,
-        memory_nbytes_max=policy.memory_nbytes_max,
-    )
+    thread_count, buffer_count = fit_reading(policy, limits)
+    job_count = len(plan.groups) + len(plan.asides)
     with (
-        open_packs(parts, packs, (group.pack for group in groups)) as files,
-        BufferPool(read_buffer_nbytes(limits), min(buffer_count, len(groups) + 1)) as pool,
-        _Decoders(groups, decode, thread_count, limits.chunk_nbytes_max, failure) as decoders,
+        open_packs(parts, packs, needed) as files,
+        BufferPool(read_buffer_nbytes(limits), min(buffer_count, job_count + 1)) as pool,
     ):
-        results = fetch(parts.backend, groups, files, pool)
-        try:
-            for result in results:
-                decoders.put(result)
-        finally:
-            results.close()  # type: ignore[attr-defined]
+        by_id = {packs[index].pack_id: file for index, file in files.items()}
+
+        decoders = [FrameDecoder(limits.chunk_nbytes_max) for _ in range(min(thread_count, job_count))]
+        tools = [Tools(decoder, ChainReader(parts, decoder, pool=pool, files=by_id)) for decoder in decoders]
+        with _Decoders(plan, filler, tools, failure) as threads:
+            results = fetch(parts.backend, plan.groups, files, pool)
+            try:
+                for result in results:
+                    threads.put(result)
+            finally:
+                results.close()  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A group's bytes, and how many of its frames are still to be decoded."""
+
+    group: FrameGroup
+    result: ReadResult
+    left: int
+
+    def frame_of(self, read: FrameRead) -> memoryview:
+        begin = read.ref.offset - self.group.offset
+        return self.result.view[begin : begin + read.ref.frame_nbytes]
 
 
 class _Decoders:
     """Threads that decode; leaving the context waits for them and raises their first failure."""
 
-    def __init__(
-        self,
-        groups: Sequence[FrameGroup],
-        decode: Decode,
-        thread_count: int,
-        chunk_nbytes_max: int,
-        failure: _Failure,
-    ) -> None:
-        self._groups = groups
-        self._decode = decode
-        self._chunk_nbytes_max = chunk_nbytes_max
-        self._inbox: queue.SimpleQueue[ReadResult | None] = queue.SimpleQueue()
+    def __init__(self, plan: RestorePlan, filler: Filler, tools: Sequence[Tools], failure: _Failure) -> None:
+        self._plan = plan
+        self._filler = filler
         self._failure = failure
+        self._inbox: queue.SimpleQueue[tuple[_Held, Sequence[FrameRead]] | AsideRead | None] = queue.SimpleQueue()
+        # The lock guards what follows, and the counts of what is held.
+        self._lock = threading.Lock()
+        self._left = sum(len(group.reads) for group in plan.groups)
+        self._is_done = bytearray(self._left)
+        self._set_aside: dict[int, list[tuple[_Held, FrameRead]]] = {}
+        self._is_settled = threading.Event()
         self._threads = [
-            threading.Thread(target=self._work, name=f"ckstore-decode-{index}", daemon=True)
-            for index in range(min(thread_count, len(groups)))
+            threading.Thread(target=self._work, args=(each,), name=f"ckstore-decode-{index}", daemon=True)
+            for index, each in enumerate(tools)
         ]
 
     def __enter__(self) -> _Decoders:
+        if not self._left:
+            self._begin_asides()
         for thread in self._threads:
             thread.start()
         return self
@@ -227,10 +224,13 @@ class _Decoders:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._failure.note(error)
+            self._is_settled.set()
+        self._is_settled.wait()
         for _ in self._threads:
             self._inbox.put(None)
         for thread in self._threads:
             thread.join()
+        self._let_go_of_set_aside()
         if error is None and self._failure.error is not None:
             raise self._failure.error
 
@@ -239,16 +239,67 @@ class _Decoders:
         if self._failure.error is not None:
             result.release()
             raise self._failure.error
-        self._inbox.put(result)
+        group = self._plan.groups[result.tag]
+        self._inbox.put((_Held(group, result, len(group.reads)), group.reads))
 
-    def _work(self) -> None:
-        worker = ChunkWorker(self._chunk_nbytes_max)
-        while (result := self._inbox.get()) is not None:
+    def _begin_asides(self) -> None:
+        # Not before everything else is done: they borrow buffers, and a frame set aside must not hold the last one.
+        for aside in self._plan.asides:
+            self._inbox.put(aside)
+        self._is_settled.set()
+
+    def _work(self, tools: Tools) -> None:
+        while (task := self._inbox.get()) is not None:
+            if isinstance(task, AsideRead):
+                self._guarded(partial(self._filler.fill_aside, task, tools))
+            else:
+                held, reads = task
+                for read in reads:
+                    self._decode(held, read, tools)
+            # The buffer belongs to someone else now.
+            del task
+        tools.reader.close()
+
+    def _decode(self, held: _Held, read: FrameRead, tools: Tools) -> None:
+        with self._lock:
+            is_early = read.needs >= 0 and not self._is_done[read.needs]
+            if is_early and self._failure.error is None:
+                self._set_aside.setdefault(read.needs, []).append((held, read))
+                return
+        self._guarded(partial(self._fill, held, read, tools))
+        with self._lock:
+            self._is_done[read.index] = True
+            self._left -= 1
+            ready = self._set_aside.pop(read.index, [])
+            is_last = self._left == 0
+            self._let_go(held)
+        for each in ready:
+            self._inbox.put((each[0], (each[1],)))
+        if is_last:
+            self._begin_asides()
+
+    def _fill(self, held: _Held, read: FrameRead, tools: Tools) -> None:
+        self._filler.fill(read, held.frame_of(read), tools)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step, unless there was a failure: then the rest is only let go of, so that nobody waits for buffers."""
+        if self._failure.error is None:
             try:
-                # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
-                if self._failure.error is None:
-                    self._decode(self._groups[result.tag], result.view, worker)
+                step()
+                return
             except BaseException as error:
                 self._failure.note(error)
-            finally:
-                result.release()
+        self._let_go_of_set_aside()
+        self._is_settled.set()
+
+    def _let_go_of_set_aside(self) -> None:
+        with self._lock:
+            for each in self._set_aside.values():
+                for held, _ in each:
+                    self._let_go(held)
+            self._set_aside.clear()
+
+    def _let_go(self, held: _Held) -> None:
+        held.left -= 1
+        if held.left == 0:
+            held.result.release()

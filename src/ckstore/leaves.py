@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
 _SIMPLE_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,10}(\[\d{0,9}[A-Za-z]{1,2}\])?|[<>|][mM]8")
 _DTYPE_NAME_MAX = 1 << 20
-_PAGE_NBYTES = 4096
 _LINE_NBYTES = 64
+_MAPPED_NBYTES_MIN = 1 << 20
 
 
 class _Address:
@@ -59,16 +61,33 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     Raises:
         CapacityError: There is not so much memory.
     """
-    align = _PAGE_NBYTES if nbytes >= 1 << 20 else _LINE_NBYTES
     try:
-        # numpy asks the kernel for huge pages when an array is large; torch's allocator does not.
-        memory = np.empty(nbytes + align, np.uint8)
-    except (MemoryError, ValueError):
+        return _map(nbytes) if nbytes >= _MAPPED_NBYTES_MIN else _take(nbytes)
+    except (MemoryError, OSError, OverflowError, ValueError):
         raise CapacityError(
             f"no memory for a storage of {nbytes} bytes", todo="restore fewer leaves with only=, or in place with into="
         ) from None
-    skip = -memory.__array_interface__["data"][0] % align
+
+
+def _take(nbytes: int) -> NDArray[np.uint8]:
+    memory = np.empty(nbytes + _LINE_NBYTES, np.uint8)
+    skip = -memory.__array_interface__["data"][0] % _LINE_NBYTES
     return memory[skip : skip + nbytes]
+
+
+def _map(nbytes: int) -> NDArray[np.uint8]:
+    # A first touch by ordinary pages takes three times as long as by huge ones, longer than to hash what is written.
+    # Mappings made one after another lie side by side, and a huge page may cover where one ends and the next begins.
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        # Perhaps there are as many mappings as there may be.
+        return _take(nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without huge pages refuses; ordinary ones do.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:

@@ -1,7 +1,8 @@
 """The story of a restore, stage by stage: a commit read backwards.
 
 resolve -> plan -> open packs -> fetch -> decode and check -> place. Nothing is trusted on the way: a chunk
-counts only when its BLAKE3 is the one the manifest names.
+counts only when its BLAKE3 is the one the manifest names. Of a chain of bases that is the last chunk; when it is
+not what it should be, every frame of the chain is judged alone.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckstore.config import Policy
-from ckstore.errors import CkstoreError, CorruptError, UnsupportedError
-from ckstore.fetch import decode_all, group_nbytes_max, split
+from ckstore import kernels
+from ckstore.chain_reader import ChainReader, at_frame
+from ckstore.config import MIB, Policy
+from ckstore.decoder import Check, Expected
+from ckstore.errors import ChecksumError, CkstoreError, MalformedError, UnsupportedError
+from ckstore.fetch import Tools, decode_all, group_nbytes_max
 from ckstore.format.manifest import Manifest
 from ckstore.ids import ChunkId
-from ckstore.pipeline import ChunkWorker, Expected
 from ckstore.placement import Placement
-from ckstore.plan import ChunkRead, FrameGroup, Target, plan_restore
+from ckstore.restore_plan import AsideRead, FrameRead, Target, base_id_of, chain_of, packs_of, plan_restore
 from ckstore.store.damage import tensor_paths
 from ckstore.store.parts import Parts
+
+WAVE_NBYTES = 256 * MIB
+"""Host memory of what does not stay on the host: so much of the state is brought to its end before more is begun."""
 
 
 def restore(
@@ -37,11 +43,17 @@ def restore(
         MissingChunkError: A pack is missing.
         UnsupportedError: A codec of a newer version is needed.
     """
-    groups = plan_restore(manifest, placement.storages, group_nbytes_max=group_nbytes_max(parts.limits))
-    filler = _Filler(
-        parts, manifest, placement, checks_identity=policy.verify_restored == "blake3", on_progress=on_progress
+    plan = plan_restore(
+        manifest,
+        placement.storages,
+        group_nbytes_max=group_nbytes_max(parts.limits),
+        wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
     )
-    decode_all(parts, groups, manifest.packs, filler.decode, policy=policy)
+    filler = _Filler(parts, manifest, placement, policy.verify_restored, on_progress)
+    for read in plan.reads:
+        if read.master is not None:
+            filler.hold(read.master.storage)
+    decode_all(parts, plan, manifest.packs, packs_of(manifest, plan), filler, policy=policy)
     return placement.finish()
 
 
@@ -53,77 +65,93 @@ class _Filler:
         parts: Parts,
         manifest: Manifest,
         placement: Placement,
-        *,
-        checks_identity: bool,
+        check: Check,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._parts = parts
         self._manifest = manifest
         self._placement = placement
-        self._checks_identity = checks_identity
+        self._check = check
         self._lock = threading.Lock()
         self._on_progress = on_progress
         self._missing = {index: manifest.storages[index].nbytes for index in placement.storages}
         self._total = sum(self._missing.values())
         self._done = 0
 
-    def _tell(self) -> None:
-        if self._on_progress is not None:
+    def hold(self, storage: int) -> None:
+        """Keep a storage where it is until one more chunk was made from it."""
+        self._missing[storage] += 1
+
+    def fill(self, read: FrameRead, frame: memoryview, tools: Tools) -> None:
+        """Decode a frame to its first place, onto its base, and copy it to where else it goes."""
+        plain = self._at(read.places[0]) if read.places else tools.decoder.aside(read.nbytes)
+        base = None
+        if read.ref.base >= 0:
+            base = plain if read.master is None else self._at(read.master)
+        is_end = bool(read.targets)
+        # What is only a base is proved by what is decoded on top of it.
+        check: Check = "none" if not is_end and self._check == "blake3" else self._check
+        expected = Expected(read.ref.chunk_id, read.nbytes, base_id_of(self._manifest, read.frame))
+        try:
+            tools.decoder.decode(frame, expected, plain, base=base, check=check)
+        except (ChecksumError, MalformedError, UnsupportedError) as error:
+            raise self._blamed(error, read, tools) from error
+        for place in read.places[1:]:
+            kernels.copy_bytes(plain, self._at(place))
+        self._spread(plain, read.targets, is_there=read.places[:1])
+        if read.master is not None:
+            self._count(read.master.storage, 1, state_nbytes=0)
+
+    def fill_aside(self, aside: AsideRead, tools: Tools) -> None:
+        """Read a chunk through its chain, beside the state, and copy it to where it goes."""
+        plain = tools.decoder.aside(aside.nbytes)
+        try:
+            tools.reader.read(chain_of(self._manifest, aside.frame), aside.nbytes, plain)
+        except CkstoreError as error:
+            raise self._located(error, aside.chunk) from error
+        self._spread(plain, aside.targets, is_there=())
+
+    def _spread(self, plain: memoryview, targets: Sequence[Target], *, is_there: Sequence[Target]) -> None:
+        """Copy a chunk to its targets, and count their bytes."""
+        for target in targets:
+            if target not in is_there:
+                kernels.copy_bytes(plain[target.chunk_offset : target.chunk_offset + target.nbytes], self._at(target))
+        for target in targets:
+            self._count(target.storage, target.nbytes, state_nbytes=target.nbytes)
+        if targets and self._on_progress is not None:
             self._on_progress(self._done, self._total)
 
-    def decode(self, group: FrameGroup, view: memoryview, worker: ChunkWorker) -> None:
-        """Decode all frames of a group to where their bytes go."""
-        for index, frame in split(group, view):
-            read = group.reads[index]
-            spec = self._manifest.chunks[read.chunk]
-            expected = Expected(ChunkId(spec.chunk_id), spec.nbytes)
-            try:
-                worker.decode_to_targets(
-                    frame,
-                    expected,
-                    read.targets,
-                    self._destinations(read.targets),
-                    checks_identity=self._checks_identity,
-                )
-            except (CorruptError, UnsupportedError) as error:
-                raise located(error, self._parts, self._manifest, read) from error
-            self._count(read.targets)
-        self._tell()
-
-    def _destinations(self, targets: Sequence[Target]) -> list[memoryview]:
+    def _at(self, target: Target) -> memoryview:
         with self._lock:
-            return [
-                self._placement.destination(target.storage)[
-                    target.storage_offset : target.storage_offset + target.nbytes
-                ]
-                for target in targets
-            ]
+            whole = self._placement.destination(target.storage)
+        return whole[target.storage_offset : target.storage_offset + target.nbytes]
 
-    def _count(self, targets: Sequence[Target]) -> None:
-        for target in targets:
-            with self._lock:
-                self._missing[target.storage] -= target.nbytes
-                self._done += target.nbytes
-                is_complete = self._missing[target.storage] == 0
-            if is_complete:
-                self._placement.placed(target.storage)
+    def _count(self, storage: int, count: int, *, state_nbytes: int) -> None:
+        with self._lock:
+            self._missing[storage] -= count
+            self._done += state_nbytes
+            is_complete = self._missing[storage] == 0
+        if is_complete:
+            self._placement.placed(storage)
 
+    def _blamed(self, error: CkstoreError, read: FrameRead, tools: Tools) -> CkstoreError:
+        """Return the error of the frame that is damaged, which need not be the one that was found to be wrong."""
+        frame_of = {frame.chunk_id: index for index, frame in enumerate(self._manifest.frames)}
+        chain = chain_of(self._manifest, frame_of[ChunkId(self._manifest.chunks[read.chunk].chunk_id)])
+        if len(chain) == 1:
+            return self._located(at_frame(error, self._parts, chain, 0), read.chunk)
+        # With a buffer of its own: those of the fetching may all be held until this one is given back.
+        with ChainReader(self._parts, tools.decoder) as reader:
+            return self._located(reader.blame(chain, self._manifest.chunks[read.chunk].nbytes, error), read.chunk)
 
-def located(error: CkstoreError, parts: Parts, manifest: Manifest, read: ChunkRead) -> CkstoreError:
-    """Return the error with pack, offset and the tensor that suffers put into its message."""
-    pack = manifest.packs[read.frame.pack].pack_id.hex()
-    tensor = next(iter(tensor_paths(manifest, {read.chunk}, count_max=1)), "(none)")
-    header = manifest.header
-    return type(error)(
-        error.what,
-        where=f"pack {pack}, offset {read.frame.offset}, chunk {read.frame.chunk_id.hex()[:16]}, tensor {tensor}, "
-        f"step {header.step} (seq {header.seq}) of run {header.run!r} in {parts.backend.root}",
-        todo=error.todo or "restore an older checkpoint or another copy; `ckstore verify` lists all damage",
-        **{
-            **error.facts,
-            "pack_id": pack,
-            "offset": read.frame.offset,
-            "chunk_id": read.frame.chunk_id.hex(),
-            "tensor": tensor,
-        },
-    )
+    def _located(self, error: CkstoreError, chunk: int) -> CkstoreError:
+        """Return the error with the checkpoint and the tensor that suffers put into its message."""
+        tensor = next(iter(tensor_paths(self._manifest, {chunk}, count_max=1)), "(none)")
+        header = self._manifest.header
+        return type(error)(
+            error.what,
+            where=f"{error.where}, tensor {tensor}, step {header.step} (seq {header.seq}) of run {header.run!r} "
+            f"in {self._parts.backend.root}",
+            todo=error.todo or "restore an older checkpoint or another copy; `ckstore verify` lists all damage",
+            **{**error.facts, "tensor": tensor},
+        )

@@ -147,13 +147,13 @@ def test_counts_of_a_logical_section_allocate_nothing(count, field):
 
 
 @pytest.mark.parametrize("count", LARGE)
-@pytest.mark.parametrize("field", range(3))
-def test_counts_of_a_location_section_allocate_nothing(count, field):
-    counts = [1, 0, 0]
+@pytest.mark.parametrize(("version", "field"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_counts_of_a_location_section_allocate_nothing(count, version, field):
+    counts = [1, 0, 0, 0][: version + 2]
     counts[field] = count
-    section = memoryview(struct.pack("<QQQ", *counts) + b"\x90" * 100)
+    section = memoryview(struct.pack(f"<{len(counts)}Q", *counts) + b"\x90" * 100)
     with within(MIB, 2), pytest.raises(CorruptError):
-        decode_location(section, limits=LIMITS)
+        decode_location(section, version=version, limits=LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,10 @@ def uring(tmp_path):
 
     calls_seen = []
 
-    def open_queue(calls=liburing, depth=4):
+    def open_queue(calls=liburing, depth=4, nbytes_max=None):
         # The shim stands where the module stands: completions pass through it entry by entry.
-        patched = engine_uring.UringQueue(depth, ring_calls=Through(calls) if calls is not liburing else calls)
+        shim = Through(calls) if calls is not liburing else calls
+        patched = engine_uring.UringQueue(depth, nbytes_max=nbytes_max, ring_calls=shim)
         calls_seen.append(patched)
         return patched
 
@@ -148,6 +149,19 @@ def test_failing_completion_fails_its_request_only(uring, fd, blocks):
     queue = uring(Calls(results=[None, OSError(errno.EIO, "bad"), None]), depth=1)
     outcomes = write_all(queue, fd, blocks)
     assert [error and error.errno for _, error in outcomes] == [None, errno.EIO] + [None] * 10
+
+
+@pytest.mark.parametrize("nbytes_max", [1, 4 * PAGE, 10 * PAGE])
+def test_ring_holds_about_so_many_bytes(uring, fd, blocks, tmp_path, nbytes_max):
+    seen = []
+    calls = Calls()
+    queue = uring(calls, depth=12, nbytes_max=nbytes_max)
+    has_room = queue._has_room
+    queue._has_room = lambda: (seen.append(queue._in_flight_nbytes), has_room())[1]
+    assert write_all(queue, fd, blocks) == [(4 * PAGE, None)] * 12
+    assert_written(fd, blocks, tmp_path)
+    assert max(seen) < nbytes_max + 4 * PAGE
+    assert queue._in_flight_nbytes == 0
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])

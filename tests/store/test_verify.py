@@ -17,6 +17,7 @@ from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header, encode_frame_header
 from ckstore.format.pack import SUPERHEADER_NBYTES, TAIL_NBYTES, decode_tail
 from ckstore.format.wire import xxh3_64
+from ckstore.store import pack_audit
 from ckstore.store.parts import create_store
 
 LEVELS = ["quick", "read", "decode"]
@@ -235,12 +236,10 @@ def test_dropped_checkpoint_needs_nothing(filled, backend, pack):
 
 
 def test_failure_of_the_checker_itself_is_raised_and_not_waited_for(filled, monkeypatch):
-    from ckstore.store import verify as verify_module
-
     def fail(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(verify_module, "check_entry", fail)
+    monkeypatch.setattr(pack_audit, "check_entry", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         filled.verify("read")
 
@@ -269,20 +268,6 @@ def test_padding_that_is_not_zero_is_found(filled, backend, pack):
     pack[end + 1] = 1
     assert found_by(filled, "read")
     assert filled.restore(1) is not None
-
-
-def test_delta_is_damage_to_a_version_that_cannot_decode_it(filled, monkeypatch):
-    from ckstore.store import verify as verify_module
-
-    def with_base(*arguments, **named):
-        return replace(decode_frame_header(*arguments, **named), base_id=bytes(range(32)))
-
-    monkeypatch.setattr(verify_module, "decode_frame_header", with_base)
-    monkeypatch.setattr(verify_module, "check_entry", lambda *_: None)
-    assert found_by(filled, "read") == []
-    found = found_by(filled, "decode")
-    assert len(found) == 3
-    assert all("a delta, which this version cannot decode" in damage.what for damage in found)
 
 
 def test_progress_is_told_after_each_read(backend):

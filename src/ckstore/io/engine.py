@@ -50,8 +50,8 @@ class Engine(Protocol):
         """``"uring"`` or ``"pwrite"``."""
         ...
 
-    def open_queue(self, *, depth: int) -> IoQueue:
-        """Make a queue that keeps at most ``depth`` transfers in flight."""
+    def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> IoQueue:
+        """Make a queue that keeps at most ``depth`` transfers in flight, and about ``nbytes_max`` bytes of them."""
         ...
 
 

@@ -20,8 +20,8 @@ class PwriteEngine:
 
     name = "pwrite"
 
-    def open_queue(self, *, depth: int) -> IoQueue:
-        """Make a queue of at most ``depth`` threads."""
+    def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> IoQueue:
+        """Make a queue of at most ``depth`` threads; of bytes it keeps no count."""
         return PwriteQueue(depth)
 
 

@@ -5,6 +5,7 @@ The binding has its ways, and each is met here:
 - It keeps no reference to buffers or vectors, so both lie in a table until their completion was reaped.
 - ``cqe.res`` raises for a failed operation, so the entry is looked up first and marked seen in any case.
 - A failed ``prep`` leaves a blank entry in the ring, which is made a no-op.
+- Vectors never let go of the views that they were made of; vectors.py does.
 
 Invariants:
 - A ring is made, used and left by one thread; others hand it requests and wake it.
@@ -31,11 +32,13 @@ import liburing  # type: ignore[import-untyped]
 from ckstore.errors import UsageError
 from ckstore.io.engine import IoQueue, IoRequest, Transfer
 from ckstore.io.os_calls import medium_errors
+from ckstore.io.vectors import keeps_views, let_go
 
 _BATCH = 4
 """How many entries are submitted at once: the GIL is held meanwhile."""
 _LOST_WAIT_MS = 2000
 _RETRY_MS = 1
+_KEEPS_VIEWS = keeps_views(liburing.Iovec)
 
 
 class UringEngine:
@@ -43,13 +46,13 @@ class UringEngine:
 
     name = "uring"
 
-    def open_queue(self, *, depth: int) -> IoQueue:
+    def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> IoQueue:
         """Make a queue of its own ring and thread.
 
         Raises:
             OSError: The kernel, or a filter before it, refuses a ring.
         """
-        return UringQueue(depth)
+        return UringQueue(depth, nbytes_max=nbytes_max)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,17 +63,26 @@ class _Flight:
     view: memoryview
     vector: Any
 
+    def end(self) -> None:
+        """Let go of the memory: the kernel is done with it, or never saw it."""
+        self.vector = None
+        if _KEEPS_VIEWS:
+            let_go(self.view)
+
 
 class UringQueue:
     """Requests waiting for room in the ring, and those in it.
 
     Args:
         depth: The most calls in the ring.
+        nbytes_max: Bytes in the ring above which no further call is put into it; None: as many as come.
         ring_calls: The liburing module; tests hand in one that fails.
     """
 
-    def __init__(self, depth: int, *, ring_calls: Any = liburing) -> None:
+    def __init__(self, depth: int, *, nbytes_max: int | None = None, ring_calls: Any = liburing) -> None:
         self._depth = depth
+        self._nbytes_max = nbytes_max
+        self._in_flight_nbytes = 0
         self._calls = ring_calls
         self._pid = os.getpid()
         self._waiting: deque[Transfer] = deque()
@@ -161,7 +173,7 @@ class UringQueue:
     def _fill_ring(self) -> bool:
         """Move waiting requests into the ring; return whether the kernel asked to be tried again soon."""
         while True:
-            while len(self._in_flight) < self._depth and len(self._unsubmitted) < _BATCH:
+            while self._has_room() and len(self._unsubmitted) < _BATCH:
                 with self._lock:
                     transfer = self._waiting.popleft() if self._waiting else None
                 if transfer is None:
@@ -183,6 +195,10 @@ class UringQueue:
             if submitted == 0:
                 return True
 
+    def _has_room(self) -> bool:
+        is_light = self._nbytes_max is None or self._in_flight_nbytes < self._nbytes_max
+        return len(self._in_flight) < self._depth and is_light
+
     def _prepare(self, transfer: Transfer) -> bool:
         """Put a call into the ring, or the transfer back when there is no entry free."""
         request = transfer.request
@@ -193,24 +209,29 @@ class UringQueue:
         except Exception as error:
             request.on_done(transfer.moved, _as_os_error(error))
             return True
+        flight = _Flight(transfer, view, vector)
+        del vector
         entry = self._calls.io_uring_get_sqe(self._ring)
         if entry is None:
+            flight.end()
             with self._lock:
                 self._waiting.appendleft(transfer)
             return False
         prepare = self._calls.io_uring_prep_readv if request.kind == "read" else self._calls.io_uring_prep_writev
         number = next(self._numbers)
         try:
-            prepare(entry, request.fd, vector, request.offset + start)
+            prepare(entry, request.fd, flight.vector, request.offset + start)
         except Exception as error:
             # The entry is taken and will be submitted with the next one: it must at least do nothing.
             self._calls.io_uring_prep_nop(entry)
             entry.user_data = 0
             self._unsubmitted.append(0)
+            flight.end()
             request.on_done(transfer.moved, _as_os_error(error))
             return True
         entry.user_data = number
-        self._in_flight[number] = _Flight(transfer, view, vector)
+        self._in_flight[number] = flight
+        self._in_flight_nbytes += len(view)
         self._unsubmitted.append(number)
         return True
 
@@ -230,6 +251,8 @@ class UringQueue:
                 self._calls.io_uring_cqe_seen(self._ring, completion)
             flight = self._in_flight.pop(number, None)
             if flight is not None:
+                self._in_flight_nbytes -= len(flight.view)
+                flight.end()
                 self._complete(flight, result, error)
 
     def _complete(self, flight: _Flight, result: int, error: OSError | None) -> None:

@@ -125,14 +125,17 @@ class RangeReader:
     """One run through an iterable of requests.
 
     Args:
-        depth: How many the queue moves at once. As many again are handed to it, so that it need not wait
-            for the thread that iterates.
+        depth: How many the queue moves at once.
+        nbytes_max: How many bytes of them. As many again are handed to it, so that it need not wait for the thread
+            that iterates.
     """
 
-    def __init__(self, io_queue: IoQueue, pool: BufferPool, depth: int) -> None:
+    def __init__(self, io_queue: IoQueue, pool: BufferPool, depth: int, *, nbytes_max: int) -> None:
         self._queue = io_queue
         self._pool = pool
         self._in_flight_max = 2 * depth
+        self._ahead_nbytes_max = 2 * nbytes_max
+        self._ahead_nbytes = 0
         self._in_flight = 0
         self._finished: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
 
@@ -154,7 +157,7 @@ class RangeReader:
 
     def _refill(self, source: Iterator[ReadRequest]) -> bool:
         """Start requests while there are buffers; return False when there are no more requests."""
-        while self._in_flight < self._in_flight_max:
+        while self._in_flight < self._in_flight_max and self._ahead_nbytes < self._ahead_nbytes_max:
             # Only with nothing in flight is there nothing better to do than to wait for a buffer.
             buffer = self._pool.try_acquire() if self._in_flight else self._pool.acquire()
             if buffer is None:
@@ -190,10 +193,12 @@ class RangeReader:
         fetch.try_count += 1
         self._queue.submit(IoRequest("read", fetch.file.fd, fetch.buffer.view[:nbytes], fetch.start, on_done))
         self._in_flight += 1
+        self._ahead_nbytes += fetch.request.nbytes
 
     def _take_finished(self) -> _Fetch:
         fetch = self._finished.get()
         self._in_flight -= 1
+        self._ahead_nbytes -= fetch.request.nbytes
         return fetch
 
     def _next_finished(self) -> _Fetch | None:

@@ -13,7 +13,6 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, UsageError
 from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import AlignedBuffer, BufferPool
-from ckstore.io.durable import folder_of
 from ckstore.io.os_calls import PAGE_NBYTES
 
 
@@ -92,7 +91,7 @@ class MemoryBackend:
                 raise FileExistsError(name)
             if name in self._folders:
                 return False
-            self.make_folder(folder_of(name))
+            self.make_folder(_folder_of(name))
             self._folders.add(name)
             return True
 
@@ -176,11 +175,14 @@ class MemoryBackend:
         """Fetch ranges one by one."""
         for request in requests:
             buffer = pool.acquire()
-            if request.nbytes > buffer.nbytes:
+            try:
+                if request.nbytes > buffer.nbytes:
+                    where = f"{request.nbytes} bytes at {request.offset} of {request.file.name}"
+                    raise UsageError("the range is larger than a buffer", where=where)
+                content = request.file.read_at(request.offset, request.nbytes)
+            except BaseException:
                 buffer.release()
-                where = f"{request.nbytes} bytes at {request.offset} of {request.file.name}"
-                raise UsageError("the range is larger than a buffer", where=where)
-            content = request.file.read_at(request.offset, request.nbytes)
+                raise
             buffer.view[: len(content)] = content
             yield ReadResult(request.tag, buffer.view[: len(content)], buffer)
 
@@ -200,8 +202,8 @@ class MemoryBackend:
         self._files[name] = file
 
     def _check_folder_of(self, name: str) -> None:
-        if folder_of(name) not in self._folders:
-            raise FileNotFoundError(folder_of(name))
+        if _folder_of(name) not in self._folders:
+            raise FileNotFoundError(_folder_of(name))
 
     def _check_room(self, nbytes: int) -> None:
         free = self.free_nbytes()
@@ -270,3 +272,8 @@ def _checked(name: str) -> str:
     if "\0" in name or (name and any(part in ("", ".", "..") for part in name.split("/"))):
         raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
     return name
+
+
+def _folder_of(name: str) -> str:
+    """Return the folder of a name; empty for the root."""
+    return name.rpartition("/")[0]

@@ -6,18 +6,21 @@ looked up when there is damage, in the manifest read once more.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ckstore.errors import CkstoreError
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest, PackRef
+from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.ids import ChunkId, PackId
 from ckstore.store.parts import Parts
 from ckstore.tree import TensorNode, format_path, leaves_of
 
 TENSORS_SHOWN_MAX = 3
+CHECKPOINTS_SHOWN_MAX = 8
+CHECKPOINTS_LOOKED_AT_MAX = 64
+"""Manifests of a run that are read to find those that need a damaged frame: bounds the work of an error."""
 
 Place = tuple[ChunkId, int, int]
 """Where a manifest says that a chunk lies in a pack: identity, offset, length of the payload."""
@@ -64,10 +67,25 @@ class PackUses:
     Attributes:
         refs: For every manifest that names the pack, by its index: what it says of the pack.
         places: For every place: the indices of the manifests that say so, ascending.
+        bases: For every place of a frame that needs a base: the pack and the place of that.
+        disputed: Places of frames that need one chunk as base by one manifest, and another or none by another.
     """
 
     refs: dict[int, PackRef] = field(default_factory=dict)
     places: dict[Place, list[int]] = field(default_factory=dict)
+    bases: dict[Place, tuple[PackId, Place]] = field(default_factory=dict)
+    disputed: set[Place] = field(default_factory=set)
+
+    def add(self, index: int, place: Place, base: tuple[PackId, Place] | None) -> None:
+        """Note a place that a manifest names."""
+        users = self.places.setdefault(place, [])
+        if not users and base is not None:
+            self.bases[place] = base
+        elif users:
+            said = self.bases.get(place)
+            if (said and said[1][0]) != (base and base[1][0]):
+                self.disputed.add(place)
+        users.append(index)
 
 
 class Uses:
@@ -84,14 +102,41 @@ class Uses:
         packs = [self.packs.setdefault(ref.pack_id, PackUses()) for ref in manifest.packs]
         for uses, ref in zip(packs, manifest.packs, strict=True):
             uses.refs[index] = ref
+        located: list[tuple[PackId, Place]] = []
         for frame in manifest.frames:
             place = (frame.chunk_id, frame.offset, frame.stored_nbytes)
-            packs[frame.pack].places.setdefault(place, []).append(index)
+            located.append((manifest.packs[frame.pack].pack_id, place))
+            packs[frame.pack].add(index, place, located[frame.base] if frame.base >= 0 else None)
 
 
 def label_of(name: ManifestName) -> str:
     """Return the checkpoint of a manifest as reports name it."""
     return f"{name.run}/{name.seq} (step {name.step})"
+
+
+def checkpoints_with(parts: Parts, pack_id: PackId, frame: FrameRef) -> tuple[str, ...]:
+    """Return the checkpoints of the run that need a frame, newest first; only the newest ones are looked at."""
+    try:
+        names = parts.manifests.listing().names[-CHECKPOINTS_LOOKED_AT_MAX:]
+        return tuple(label_of(name) for name in reversed(names) if _needs(parts, name, pack_id, frame))
+    except (CkstoreError, OSError):
+        # Whose error this is for matters more than who else suffers.
+        return ()
+
+
+def _needs(parts: Parts, name: ManifestName, pack_id: PackId, frame: FrameRef) -> bool:
+    try:
+        manifest = parts.manifests.load(name)
+    except (CkstoreError, FileNotFoundError):
+        return False
+    numbers = [number for number, pack in enumerate(manifest.packs) if pack.pack_id == pack_id]
+    return any(other.pack in numbers and other.offset == frame.offset for other in manifest.frames)
+
+
+def shortened(checkpoints: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    rest = len(checkpoints) - CHECKPOINTS_SHOWN_MAX
+    return ", ".join(checkpoints[:CHECKPOINTS_SHOWN_MAX]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) -> tuple[str, ...]:
@@ -138,15 +183,25 @@ class Sufferers:
             # Dropped or damaged since it was read: which tensors suffer stays unknown.
             return
         self._by_chunk = _paths_by_chunk(manifest)
-        chunk_of = {ChunkId(chunk.chunk_id): index for index, chunk in enumerate(manifest.chunks)}
-        chunks: dict[int, set[int]] = {}
-        for frame in manifest.frames:
-            if frame.chunk_id in chunk_of:
-                chunks.setdefault(frame.pack, set()).add(chunk_of[frame.chunk_id])
+        chunks = _chunks_by_pack(manifest)
         self._by_pack = {
             ref.pack_id: tensor_paths(manifest, chunks.get(index, ()), count_max=TENSORS_SHOWN_MAX)
             for index, ref in enumerate(manifest.packs)
         }
+
+
+def _chunks_by_pack(manifest: Manifest) -> dict[int, set[int]]:
+    """Return, for every pack, the chunks of the state that need it, for a base perhaps."""
+    chunk_of = {ChunkId(chunk.chunk_id): index for index, chunk in enumerate(manifest.chunks)}
+    chunks: dict[int, set[int]] = {}
+    packs_needed: list[frozenset[int]] = []
+    for frame in manifest.frames:
+        of_base = packs_needed[frame.base] if frame.base >= 0 else frozenset[int]()
+        packs_needed.append(of_base if frame.pack in of_base else of_base | {frame.pack})
+        if frame.chunk_id in chunk_of:
+            for pack in packs_needed[-1]:
+                chunks.setdefault(pack, set()).add(chunk_of[frame.chunk_id])
+    return chunks
 
 
 def _paths_by_chunk(manifest: Manifest) -> dict[ChunkId, list[str]]:
@@ -159,4 +214,20 @@ def _paths_by_chunk(manifest: Manifest) -> dict[ChunkId, list[str]]:
             paths = found.setdefault(ChunkId(manifest.chunks[chunk].chunk_id), [])
             if len(paths) < TENSORS_SHOWN_MAX:
                 paths.append(shown)
+    _add_bases(found, manifest)
     return found
+
+
+def _add_bases(found: dict[ChunkId, list[str]], manifest: Manifest) -> None:
+    """Let a chunk that others need as base have their paths too, the first ones."""
+    needed_by: dict[int, list[int]] = {}
+    for index in range(len(manifest.frames) - 1, -1, -1):
+        frame = manifest.frames[index]
+        if frame.base >= 0:
+            needed_by.setdefault(frame.base, []).append(index)
+        for other in reversed(needed_by.get(index, ())):
+            paths = found.setdefault(frame.chunk_id, [])
+            if len(paths) >= TENSORS_SHOWN_MAX:
+                break
+            more = (path for path in found[manifest.frames[other].chunk_id] if path not in paths)
+            paths.extend(islice(more, TENSORS_SHOWN_MAX - len(paths)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckstore.ids import ChunkId, PackId
@@ -37,6 +37,24 @@ class KnownFrame:
         while (base := chain[-1].base) is not None:
             chain.append(base)
         return chain[::-1]
+
+
+def locate(frames: Iterable[KnownFrame]) -> tuple[list[PackRef], list[FrameRef]]:
+    """Return every frame once, bases included, and the packs they lie in, as a manifest lists them."""
+    packs: dict[PackId, tuple[int, PackRef]] = {}
+    index_of: dict[ChunkId, int] = {}
+    located: list[FrameRef] = []
+    for known in frames:
+        for link in known.closure():
+            if link.frame.chunk_id in index_of:
+                continue
+            pack_index, _ = packs.setdefault(link.pack.pack_id, (len(packs), link.pack))
+            base = -1 if link.base is None else index_of[link.base.frame.chunk_id]
+            index_of[link.frame.chunk_id] = len(located)
+            # An older frame of the same chunk may stand in for the base, and have another depth.
+            depth = 0 if base < 0 else located[base].depth + 1
+            located.append(replace(link.frame, pack=pack_index, base=base, depth=depth))
+    return [ref for _, ref in packs.values()], located
 
 
 class Known:

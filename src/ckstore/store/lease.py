@@ -7,6 +7,9 @@ The holder is host, machine, boot, pid namespace, pid and process start time. In
 namespace its death is seen in /proc at once, and a reboot of its machine has killed it too; elsewhere a
 heartbeat that stops tells. A flock or a closed pipe would not do: a forked child keeps both alive after
 the holder was killed.
+
+A saver holds the lease for its trainer. When the trainer has died and the saver still publishes what was staged, it
+is an *orphan*: whoever starts again waits for it, so that no older state is resumed and then overtaken.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import socket
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckstore.clock import Clock
@@ -31,6 +35,10 @@ _log = logging.getLogger("ckstore")
 HEARTBEAT_SECONDS = 3.0
 STALE_SECONDS = 15.0
 """A heartbeat that stands still for this long belongs to a dead holder: five beats."""
+
+ORPHAN_POLL_SECONDS = 0.05
+ORPHAN_PATIENCE_SECONDS = 10.0
+"""Whoever waits for an orphan is told so at once, and again after every so many seconds."""
 
 _RECORD_NBYTES_MAX = 4096
 _live_tokens: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
@@ -48,6 +56,15 @@ def process_started(pid: int) -> str | None:
     fields = stat.rsplit(")", 1)[-1].split()
     # Field 3 is the state, field 22 the start time; a zombie has died.
     return None if fields[0] in {"Z", "X"} else fields[19]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, and waits for SIGCONT."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[-1].split()[0] in {"T", "t"}
 
 
 def boot_identity() -> str:
@@ -74,10 +91,42 @@ def has_rebooted(before: str, now: str) -> bool:
     return bool(machine_now) and machine_before == machine_now and rest_before.split("/")[0] != rest_now.split("/")[0]
 
 
+@dataclass(frozen=True, slots=True)
+class SaverPurpose:
+    """What a saver's lease is for: whose saver it is, and which step it is about to publish, if any."""
+
+    trainer_pid: int
+    trainer_started: str
+    step: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The purpose as a lease records it."""
+        step = "" if self.step is None else str(self.step)
+        return f"saver:{self.trainer_pid}:{self.trainer_started}:{step}"
+
+    @classmethod
+    def of(cls, text: str) -> SaverPurpose | None:
+        """Return the purpose that a lease records; None: it is no saver's."""
+        fields = text.split(":")
+        if len(fields) != 4 or fields[0] != "saver" or not fields[1].isdecimal():
+            return None
+        return cls(int(fields[1]), fields[2], int(fields[3]) if fields[3].isdecimal() else None)
+
+
 class Lease:
-    """The writer lease of one run, as one handle sees it."""
+    """The writer lease of one run, as one handle sees it.
+
+    Args:
+        backend: Where it lies.
+        run: Whose lease it is.
+        clock: Where time comes from.
+        stale_seconds: How long a heartbeat elsewhere may stand still.
+    """
 
     def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float = STALE_SECONDS) -> None:
+        self.purpose = ""
+        """What it is held for; written when it is taken or renewed."""
         self._backend = backend
         self._run = run
         self._clock = clock
@@ -94,7 +143,7 @@ class Lease:
         return self._record is not None and self._pid == os.getpid()
 
     def take(self) -> None:
-        """Take the lease, from a dead holder too; wait for a heartbeat on another host to stop.
+        """Take the lease, from a dead holder too; wait for an orphan to leave, or a heartbeat on another host to stop.
 
         Raises:
             ConflictError: A live process holds it; the message names that process.
@@ -172,6 +221,7 @@ class Lease:
             token=new_token(),
             acquired_ns=now,
             heartbeat_ns=now,
+            purpose=self.purpose,
         )
 
     def _read(self, path: str | None = None) -> LeaseRecord | None:
@@ -188,7 +238,39 @@ class Lease:
     def _is_ours(self, holder: LeaseRecord | None) -> bool:
         return self.is_held and holder is not None and self._record is not None and holder.token == self._record.token
 
+    def wait_for_orphan(self) -> bool:
+        """Wait while a saver whose trainer has died publishes what was staged; says so in the log.
+
+        To be called before the newest checkpoint is looked for, and before a first commit. There is no bound: an
+        orphan ends by itself, and one that is killed or was never there is not waited for.
+
+        Returns:
+            Whether there was one.
+        """
+        orphan = self._read()
+        if orphan is None or not is_orphan(orphan):
+            return False
+        purpose = SaverPurpose.of(orphan.purpose)
+        what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
+        begun, told = self._clock.monotonic(), 0
+        _log.warning(
+            "run %r: waiting for the saver (pid %d) of the trainer that died to %s", self._run, orphan.pid, what
+        )
+        holder: LeaseRecord | None = orphan
+        while holder is not None and holder.token == orphan.token and is_orphan(holder):
+            self._clock.sleep(ORPHAN_POLL_SECONDS)
+            waited = self._clock.monotonic() - begun
+            if waited >= (told + 1) * ORPHAN_PATIENCE_SECONDS:
+                told += 1
+                stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(orphan.pid) else ""
+                _log.warning(
+                    "run %r: still waiting for the saver (pid %d), for %.0f s%s", self._run, orphan.pid, waited, stopped
+                )
+            holder = self._read()
+        return True
+
     def _remove_dead_holder(self) -> None:
+        self.wait_for_orphan()
         holder = self._read()
         if holder is not None and self._is_alive(holder):
             raise ConflictError(
@@ -263,6 +345,7 @@ class Lease:
             token=record.token,
             acquired_ns=record.acquired_ns,
             heartbeat_ns=self._clock.now_ns(),
+            purpose=self.purpose,
         )
         draft = f"{layout.TMP_FOLDER}/{new_token()}.lease"
         try:
@@ -281,7 +364,20 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:
         del lease
 
 
+def is_orphan(holder: LeaseRecord) -> bool:
+    """Whether a lease is held by a living saver, of this boot, whose trainer has died."""
+    purpose = SaverPurpose.of(holder.purpose)
+    here = boot_identity()
+    if purpose is None or not here or holder.boot_id != here or holder.pid == os.getpid():
+        return False
+    if process_started(purpose.trainer_pid) == purpose.trainer_started:
+        return False
+    return process_started(holder.pid) == holder.process_started
+
+
 def _describe(holder: LeaseRecord | None) -> str:
     if holder is None:
         return "someone who has left"
-    return f"pid {holder.pid} on host {holder.host}"
+    purpose = SaverPurpose.of(holder.purpose)
+    saver = "" if purpose is None else f", the saver of pid {purpose.trainer_pid}"
+    return f"pid {holder.pid} on host {holder.host}{saver}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -197,11 +198,25 @@ class Manifests:
             self.backend.create(layout.drop_mark_name(self.run, seq), b"", sync=False)
         self.backend.sync_folder(layout.claims_folder(self.run))
 
+    def is_marked(self, seq: int) -> bool:
+        """Whether a drop mark lies there: every generation of this seq is to go."""
+        return self.backend.stat(layout.drop_mark_name(self.run, seq)) is not None
+
     def move_to_trash(self, seqs: frozenset[int]) -> int:
         """Move all generations of marked seqs into a fresh trash folder until none is left; return how many."""
+        return self._move_to_trash(lambda name: name.seq in seqs)
+
+    def move_lower_to_trash(self, name: ManifestName) -> int:
+        """Move the generations below this one to the trash; return how many.
+
+        Whoever calls this has seen every pack that this generation names.
+        """
+        return self._move_to_trash(lambda other: other.seq == name.seq and other.generation < name.generation)
+
+    def _move_to_trash(self, is_doomed: Callable[[ManifestName], bool]) -> int:
         folder = layout.trash_manifests_folder(new_token(), self.run)
         count = 0
-        while doomed := [name for name in self._names_in_place() if name.seq in seqs]:
+        while doomed := sorted(filter(is_doomed, self._names_in_place()), key=lambda name: name.file):
             if count == 0:
                 _make_durable_folder(self.backend, folder)
             for name in doomed:

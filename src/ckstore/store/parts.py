@@ -155,6 +155,8 @@ class Parts:
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
         self.known = Known()
+        self.newest: Manifest | None = None
+        """The newest whole checkpoint of the run, as the first commit found it."""
         self._seq_highest: int | None = None
         self._nbytes_written_last: int | None = None
 
@@ -198,6 +200,7 @@ class Parts:
                     manifest = manifests.load(name)
                     self.known.add(manifest)
                     if manifests is self.manifests:
+                        self.newest = manifest
                         self._nbytes_written_last = manifest.header.bytes_written
                 except (CorruptError, UnsupportedError, FileNotFoundError) as error:
                     # Nothing is lost: what is not known is written again.
@@ -227,6 +230,12 @@ class Parts:
         """Remember what an acknowledged commit of this handle wrote."""
         self.known.add(manifest)
         self._nbytes_written_last = manifest.header.bytes_written
+
+    def look_again(self) -> None:
+        """Forget what is known of the run; the next commit looks at it as the first one did."""
+        self.known = Known(self.known.manifests_max)
+        self.newest = None
+        self._seq_highest = None
 
     def packs_gone(self, packs: dict[PackId, int]) -> set[PackId]:
         """Return those of these packs (id to size) that are not in place with that size."""

@@ -50,9 +50,9 @@ class FaultyEngine:
         """The name of the engine that does the work."""
         return self.inner.name
 
-    def open_queue(self, *, depth: int) -> FaultyQueue:
+    def open_queue(self, *, depth: int, nbytes_max: int | None = None) -> FaultyQueue:
         """Make a queue with altered completions."""
-        return FaultyQueue(self, self.inner.open_queue(depth=depth))
+        return FaultyQueue(self, self.inner.open_queue(depth=depth, nbytes_max=nbytes_max))
 
     def next_fault(self, kind: str) -> BadCompletion | None:
         """Count a transfer and return what becomes of it."""

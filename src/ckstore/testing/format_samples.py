@@ -6,8 +6,9 @@ format version.
 
 from __future__ import annotations
 
+from ckstore.format.choices import DELTA, DERIVED, FULL, StorageChoice
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header, frame_extent
-from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest, PackRef, build_manifest
+from ckstore.format.manifest import Choices, ChunkSpec, FrameRef, Manifest, PackRef, build_manifest
 from ckstore.format.pack import (
     PACK_ALIGN,
     SUPERHEADER_NBYTES,
@@ -29,6 +30,7 @@ TIME_NS = 1_750_000_000_000_000_000
 
 CONSTANT_CODEC = (1, b"")
 PLANES_CODEC = (2, b"\x01")
+DELTA_STEPS = ((5, b"\x01"), (2, b"\x00"))
 
 
 def sample_plain(number: int, nbytes: int = 256) -> bytes:
@@ -50,7 +52,7 @@ def sample_frames() -> list[tuple[FrameHeader, bytes]]:
         (FrameHeader(sample_chunk_id(0), NO_BASE, 256, len(plain), 4, (), 0), plain),
         (FrameHeader(sample_chunk_id(1), NO_BASE, 256, len(coded), 2, (PLANES_CODEC,), 0), coded),
         (
-            FrameHeader(sample_chunk_id(2), sample_chunk_id(0), 256, len(delta), 1, (PLANES_CODEC, CONSTANT_CODEC), 0),
+            FrameHeader(sample_chunk_id(2), sample_chunk_id(0), 256, len(delta), 1, DELTA_STEPS, 0),
             delta,
         ),
     ]
@@ -126,6 +128,22 @@ def sample_manifest() -> Manifest:
         ],
         bytes_written=16_384,
         chunks_new=1,
+        choices=sample_choices(),
+    )
+
+
+def sample_choices() -> Choices:
+    """Return choices for the three storages of ``sample_manifest``."""
+    return Choices(
+        base="keyframe",
+        base_seq=1,
+        keyframe_seq=1,
+        reason="against the keyframe",
+        storages=(
+            StorageChoice(DELTA, 26.5, 21.25, 22.0, "keyframe", 2),
+            StorageChoice(DERIVED),
+            StorageChoice(FULL, 10.5, None, 11.0),
+        ),
     )
 
 

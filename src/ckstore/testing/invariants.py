@@ -13,7 +13,7 @@ from ckstore.testing.simfs import FOLDER, Op
 
 _REPLACEABLE = re.compile(r"(tags|leases)/|config\.json$")
 _KEPT_FOR_EVER = re.compile(r"claims/[^/]+/[0-9]+(\.dropped)?$")
-_MANIFEST = re.compile(r"manifests/[^/]+/([0-9]+)-.*\.ckm$")
+_MANIFEST = re.compile(r"manifests/([^/]+)/([0-9]+)-[0-9]+\.([0-9]+)\.ckm$")
 
 
 def order_violations(log: Sequence[Op]) -> list[str]:
@@ -23,6 +23,7 @@ def order_violations(log: Sequence[Op]) -> list[str]:
     - When it is published its bytes, every pack's bytes and names, and the claim of its seq are durable.
     - When a test notes an acknowledgement, the names in all folders of manifests are durable.
     - A pack is not changed after its sync; a file whose sync failed is never synced again.
+    - A generation of a manifest is moved away only when a higher one, or the drop mark, is durable, or it is the highest.
     - Only tags, leases and the configuration are ever replaced; claims and drop marks are never removed.
     """
     walk = _Walk()
@@ -71,6 +72,7 @@ class _Walk:
                 yield "a claim or drop mark is removed"
             if _MANIFEST.match(path) and op.call == "unlink":
                 yield "a manifest is unlinked in place instead of moved"
+            yield from self._supersede(path)
             self.nodes.pop(path, None)
         else:
             if path in self.nodes and self.nodes[path] != FOLDER and not _REPLACEABLE.match(path):
@@ -79,6 +81,20 @@ class _Walk:
                 yield from self._publish(op)
             self.nodes[path] = op.node
         self.unsynced_names[path] = op
+
+    def _supersede(self, path: str) -> Iterator[str]:
+        moved = _MANIFEST.match(path)
+        if moved is None:
+            return
+        run, seq, generation = moved.groups()
+        mark = f"claims/{run}/{seq}.dropped"
+        if mark in self.nodes and mark not in self.unsynced_names:
+            return
+        for other in self.nodes:
+            found = _MANIFEST.match(other)
+            is_higher = found and found.groups()[:2] == (run, seq) and int(found[3]) > int(generation)
+            if is_higher and other in self.unsynced_names:
+                yield f"moved away while the name {other} is not durable"
 
     def _publish(self, op: Op) -> Iterator[str]:
         if op.call not in ("link", "rename_new"):

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckstore.errors import CkstoreError, ConflictError, MalformedError, UsageError
-from ckstore.io import durable
+from ckstore.errors import CkstoreError, MalformedError, UsageError
 from ckstore.io.backend import Backend, ReadFile, ReadRequest
 from ckstore.io.buffers import BufferPool
 from ckstore.io.engine import Engine, IoQueue, IoRequest
@@ -148,16 +147,6 @@ class BackendSuite:
         backend.rename("three", "two")
         assert backend.list_names("") == ["two"]
         assert backend.read_bytes("two", nbytes_max=1) == b"1"
-
-    def test_publish_is_repeatable_with_our_bytes_and_refuses_others(self, backend: Backend) -> None:
-        """A retry of an interrupted publish succeeds; another's bytes are a conflict."""
-        backend.create("draft", b"ours", sync=True)
-        backend.create("other", b"else", sync=True)
-        durable.publish_new(backend, "draft", "final")
-        durable.publish_new(backend, "draft", "final")
-        with pytest.raises(ConflictError):
-            durable.publish_new(backend, "other", "final")
-        assert backend.read_bytes("final", nbytes_max=4) == b"ours"
 
     def test_pack_holds_what_was_placed(self, backend: Backend) -> None:
         """Every byte, at its offset, zeros between, a size that is a multiple of a page."""

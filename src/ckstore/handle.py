@@ -1,0 +1,207 @@
+"""An opened run: what every verb needs, the verbs that only look, and the end of the handle.
+
+Listing and looking import neither numpy nor the stories of commit and restore, so that they start at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from ckstore.config import Policy
+from ckstore.contents import Contents, contents_of
+from ckstore.errors import NotFoundError, UsageError
+from ckstore.format.header import ManifestHeader
+from ckstore.info import Info
+from ckstore.store.parts import Parts
+from ckstore.store.references import Reference, header_or_none, headers_newest_first, newest_whole, resolve
+
+if TYPE_CHECKING:
+    from ckstore.coding import Coding
+    from ckstore.format.manifest import Manifest
+    from ckstore.stats import Stats
+    from ckstore.store.verify import Report
+
+Self = TypeVar("Self", bound="Handle")
+
+
+class Handle:
+    """A run of a store, to look at."""
+
+    def __init__(self, parts: Parts, policy: Policy) -> None:
+        self._parts = parts
+        self._policy = policy
+        self._lock = threading.RLock()
+        self._restored: Info | None = None
+        self._is_closed = False
+        # Runs when the handle is collected and at exit, so that the lease does not outlive its holder.
+        self._finalizer = weakref.finalize(self, parts.close)
+
+    def __repr__(self) -> str:
+        return f"ckstore.Store({self._parts.backend.root!r}, run={self._parts.run!r})"
+
+    @property
+    def run(self) -> str:
+        """The run this handle works in."""
+        return self._parts.run
+
+    @property
+    def restored(self) -> Info | None:
+        """What the last restore of this handle returned; None before the first."""
+        return self._restored
+
+    def latest(self) -> Info | None:
+        """Return the newest checkpoint that is whole, or None in an empty run."""
+        with self._lock:
+            self._check_open()
+            try:
+                manifest, passed_over = newest_whole(self._parts)
+            except NotFoundError:
+                return None
+            return self._info(manifest.header, warnings=passed_over)
+
+    def info(self, ref: Reference) -> Info:
+        """Return what is known of a checkpoint; reads its header only."""
+        with self._lock:
+            self._check_open()
+            name = resolve(self._parts, ref)
+            header = header_or_none(self._parts.manifests, name)
+            if header is None:
+                raise NotFoundError(f"seq {name.seq} was dropped meanwhile", where=self._parts.backend.root)
+            return self._info(header)
+
+    def log(self) -> list[Info]:
+        """Return every entry of the run, newest first.
+
+        Raises:
+            CorruptError: A header is damaged; `ckstore ls` shows the others.
+        """
+        with self._lock:
+            self._check_open()
+            by_seq: dict[int, list[str]] = {}
+            for name, record in self._parts.tags.all().items():
+                by_seq.setdefault(record.seq, []).append(name)
+            headers = headers_newest_first(self._parts.manifests)
+            return [Info.of(header, tags=sorted(by_seq.get(header.seq, ()))) for header in headers]
+
+    def steps(self) -> list[int]:
+        """Return the steps that can be restored, each once, ascending."""
+        with self._lock:
+            self._check_open()
+            return sorted({name.step for name in self._parts.manifests.listing().names})
+
+    def tags(self) -> dict[str, int]:
+        """Return each tag with the seq it points to."""
+        with self._lock:
+            self._check_open()
+            return {name: record.seq for name, record in sorted(self._parts.tags.all().items())}
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs of the store."""
+        with self._lock:
+            self._check_open()
+            return self._parts.runs()
+
+    def contents(self, ref: Reference) -> Contents:
+        """Return what a checkpoint holds, tensor by tensor; reads its manifest only."""
+        with self._lock:
+            manifest = self._manifest(ref)
+            return contents_of(manifest, self._info(manifest.header))
+
+    def coding(self, ref: Reference) -> Coding:
+        """Return how a checkpoint is coded, tensor by tensor, and why; reads its manifest and headers of frames."""
+        from ckstore.coding import coding_of
+
+        with self._lock:
+            manifest = self._manifest(ref)
+            return coding_of(self._parts, manifest, self._info(manifest.header))
+
+    def stats(
+        self,
+        ref: Reference = "latest",
+        *,
+        exact: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Stats:
+        """Return where the bytes of a checkpoint go, and what no byte coder can beat; decodes all of it.
+
+        Args:
+            ref: Which checkpoint.
+            exact: Measure every element instead of a sample of each chunk.
+            on_progress: Called now and then, from any thread, with plain bytes done and plain bytes in all.
+        """
+        from ckstore.stats import stats_of
+
+        with self._lock:
+            manifest = self._manifest(ref)
+            info = self._info(manifest.header)
+            return stats_of(self._parts, manifest, info, self._policy, is_exact=exact, on_progress=on_progress)
+
+    def _manifest(self, ref: Reference) -> Manifest:
+        self._check_open()
+        name = resolve(self._parts, ref)
+        try:
+            return self._parts.manifests.load(name)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"seq {name.seq} was dropped or replaced while it was read",
+                where=self._parts.backend.root,
+                todo="look again",
+            ) from None
+
+    def verify(
+        self,
+        level: str = "read",
+        *,
+        ref: Reference | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Report:
+        """Read everything, believe nothing, and report; nothing is changed.
+
+        Args:
+            level: ``"quick"``: manifests and directories; ``"read"``: every stored byte; ``"decode"``:
+                everything a restore would find.
+            ref: One checkpoint; None: the whole store, all runs.
+            on_progress: Called now and then with bytes read and bytes in all.
+        """
+        from ckstore.decoder import FrameDecoder, decoder_nbytes
+        from ckstore.store.verify import verify
+
+        with self._lock:
+            self._check_open()
+            names = None if ref is None else [(self.run, resolve(self._parts, ref))]
+            return verify(
+                self._parts,
+                level,
+                names,
+                make_check=lambda: FrameDecoder(self._parts.limits.chunk_nbytes_max).check_frame,
+                check_nbytes=decoder_nbytes(self._parts.limits.chunk_nbytes_max),
+                policy=self._policy,
+                on_progress=on_progress,
+            )
+
+    # Ending
+
+    def close(self) -> None:
+        """Give up the writer lease and let go of descriptors; repeated calls do nothing."""
+        with self._lock:
+            self._is_closed = True
+            self._finalizer()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
+        return Info.of(header, tags=self._parts.tags.names_of(header.seq), warnings=warnings)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("the store is closed", where=self._parts.backend.root, todo="open it again")

@@ -1,0 +1,207 @@
+"""Check one pack against everything that is said of it: its ends, its directory, and every byte of its frames."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckstore.errors import BackendError, CorruptError, MalformedError, UnsupportedError
+from ckstore.format import layout
+from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, check_payload, decode_frame_header
+from ckstore.format.pack import (
+    SUPERHEADER_NBYTES,
+    TAIL_NBYTES,
+    DirectoryEntry,
+    PackDirectory,
+    PackTail,
+    check_entry,
+    decode_directory,
+    decode_superheader,
+    decode_tail,
+)
+from ckstore.format.wire import BLOCK_NBYTES, is_zero
+from ckstore.ids import NO_BASE, PackId
+from ckstore.io.backend import ReadFile, ReadRequest, ReadResult
+from ckstore.io.buffers import BufferPool
+from ckstore.store.audit import Audit, FrameCheck
+from ckstore.store.damage import PackUses, Place, label_of
+
+
+@dataclass(slots=True)
+class _Span:
+    """A run of frames that one read covers, padding behind the last one included."""
+
+    offset: int
+    nbytes: int
+    entries: tuple[DirectoryEntry, ...]
+
+
+class PackAudit:
+    """Checks one pack.
+
+    Args:
+        audit: The verify that this is part of.
+        pack_id: Which one.
+    """
+
+    def __init__(self, audit: Audit, pack_id: PackId) -> None:
+        self._audit = audit
+        self._parts = audit.parts
+        self._pack_id = pack_id
+        self._uses: PackUses = audit.uses.packs[pack_id]
+        self._report = audit.report
+
+    def run(self) -> None:
+        """Check, and add what is wrong to the report."""
+        self._report.pack_count += 1
+        file = self._open()
+        if file is None:
+            self._add("the pack is missing")
+            return
+        try:
+            tail, directory = self._check_ends(file)
+            self._check_uses(directory)
+            if self._report.level != "quick":
+                self._check_frames(file, tail, directory)
+        except (CorruptError, UnsupportedError, BackendError) as error:
+            self._add(error.what)
+        finally:
+            file.close()
+
+    def _open(self) -> ReadFile | None:
+        for name in (layout.pack_name(self._pack_id), *self._parts.trash.find_pack(self._pack_id)):
+            try:
+                return self._parts.backend.open_read(name)
+            except FileNotFoundError:
+                continue
+        return None
+
+    def _check_ends(self, file: ReadFile) -> tuple[PackTail, PackDirectory]:
+        store_id, limits = self._parts.store_id, self._parts.limits
+        decode_superheader(file.read_at(0, SUPERHEADER_NBYTES), store_id=store_id, pack_id=self._pack_id)
+        tail = decode_tail(
+            file.read_at(max(0, file.nbytes - TAIL_NBYTES), TAIL_NBYTES),
+            pack_nbytes=file.nbytes,
+            store_id=store_id,
+            pack_id=self._pack_id,
+            limits=limits,
+        )
+        end = file.nbytes - TAIL_NBYTES
+        stored = file.read_at(tail.directory_offset, end - tail.directory_offset)
+        directory = decode_directory(stored[: tail.directory_nbytes], tail, limits=limits)
+        if not is_zero(memoryview(stored)[tail.directory_nbytes :]):
+            raise MalformedError("the padding behind the directory is not zero")
+        self._report.bytes_read += SUPERHEADER_NBYTES + len(stored) + TAIL_NBYTES
+        for index, ref in self._uses.refs.items():
+            if (ref.nbytes, ref.directory_digest) != (file.nbytes, tail.directory_digest):
+                checkpoint = label_of(self._audit.uses.names[index])
+                raise MalformedError(f"size or directory is not what the manifest of {checkpoint} says")
+        return tail, directory
+
+    def _check_uses(self, directory: PackDirectory) -> None:
+        there = {_place_of(entry): entry.base_id for entry in directory.entries}
+        for place in self._uses.places:
+            chunk_id, offset, _ = place
+            base = self._uses.bases.get(place)
+            if place not in there:
+                self._add(f"chunk {chunk_id.hex()[:16]} does not lie where the manifest says", offset, place)
+            elif place in self._uses.disputed or there[place] != (NO_BASE if base is None else base[1][0]):
+                self._add(f"chunk {chunk_id.hex()[:16]} needs another base than the manifest says", offset, place)
+
+    def _check_frames(self, file: ReadFile, tail: PackTail, directory: PackDirectory) -> None:
+        spans = list(self._spans(tail, directory))
+        nbytes = max((span.nbytes for span in spans), default=0) + 2 * BLOCK_NBYTES
+        nbytes = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+        thread_count, buffer_count = self._audit.fit(nbytes, check_nbytes=None if self._decodes else 1)
+        inbox: queue.SimpleQueue[ReadResult | None] = queue.SimpleQueue()
+        threads = [
+            threading.Thread(target=self._work, args=(inbox, spans), name="ckstore-verify", daemon=True)
+            for _ in range(min(thread_count, len(spans)))
+        ]
+        with BufferPool(nbytes, min(buffer_count, len(spans) + 1)) as pool:
+            for thread in threads:
+                thread.start()
+            requests = (ReadRequest(file, span.offset, span.nbytes, tag) for tag, span in enumerate(spans))
+            try:
+                for result in self._parts.backend.read_ranges(requests, pool):
+                    self._report.bytes_read += len(result.view)
+                    inbox.put(result)
+                    self._audit.tell()
+                    if self._audit.stop.error is not None:
+                        break
+            finally:
+                for _ in threads:
+                    inbox.put(None)
+                for thread in threads:
+                    thread.join()
+        if self._audit.stop.error is not None:
+            raise self._audit.stop.error
+
+    def _spans(self, tail: PackTail, directory: PackDirectory) -> Iterator[_Span]:
+        """Cut the frames into reads; each span ends where the next begins, so that no byte is left out."""
+        span_nbytes_max = self._parts.limits.chunk_nbytes_max + BLOCK_NBYTES
+        begins = [entry.offset for entry in directory.entries]
+        ends = [*begins[1:], tail.directory_offset]
+        group: list[DirectoryEntry] = []
+        behind = SUPERHEADER_NBYTES
+        for entry, end in zip(directory.entries, ends, strict=True):
+            gap = entry.offset - behind
+            if gap >= FRAME_ALIGN:
+                raise MalformedError(f"{gap} bytes before offset {entry.offset} belong to no frame")
+            behind = entry.end
+            if group and end - group[0].offset > span_nbytes_max:
+                yield _Span(group[0].offset, entry.offset - group[0].offset, tuple(group))
+                group = []
+            group.append(entry)
+        if tail.directory_offset - behind >= BLOCK_NBYTES:
+            raise MalformedError(f"{tail.directory_offset - behind} bytes before the directory belong to no frame")
+        if group:
+            yield _Span(group[0].offset, tail.directory_offset - group[0].offset, tuple(group))
+
+    def _work(self, inbox: queue.SimpleQueue[ReadResult | None], spans: Sequence[_Span]) -> None:
+        check = self._audit.make_check() if self._decodes else None
+        while (result := inbox.get()) is not None:
+            try:
+                # After a failure the rest is only let go of, so that the reader is not left waiting for buffers.
+                if self._audit.stop.error is None:
+                    self._check_span(spans[result.tag], result.view, check)
+            except BaseException as error:
+                self._audit.stop.note(error)
+            finally:
+                result.release()
+
+    def _check_span(self, span: _Span, view: memoryview, check: FrameCheck | None) -> None:
+        if len(view) != span.nbytes:
+            self._add("the pack ends early", span.offset + len(view))
+            return
+        ends = [*(entry.offset for entry in span.entries[1:]), span.offset + span.nbytes]
+        for entry, end in zip(span.entries, ends, strict=True):
+            begin = entry.offset - span.offset
+            frame = view[begin : begin + FRAME_HEADER_NBYTES + entry.stored_nbytes]
+            try:
+                header = decode_frame_header(frame[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+                check_entry(entry, header)
+                payload = frame[FRAME_HEADER_NBYTES:]
+                check_payload(header, payload)
+                if not is_zero(view[entry.end - span.offset : end - span.offset]):
+                    raise MalformedError("the padding behind a frame is not zero")
+                # What needs a base is decoded when all packs have been looked at.
+                if check is not None and not header.has_base:
+                    check(header, payload)
+            except (CorruptError, UnsupportedError) as error:
+                self._add(error.what, entry.offset, _place_of(entry))
+            with self._audit.lock:
+                self._report.frame_count += 1
+
+    @property
+    def _decodes(self) -> bool:
+        return self._report.level == "decode"
+
+    def _add(self, what: str, offset: int | None = None, place: Place | None = None) -> None:
+        self._audit.add(self._pack_id, what, offset, place)
+
+
+def _place_of(entry: DirectoryEntry) -> Place:
+    return entry.chunk_id, entry.offset, entry.stored_nbytes

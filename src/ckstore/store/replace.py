@@ -1,0 +1,56 @@
+"""Replace a checkpoint's manifest by its next generation: the same seq, step and state, in another form or place.
+
+The steps are those of Replace in docs/FORMAT.md section 10: new packs are durable, the manifest of the next generation
+is published without a claim, and then what is here.
+
+Invariants:
+- A lower generation is moved only when every pack of the higher one was seen in place.
+- A drop mark wins: what was published is withdrawn, and the checkpoint stays dropped.
+"""
+
+from __future__ import annotations
+
+from ckstore.errors import ConflictError, NotFoundError
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import Manifest
+from ckstore.store.parts import Parts
+
+
+def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
+    """See every pack that a published replacement names, look for a drop, and move the lower generations to the trash.
+
+    Raises:
+        ConflictError: Packs vanished meanwhile; the replacement is withdrawn.
+        NotFoundError: The checkpoint was dropped meanwhile; its drop stands.
+    """
+    header, manifests = manifest.header, parts.manifests
+    gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})
+    if gone:
+        manifests.withdraw(name)
+        raise ConflictError(
+            f"{len(gone)} packs of seq {header.seq} vanished while its manifest was replaced; it is as it was",
+            where=parts.backend.root,
+            todo="find out who removes files from the store, then plan again",
+            pack_ids=sorted(pack_id.hex() for pack_id in gone),
+        )
+    if manifests.is_marked(header.seq):
+        # Written first, looked at second: a drop that did not see this generation has left its mark by now.
+        manifests.withdraw(name)
+        raise NotFoundError(f"seq {header.seq} was dropped while it was replaced", where=parts.backend.root)
+    manifests.move_lower_to_trash(name)
+
+
+def finish_replacements(parts: Parts) -> int:
+    """Move lower generations that a replacement left in place when it was interrupted; return how many."""
+    listing = parts.manifests.listing()
+    highest = {name.seq: name for name in listing.names}
+    count = 0
+    for seq in sorted({name.seq for name in listing.lower} & set(highest)):
+        name = highest[seq]
+        try:
+            manifest = parts.manifests.load(name)
+        except FileNotFoundError:
+            continue
+        if not parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs}):
+            count += parts.manifests.move_lower_to_trash(name)
+    return count

@@ -1,0 +1,82 @@
+"""Protects Replace: the next generation is published first, and lower ones go only when nothing speaks against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import ckstore
+from ckstore.errors import ConflictError, NotFoundError
+from ckstore.format import layout
+from ckstore.store.replace import finish_replacements, settle
+
+
+@pytest.fixture
+def parts(store):
+    """The parts of a store with one checkpoint, seq 0."""
+    store.commit({"a": 1, "b": bytes(100)}, 5)
+    return store._parts
+
+
+@pytest.fixture
+def next_one(parts):
+    """The manifest of that checkpoint in its next generation."""
+    manifest = parts.manifests.load(parts.manifests.listing().names[0])
+    return replace(manifest, header=replace(manifest.header, generation=1))
+
+
+def generations(parts):
+    listing = parts.manifests.listing()
+    return [name.generation for name in (*listing.names, *listing.lower)]
+
+
+def test_settled_replacement_is_the_only_generation_in_place(parts, next_one, backend):
+    name = parts.manifests.publish(next_one)
+    assert generations(parts) == [1, 0], "both are there until all packs were seen"
+    settle(parts, next_one, name)
+    assert generations(parts) == [1]
+    (gc_id,) = parts.trash.folders()
+    assert backend.list_names(layout.trash_manifests_folder(gc_id, "main")) == ["00000000-000000000005.0.ckm"]
+
+
+def test_second_replacement_of_the_same_generation_is_a_conflict(parts, next_one):
+    parts.manifests.publish(next_one)
+    other = replace(next_one, header=replace(next_one.header, bytes_written=1))
+    with pytest.raises(ConflictError):
+        parts.manifests.publish(other)
+
+
+def test_replacement_of_a_dropped_checkpoint_is_withdrawn(parts, next_one):
+    name = parts.manifests.publish(next_one)
+    parts.manifests.mark_dropped(0)
+    with pytest.raises(NotFoundError, match="dropped"):
+        settle(parts, next_one, name)
+    assert parts.manifests._names_in_place() == {name_of(next_one, 0)}, "what the drop moves is still there to be moved"
+    assert parts.manifests.listing().names == ()
+
+
+def name_of(manifest, generation):
+    header = manifest.header
+    return layout.ManifestName(header.run, header.seq, header.step, generation)
+
+
+def test_replacement_whose_packs_are_gone_leaves_the_one_before(parts, backend, store):
+    store.commit({"w": list(range(9)), "x": ckstore.__name__}, 6)
+    import numpy as np
+
+    store.commit({"w": np.arange(9.0)}, 7)
+    manifest = parts.manifests.load(parts.manifests.listing().names[-1])
+    following = replace(manifest, header=replace(manifest.header, generation=1))
+    name = parts.manifests.publish(following)
+    backend.unlink(layout.pack_name(manifest.packs[0].pack_id))
+    with pytest.raises(ConflictError, match="vanished"):
+        settle(parts, following, name)
+    assert [n.generation for n in parts.manifests.listing().names if n.seq == name.seq] == [0]
+
+
+def test_interrupted_replacement_is_finished_by_the_next_one(parts, next_one):
+    parts.manifests.publish(next_one)
+    assert finish_replacements(parts) == 1
+    assert generations(parts) == [1]
+    assert finish_replacements(parts) == 0

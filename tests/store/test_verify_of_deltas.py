@@ -1,0 +1,201 @@
+"""Frames that need bases are decoded each once by a verify, within bounds; damage of a base names all who need it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import KIB, MIB, Limits, Policy
+from ckstore.decoder import FrameDecoder
+from ckstore.format.frame import FRAME_HEADER_NBYTES
+from ckstore.format.layout import pack_name
+from ckstore.store import chain_audit
+from ckstore.store.parts import create_store
+from ckstore.testing.chains import ChainWriter
+
+CHUNK_NBYTES = 64 * KIB
+COUNT = CHUNK_NBYTES // 4
+
+
+def state_at(step):
+    source = np.random.default_rng(3)
+    large = source.standard_normal(2 * COUNT).astype(np.float32)
+    noise = np.random.default_rng(100 + step).standard_normal(2 * COUNT).astype(np.float32) * np.float32(1e-3)
+    master = large + noise * (step > 0)
+    return {"w": master, "half": master.astype(np.float16), "b": master[:50].copy(), "n": step}
+
+
+@pytest.fixture
+def store(backend):
+    """A store of small chunks."""
+    create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
+    with ckstore.open(backend, policy=Policy(threads=2)) as opened:
+        yield opened
+
+
+SHAPES = {
+    "chain": [None, 0, 1, 2, 3, 4],
+    "star": [None, 0, 0, 0, 0, 0],
+    "two stars": [None, 0, 0, None, 3, 3],
+    "comb": [None, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10],
+    "bush": [None, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3],
+}
+
+
+@pytest.fixture(params=SHAPES)
+def tree(request, store):
+    """Checkpoints that rest on each other in some shape; returns the last but one whose base is each."""
+    writer = ChainWriter(store)
+    for step, base in enumerate(SHAPES[request.param]):
+        writer.commit(state_at(step), step, base=base)
+    return store, SHAPES[request.param]
+
+
+def manifests_of(store):
+    return [store._parts.manifests.load(name) for name in store._parts.manifests.listing().names]
+
+
+def frames_of(manifests):
+    """Return every frame once: pack and offset, with its manifest and itself."""
+    return {(m.packs[f.pack].pack_id, f.offset): (m, f) for m in manifests for f in m.frames}
+
+
+def damage(backend, manifest, frame):
+    backend._files[pack_name(manifest.packs[frame.pack].pack_id)].content[frame.offset + FRAME_HEADER_NBYTES] ^= 1
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """How often each frame was decoded."""
+    counts = Counter()
+    original = FrameDecoder.check_frame
+
+    def check_frame(self, header, payload, base=None, /):
+        counts[header.chunk_id] += 1
+        return original(self, header, payload, base)
+
+    monkeypatch.setattr(FrameDecoder, "check_frame", check_frame)
+    return counts
+
+
+def test_every_frame_is_decoded_and_hardly_any_twice(tree, decoded):
+    store, shape = tree
+    report = store.verify("decode")
+    assert report.is_clean, report.damage
+    frames = frames_of(manifests_of(store))
+    assert report.frame_count == len(frames)
+    assert set(decoded) == {frame.chunk_id for _, frame in frames.values()}
+    # What nothing rests on is decoded once; a root once more, to begin its tree.
+    based = {frame.chunk_id for _, frame in frames.values() if frame.base >= 0}
+    assert sum(decoded[chunk_id] for chunk_id in based) <= 1.3 * len(based)
+    assert max(decoded.values()) <= 2 + len(shape) // 3
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_few_copies_cost_time_and_nothing_else(tree, decoded, copies, monkeypatch):
+    store, _ = tree
+    monkeypatch.setattr(chain_audit, "COPIES_MAX", copies)
+    monkeypatch.setattr(chain_audit, "NESTED_MAX", 2)
+    assert store.verify("decode").is_clean
+    frames = frames_of(manifests_of(store))
+    assert set(decoded) == {frame.chunk_id for _, frame in frames.values()}
+    for number, (manifest, frame) in enumerate(frames.values()):
+        if frame.depth and number % 5 == 0:
+            damage(store._parts.backend, manifest, frame)
+            assert len(store.verify("decode").damage) == 1
+            damage(store._parts.backend, manifest, frame)
+
+
+def test_damaged_base_is_reported_once_with_all_who_need_it(store, backend):
+    writer = ChainWriter(store)
+    for step in range(4):
+        writer.commit(state_at(step), step, base=None if step == 0 else -1)
+    manifests = manifests_of(store)
+    second = manifests[1]
+    frame = next(frame for frame in second.frames if frame.depth == 1 and frame.stored_nbytes > 20_000)
+    damage(backend, second, frame)
+    for level in ("read", "decode"):
+        (found,) = store.verify(level).damage
+        assert f"offset {frame.offset}" in found.where
+        assert found.checkpoints == tuple(f"main/{seq} (step {seq})" for seq in (1, 2, 3))
+        assert "w" in found.tensors
+    (found,) = store.verify("decode", ref=3).damage
+    assert found.checkpoints == ("main/3 (step 3)",)
+    assert set(found.tensors) == {"half", "w"}
+    assert store.verify("decode", ref=0).is_clean
+
+
+def test_missing_pack_of_bases_names_the_tensors_that_rest_on_them(store, backend):
+    writer = ChainWriter(store)
+    for step in range(3):
+        writer.commit(state_at(step), step, base=None if step == 0 else -1)
+    backend.unlink(pack_name(manifests_of(store)[0].packs[0].pack_id))
+    for level in ("quick", "decode"):
+        (found,) = store.verify(level, ref=2).damage
+        assert found.tensors == ("w", "half", "b")
+        (found,) = store.verify(level).damage
+        assert len(found.checkpoints) == 3
+
+
+def test_residual_of_wrong_words_is_found_by_decoding(store, backend, monkeypatch):
+    """Right checksums, a sound base, and yet other bytes: a coder that was wrong at the commit."""
+    from ckstore.delta import ordered
+
+    original = ordered.subtract
+
+    def wrong(plain, base, planes_out, **named):
+        original(plain, base, planes_out, **named)
+        planes_out[1] ^= 1
+
+    writer = ChainWriter(store)
+    writer.commit(state_at(0), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(ordered, "subtract", wrong)
+        writer.commit(state_at(1), 1, base=0)
+    assert store.verify("read").is_clean
+    found = store.verify("decode").damage
+    assert found
+    assert all("other bytes than were committed" in each.what for each in found)
+    assert {each.checkpoints for each in found} == {("main/1 (step 1)",)}
+
+
+def test_progress_reaches_the_whole(tree):
+    store, _ = tree
+    seen = []
+    store.verify("decode", on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] >= seen[-1][1] * 0.99
+
+
+def test_failure_of_the_checker_itself_is_raised(tree, monkeypatch, no_threads_left):
+    store, _ = tree
+    original = FrameDecoder.check_frame
+
+    def fail(self, header, payload, base=None, /):
+        if base is not None:
+            raise RuntimeError("a bug")
+        return original(self, header, payload, base)
+
+    monkeypatch.setattr(FrameDecoder, "check_frame", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        store.verify("decode")
+
+
+def test_walks_keep_within_the_memory_of_the_policy(tree, monkeypatch):
+    store, _ = tree
+    pools = []
+
+    class Pool(chain_audit.BufferPool):
+        def __init__(self, block_nbytes, count):
+            super().__init__(block_nbytes, count)
+            pools.append(self.nbytes)
+
+    monkeypatch.setattr(chain_audit, "BufferPool", Pool)
+    store._policy = Policy(threads=64, memory_nbytes_max=56 * MIB)
+    assert store.verify("decode").is_clean
+    assert pools
+    assert len(pools) * (max(pools) + (chain_audit.COPIES_MAX + 1) * CHUNK_NBYTES) < 56 * MIB

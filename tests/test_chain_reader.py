@@ -1,0 +1,251 @@
+"""A chunk read back through its bases is the one that was committed, or the error says which frame is damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import forms
+from ckstore.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import KIB, Limits
+from ckstore.decoder import FrameDecoder
+from ckstore.delta import ordered
+from ckstore.errors import BackendError, ChecksumError, CorruptError, MissingChunkError
+from ckstore.format.frame import FRAME_HEADER_NBYTES
+from ckstore.format.layout import pack_name, trash_packs_folder
+from ckstore.ids import new_token
+from ckstore.io.buffers import BufferPool
+from ckstore.io.memory import MemoryBackend
+from ckstore.restore_plan import chain_of
+from ckstore.store.packs import read_buffer_nbytes
+from ckstore.store.parts import create_store
+from ckstore.testing.chains import ChainWriter
+
+CHUNK_NBYTES = 64 * KIB
+COUNT = CHUNK_NBYTES // 4
+DEPTH = 3
+
+
+class FailingReads(MemoryBackend):
+    """Fails the next reads of packs."""
+
+    count = 0
+
+    def open_read(self, name):
+        file = super().open_read(name)
+        read_at = file.read_at
+
+        def maybe_fail(offset, nbytes):
+            if self.count and name.startswith("packs/"):
+                self.count -= 1
+                raise BackendError("reading failed (EIO)", where=name)
+            return read_at(offset, nbytes)
+
+        file.read_at = maybe_fail
+        return file
+
+
+def plain_at(step):
+    source = np.random.default_rng(3)
+    plain = source.standard_normal(COUNT).astype(np.float32)
+    for _ in range(step):
+        plain = plain + source.standard_normal(COUNT).astype(np.float32) * np.float32(1e-4)
+    return plain
+
+
+@pytest.fixture
+def backend():
+    """A backend whose reads can be made to fail, with a store of small chunks."""
+    backend = FailingReads()
+    create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
+    return backend
+
+
+@pytest.fixture
+def store(backend):
+    """A store with a chain of one chunk, and one that is rounded twice."""
+    with ckstore.open(backend) as opened:
+        writer = ChainWriter(opened)
+        for step in range(DEPTH + 1):
+            writer.commit({"w": plain_at(step)}, step, base=None if step == 0 else -1)
+        yield opened
+
+
+@pytest.fixture
+def reader(store):
+    """A reader with a decoder of its own."""
+    with ChainReader(store._parts, FrameDecoder(CHUNK_NBYTES)) as reader:
+        yield reader
+
+
+def manifest_at(store, step):
+    names = store._parts.manifests.listing().names
+    return store._parts.manifests.load(next(name for name in names if name.step == step))
+
+
+def chain_at(store, step):
+    manifest = manifest_at(store, step)
+    return chain_of(manifest, len(manifest.frames) - 1)
+
+
+def read(reader, chain, nbytes=CHUNK_NBYTES):
+    destination = memoryview(bytearray(nbytes))
+    reader.read(chain, nbytes, destination)
+    return bytes(destination)
+
+
+def flip(backend, pack, frame, at=FRAME_HEADER_NBYTES + 50):
+    backend._files[pack_name(pack.pack_id)].content[frame.offset + at] ^= 2
+
+
+def test_chain_of_any_depth_is_read(store, reader):
+    for step in range(DEPTH + 1):
+        chain = chain_at(store, step)
+        assert [frame.depth for _, frame in chain] == list(range(step + 1))
+        assert read(reader, chain) == plain_at(step).tobytes()
+
+
+def test_reader_is_used_again_after_an_error_and_after_close(store, backend, reader):
+    chain = chain_at(store, DEPTH)
+    flip(backend, *chain[1])
+    with pytest.raises(CorruptError):
+        read(reader, chain)
+    flip(backend, *chain[1])
+    reader.close()
+    assert read(reader, chain) == plain_at(DEPTH).tobytes()
+
+
+def test_buffers_and_packs_may_be_lent(store):
+    chain = chain_at(store, DEPTH)
+    files = {pack.pack_id: store._parts.backend.open_read(pack_name(pack.pack_id)) for pack, _ in chain[:2]}
+    with (
+        BufferPool(read_buffer_nbytes(store._parts.limits), 1) as pool,
+        ChainReader(store._parts, FrameDecoder(CHUNK_NBYTES), pool=pool, files=files) as reader,
+    ):
+        assert read(reader, chain) == plain_at(DEPTH).tobytes()
+        assert pool.free_count == 1
+    assert files[chain[0][0].pack_id].read_at(0, 8)
+
+
+@pytest.mark.parametrize("depth", range(DEPTH + 1))
+@pytest.mark.parametrize("at", [0, 20, 190, FRAME_HEADER_NBYTES, FRAME_HEADER_NBYTES + 999])
+def test_damaged_frame_is_named_with_its_chain_and_its_checkpoints(store, backend, reader, depth, at):
+    chain = chain_at(store, DEPTH)
+    pack, frame = chain[depth]
+    flip(backend, pack, frame, at)
+    with pytest.raises(CorruptError) as caught:
+        read(reader, chain)
+    error = caught.value
+    assert (error.pack_id, error.offset, error.chunk_id) == (pack.pack_id.hex(), frame.offset, frame.chunk_id.hex())
+    assert error.chain == tuple(link.chunk_id.hex() for _, link in reversed(chain))
+    assert error.checkpoints == tuple(f"main/{seq} (step {seq})" for seq in range(DEPTH, depth - 1, -1))
+
+
+def test_frame_with_right_checksums_and_wrong_content_is_named(store, reader, monkeypatch):
+    """A coder that was wrong when the base was written: nothing that is stored has changed since."""
+    original = ordered.subtract
+
+    def wrong(plain, base, planes_out, **named):
+        original(plain, base, planes_out, **named)
+        planes_out[1] ^= 1
+
+    writer = ChainWriter(store)
+    writer.commit({"w": plain_at(0) * 2}, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(ordered, "subtract", wrong)
+        writer.commit({"w": plain_at(1) * 2}, 11, base=-1)
+    writer.commit({"w": plain_at(2) * 2}, 12, base=-1)
+    chain = chain_at(store, 12)
+    with pytest.raises(ChecksumError, match="other bytes than were committed") as caught:
+        read(reader, chain)
+    assert caught.value.chunk_id == chain[1][1].chunk_id.hex()
+
+
+def test_chain_that_is_put_together_wrongly_is_refused(store, reader):
+    chain = chain_at(store, DEPTH)
+    (_, frame), (other_pack, other) = chain[1], chain[2]
+    with pytest.raises(ChecksumError, match="another frame") as caught:
+        read(reader, [chain[0], (other_pack, replace(other, chunk_id=frame.chunk_id)), *chain[2:]])
+    assert caught.value.offset == other.offset
+    with pytest.raises(CorruptError):
+        read(reader, chain[1:])
+    with pytest.raises(CorruptError):
+        read(reader, [chain[0], chain[2]])
+    assert read(reader, chain) == plain_at(DEPTH).tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [4, CHUNK_NBYTES // 2, CHUNK_NBYTES - 4])
+def test_chunk_of_another_length_than_expected_is_refused(store, reader, nbytes):
+    for step in range(DEPTH + 1):
+        with pytest.raises(CorruptError):
+            read(reader, chain_at(store, step), nbytes)
+
+
+def test_fault_that_is_gone_when_read_again_is_still_an_error(store, reader, monkeypatch):
+    chain = chain_at(store, DEPTH)
+    original = forms.decode
+    wrong = [True]
+
+    def decode(payload, steps, *, destination, **named):
+        original(payload, steps, destination=destination, **named)
+        if wrong.pop() if wrong else False:
+            destination[17] ^= 1
+
+    monkeypatch.setattr(forms, "decode", decode)
+    with pytest.raises(ChecksumError, match="each frame of its chain is right when it is read again"):
+        read(reader, chain)
+    assert read(reader, chain) == plain_at(DEPTH).tobytes()
+
+
+def test_reads_that_fail_are_tried_again_and_what_stays_unreadable_is_damage(store, backend, reader):
+    chain = chain_at(store, DEPTH)
+    backend.count = 1
+    assert read(reader, chain) == plain_at(DEPTH).tobytes()
+    backend.count = 1 << 30
+    with pytest.raises(CorruptError, match="cannot be read") as caught:
+        read(reader, chain)
+    assert caught.value.pack_id == chain[0][0].pack_id.hex()
+
+
+def test_pack_is_found_in_the_trash_and_missed_when_it_is_nowhere(store, backend, reader):
+    chain = chain_at(store, DEPTH)
+    name = pack_name(chain[1][0].pack_id)
+    folder = trash_packs_folder(new_token())
+    for depth in range(1, folder.count("/") + 2):
+        backend.make_folder("/".join(folder.split("/")[:depth]))
+    backend.rename_new(name, f"{folder}/{name.rsplit('/', 1)[1]}")
+    assert read(reader, chain) == plain_at(DEPTH).tobytes()
+    reader.close()
+    backend.unlink(f"{folder}/{name.rsplit('/', 1)[1]}")
+    with pytest.raises(MissingChunkError, match=chain[1][0].pack_id.hex()):
+        read(reader, chain)
+
+
+def test_roundings_of_roundings_are_read(backend):
+    """Bytes that are the same as those of an element of another width may be stored as a rounding of theirs."""
+    with ckstore.open(backend) as store:
+        words = np.random.default_rng(0).integers(0, 0x3C00, COUNT, np.uint16)
+        words[1::2] = 0x3F80
+        half = words.view(np.float16)
+        single, quarter = half.astype(np.float32), words.view(np.float32).astype(np.float16)
+        writer = ChainWriter(store)
+        writer.commit({"a": single, "b": half}, 0)
+        manifest = writer.commit({"a": single, "b": words.view(np.float32), "c": quarter}, 1)
+        index = max(range(len(manifest.frames)), key=lambda index: manifest.frames[index].depth)
+        assert manifest.frames[index].depth == 2
+        with ChainReader(store._parts, FrameDecoder(CHUNK_NBYTES)) as reader:
+            assert read(reader, chain_of(manifest, index), quarter.nbytes) == quarter.tobytes()
+        for only in (None, "c", ["b", "c"], ["a", "c"]):
+            assert store.restore(1, only=only)["c"].tobytes() == quarter.tobytes()
+        assert store.verify("decode").is_clean
+
+
+def test_memory_is_what_is_said(store, reader):
+    limits = store._parts.limits
+    read(reader, chain_at(store, DEPTH))
+    assert reader._pool.nbytes <= chain_reader_nbytes(limits) <= 2 * CHUNK_NBYTES + 64 * KIB
+    assert chain_reader_nbytes(limits, has_pool=True) == CHUNK_NBYTES

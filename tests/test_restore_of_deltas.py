@@ -1,0 +1,396 @@
+"""States whose chunks rest on others come back bit for bit, level by level, or with an error that names the frame.
+
+Checkpoints are written by hand, so that every shape of chain is here, whatever commits choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import fetch, restore
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import KIB, MIB, Limits, Policy
+from ckstore.errors import CorruptError, MissingChunkError
+from ckstore.format.frame import FRAME_HEADER_NBYTES
+from ckstore.format.layout import pack_name
+from ckstore.io.backend import ReadResult
+from ckstore.io.buffers import BufferPool
+from ckstore.io.local import LocalBackend
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.parts import create_store
+from ckstore.testing.chains import ChainWriter
+from ckstore.testing.model import difference
+
+CHUNK_NBYTES = 64 * KIB
+COUNT = 100_000  # Seven chunks of floats.
+
+
+def moved(array, step):
+    """Return what training makes of an array: every element moves a little with every step."""
+    for number in range(step):
+        noise = np.random.default_rng(number).standard_normal(array.size).astype(np.float32)
+        array = array + noise * np.float32(1e-4)
+    return array
+
+
+def state_at(step):
+    """Return a state as training leaves it: large and small tensors, a frozen one, and plain values."""
+    source = np.random.default_rng(7)
+    large, other, frozen = (source.standard_normal(COUNT).astype(np.float32) for _ in range(3))
+    small = [moved(np.ones(900 + k, np.float32), step) for k in range(5)]
+    return {"w": moved(large, step), "m": {"v": moved(other, step), "small": small}, "frozen": frozen, "n": step}
+
+
+class Shuffled(MemoryBackend):
+    """Gives ranges back in another order than they were asked for: all that there are buffers for, the last first."""
+
+    def read_ranges(self, requests, pool):
+        held: list[ReadResult] = []
+        for request in requests:
+            if held and not pool.free_count:
+                yield from reversed(held)
+                held.clear()
+            held.append(next(super().read_ranges([request], pool)))
+        yield from reversed(held)
+
+
+def open_small(backend, **policy):
+    """Open a new store of small chunks."""
+    create_store(backend, SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
+    return ckstore.open(backend, policy=Policy(**policy))
+
+
+def commit_chain(store, count):
+    """Commit so many states, each resting on the one before."""
+    writer = ChainWriter(store)
+    for step in range(count):
+        writer.commit(state_at(step), step, base=None if step == 0 else -1)
+
+
+@pytest.fixture(params=["memory", "shuffled", "folder"])
+def opened(request, tmp_path):
+    """A store of small chunks: in memory, where reads come back in another order, and on disk."""
+    makes = {"memory": MemoryBackend, "shuffled": Shuffled, "folder": lambda: LocalBackend(tmp_path / "store")}
+    with open_small(makes[request.param](), threads=3) as store:
+        yield store
+
+
+@pytest.fixture
+def small_store(backend):
+    """A store of small chunks in memory."""
+    with open_small(backend) as store:
+        yield store
+
+
+@pytest.fixture
+def chain(opened):
+    """Four checkpoints, each resting on the one before."""
+    commit_chain(opened, 4)
+    return opened
+
+
+def manifest_of(store, seq):
+    names = {name.seq: name for name in store._parts.manifests.listing().names}
+    return store._parts.manifests.load(names[seq])
+
+
+def flip(store, manifest, frame, at=FRAME_HEADER_NBYTES + 20):
+    """Flip a bit of a frame in a store in memory."""
+    file = store._parts.backend._files[pack_name(manifest.packs[frame.pack].pack_id)]
+    file.content[frame.offset + at] ^= 64
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_every_depth_comes_back(chain, step):
+    assert manifest_of(chain, step).header.depth_max == step
+    assert difference(chain.restore(step), state_at(step)) is None
+
+
+@pytest.mark.parametrize("check", ["blake3", "xxh3"])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_both_checks_and_any_number_of_threads_restore_the_same(backend, check, threads):
+    with open_small(backend, verify_restored=check, threads=threads, memory_nbytes_max=56 * MIB) as store:
+        commit_chain(store, 3)
+        assert difference(store.restore(), state_at(2)) is None
+        manifest = manifest_of(store, 2)
+        flip(store, manifest, max((f for f in manifest.frames if f.depth == 1), key=lambda f: f.stored_nbytes))
+        with pytest.raises(CorruptError):
+            store.restore()
+
+
+def test_part_of_a_state_is_read_with_its_bases_only(chain):
+    whole = state_at(3)
+    assert difference(chain.restore(3, only="m.small*"), {"m": {"small": whole["m"]["small"]}}) is None
+    assert difference(chain.restore(3, only=["w", "n"]), {"w": whole["w"], "n": 3}) is None
+    if isinstance(chain._parts.backend, MemoryBackend):
+        manifest = manifest_of(chain, 3)
+        for frame in manifest.frames:
+            if frame.stored_nbytes > 30_000:
+                flip(chain, manifest, frame)
+        assert difference(chain.restore(3, only="m.small*"), {"m": {"small": whole["m"]["small"]}}) is None
+
+
+def test_state_is_filled_in_place(chain):
+    live = state_at(0)
+    w, small = live["w"], live["m"]["small"][2]
+    assert chain.restore(3, into=live) is live
+    assert live["w"] is w
+    assert live["m"]["small"][2] is small
+    assert difference(live, state_at(3)) is None
+
+
+def test_tensors_of_other_strides_are_filled_wave_by_wave(chain, monkeypatch):
+    monkeypatch.setattr(restore, "WAVE_NBYTES", 100_000)
+    live = state_at(0)
+    for holder, key in ((live, "w"), (live["m"], "v"), (live, "frozen")):
+        holder[key] = np.zeros(2 * COUNT, np.float32)[::2]
+    chain.restore(3, into=live)
+    assert difference({**live, "w": live["w"].copy()}, state_at(3)) is None
+
+
+def test_equal_tensors_that_share_no_memory_come_back_each_with_its_own(opened):
+    def state(step):
+        w = state_at(step)["w"]
+        return {"a": w, "b": w.copy(), "reversed": w[::-1].copy(), "c": w.copy()}
+
+    writer = ChainWriter(opened)
+    for step in range(3):
+        writer.commit(state(step), step, base=None if step == 0 else -1)
+    back = opened.restore(2)
+    assert difference(back, state(2)) is None
+    back["a"][:] = 0
+    assert difference(back["c"], state(2)["c"]) is None
+
+
+def test_base_that_is_wanted_itself_stays_where_it_is(opened):
+    old, new = state_at(0)["w"], state_at(1)["w"]
+    writer = ChainWriter(opened)
+    writer.commit({"x": old}, 0)
+    writer.commit({"x": new, "ema": old, "same": new.copy()}, 1, base=0)
+    assert manifest_of(opened, 1).header.depth_max == 1
+    assert difference(opened.restore(1), {"x": new, "ema": old, "same": new}) is None
+
+
+def test_zeros_as_base_of_everything_are_read_in_several_goes(opened):
+    zeros = {f"t{k}": np.zeros(20_000, np.int32) for k in range(20)}
+    counts = {name: np.full(20_000, 1 + k, np.int32) + np.arange(20_000) % 3 for k, name in enumerate(zeros)}
+    writer = ChainWriter(opened)
+    writer.commit(zeros, 0)
+    writer.commit({**counts, "still": np.zeros(20_000, np.int32)}, 1, base=0)
+    manifest = manifest_of(opened, 1)
+    resting = [frame.base for frame in manifest.frames if frame.base >= 0]
+    assert max(resting.count(base) for base in resting) > 12
+    assert difference(opened.restore(1), {**counts, "still": zeros["t0"]}) is None
+
+
+# Roundings
+
+
+def halves(step):
+    """Return a state of masters and of what they are in fp16."""
+    masters = {"w": state_at(step)["w"], "v": state_at(step)["m"]["v"][: COUNT // 2]}
+    return {"model": {name: master.astype(np.float16) for name, master in masters.items()}, "master": masters}
+
+
+@pytest.fixture
+def rounded(tmp_path, request):
+    """Three checkpoints of halves; chunks of halves are half as long as those of their masters."""
+    backend = Shuffled()
+    with open_small(backend, threads=2) as store:
+        writer = ChainWriter(store)
+        for step in range(3):
+            writer.commit(halves(step), step, base=None if step == 0 else -1)
+        yield store
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_roundings_are_made_from_their_masters(rounded, step):
+    frames = manifest_of(rounded, step).frames
+    assert sum(frame.stored_nbytes == 1 for frame in frames) >= 7
+    assert difference(rounded.restore(step), halves(step)) is None
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_roundings_alone_are_made_aside(rounded, step):
+    assert difference(rounded.restore(step, only="model.*"), {"model": halves(step)["model"]}) is None
+
+
+def test_masters_that_move_on_are_kept_until_they_were_rounded(rounded, monkeypatch):
+    """A destination that is copied on when it is complete must not be given back before its roundings are made."""
+    monkeypatch.setattr(restore, "WAVE_NBYTES", 1)
+    live = halves(0)
+    for part in live.values():
+        for name, array in part.items():
+            part[name] = np.zeros(2 * array.size, array.dtype)[::2]
+    rounded.restore(2, into=live)
+    assert difference({part: {name: a.copy() for name, a in live[part].items()} for part in live}, halves(2)) is None
+
+
+def test_rounding_of_the_master_before_is_made_aside(small_store):
+    """The halves did not change although their master did: they still rest on its chunk of the commit before."""
+    first = halves(0)
+    later = {"model": first["model"], "master": {name: m.copy() for name, m in first["master"].items()}}
+    for master in later["master"].values():
+        words = master.view(np.uint32)
+        words[::7] ^= 1
+    writer = ChainWriter(small_store)
+    writer.commit(first, 0)
+    writer.commit(later, 1, base=0)
+    assert manifest_of(small_store, 1).header.chunks_new < 20
+    assert difference(small_store.restore(1), later) is None
+    assert difference(small_store.restore(1, only="model.w"), {"model": {"w": later["model"]["w"]}}) is None
+
+
+def test_residual_upon_a_rounding_is_made_aside(small_store):
+    first = halves(0)
+    later = {"model": {"w": (first["model"]["w"].astype(np.float32) * 1.01).astype(np.float16)}}
+    writer = ChainWriter(small_store)
+    writer.commit(first, 0)
+    writer.commit({**later, "z": 1}, 1, base=0)
+    assert manifest_of(small_store, 1).header.depth_max == 2
+    assert difference(small_store.restore(1), {**later, "z": 1}) is None
+    writer.commit({"both": {"x": later["model"]["w"], "y": first["master"]}}, 2)
+    assert difference(small_store.restore(2), {"both": {"x": later["model"]["w"], "y": first["master"]}}) is None
+
+
+# Damage
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_damage_anywhere_in_a_chain_names_the_frame_the_chain_and_who_suffers(backend, depth, no_threads_left):
+    with open_small(backend, threads=2) as store:
+        commit_chain(store, 4)
+        manifest = manifest_of(store, 3)
+        last = next(index for index, frame in enumerate(manifest.frames) if frame.depth == 3)
+        links = [manifest.frames[last]]
+        while links[-1].base >= 0:
+            links.append(manifest.frames[links[-1].base])
+        frame = links[3 - depth]
+        flip(store, manifest, frame)
+        with pytest.raises(CorruptError) as caught:
+            store.restore(3)
+        error = caught.value
+        assert (error.pack_id, error.offset) == (manifest.packs[frame.pack].pack_id.hex(), frame.offset)
+        assert error.chunk_id == frame.chunk_id.hex()
+        assert error.tensor == "w"
+        assert error.chain == tuple(link.chunk_id.hex() for link in links)
+        assert error.checkpoints == tuple(f"main/{seq} (step {seq})" for seq in range(3, depth - 1, -1))
+        shown = str(error)
+        assert " -> base ".join(link.chunk_id.hex()[:16] for link in links) in shown
+        for fact in (error.pack_id, f"offset {frame.offset}", "tensor w", "step 3 (seq 3)", "needed by main/3"):
+            assert fact in shown
+        assert error.exit_code == 12
+        for step in range(depth):
+            assert difference(store.restore(step), state_at(step)) is None
+
+
+def test_damage_met_aside_names_the_frame_too(small_store):
+    commit_chain(small_store, 3)
+    manifest = manifest_of(small_store, 2)
+    shared = next(chunk for chunk in manifest.chunks if chunk.nbytes == 4 * sum(900 + k for k in range(5)))
+    last = next(frame for frame in manifest.frames if frame.chunk_id == shared.chunk_id)
+    frame = manifest.frames[last.base]
+    assert frame.depth == 1
+    flip(small_store, manifest, frame)
+    with pytest.raises(CorruptError, match=r"m\.small") as caught:
+        small_store.restore(2)
+    assert caught.value.offset == frame.offset
+    assert len(caught.value.chain) == 3
+
+
+def test_base_of_which_a_pack_is_missing_is_a_missing_chunk(small_store, backend, caplog):
+    commit_chain(small_store, 3)
+    backend.unlink(pack_name(manifest_of(small_store, 1).packs[-1].pack_id))
+    for step in (1, 2):
+        with pytest.raises(MissingChunkError):
+            small_store.restore(step)
+    assert difference(small_store.restore(), state_at(0)) is None
+
+
+@pytest.mark.parametrize("at", [20, FRAME_HEADER_NBYTES + 40])
+def test_failure_lets_go_of_frames_that_were_set_aside(no_threads_left, at, monkeypatch):
+    """Also where every buffer is held by a frame that waits: finding out what is damaged must not need one."""
+    monkeypatch.setattr(fetch, "READ_BUFFERS", 4)
+    with open_small(Shuffled(), threads=4) as store:
+        commit_chain(store, 3)
+        manifest = manifest_of(store, 2)
+        for number, frame in enumerate(manifest.frames):
+            flip(store, manifest, frame, at)
+            with pytest.raises(CorruptError):
+                store.restore(2)
+            flip(store, manifest, frame, at)
+            if number == 12:
+                break
+        assert difference(store.restore(2), state_at(2)) is None
+
+
+def test_frame_that_names_another_base_than_the_manifest_is_refused(small_store):
+    """Frames of one length can be applied to any base: only the ids in header and manifest tell."""
+    writer = ChainWriter(small_store)
+    writer.commit(state_at(0), 0)
+    writer.commit(state_at(1), 1, base=0)
+    manifest = manifest_of(small_store, 1)
+    frames = list(manifest.frames)
+    # Two bases come first, then what rests on them, so that each may rest on either.
+    frames.sort(key=lambda frame: frame.depth)
+    index_of = {frame.chunk_id: index for index, frame in enumerate(frames)}
+    frames = [
+        frame if frame.base < 0 else replace(frame, base=index_of[manifest.frames[frame.base].chunk_id])
+        for frame in frames
+    ]
+    one, other = [index for index, frame in enumerate(frames) if frame.depth == 1][:2]
+    frames[one], frames[other] = (
+        replace(frames[one], base=frames[other].base),
+        replace(frames[other], base=frames[one].base),
+    )
+    swapped = writer.publish_again(manifest, frames)
+    with pytest.raises(CorruptError, match="base"):
+        small_store.restore(f"seq:{swapped.header.seq}")
+    assert not small_store.verify("quick").is_clean
+
+
+# Bounds
+
+
+class CountedPool(BufferPool):
+    """Says how many of its buffers were out at once."""
+
+    made: list[CountedPool] = []  # noqa: RUF012 - what the test looks at
+
+    def __init__(self, block_nbytes, count):
+        super().__init__(block_nbytes, count)
+        self.made.append(self)
+        self.out_max = 0
+
+    def wait_acquire(self, timeout):
+        buffer = super().wait_acquire(timeout)
+        self.out_max = max(self.out_max, self.count - self.free_count)
+        return buffer
+
+
+@pytest.mark.parametrize("only", [None, "m.small*"])
+def test_reading_chains_keeps_within_the_memory_of_its_policy(monkeypatch, only):
+    CountedPool.made.clear()
+    monkeypatch.setattr(fetch, "BufferPool", CountedPool)
+    with open_small(Shuffled(), threads=64, memory_nbytes_max=56 * MIB) as store:
+        commit_chain(store, 4)
+        store.restore(3, only=only)
+    (pool,) = CountedPool.made
+    assert pool.nbytes <= 56 * MIB
+    assert pool.free_count == 0
+    assert pool.out_max <= pool.count
+
+
+def test_progress_counts_the_state_and_not_its_bases(chain):
+    seen = []
+    chain.restore(3, on_progress=lambda done, total: seen.append((done, total)))
+    total = manifest_of(chain, 3).header.bytes_state
+    assert max(seen) == (total, total)
+    assert {each[1] for each in seen} == {total}
