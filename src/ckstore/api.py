@@ -7,19 +7,15 @@ import importlib.util
 import logging
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckstore import history
 from ckstore.arguments import check_metrics, check_step
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.config import EngineName, Limits, Policy
-from ckstore.contents import Contents, contents_of
-from ckstore.errors import CkstoreError, NotFoundError, UsageError
-from ckstore.format.header import ManifestHeader
+from ckstore.config import EngineName, Limits, Policy, RepackPolicy
+from ckstore.errors import CkstoreError, NotFoundError
+from ckstore.handle import Handle
 from ckstore.info import Info
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
@@ -27,8 +23,6 @@ from ckstore.store.parts import Parts, create_store, read_store_record
 from ckstore.store.references import (
     Reference,
     check_tag_name,
-    header_or_none,
-    headers_newest_first,
     load_whole,
     newest_whole,
     resolve,
@@ -37,9 +31,10 @@ from ckstore.tensor import LeafAdapter
 
 # The stories and all they need are imported by the verbs that tell them: listing and tagging start at once.
 if TYPE_CHECKING:
+    from ckstore.bases import Bases
     from ckstore.receipt import Receipt
+    from ckstore.repack import RepackReport
     from ckstore.stale import Fingerprint
-    from ckstore.store.verify import Report
 
 _log = logging.getLogger("ckstore")
 
@@ -80,7 +75,7 @@ def open(
     return Store(Parts(backend, record, run, clock=clock), policy or Policy())
 
 
-class Store:
+class Store(Handle):
     """A run of a store, to commit to and restore from; made by ``ckstore.open``.
 
     A handle may be used from several threads, one verb at a time. It is not for a forked child: open the
@@ -88,28 +83,10 @@ class Store:
     """
 
     def __init__(self, parts: Parts, policy: Policy) -> None:
-        self._parts = parts
-        self._policy = policy
-        self._lock = threading.RLock()
+        super().__init__(parts, policy)
         self._parent: int | None = None
         self._fingerprint: Fingerprint | None = None
-        self._restored: Info | None = None
-        self._is_closed = False
-        # Runs when the handle is collected and at exit, so that the lease does not outlive its holder.
-        self._finalizer = weakref.finalize(self, parts.close)
-
-    def __repr__(self) -> str:
-        return f"ckstore.Store({self._parts.backend.root!r}, run={self._parts.run!r})"
-
-    @property
-    def run(self) -> str:
-        """The run this handle works in."""
-        return self._parts.run
-
-    @property
-    def restored(self) -> Info | None:
-        """What the last restore of this handle returned; None before the first."""
-        return self._restored
+        self._bases: Bases | None = None
 
     # Writing
 
@@ -157,6 +134,7 @@ class Store:
                 policy=policy or self._policy,
                 parent=self._parent,
                 metrics=checked_metrics,
+                bases=self._known_bases(),
                 fingerprint=self._fingerprint,
             )
             committed = commit(self._parts, request, watch)
@@ -167,6 +145,13 @@ class Store:
         for warning in receipt.warnings:
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt
+
+    def _known_bases(self) -> Bases:
+        from ckstore.bases import Bases
+
+        if self._bases is None:
+            self._bases = Bases()
+        return self._bases
 
     def _tag_or_warning(self, name: str, seq: int) -> str:
         try:
@@ -196,6 +181,7 @@ class Store:
             self._check_open()
             manifest = history.rewind(self._parts, ref)
             self._parts.known.pin(manifest)
+            self._known_bases().follow(manifest)
             self._parent = manifest.header.seq
             return self._info(manifest.header)
 
@@ -209,6 +195,37 @@ class Store:
         with self._lock:
             self._check_open()
             return history.delete(self._parts, ref)
+
+    def repack(
+        self,
+        policy: RepackPolicy | None = None,
+        *,
+        dry_run: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> RepackReport:
+        """Store the checkpoints of the run anew: the newest for fast restores, older ones in fewer bytes.
+
+        What they hold, and their ids, stay. Readers are not disturbed. The disk space of what is stored no more is
+        freed when the store is collected.
+
+        Args:
+            policy: What they shall become; one keyframe, otherwise, and differences behind it.
+            dry_run: Only say what would be done.
+            on_progress: Called with checkpoints done and checkpoints in all, first for the plan, then for the act.
+
+        Raises:
+            ConflictError: Another live process writes this run.
+            CorruptError: A checkpoint of the run is damaged.
+            CapacityError: The disk is full; every checkpoint is in its old or its new form.
+        """
+        from ckstore.repack import repack
+
+        with self._lock:
+            self._check_open()
+            if not dry_run:
+                # What the next commit is coded against is looked up again.
+                self._bases = None
+            return repack(self._parts, policy or RepackPolicy(), self._policy, dry_run=dry_run, on_progress=on_progress)
 
     # Reading
 
@@ -265,130 +282,10 @@ class Store:
             self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
             if only is None:
                 self._parts.known.pin(manifest)
+                self._known_bases().follow(manifest)
                 self._parent = manifest.header.seq
                 self._fingerprint = None
             return state
-
-    def latest(self) -> Info | None:
-        """Return the newest checkpoint that is whole, or None in an empty run."""
-        with self._lock:
-            self._check_open()
-            try:
-                manifest, passed_over = newest_whole(self._parts)
-            except NotFoundError:
-                return None
-            return self._info(manifest.header, warnings=passed_over)
-
-    def info(self, ref: Reference) -> Info:
-        """Return what is known of a checkpoint; reads its header only."""
-        with self._lock:
-            self._check_open()
-            name = resolve(self._parts, ref)
-            header = header_or_none(self._parts.manifests, name)
-            if header is None:
-                raise NotFoundError(f"seq {name.seq} was dropped meanwhile", where=self._parts.backend.root)
-            return self._info(header)
-
-    def log(self) -> list[Info]:
-        """Return every entry of the run, newest first.
-
-        Raises:
-            CorruptError: A header is damaged; `ckstore ls` shows the others.
-        """
-        with self._lock:
-            self._check_open()
-            by_seq: dict[int, list[str]] = {}
-            for name, record in self._parts.tags.all().items():
-                by_seq.setdefault(record.seq, []).append(name)
-            headers = headers_newest_first(self._parts.manifests)
-            return [Info.of(header, tags=sorted(by_seq.get(header.seq, ()))) for header in headers]
-
-    def steps(self) -> list[int]:
-        """Return the steps that can be restored, each once, ascending."""
-        with self._lock:
-            self._check_open()
-            return sorted({name.step for name in self._parts.manifests.listing().names})
-
-    def tags(self) -> dict[str, int]:
-        """Return each tag with the seq it points to."""
-        with self._lock:
-            self._check_open()
-            return {name: record.seq for name, record in sorted(self._parts.tags.all().items())}
-
-    def runs(self) -> list[str]:
-        """Return the names of all runs of the store."""
-        with self._lock:
-            self._check_open()
-            return self._parts.runs()
-
-    def verify(
-        self,
-        level: str = "read",
-        *,
-        ref: Reference | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Report:
-        """Read everything, believe nothing, and report; nothing is changed.
-
-        Args:
-            level: ``"quick"``: manifests and directories; ``"read"``: every stored byte; ``"decode"``:
-                everything a restore would find.
-            ref: One checkpoint; None: the whole store, all runs.
-            on_progress: Called now and then with bytes read and bytes in all.
-        """
-        from ckstore.pipeline import ChunkWorker, worker_nbytes
-        from ckstore.store.verify import verify
-
-        with self._lock:
-            self._check_open()
-            names = None if ref is None else [(self.run, resolve(self._parts, ref))]
-            return verify(
-                self._parts,
-                level,
-                names,
-                make_check=lambda: ChunkWorker(self._parts.limits.chunk_nbytes_max).check_frame,
-                check_nbytes=worker_nbytes(self._parts.limits.chunk_nbytes_max),
-                policy=self._policy,
-                on_progress=on_progress,
-            )
-
-    # Ending
-
-    def close(self) -> None:
-        """Give up the writer lease and let go of descriptors; repeated calls do nothing."""
-        with self._lock:
-            self._is_closed = True
-            self._finalizer()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
-        return Info.of(header, tags=self._parts.tags.names_of(header.seq), warnings=warnings)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UsageError("the store is closed", where=self._parts.backend.root, todo="open it again")
-
-    def contents(self, ref: Reference) -> Contents:
-        """Return what a checkpoint holds, tensor by tensor; reads its manifest only."""
-        with self._lock:
-            self._check_open()
-            name = resolve(self._parts, ref)
-            try:
-                manifest = self._parts.manifests.load(name)
-            except FileNotFoundError:
-                raise NotFoundError(
-                    f"seq {name.seq} was dropped or replaced while it was read",
-                    where=self._parts.backend.root,
-                    todo="look again",
-                ) from None
-            return contents_of(manifest, self._info(manifest.header))
 
 
 def _adapters(*, needs_torch: bool = False) -> list[LeafAdapter]:

@@ -245,6 +245,11 @@ class _Span:
     keep: object = field(repr=False)
     reader: Callable[[int, int], memoryview] | None
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the bytes lie in host memory."""
+        return self.reader is None
+
     def read(self, lo: int, hi: int) -> memoryview:
         """Return bytes ``lo`` to ``hi``."""
         assert 0 <= lo <= hi <= self.nbytes

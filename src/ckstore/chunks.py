@@ -7,13 +7,21 @@ commit makes the same pack on any number of threads and with any engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from ckstore import kernels
-from ckstore.codec.chain import Encoded
-from ckstore.config import MIB, Policy, fit_memory
+import numpy as np
+
+from ckstore import forms, kernels
+from ckstore.bases import Bases
+from ckstore.basing import Form
+from ckstore.chain_reader import ChainReader, chain_reader_nbytes
+from ckstore.config import MIB, Limits, Policy, fit_memory
+from ckstore.decoder import FrameDecoder
+from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
 from ckstore.format.manifest import FrameRef, PackRef
+from ckstore.forms import Encoded
 from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
 from ckstore.pipeline import ByteSource, ChunkWorker, require_identity, worker_nbytes
@@ -35,18 +43,55 @@ WRITE_BLOCKS_MIN = 3
 
 @dataclass(slots=True)
 class Stored:
-    """Where every chunk of the plan lies after writing, and what was new."""
+    """Where every chunk of the plan lies after writing, and what was new.
+
+    Args:
+        frames: The frame of each chunk of the plan, with its bases.
+        is_new: Whether this commit wrote it.
+        is_derived: Whether it is stored as the rounding of another chunk.
+        payload_nbytes: Payload bytes of all new frames.
+        nbytes_written: Bytes of the packs.
+        warnings: What the caller should look at.
+    """
 
     frames: list[KnownFrame]
+    is_new: list[bool]
+    is_derived: list[bool]
     chunks_new: int
+    chunks_delta: int
+    chunks_derived: int
+    payload_nbytes: int
     nbytes_written: int
     pack_names: list[str]
+    warnings: list[str]
 
 
 @dataclass(slots=True)
 class _NewFrame:
     place: FramePlace
     chunk_id: ChunkId
+    base: KnownFrame | _NewFrame | None
+    is_derived: bool
+
+
+@dataclass(slots=True)
+class _Coded:
+    """An encoded chunk with the base that it needs: its frame, and its plain bytes for the check."""
+
+    encoded: Encoded
+    base: KnownFrame | _NewFrame | None = None
+    base_plain: memoryview | None = None
+    is_derived: bool = False
+
+    @property
+    def base_id(self) -> ChunkId:
+        """What the header names."""
+        return NO_BASE if self.base is None else frame_id(self.base)
+
+
+def frame_id(frame: KnownFrame | _NewFrame) -> ChunkId:
+    """Return the chunk that a frame holds."""
+    return frame.chunk_id if isinstance(frame, _NewFrame) else frame.frame.chunk_id
 
 
 @dataclass(slots=True, eq=False)
@@ -57,19 +102,21 @@ class ChunkWriter:
     plan: CommitPlan
     storages: Sequence[ByteSource]
     policy: Policy
+    forms: Sequence[Form]
+    bases: Bases
     _results: list[KnownFrame | _NewFrame | None] = field(init=False)
     _placed: dict[ChunkId, _NewFrame] = field(init=False, default_factory=dict)
-    _workers: list[ChunkWorker | None] = field(init=False)
-    _turns: Turns = field(init=False, default_factory=Turns)
+    _workers: list[_Thread | None] = field(init=False)
     _thread_count: int = field(init=False)
     _packer: Packer = field(init=False)
     _pool: BufferPool = field(init=False)
+    _warnings: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         policy, limits = self.policy, self.parts.limits
         self._thread_count, block_count = fit_memory(
             policy.thread_count,
-            worker_nbytes(limits.chunk_nbytes_max),
+            thread_nbytes(limits, has_bases=any(form.base for form in self.forms)),
             WRITE_BLOCK_NBYTES,
             buffers_wanted=WRITE_BLOCKS,
             buffers_min=WRITE_BLOCKS_MIN,
@@ -88,59 +135,136 @@ class ChunkWriter:
 
     def run(self) -> None:
         """Hash, encode, check and write every chunk."""
-        run_in_turns(
-            len(self.plan.chunks),
-            self._thread_count,
-            self._store_chunk,
-            self._turns,
-            on_failure=self._packer.fail,
-        )
+        indices = range(len(self.plan.chunks))
+        try:
+            # A rounding is stored when it is settled where its master lies.
+            self._run([index for index in indices if self.forms[index].master is None])
+            self._run([index for index in indices if self.forms[index].master is not None])
+        finally:
+            for thread in self._workers:
+                if thread is not None:
+                    thread.reader.close()
+
+    def _run(self, indices: Sequence[int]) -> None:
+        turns = Turns()
+
+        def step(turn: int, thread: int) -> None:
+            self._store_chunk(indices[turn], turns.turn(turn), thread)
+
+        run_in_turns(len(indices), self._thread_count, step, turns, on_failure=self._packer.fail)
 
     def flush(self) -> Stored:
         """Make the packs durable; return where every chunk lies."""
         refs = {ref.pack_id: ref for ref in self._packer.finish()}
         self._pool.close()
-        new = {chunk_id: _located(frame, refs) for chunk_id, frame in self._placed.items()}
-        frames = []
+        new: dict[ChunkId, KnownFrame] = {}
+        frames, is_new, is_derived = [], [], []
         for result in self._results:
             assert result is not None, "a chunk was neither found nor written"
-            frames.append(new[result.chunk_id] if isinstance(result, _NewFrame) else result)
-        return Stored(frames, len(new), sum(ref.nbytes for ref in refs.values()), self._packer.pack_names)
+            frames.append(_located(result, refs, new) if isinstance(result, _NewFrame) else result)
+            is_new.append(isinstance(result, _NewFrame))
+            is_derived.append(isinstance(result, _NewFrame) and result.is_derived)
+        placed = self._placed.values()
+        return Stored(
+            frames=frames,
+            is_new=is_new,
+            is_derived=is_derived,
+            chunks_new=len(placed),
+            chunks_delta=sum(frame.base is not None and not frame.is_derived for frame in placed),
+            chunks_derived=sum(frame.is_derived for frame in placed),
+            payload_nbytes=sum(frame.place.stored_nbytes for frame in placed),
+            nbytes_written=sum(ref.nbytes for ref in refs.values()),
+            pack_names=self._packer.pack_names,
+            warnings=self._warnings,
+        )
 
     def abandon(self) -> None:
         """Give up what was written; nothing refers to it."""
         self._packer.abandon()
         self._pool.close()
 
-    def _store_chunk(self, index: int, thread: int) -> None:
-        worker = self._workers[thread]
-        if worker is None:
-            worker = self._workers[thread] = ChunkWorker(self.parts.limits.chunk_nbytes_max)
-        chunk = self.plan.chunks[index]
-        # A frame that will not be decoded again must be coded from the very bytes that were hashed: a source that
-        # changes in between, and back, would poison this identity for every later commit that has these bytes.
-        plain = worker.gather(chunk, self.storages, is_private=not self.policy.verify_encoded)
+    def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
+        thread = self._workers[thread_index]
+        if thread is None:
+            thread = self._workers[thread_index] = _Thread.of(self.parts)
+        chunk, form, worker = self.plan.chunks[index], self.forms[index], thread.worker
+        plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
         chunk_id = chunk_id_of(plain)
+        if form.is_held:
+            self.bases.hold(chunk_id, plain)
         known = self.parts.known.find(chunk_id)
         if known is not None or chunk_id in self._placed:
-            with self._turns.turn(index):
+            with turn:
                 self._results[index] = known or self._placed[chunk_id]
             return
-        encoded = worker.encode(plain, chunk, self.policy.compression)
-        with self._turns.turn(index):
+        coded = self._encode(plain, chunk, form, thread)
+        with turn:
             # An earlier chunk with the same bytes may have been placed while this one was encoded.
             frame = self._placed.get(chunk_id)
             is_first = frame is None
             if frame is None:
-                frame = self._placed[chunk_id] = _NewFrame(self._packer.place(encoded.nbytes), chunk_id)
+                place = self._packer.place(coded.encoded.nbytes)
+                frame = self._placed[chunk_id] = _NewFrame(place, chunk_id, coded.base, coded.is_derived)
             self._results[index] = frame
         if is_first:
-            self._fill(frame, encoded, worker, chunk)
+            self._fill(frame, coded, worker, chunk)
 
-    def _fill(self, frame: _NewFrame, encoded: Encoded, worker: ChunkWorker, chunk: ChunkPlan) -> None:
+    def _private(self, chunk: ChunkPlan, form: Form, worker: ChunkWorker) -> memoryview | None:
+        """Return where a chunk is copied to before it is hashed, or None where the trainer's memory will do.
+
+        A frame that will not be decoded again must be coded from the very bytes that were hashed: a source that
+        changes in between, and back, would poison this identity for every later commit that has these bytes. The
+        same goes for bytes that later commits are coded against.
+        """
+        if form.is_held:
+            return np.empty(chunk.nbytes, np.uint8).data
+        return None if self.policy.verify_encoded else worker.buffer("gathered")
+
+    def _encode(self, plain: memoryview, chunk: ChunkPlan, form: Form, thread: _Thread) -> _Coded:
+        worker, compression = thread.worker, self.policy.compression
+        coded: _Coded | None = None
+        if form.master is not None:
+            coded = self._encode_rounded(plain, form.master, worker)
+        elif form.base is not None:
+            base_plain = self._base_plain(form.base, chunk.nbytes, thread)
+            if base_plain is not None and (not form.is_tried or worker.prefers_delta(plain, base_plain, chunk)):
+                encoded = worker.encode_delta(plain, base_plain, chunk, compression)
+                coded = None if encoded is None else _Coded(encoded, form.base, base_plain)
+        return coded or _Coded(worker.encode(plain, chunk, compression))
+
+    def _encode_rounded(self, plain: memoryview, master: int, worker: ChunkWorker) -> _Coded | None:
+        frame = self._results[master]
+        if frame is None or _depth(frame) >= self.parts.limits.depth_max:
+            return None
+        # A copy, whose identity is compared: the frame must decode from what is stored of the master.
+        master_chunk = self.plan.chunks[master]
+        base_plain = worker.gather(master_chunk, self.storages, private=worker.buffer("base"))
+        encoded = forms.encode_rounded(plain, base_plain, scratch=worker.scratch)
+        if encoded is None:
+            return None
+        require_identity(chunk_id_of(base_plain), frame_id(frame))
+        return _Coded(encoded, frame, base_plain, is_derived=True)
+
+    def _base_plain(self, base: KnownFrame, nbytes: int, thread: _Thread) -> memoryview | None:
+        """Return the plain bytes of a base: from memory if they are held there, else from the store."""
+        held = self.bases.held(base.frame.chunk_id)
+        if held is not None and len(held) == nbytes:
+            return held
+        destination = thread.worker.buffer("base")[:nbytes]
+        chain = [(link.pack, link.frame) for link in base.closure()]
+        try:
+            thread.reader.read(chain, nbytes, destination)
+        except (CorruptError, UnsupportedError, BackendError) as error:
+            # The state is whole in memory: it is stored without the damaged base, and the damage is told.
+            self._warnings.append(f"a base could not be read back, so its chunk was stored whole: {error}")
+            return None
+        return destination
+
+    def _fill(self, frame: _NewFrame, coded: _Coded, worker: ChunkWorker, chunk: ChunkPlan) -> None:
+        encoded = coded.encoded
         header = FrameHeader(
             chunk_id=frame.chunk_id,
-            base_id=NO_BASE,
+            base_id=coded.base_id,
             plain_nbytes=chunk.nbytes,
             stored_nbytes=encoded.nbytes,
             element_width=encoded.width,
@@ -155,14 +279,52 @@ class ChunkWriter:
             if hasher is not None:
                 require_identity(hasher.digest(), frame.chunk_id)
             elif self.policy.verify_encoded:
-                require_identity(worker.identity_of_payload(payload, encoded, chunk), frame.chunk_id)
+                found = worker.identity_of_payload(payload, encoded, chunk, coded.base_plain)
+                require_identity(found, frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
         self._packer.fill(frame.place, header, encoded.parts, check, watch=watch)
 
 
-def _located(frame: _NewFrame, refs: dict[PackId, PackRef]) -> KnownFrame:
-    place = frame.place
-    # The pack's number is given when the manifest is put together.
-    ref = FrameRef(frame.chunk_id, pack=0, offset=place.offset, stored_nbytes=place.stored_nbytes, base=-1, depth=0)
-    return KnownFrame(ref, refs[place.pack.pack_id], base=None)
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    """What one thread has of its own."""
+
+    worker: ChunkWorker
+    reader: ChainReader
+
+    @classmethod
+    def of(cls, parts: Parts) -> _Thread:
+        """Make it; memory is taken when it is first needed."""
+        worker = ChunkWorker(parts.limits.chunk_nbytes_max)
+        # Bases are read before their chunk is coded, so that both can use the same scratch.
+        decoder = FrameDecoder(parts.limits.chunk_nbytes_max, worker.scratch)
+        return cls(worker, ChainReader(parts, decoder))
+
+
+def thread_nbytes(limits: Limits, *, has_bases: bool) -> int:
+    """Return the memory that one thread of a commit may use, in bytes."""
+    return worker_nbytes(limits.chunk_nbytes_max) + (chain_reader_nbytes(limits) if has_bases else 0)
+
+
+def _depth(frame: KnownFrame | _NewFrame) -> int:
+    if isinstance(frame, KnownFrame):
+        return frame.frame.depth
+    return 0 if frame.base is None else _depth(frame.base) + 1
+
+
+def _located(frame: _NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, KnownFrame]) -> KnownFrame:
+    if frame.chunk_id in done:
+        return done[frame.chunk_id]
+    base = _located(frame.base, refs, done) if isinstance(frame.base, _NewFrame) else frame.base
+    # The numbers of the pack and of the base are given when the manifest is put together.
+    ref = FrameRef(
+        frame.chunk_id,
+        pack=0,
+        offset=frame.place.offset,
+        stored_nbytes=frame.place.stored_nbytes,
+        base=-1,
+        depth=0 if base is None else base.frame.depth + 1,
+    )
+    located = done[frame.chunk_id] = KnownFrame(ref, refs[frame.place.pack.pack_id], base)
+    return located

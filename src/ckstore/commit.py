@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from ckstore.bases import Bases
+from ckstore.basing import Basing, choose_forms, mode_of
 from ckstore.capture import Captured
 from ckstore.chunks import ChunkWriter, Stored
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import ChunkSpec, FrameRef, Manifest, PackRef, build_manifest
-from ckstore.ids import ChunkId, PackId
+from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.plan import CommitPlan, plan_commit
 from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
-from ckstore.store.known import KnownFrame
+from ckstore.store.known import locate
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
 
@@ -36,6 +37,7 @@ class Request:
     policy: Policy
     parent: int | None
     metrics: Mapping[str, float]
+    bases: Bases
     fingerprint: Fingerprint | None = None
     """What the handle's previous commit looked like."""
 
@@ -59,16 +61,20 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     parts.prepare_run()
     parts.lease.take()  # 1
     parts.known.forget_packs(parts.packs_gone(parts.known.packs()))
+    if request.bases.seq is None and parts.newest is not None:
+        request.bases.follow(parts.newest)
     for _ in range(2):  # again at most once, without the packs that were collected
         with watch("plan"):
             plan = plan_commit(request.captured.storages, parts.limits)
-        stored = _store_chunks_durably(parts, plan, request, watch)  # 2-7
-        name, manifest = _publish(parts, plan, request, stored, watch)  # 8
+            basing = choose_forms(request.captured, plan, parts.known, request.bases, request.policy, parts.limits)  # 2
+        stored = _store_chunks_durably(parts, plan, basing, request, watch)  # 3-7
+        name, manifest = _publish(parts, Drafted(plan, basing, stored), request, watch)  # 8
         with watch("verify"):
             packs_gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
             parts.note_committed(manifest)
-            return _acknowledge(parts, request, manifest, watch)  # 10
+            basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
+            return _acknowledge(parts, request, manifest, stored, watch)  # 10
         parts.manifests.withdraw(name)
         parts.known.forget_packs(packs_gone)
         _log.warning("packs vanished under a commit of step %d; writing it again without them", request.step)
@@ -80,8 +86,8 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     )
 
 
-def _acknowledge(parts: Parts, request: Request, manifest: Manifest, watch: Stopwatch) -> Committed:
-    warnings = list(request.captured.warnings)
+def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Stored, watch: Stopwatch) -> Committed:
+    warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
     try:
         fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
@@ -89,13 +95,21 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, watch: Stop
     except Exception as error:
         # The checkpoint is durable; a suspicion that could not be looked into must not hide that.
         warnings.append(f"whether a stale model was saved could not be checked: {error}")
-    return Committed(Receipt.of(manifest, watch, engine=parts.engine_name, warnings=warnings), fingerprint)
+    receipt = Receipt.of(
+        manifest,
+        watch,
+        engine=parts.engine_name,
+        warnings=warnings,
+        chunks_delta=stored.chunks_delta,
+        chunks_derived=stored.chunks_derived,
+    )
+    return Committed(receipt, fingerprint)
 
 
-def _store_chunks_durably(parts: Parts, plan: CommitPlan, request: Request, watch: Stopwatch) -> Stored:
+def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:
     """Write what is not known yet into packs that survive a power cut when this returns."""
     for attempt in range(2):
-        writer = ChunkWriter(parts, plan, request.captured.storages, request.policy)
+        writer = ChunkWriter(parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
         try:
             with watch("write"):
                 writer.run()
@@ -114,19 +128,26 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, request: Request, watc
     raise AssertionError("unreachable")
 
 
-def _publish(
-    parts: Parts, plan: CommitPlan, request: Request, stored: Stored, watch: Stopwatch
-) -> tuple[ManifestName, Manifest]:
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a manifest is made of."""
+
+    plan: CommitPlan
+    basing: Basing
+    stored: Stored
+
+
+def _publish(parts: Parts, drafted: Drafted, request: Request, watch: Stopwatch) -> tuple[ManifestName, Manifest]:
     with watch("publish"):
         seq: int | None = None
         try:
             parts.lease.check()
             seq = parts.manifests.claim(parts.seq_next())  # 8a
             parts.note_seq(seq)
-            manifest = _manifest_of(parts, plan, request, stored, seq)
+            manifest = _manifest_of(parts, drafted, request, seq)
             return parts.manifests.publish(manifest), manifest  # 8b-8d: the commit point
         except BaseException:
-            _remove_unpublished(parts, stored, seq)
+            _remove_unpublished(parts, drafted.stored, seq)
             raise
 
 
@@ -141,8 +162,9 @@ def _remove_unpublished(parts: Parts, stored: Stored, seq: int | None) -> None:
         _log.warning("packs of an unpublished commit are left for gc: %s", error)
 
 
-def _manifest_of(parts: Parts, plan: CommitPlan, request: Request, stored: Stored, seq: int) -> Manifest:
-    packs, frames = _locations(stored.frames)
+def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> Manifest:
+    plan, stored = drafted.plan, drafted.stored
+    packs, frames = locate(stored.frames)
     return build_manifest(
         store_id=parts.store_id,
         run=parts.run,
@@ -165,20 +187,22 @@ def _manifest_of(parts: Parts, plan: CommitPlan, request: Request, stored: Store
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
+        choices=drafted.basing.choices(_modes(drafted)),
     )
 
 
-def _locations(frames: list[KnownFrame]) -> tuple[list[PackRef], list[FrameRef]]:
-    """Return every frame once, bases included, and the packs they lie in."""
-    packs: dict[PackId, tuple[int, PackRef]] = {}
-    index_of: dict[ChunkId, int] = {}
-    located: list[FrameRef] = []
-    for known in frames:
-        for link in known.closure():
-            if link.frame.chunk_id in index_of:
-                continue
-            pack_index, _ = packs.setdefault(link.pack.pack_id, (len(packs), link.pack))
-            base = -1 if link.base is None else index_of[link.base.frame.chunk_id]
-            index_of[link.frame.chunk_id] = len(located)
-            located.append(replace(link.frame, pack=pack_index, base=base))
-    return [ref for _, ref in packs.values()], located
+def _modes(drafted: Drafted) -> list[int]:
+    """Return the mode that each storage came out with."""
+    stored, has_estimate = drafted.stored, bool(drafted.basing.surveyed)
+    modes = []
+    for storage in drafted.plan.storages:
+        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+        modes.append(
+            mode_of(
+                has_estimate=has_estimate,
+                is_new=bool(new),
+                has_base=any(stored.frames[chunk].base is not None for chunk in new),
+                is_derived=any(stored.is_derived[chunk] for chunk in new),
+            )
+        )
+    return modes

@@ -14,6 +14,7 @@ GIB = 1 << 30
 
 Compression = Literal["none", "fast", "best"]
 Fidelity = Literal["exact"]
+BaseCache = Literal["none", "memory"]
 EngineName = Literal["auto", "uring", "pwrite"]
 
 
@@ -35,19 +36,27 @@ class Policy:
     Args:
         compression: ``"none"`` stores plain bytes; ``"fast"`` splits floating-point elements into byte
             planes and codes the planes that pay; ``"best"`` spends more time on the same.
+        delta: Code tensors against the previous commit or the last keyframe where a sample says that it pays.
+        read_amplification_max: Bound on the bytes that a restore reads, in those of a checkpoint stored whole.
+        base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
+            of those that the next commit will want: up to the size of the state, twice that while a commit runs.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit.
         verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
             Without it faulty memory and coders are found out by a restore, not by the commit.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
             ``"xxh3"`` checksum of the stored bytes.
         threads: Threads that hash and code; None: one per core, at most eight.
-        memory_nbytes_max: Bound on buffers and scratch space, beyond the state itself.
+        memory_nbytes_max: Bound on buffers and scratch space, beyond the state itself; bases that are kept and samples
+            (0.4% of the state each, for the last commit and its keyframe) come on top.
 
     Raises:
         UsageError: A field has a value that it cannot have.
     """
 
     compression: Compression = "fast"
+    delta: bool = True
+    read_amplification_max: float = 1.6
+    base_cache: BaseCache = "none"
     fidelity: Fidelity = "exact"
     verify_encoded: bool = True
     verify_restored: Literal["blake3", "xxh3"] = "blake3"
@@ -56,6 +65,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         _check_choice("compression", self.compression, ("none", "fast", "best"))
+        _check_choice("base_cache", self.base_cache, ("none", "memory"))
+        if not 1 <= self.read_amplification_max <= 1000:
+            raise UsageError(
+                "read_amplification_max must be between 1 and 1000",
+                where=f"Policy(read_amplification_max={self.read_amplification_max!r})",
+            )
         _check_choice("fidelity", self.fidelity, ("exact",))
         _check_choice("verify_restored", self.verify_restored, ("blake3", "xxh3"))
         if self.threads is not None and not 1 <= self.threads <= 256:
@@ -72,6 +87,33 @@ class Policy:
         if self.threads is not None:
             return self.threads
         return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True, slots=True)
+class RepackPolicy:
+    """How ``repack`` stores the checkpoints of a run.
+
+    Args:
+        keyframes: How many of the newest checkpoints need no other one to be restored.
+        compression: How much time is spent on coding.
+        read_amplification_max: The most that a restore of an older one may read, in keyframes.
+        saving_min: The share of the bytes that rewriting must save, on disk or, for the newest, in what a restore
+            reads; what saves less stays as it is.
+
+    Raises:
+        UsageError: A field has a value that it cannot have.
+    """
+
+    keyframes: int = 1
+    compression: Literal["fast", "best"] = "fast"
+    read_amplification_max: float = 1.6
+    saving_min: float = 0.03
+
+    def __post_init__(self) -> None:
+        _check_choice("compression", self.compression, ("fast", "best"))
+        _check_range("keyframes", self.keyframes, 0, 1_000_000)
+        _check_range("read_amplification_max", self.read_amplification_max, 1, 1000)
+        _check_range("saving_min", self.saving_min, 0, 1)
 
 
 READ_BUFFERS, READ_BUFFERS_MIN = 20, 4
@@ -111,3 +153,8 @@ def _check_choice(field: str, given: object, choices: tuple[str, ...]) -> None:
     if given not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise UsageError(f"{field} must be one of {listed}", where=f"Policy({field}={given!r})")
+
+
+def _check_range(field: str, given: float, least: float, most: float) -> None:
+    if not least <= given <= most:
+        raise UsageError(f"{field} must be between {least} and {most}", where=f"RepackPolicy({field}={given!r})")

@@ -1,18 +1,15 @@
-"""Decide, without moving a byte, how each tensor will be stored, and what a restore has to read.
+"""Decide, without moving a byte, how each tensor will be stored.
 
 Pure: no files, no clock, no randomness. The same state and policy give the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ckstore.config import KIB, Limits
-from ckstore.format.frame import FRAME_HEADER_NBYTES
-from ckstore.format.manifest import FrameRef, Manifest
-from ckstore.ids import ChunkId
 from ckstore.tensor import Piece, StorageSpec
 
 SHARED_NBYTES_MAX = 256 * KIB
@@ -108,10 +105,11 @@ class _Planner:
 
     def add(self, index: int, storage: StorageShape) -> None:
         self.pieces[index] = []
-        if 0 < storage.nbytes < SHARED_NBYTES_MAX:
+        if 0 < storage.nbytes < _share(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
             self._add_shared(index, storage)
             return
-        step = self._chunk_nbytes_max - self._chunk_nbytes_max % storage.element_width
+        step = _share(storage, self._chunk_nbytes_max)
+        step -= step % storage.element_width
         for offset in range(0, storage.nbytes, step):
             nbytes = min(step, storage.nbytes - offset)
             draft = _Draft(storage.element_width, storage.is_float, nbytes, [Source(index, offset, nbytes)])
@@ -130,74 +128,9 @@ class _Planner:
         draft.nbytes += storage.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a part of a decoded chunk goes: bytes ``[chunk_offset, chunk_offset + nbytes)``."""
+def _share(storage: StorageShape, nbytes: int) -> int:
+    """Return the part of a limit that holds for a storage: half for floats of two bytes.
 
-    storage: int
-    storage_offset: int
-    chunk_offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
-    """One chunk to be restored, and every place it goes to."""
-
-    chunk: int
-    frame: FrameRef
-    targets: tuple[Target, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FrameGroup:
-    """Frames that lie close together in one pack and are fetched by one read."""
-
-    pack: int
-    offset: int
-    nbytes: int
-    reads: tuple[ChunkRead, ...]
-
-
-GAP_NBYTES_MAX = 64 * KIB
-"""Reading this much for nothing costs less than a read of its own on every device we measured."""
-
-
-def plan_restore(manifest: Manifest, storages: Iterable[int], *, group_nbytes_max: int) -> list[FrameGroup]:
-    """List what must be read for these storages, in the order in which it lies on disk."""
-    targets: dict[int, list[Target]] = {}
-    for index in storages:
-        position = 0
-        for piece in manifest.storages[index].pieces:
-            targets.setdefault(piece.chunk, []).append(Target(index, position, piece.offset, piece.nbytes))
-            position += piece.nbytes
-    frame_of = {frame.chunk_id: frame for frame in manifest.frames}
-    reads = [
-        ChunkRead(chunk, frame_of[ChunkId(manifest.chunks[chunk].chunk_id)], tuple(places))
-        for chunk, places in targets.items()
-    ]
-    reads.sort(key=lambda read: (read.frame.pack, read.frame.offset))
-    return list(_group(reads, group_nbytes_max))
-
-
-def _group(reads: list[ChunkRead], group_nbytes_max: int) -> Iterable[FrameGroup]:
-    group: list[ChunkRead] = []
-    begin = end = 0
-    for read in reads:
-        frame_end = read.frame.offset + FRAME_HEADER_NBYTES + read.frame.stored_nbytes
-        fits = (
-            group
-            and group[0].frame.pack == read.frame.pack
-            and read.frame.offset - end <= GAP_NBYTES_MAX
-            and max(end, frame_end) - begin <= group_nbytes_max
-        )
-        if group and not fits:
-            yield FrameGroup(group[0].frame.pack, begin, end - begin, tuple(group))
-            group = []
-        if not group:
-            begin = read.frame.offset
-            end = begin
-        group.append(read)
-        end = max(end, frame_end)
-    if group:
-        yield FrameGroup(group[0].frame.pack, begin, end - begin, tuple(group))
+    So the chunks of weights in bf16 hold the same elements as those of their masters in fp32, whose rounding they are.
+    """
+    return nbytes // 2 if storage.is_float and storage.element_width == 2 else nbytes

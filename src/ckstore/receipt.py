@@ -44,8 +44,8 @@ class Receipt:
         bytes_written: Bytes of new packs, headers and padding included.
         chunks_new: Chunks written by this commit.
         chunks_reused: Chunks that an earlier checkpoint, or an earlier place in this state, had already.
-        chunks_delta: Chunks stored as a difference.
-        chunks_derived: Chunks stored as a rule.
+        chunks_delta: New chunks stored as the difference from a base.
+        chunks_derived: New chunks stored as the rounding of another one of the same state.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
         engine: What wrote the packs: ``"uring"`` or ``"pwrite"``.
         warnings: What the caller should look at, each a sentence.
@@ -65,7 +65,16 @@ class Receipt:
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, manifest: Manifest, watch: Stopwatch, *, engine: str, warnings: Sequence[str]) -> Receipt:
+    def of(
+        cls,
+        manifest: Manifest,
+        watch: Stopwatch,
+        *,
+        engine: str,
+        warnings: Sequence[str],
+        chunks_delta: int,
+        chunks_derived: int,
+    ) -> Receipt:
         """Make the receipt of a published manifest."""
         header = manifest.header
         return cls(
@@ -76,8 +85,8 @@ class Receipt:
             bytes_written=header.bytes_written,
             chunks_new=header.chunks_new,
             chunks_reused=header.chunks_reused,
-            chunks_delta=0,
-            chunks_derived=0,
+            chunks_delta=chunks_delta,
+            chunks_derived=chunks_derived,
             seconds={**watch.seconds, "total": watch.total()},
             engine=engine,
             warnings=tuple(warnings),

@@ -99,6 +99,11 @@ class HostStorage(Protocol):
         """Whether those elements are little-endian floating-point numbers."""
         ...
 
+    @property
+    def is_host(self) -> bool:
+        """Whether they lie in host memory."""
+        ...
+
     def read(self, lo: int, hi: int) -> memoryview:
         """Return bytes ``lo`` to ``hi``: host memory as it lies, device memory as a copy of this slice."""
         ...

@@ -34,6 +34,7 @@ from ckstore.format.manifest import (
     republished,
 )
 from ckstore.format.records import HeaderRecord, LogicalRecord, encode_inner
+from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import sealed, xxh3_64
 from ckstore.ids import digest_of
 from ckstore.tensor import Piece
@@ -67,11 +68,12 @@ def forged(
     if logical is None:
         logical = encode_logical(encode_inner(scalars | (record or {})), manifest.logical)
     if location is None:
-        location = encode_location(manifest.packs, manifest.frames)
+        location = encode_location(manifest.packs, manifest.frames, manifest.choices)
     head = encode_inner(facts | {"checkpoint_id": digest_of(logical)} | (header or {}))
     lengths = {"header_nbytes": len(head), "logical_nbytes": len(logical), "location_nbytes": len(location)}
     lengths["file_nbytes"] = PREAMBLE_NBYTES + sum(lengths.values()) + TRAILER_NBYTES
-    first = {"mandatory_flags": 0, "optional_flags": 0, "store_id": STORE_ID, "header_xxh3": xxh3_64(head)}
+    first = {"version": FORMAT_VERSION, "store_id": STORE_ID, "header_xxh3": xxh3_64(head)}
+    first |= {"mandatory_flags": 0, "optional_flags": 0}
     body = encode_preamble(Preamble(**(first | lengths | (preamble or {})))) + head + logical + location
     body += TRAILER_MAGIC + b"".join(value.to_bytes(8, "little") for value in (lengths | (trailer or {})).values())
     return body + digest_of(body)
@@ -86,6 +88,7 @@ def test_a_manifest_comes_back():
     assert same(found, SAMPLE)
     assert (found.tree, found.tensors, found.storages) == (SAMPLE.tree, SAMPLE.tensors, SAMPLE.storages)
     assert (found.chunks, found.packs, found.frames) == (SAMPLE.chunks, SAMPLE.packs, SAMPLE.frames)
+    assert found.choices == SAMPLE.choices
     assert found.store_id == STORE_ID
 
 
@@ -222,7 +225,7 @@ def test_a_header_larger_than_any_is_refused_before_it_is_read():
 def test_newer_manifests_are_unsupported():
     with pytest.raises(UnsupportedError):
         decode_manifest(forged(preamble={"mandatory_flags": 1}))
-    newer = sealed(ENCODED[:8] + b"\2\0" + ENCODED[10 : PREAMBLE_NBYTES - 8], PREAMBLE_NBYTES)
+    newer = sealed(ENCODED[:8] + b"\3\0" + ENCODED[10 : PREAMBLE_NBYTES - 8], PREAMBLE_NBYTES)
     for decode in (decode_header, decode_manifest):
         with pytest.raises(UnsupportedError):
             decode(newer + ENCODED[PREAMBLE_NBYTES:])

@@ -35,6 +35,7 @@ from ckstore.format.manifest import (
     encode_manifest,
 )
 from ckstore.format.records import HeaderRecord, LogicalRecord, encode_inner
+from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import sealed, xxh3_64
 from ckstore.ids import NO_BASE, digest_of
 from ckstore.tensor import ChunkSpec, Piece, StorageSpec, TensorSpec
@@ -63,11 +64,12 @@ def forged(
     if logical is None:
         logical = encode_logical(encode_inner(scalars | (record or {})), manifest.logical)
     if location is None:
-        location = encode_location(manifest.packs, manifest.frames)
+        location = encode_location(manifest.packs, manifest.frames, manifest.choices)
     head = encode_inner(facts | {"checkpoint_id": digest_of(logical)} | (header or {}))
     lengths = {"header_nbytes": len(head), "logical_nbytes": len(logical), "location_nbytes": len(location)}
     lengths["file_nbytes"] = PREAMBLE_NBYTES + sum(lengths.values()) + TRAILER_NBYTES
-    first = {"mandatory_flags": 0, "optional_flags": 0, "store_id": STORE_ID, "header_xxh3": xxh3_64(head)}
+    first = {"version": FORMAT_VERSION, "store_id": STORE_ID, "header_xxh3": xxh3_64(head)}
+    first |= {"mandatory_flags": 0, "optional_flags": 0}
     body = encode_preamble(Preamble(**(first | lengths | (preamble or {})))) + head + logical + location
     body += TRAILER_MAGIC + b"".join(value.to_bytes(8, "little") for value in (lengths | (trailer or {})).values())
     return body + digest_of(body)
@@ -209,18 +211,27 @@ def test_limits_are_those_of_the_store():
 
 
 def test_reserved_bytes_and_tier_tables_are_refused_behind_right_digests():
-    location = encode_location(SAMPLE.packs, SAMPLE.frames)
+    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.choices)
     tiers_nbytes = len(encode_inner(["cold", "local"]))
-    for at in (24 + tiers_nbytes + 58, 24 + tiers_nbytes + 60):
+    for at in (32 + tiers_nbytes + 58, 32 + tiers_nbytes + 60):
         wrong = bytearray(location)
         wrong[at] = 1
         with pytest.raises(MalformedError):
             decode_manifest(forged(location=bytes(wrong)))
     for tiers in (["local", "cold"], ["cold", "cold", "local"], ["cold"], ["cold", "idle", "local"]):
         table = encode_inner(tiers)
-        wrong_table = len(table).to_bytes(8, "little") + location[8:24] + table + location[24 + tiers_nbytes :]
+        wrong_table = len(table).to_bytes(8, "little") + location[8:32] + table + location[32 + tiers_nbytes :]
         with pytest.raises(MalformedError):
             decode_manifest(forged(location=wrong_table))
+    without = encode_location(SAMPLE.packs, SAMPLE.frames)
+    for at, value in ((len(location) - 1, None), (len(without), 0xFF), (len(location) - 10, 5), (len(location) - 9, 3)):
+        wrong = bytearray(location)
+        if value is None:
+            del wrong[at]
+        else:
+            wrong[at] = value
+        with pytest.raises(MalformedError):
+            decode_manifest(forged(location=bytes(wrong)))
     logical = bytearray(encode_logical(encode_inner({}), SAMPLE.logical))
     logical[-1] = 1
     with pytest.raises(MalformedError, match="reserved"):
@@ -237,10 +248,10 @@ def test_counts_of_the_logical_section_that_lie_are_refused(at, value):
         decode_manifest(forged(logical=bytes(logical)))
 
 
-@pytest.mark.parametrize("at", [0, 8, 16])
+@pytest.mark.parametrize("at", [0, 8, 16, 24])
 @pytest.mark.parametrize("value", [0, 1, 1 << 32, (1 << 64) - 1])
 def test_counts_of_the_location_section_that_lie_are_refused(at, value):
-    location = bytearray(encode_location(SAMPLE.packs, SAMPLE.frames))
+    location = bytearray(encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.choices))
     location[at : at + 8] = value.to_bytes(8, "little")
     with pytest.raises(MalformedError):
         decode_manifest(forged(location=bytes(location)))
@@ -315,7 +326,8 @@ def test_any_change_of_a_section_behind_right_digests_raises_only_our_errors(dat
     logical = encode_logical(
         encode_inner({name: getattr(SAMPLE.header, name) for name in LogicalRecord.__struct_fields__}), SAMPLE.logical
     )
-    sections = {"logical": bytearray(logical), "location": bytearray(encode_location(SAMPLE.packs, SAMPLE.frames))}
+    location = encode_location(SAMPLE.packs, SAMPLE.frames, SAMPLE.choices)
+    sections = {"logical": bytearray(logical), "location": bytearray(location)}
     for _ in range(data.draw(st.integers(1, 4))):
         section = sections[data.draw(st.sampled_from(("logical", "location")))]
         section[data.draw(st.integers(0, len(section) - 1))] = data.draw(st.integers(0, 255))
@@ -325,3 +337,20 @@ def test_any_change_of_a_section_behind_right_digests_raises_only_our_errors(dat
         assert isinstance(error, (CorruptError, UnsupportedError))  # noqa: PT017 - one of two kinds
         return
     encode_manifest(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base": "other"},
+        {"base": "none"},
+        {"base_seq": None},
+        {"keyframe_seq": None},
+        {"base_seq": 1 << 62},
+        {"storages": ()},
+    ],
+    ids=str,
+)
+def test_choices_that_contradict_themselves_or_the_state_are_not_written(changes):
+    with pytest.raises(MalformedError):
+        encode_manifest(replace(SAMPLE, choices=replace(SAMPLE.choices, **changes)))

@@ -65,6 +65,15 @@ def golden_state(step: int) -> dict[str, object]:
     }
 
 
+def moving_state(step: int) -> dict[str, object]:
+    """Return a state of which a difference, a chain of differences, and a rounding are stored; it must never change."""
+    noise = np.random.Generator(np.random.PCG64(11))
+    weights = noise.integers(-(2**20), 2**20, 80_000).astype(np.int32)
+    weights = (weights + 3 * step).astype(np.float64) / 2**26
+    master = weights.astype(np.float32)
+    return {"half": master.astype(np.float16), "master": master, "counts": np.arange(40_000, dtype=np.int64) + step}
+
+
 def make_store(folder: Path) -> None:
     """Commit with every kind of compression, and use every verb that leaves a trace."""
     with ckstore.open(folder, run="main", clock=FixedClock(), engine="pwrite") as store:
@@ -77,6 +86,11 @@ def make_store(folder: Path) -> None:
         store.delete(3)
     with ckstore.open(folder, run="other", clock=FixedClock(), engine="pwrite") as store:
         store.commit(golden_state(0), 0)
+    with ckstore.open(folder, run="moving", clock=FixedClock(), engine="pwrite") as store:
+        for step in range(3):
+            receipt = store.commit(moving_state(step), step, policy=ckstore.Policy(read_amplification_max=9, threads=1))
+            assert receipt.chunks_derived == 1, "the golden store must hold a rounding"
+            assert receipt.chunks_delta == 2 * (step > 0), "the golden store must hold differences"
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckstore.errors import ChecksumError, MalformedError, UsageError
 from ckstore.format.layout import GENERATION_MAX, SEQ_MAX, STEP_MAX, ManifestName, is_name
 from ckstore.format.records import HeaderRecord, decode_inner, encode_inner
-from ckstore.format.version import FORMAT_VERSION, check_readable
+from ckstore.format.version import check_readable
 from ckstore.format.wire import SEAL_NBYTES, STORE_ID_NBYTES, check_seal, check_zero, sealed, xxh3_64
 from ckstore.ids import DIGEST_NBYTES
 
@@ -35,6 +35,7 @@ _PREAMBLE = struct.Struct("<8sHHIQQ16sQQQQQ")
 class Preamble:
     """The first 128 bytes: how long every section is."""
 
+    version: int
     mandatory_flags: int
     optional_flags: int
     store_id: bytes
@@ -99,7 +100,7 @@ def encode_preamble(preamble: Preamble) -> bytes:
     assert len(preamble.store_id) == STORE_ID_NBYTES, "a store id has 16 bytes"
     body = _PREAMBLE.pack(
         MANIFEST_MAGIC,
-        FORMAT_VERSION,
+        preamble.version,
         0,
         0,
         preamble.mandatory_flags,
@@ -132,7 +133,7 @@ def decode_preamble(head: Buffer, *, where: object = None) -> Preamble:
     _, version, reserved, reserved_too, mandatory, optional, *facts = _PREAMBLE.unpack_from(view)
     check_readable(version, mandatory, where=where)
     check_zero(view[_PREAMBLE.size : -SEAL_NBYTES], "a manifest's preamble", where)
-    preamble = Preamble(mandatory, optional, *facts)
+    preamble = Preamble(version, mandatory, optional, *facts)
     sections = preamble.head_nbytes + preamble.logical_nbytes + preamble.location_nbytes + TRAILER_NBYTES
     if reserved or reserved_too or preamble.head_nbytes > HEAD_NBYTES_MAX or preamble.file_nbytes != sections:
         raise MalformedError("lengths in a manifest's preamble contradict each other or the limits", where=where)

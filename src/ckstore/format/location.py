@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 from ckstore.config import Limits
 from ckstore.errors import MalformedError
+from ckstore.format.choices import Choices, decode_choices, encode_choices
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES
 from ckstore.format.layout import is_name
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
 from ckstore.format.records import decode_inner, encode_inner
+from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import Reader, align_up
 from ckstore.ids import DIGEST_NBYTES, NO_BASE, PACK_ID_NBYTES, ChunkId, PackId
 
 TIER_COUNT_MAX = 256
 
-_HEAD = struct.Struct("<QQQ")
+_HEADS = {1: struct.Struct("<QQQ"), 2: struct.Struct("<QQQQ")}
 _PACK = struct.Struct("<16s32sQHHI")
 _FRAME = struct.Struct("<32sQIIII")
 _NO_BASE_INDEX = 0xFFFFFFFF
@@ -62,13 +64,14 @@ class FrameRef:
         return FRAME_HEADER_NBYTES + self.stored_nbytes
 
 
-def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef]) -> bytes:
-    """Return the section."""
+def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], choices: Choices | None = None) -> bytes:
+    """Return the section as the current version has it."""
     tiers = sorted({pack.tier for pack in packs})
     tier_table = encode_inner(tiers)
+    choices_table = encode_choices(choices)
     return b"".join(
         (
-            _HEAD.pack(len(tier_table), len(packs), len(frames)),
+            _HEADS[FORMAT_VERSION].pack(len(tier_table), len(packs), len(frames), len(choices_table)),
             tier_table,
             *(
                 _PACK.pack(pack.pack_id, pack.directory_digest, pack.nbytes, tiers.index(pack.tier), 0, 0)
@@ -85,23 +88,26 @@ def encode_location(packs: Sequence[PackRef], frames: Sequence[FrameRef]) -> byt
                 )
                 for frame in frames
             ),
+            choices_table,
         )
     )
 
 
 def decode_location(
-    section: memoryview, *, limits: Limits, where: object = None
-) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...]]:
-    """Read the section.
+    section: memoryview, *, version: int, limits: Limits, where: object = None
+) -> tuple[tuple[PackRef, ...], tuple[FrameRef, ...], Choices | None]:
+    """Read the section of a manifest of this format version.
 
     Raises:
         MalformedError: Lengths or indexes contradict each other; frames overlap, repeat or lie where none can be.
     """
     reader = Reader(section, "a manifest's location section", where)
-    tiers_nbytes, pack_count, frame_count = _HEAD.unpack(reader.take(_HEAD.size))
+    head = _HEADS[version]
+    tiers_nbytes, pack_count, frame_count, *rest = head.unpack(reader.take(head.size))
     tiers = decode_inner(reader.take(tiers_nbytes), list[str], where=where)
     pack_rows = reader.take(_PACK.size * pack_count)
     frame_rows = reader.take(_FRAME.size * frame_count)
+    choices = decode_choices(reader.take(rest[0]) if rest else memoryview(b""), where=where)
     reader.done()
     packs = tuple(_packs(pack_rows, tiers, where))
     if tiers != sorted({pack.tier for pack in packs}):
@@ -113,7 +119,7 @@ def decode_location(
         ]
     )
     check_location(packs, frames, limits, where)
-    return packs, frames
+    return packs, frames, choices
 
 
 def _packs(pack_rows: memoryview, tiers: list[str], where: object) -> Iterator[PackRef]:

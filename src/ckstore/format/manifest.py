@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError
+from ckstore.format.choices import Choices
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -28,6 +29,7 @@ from ckstore.format.layout import ManifestName
 from ckstore.format.location import FrameRef, PackRef, check_location, decode_location, encode_location
 from ckstore.format.logical import Logical, check_logical, decode_logical, distinct_chunks, encode_logical
 from ckstore.format.records import LogicalRecord, encode_inner
+from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import xxh3_64
 from ckstore.ids import DIGEST_NBYTES, digest_of
 from ckstore.tensor import ChunkSpec, StorageSpec, TensorSpec
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "Choices",
     "ChunkSpec",
     "FrameRef",
     "Manifest",
@@ -65,6 +68,8 @@ class Manifest:
     chunks: tuple[ChunkSpec, ...]
     packs: tuple[PackRef, ...]
     frames: tuple[FrameRef, ...]
+    choices: Choices | None = None
+    """Why it is stored so; None where the writer chose nothing, and before format version 2."""
 
     @property
     def store_id(self) -> bytes:
@@ -103,6 +108,7 @@ def build_manifest(
     is_archival: bool = False,
     fidelity: str = "exact",
     metrics: Mapping[str, float] | None = None,
+    choices: Choices | None = None,
 ) -> Manifest:
     """Make a manifest, and compute what follows from its parts.
 
@@ -132,7 +138,7 @@ def build_manifest(
         **{name: getattr(facts, name) for name in LogicalRecord.__struct_fields__},
         **_computed(logical, frames),
     )
-    return Manifest(header, tree, logical.tensors, renumbered, distinct, tuple(packs), tuple(frames))
+    return Manifest(header, tree, logical.tensors, renumbered, distinct, tuple(packs), tuple(frames), choices)
 
 
 def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
@@ -157,6 +163,7 @@ def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -
         is_archival=is_archival,
         fidelity=header.fidelity,
         metrics=header.metrics,
+        choices=entry.choices,
     )
 
 
@@ -179,10 +186,10 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
     """
     header = encode_header(manifest.header)
     logical = encode_logical(_logical_record(manifest.header), manifest.logical)
-    location = encode_location(manifest.packs, manifest.frames)
+    location = encode_location(manifest.packs, manifest.frames, manifest.choices)
     lengths = (len(header), len(logical), len(location))
     file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
-    preamble = Preamble(0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header))
+    preamble = Preamble(FORMAT_VERSION, 0, 0, manifest.store_id, *lengths, file_nbytes, xxh3_64(header))
     check_logical(manifest.logical, limits, None)
     check_location(manifest.packs, manifest.frames, limits, None)
     _check_header(manifest, logical, None)
@@ -214,8 +221,10 @@ def decode_manifest(
     logical_end = preamble.head_nbytes + preamble.logical_nbytes
     section = view[preamble.head_nbytes : logical_end]
     record, logical = decode_logical(section, limits=limits, where=where)
-    packs, frames = decode_location(view[logical_end:-TRAILER_NBYTES], limits=limits, where=where)
-    manifest = Manifest(header, logical.tree, logical.tensors, logical.storages, logical.chunks, packs, frames)
+    packs, frames, choices = decode_location(
+        view[logical_end:-TRAILER_NBYTES], version=preamble.version, limits=limits, where=where
+    )
+    manifest = Manifest(header, logical.tree, logical.tensors, logical.storages, logical.chunks, packs, frames, choices)
     if record != _logical_record(header):
         raise MalformedError("the header of a manifest contradicts its logical section", where=where)
     _check_header(manifest, section, where)
@@ -252,6 +261,8 @@ def _check_header(manifest: Manifest, logical_section: Buffer, where: object) ->
     if any(getattr(header, name) != value for name, value in said.items()):
         raise MalformedError("the header of a manifest contradicts its sections", where=where)
     _check_frames(manifest, where)
+    if manifest.choices is not None and len(manifest.choices.storages) != len(manifest.storages):
+        raise MalformedError("a manifest has choices for another number of storages", where=where)
 
 
 def _check_frames(manifest: Manifest, where: object) -> None:

@@ -142,6 +142,15 @@ class LogicalRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics: dict[ShortText, float]
 
 
+class ChoicesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a commit decided for the whole state; see format/choices.py."""
+
+    base: ShortText
+    base_seq: Count | None
+    keyframe_seq: Count | None
+    reason: ShortText
+
+
 class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One tensor, as MessagePack array."""
 

@@ -10,13 +10,16 @@ from collections.abc import Iterable
 
 from ckstore.errors import UnsupportedError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written. Version 2 added bases: delta and rounded frames, and the choices of a manifest."""
+
+READABLE_VERSIONS = (1, 2)
 
 MANDATORY_FEATURES: dict[str, int] = {}
-"""Names in ``store.json`` and bits in packs and manifests; version 1 defines none."""
+"""Names in ``store.json`` and bits in packs and manifests; none is defined yet."""
 
 OPTIONAL_FEATURES: dict[str, int] = {}
-"""Features that a reader may ignore; version 1 defines none."""
+"""Features that a reader may ignore; none is defined yet."""
 
 _TODO = "upgrade ckstore; do not let this version change the store"
 _KNOWN_BITS = sum(MANDATORY_FEATURES.values())
@@ -28,7 +31,7 @@ def check_readable(version: int, mandatory_flags: int = 0, *, where: object = No
     Raises:
         UnsupportedError: The version or a mandatory flag is unknown.
     """
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise UnsupportedError(f"format version {version} is unknown here", where=where, todo=_TODO, version=version)
     unknown = mandatory_flags & ~_KNOWN_BITS
     if unknown:

@@ -1,0 +1,178 @@
+"""What the next commit may be coded against: the chunks of the last acknowledged checkpoint, and their roots.
+
+Both views come from one manifest: at each place of the state stands the *previous* chunk, and at the root of its
+chain the *keyframe* chunk. So no other manifest is needed, and deleting checkpoints changes nothing here.
+
+Invariants:
+- Only what an acknowledged manifest locates in the local tier is ever a base.
+- Bytes held in memory were hashed as they lie here, and are compared with a checksum before they are used: a base
+  that changed in memory would make frames that decode to nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ckstore.choice import View
+from ckstore.format.choices import Choices, StorageChoice
+from ckstore.format.manifest import Manifest
+from ckstore.format.wire import xxh3_64
+from ckstore.ids import ChunkId
+from ckstore.store.known import Known, KnownFrame
+from ckstore.tree import Node, Path, TensorNode, leaves_of
+
+Place = tuple[Path, int]
+"""A storage, by the path of the first tensor that views it, and a byte offset in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseChunk:
+    """A chunk that may serve as base; its length and elements are those of the chunk that it serves."""
+
+    chunk_id: ChunkId
+    nbytes: int
+    element_width: int
+    is_float: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    plain: memoryview
+    xxh3: int
+
+
+class Bases:
+    """What one handle remembers from one commit to the next; thread-safe where threads of one commit meet."""
+
+    def __init__(self) -> None:
+        self.seq: int | None = None
+        self.choices: Choices | None = None
+        self._previous: dict[Place, BaseChunk] = {}
+        self._choice_at: dict[Path, StorageChoice] = {}
+        self._samples: dict[ChunkId, bytes] = {}
+        self._roots: dict[ChunkId, ChunkId] = {}
+        self._held: dict[ChunkId, _Held] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def keyframe_seq(self) -> int | None:
+        """The keyframe that the last checkpoint goes back to, itself where it is one."""
+        is_keyframe = self.choices is None or self.choices.keyframe_seq is None
+        return self.seq if is_keyframe or self.choices is None else self.choices.keyframe_seq
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of bases held in memory."""
+        return sum(len(held.plain) for held in self._held.values())
+
+    @property
+    def samples_nbytes(self) -> int:
+        """Bytes of samples held in memory."""
+        return sum(len(sample) for sample in self._samples.values())
+
+    def follow(self, manifest: Manifest) -> None:
+        """Take an acknowledged checkpoint as the one that the next commit follows."""
+        self.seq, self.choices = manifest.header.seq, manifest.choices
+        paths = first_paths(manifest.tree, [tensor.storage for tensor in manifest.tensors])
+        self._previous = dict(_places(manifest, paths))
+        storages = manifest.choices.storages if manifest.choices is not None else ()
+        self._choice_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
+        nbytes_of = {chunk.chunk_id: chunk.nbytes for chunk in manifest.chunks}
+        self._roots = dict(_roots(manifest, nbytes_of))
+        wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
+        self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
+        self._held = {chunk_id: held for chunk_id, held in self._held.items() if chunk_id in wanted}
+
+    def previous_at(self, place: Place, nbytes: int, element_width: int, is_float: bool) -> ChunkId | None:
+        """Return the previous checkpoint's chunk at a place, if it has this length and these elements."""
+        chunk = self._previous.get(place)
+        if chunk is None or (chunk.nbytes, chunk.element_width, chunk.is_float) != (nbytes, element_width, is_float):
+            return None
+        return chunk.chunk_id
+
+    def root_of(self, chunk_id: ChunkId) -> ChunkId | None:
+        """Return the chunk at the root of a previous chunk's chain, itself where it has no base."""
+        return self._roots.get(chunk_id)
+
+    def choice_at(self, path: Path) -> StorageChoice | None:
+        """Return what was chosen last time for the storage of a path."""
+        return self._choice_at.get(path)
+
+    def sample_of(self, chunk_id: ChunkId) -> bytes | None:
+        """Return the sample of a chunk, if it was taken."""
+        return self._samples.get(chunk_id)
+
+    def keep_sample(self, chunk_id: ChunkId, sample: bytes) -> None:
+        """Remember the sample of a chunk that was just committed."""
+        self._samples[chunk_id] = sample
+
+    def hold(self, chunk_id: ChunkId, plain: memoryview) -> None:
+        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them."""
+        held = _Held(plain, xxh3_64(plain))
+        with self._lock:
+            self._held[chunk_id] = held
+
+    def held(self, chunk_id: ChunkId) -> memoryview | None:
+        """Return plain bytes that are held and still what they were."""
+        with self._lock:
+            held = self._held.get(chunk_id)
+        if held is None or xxh3_64(held.plain) != held.xxh3:
+            return None
+        return held.plain
+
+    def let_go(self, keep: Callable[[ChunkId], bool] = lambda chunk_id: False) -> None:
+        """Free held bytes, but for those to keep."""
+        with self._lock:
+            self._held = {chunk_id: held for chunk_id, held in self._held.items() if keep(chunk_id)}
+
+
+def base_frame(known: Known, bases: Bases, previous: ChunkId, view: View) -> KnownFrame | None:
+    """Return the frame that a chunk is coded against in a view, if it is still in place."""
+    chunk_id = previous if view == "previous" else bases.root_of(previous)
+    return None if chunk_id is None else known.find(chunk_id)
+
+
+def read_nbytes(known: KnownFrame) -> int:
+    """Return the stored bytes of a frame and of all that it needs."""
+    return sum(link.frame.frame_nbytes for link in known.closure())
+
+
+def first_paths(tree: Node, storage_of: list[int]) -> dict[int, Path]:
+    """Return the path of the first tensor that views each storage."""
+    found: dict[int, Path] = {}
+    for path, leaf in leaves_of(tree):
+        if isinstance(leaf, TensorNode):
+            found.setdefault(storage_of[leaf.tensor], path)
+    return found
+
+
+def _places(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[Place, BaseChunk]]:
+    for index, storage in enumerate(manifest.storages):
+        position = 0
+        for piece in storage.pieces:
+            spec = manifest.chunks[piece.chunk]
+            # A chunk is found by the storage that it begins with.
+            if piece.offset == 0 and index in paths:
+                chunk = BaseChunk(ChunkId(spec.chunk_id), spec.nbytes, spec.element_width, spec.is_float)
+                yield (paths[index], position), chunk
+            position += piece.nbytes
+
+
+def _roots(manifest: Manifest, nbytes_of: dict[bytes, int]) -> Iterator[tuple[ChunkId, ChunkId]]:
+    """Yield the root of each chunk's chain; none where the chain goes through a chunk of another length."""
+    roots: list[ChunkId | None] = []
+    for frame in manifest.frames:
+        root: ChunkId | None = frame.chunk_id
+        if frame.base >= 0:
+            root = roots[frame.base]
+            base_id = manifest.frames[frame.base].chunk_id
+            here = nbytes_of.get(frame.chunk_id)
+            # Derived from its master: what it is the rounding of is no base for its next version.
+            if here is not None and nbytes_of.get(base_id, here) != here:
+                root = None
+        roots.append(root)
+    for frame, root in zip(manifest.frames, roots, strict=True):
+        if root is not None:
+            yield frame.chunk_id, root

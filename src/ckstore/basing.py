@@ -1,0 +1,144 @@
+"""Decide for one commit what each chunk is coded against, and say why.
+
+survey -> decide -> a form for every chunk. Without a base, or where a policy wants none, every chunk is coded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckstore.bases import Bases, first_paths
+from ckstore.capture import Captured
+from ckstore.choice import Verdict, View, decide
+from ckstore.config import Limits, Policy
+from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL, UNSAMPLED, Choices, StorageChoice
+from ckstore.format.manifest import Manifest
+from ckstore.ids import ChunkId
+from ckstore.masters import masters_of
+from ckstore.plan import CommitPlan
+from ckstore.store.known import Known, KnownFrame
+from ckstore.survey import Surveyed, Surveyor, storage_choice, units_of
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a chunk is to be stored, if it is not known already.
+
+    Args:
+        base: The frame of the chunk it is coded against; None: whole.
+        is_tried: The base was never sampled: code whole where a sample of it says so.
+        master: The chunk of the plan whose rounding it may be.
+        is_held: Its plain bytes will be wanted as a base.
+    """
+
+    base: KnownFrame | None = None
+    is_tried: bool = False
+    master: int | None = None
+    is_held: bool = False
+
+
+WHOLE = Form()
+
+
+@dataclass(frozen=True, slots=True)
+class Basing:
+    """What was decided for one commit.
+
+    Args:
+        forms: One for each chunk of the plan.
+        verdict: The base, and why.
+        surveyed: What was sampled; empty where nothing was to be decided.
+        seqs: For each view, the checkpoint that the bases belong to.
+    """
+
+    forms: tuple[Form, ...]
+    verdict: Verdict
+    surveyed: tuple[Surveyed, ...] = ()
+    seqs: dict[View, int | None] = field(default_factory=dict)
+
+    def remember(self, bases: Bases, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
+        """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
+        for surveyed in self.surveyed:
+            for index, sample in surveyed.samples.items():
+                bases.keep_sample(chunk_ids[index], sample)
+        bases.follow(manifest)
+
+    def choices(self, modes: Sequence[int]) -> Choices | None:
+        """Return what the manifest says, given the mode that each storage came out with."""
+        if not self.surveyed:
+            return None
+        view = self.verdict.view
+        views = self.verdict.views
+        by_storage = {each.unit.storage: (each, view) for each, view in zip(self.surveyed, views, strict=True)}
+        return Choices(
+            base=self.verdict.base,
+            base_seq=None if view is None else self.seqs[view],
+            keyframe_seq=None if view is None else self.seqs["keyframe"],
+            reason=self.verdict.reason,
+            storages=tuple(
+                storage_choice(*by_storage[index], mode) if index in by_storage else StorageChoice(mode)
+                for index, mode in enumerate(modes)
+            ),
+        )
+
+
+def choose_forms(
+    captured: Captured, plan: CommitPlan, known: Known, bases: Bases, policy: Policy, limits: Limits
+) -> Basing:
+    """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store."""
+    whole = Basing((WHOLE,) * len(plan.chunks), Verdict((), "keyframe: the policy codes nothing"))
+    if policy.compression == "none":
+        return whole
+    masters = masters_of(plan, captured.storages)
+    if not policy.delta:
+        return Basing(_forms(plan, [], whole.verdict, masters, is_held=frozenset()), whole.verdict)
+    paths = first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
+    surveyor = Surveyor(plan, captured.storages, paths, known, bases, limits.chunk_nbytes_max)
+    surveyed = [surveyor.survey(unit) for unit in units_of(plan) if not all(chunk in masters for chunk in unit.chunks)]
+    verdict = decide(
+        [each.estimate for each in surveyed],
+        read_amplification_max=policy.read_amplification_max,
+        depth_max=limits.depth_max,
+    )
+    is_held = frozenset(_held(surveyed, verdict)) if policy.base_cache == "memory" else frozenset()
+    forms = _forms(plan, surveyed, verdict, masters, is_held=is_held)
+    return Basing(forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq})
+
+
+def _forms(
+    plan: CommitPlan,
+    surveyed: Sequence[Surveyed],
+    verdict: Verdict,
+    masters: dict[int, int],
+    *,
+    is_held: frozenset[int],
+) -> tuple[Form, ...]:
+    forms = [Form(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
+    for each, view in zip(surveyed, verdict.views, strict=True):
+        for index, frame in each.frames[view].items() if view is not None else ():
+            if index not in masters:
+                forms[index] = Form(frame, each.is_guess, None, index in is_held)
+    return tuple(forms)
+
+
+def _held(surveyed: Sequence[Surveyed], verdict: Verdict) -> list[int]:
+    """Return the chunks that the next commit will want as bases, as far as this one can tell."""
+    found: list[int] = []
+    for each, view in zip(surveyed, verdict.views, strict=True):
+        is_candidate = each.estimate.previous is None or each.is_guess or each.estimate.pays("previous")
+        # What is coded against the keyframe will be so again: that one stays.
+        if is_candidate and view != "keyframe":
+            found += each.unit.chunks
+    return found
+
+
+def mode_of(*, has_estimate: bool, is_new: bool, has_base: bool, is_derived: bool) -> int:
+    """Return the mode of a storage from what became of its chunks."""
+    if not is_new:
+        return IDENTICAL
+    if is_derived:
+        return DERIVED
+    if has_base:
+        return DELTA
+    return FULL if has_estimate else UNSAMPLED

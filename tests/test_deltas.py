@@ -1,0 +1,309 @@
+"""Protects differences and roundings: whatever a checkpoint is stored against, it comes back bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import Policy
+from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL
+from ckstore.format.manifest import Manifest
+from ckstore.io.memory import MemoryBackend
+from ckstore.testing.states import difference
+
+COUNT = 200_000
+
+
+def weights(seed=0, count=COUNT, dtype=np.float32):
+    return (np.random.default_rng(seed).standard_normal(count) * 0.02).astype(dtype)
+
+
+def stepped(values, seed=1, size=1e-5):
+    """Return weights after an update that is small beside them."""
+    change = np.random.default_rng(seed).standard_normal(values.size) * size
+    return (values.astype(np.float64) + change).astype(values.dtype)
+
+
+def training(step_count=6, dtype=np.float32):
+    """Yield the states of a small run: weights that move a little, moments that do not stay, a counter."""
+    w = weights(dtype=dtype)
+    for step in range(step_count):
+        yield {"w": w.copy(), "m": weights(100 + step), "small": np.arange(50.0) + step, "step": step}
+        w = stepped(w, seed=step)
+
+
+def manifest_of(store, ref="latest") -> Manifest:
+    from ckstore.store.references import resolve
+
+    return store._parts.manifests.load(resolve(store._parts, ref))
+
+
+def modes_of(store, ref="latest"):
+    choices = manifest_of(store, ref).choices
+    return None if choices is None else [storage.mode for storage in choices.storages]
+
+
+@pytest.fixture(params=["none", "memory"])
+def policy(request):
+    return Policy(base_cache=request.param)
+
+
+def test_every_checkpoint_of_a_history_of_differences_comes_back(store, policy):
+    states = list(training())
+    receipts = [store.commit(state, step, policy=policy) for step, state in enumerate(states)]
+    assert sum(receipt.chunks_delta for receipt in receipts) >= 3
+    for step, state in enumerate(states):
+        assert difference(store.restore(step), state) is None
+    assert store.verify("decode").is_clean
+
+
+def test_weights_become_differences_and_moments_do_not(store, policy):
+    for step, state in enumerate(training(3)):
+        store.commit(state, step, policy=policy)
+    assert modes_of(store, 0)[:2] == [FULL, FULL]
+    assert modes_of(store, 2)[:2] == [DELTA, FULL]
+    choices = manifest_of(store, 2).choices
+    assert (choices.base, choices.base_seq, choices.keyframe_seq) == ("previous", 1, 0)
+    assert (choices.storages[0].age, choices.storages[1].age) == (2, 0)
+    assert choices.storages[0].keyframe_bits < choices.storages[0].full_bits
+    assert "of a keyframe's bytes" in choices.reason
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u2"])
+def test_differences_of_every_width_come_back(store, policy, dtype):
+    rng = np.random.default_rng(3)
+    first = (rng.standard_normal(COUNT) * 100).astype(dtype)
+    second = first.copy()
+    second[rng.integers(0, COUNT, COUNT // 100)] += 1
+    store.commit({"a": first}, 0, policy=policy)
+    receipt = store.commit({"a": second}, 1, policy=policy)
+    assert receipt.chunks_delta == receipt.chunks_new
+    assert receipt.bytes_written < first.nbytes / 4
+    assert difference(store.restore(1), {"a": second}) is None
+
+
+def test_special_numbers_survive_a_difference(store):
+    first = weights()
+    first[:8] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38]
+    second = stepped(first, size=1e-7)
+    second[:8] = np.roll(first[:8], 1)
+    store.commit({"a": first}, 0)
+    assert store.commit({"a": second}, 1).chunks_delta
+    assert store.restore(1)["a"].tobytes() == second.tobytes()
+
+
+def test_a_restore_never_reads_more_than_the_bound(store):
+    w = weights(count=2_000_000)
+    for step in range(8):
+        store.commit({"w": w}, step, policy=Policy(read_amplification_max=1.9))
+        w = stepped(w, seed=step, size=2e-6)
+    whole = manifest_of(store, 0).header.bytes_stored
+    shares = [manifest_of(store, step).header.bytes_stored / whole for step in range(8)]
+    assert max(shares) > 1.2
+    assert max(shares) <= 1.9 * 1.02
+
+
+def test_a_base_of_another_shape_or_dtype_is_silently_not_used(store):
+    store.commit({"a": weights(), "b": weights(1)}, 0)
+    receipt = store.commit({"a": weights(count=COUNT + 8), "b": weights(1).view(np.int32)[::-1].copy()}, 1)
+    assert receipt.chunks_delta == 0
+    assert receipt.warnings == ()
+    assert store.verify("decode").is_clean
+
+
+def test_policies_without_differences_make_none(store):
+    for step, state in enumerate(training(3)):
+        assert store.commit(state, step, policy=Policy(delta=False)).chunks_delta == 0
+    for step, state in enumerate(training(3), 3):
+        assert store.commit(state, step, policy=Policy(compression="none")).chunks_delta == 0
+
+
+def test_the_same_bytes_have_the_same_chunks_however_they_are_stored():
+    ids = []
+    for policy in (Policy(), Policy(delta=False)):
+        with ckstore.open(MemoryBackend(), policy=policy) as store:
+            for step, state in enumerate(training(3)):
+                store.commit(state, step)
+            ids.append([chunk.chunk_id for chunk in manifest_of(store).chunks])
+    assert ids[0] == ids[1]
+
+
+def test_deleting_what_it_is_stored_against_hurts_no_checkpoint(store):
+    states = list(training(4))
+    for step, state in enumerate(states):
+        store.commit(state, step)
+    for step in range(3):
+        store.delete(step)
+    assert difference(store.restore(3), states[3]) is None
+    assert store.verify("decode").is_clean
+    again = stepped(states[3]["w"], size=1e-7)
+    assert store.commit({**states[3], "w": again}, 4).chunks_delta
+    assert store.restore(4)["w"].tobytes() == again.tobytes()
+
+
+def test_after_a_restore_in_a_new_process_the_next_commit_is_a_difference(backend):
+    states = list(training(3))
+    with ckstore.open(backend) as store:
+        for step in (0, 1):
+            store.commit(states[step], step)
+    for restores in (True, False):
+        with ckstore.open(backend) as store:
+            if restores:
+                store.restore()
+            receipt = store.commit({**states[2], "step": restores}, 2)
+            assert receipt.chunks_delta, "no sample is in memory, so each chunk is tried"
+            assert modes_of(store)[:2] == [DELTA, FULL]
+            assert difference(store.restore(), {**states[2], "step": restores}) is None
+            store.delete(2)
+
+
+def test_a_restored_older_checkpoint_is_the_base_of_what_follows_it(store):
+    states = list(training(4))
+    for step, state in enumerate(states):
+        store.commit(state, step)
+    store.restore(1)
+    branch = {**states[1], "w": stepped(states[1]["w"], size=1e-8)}
+    receipt = store.commit(branch, 2)
+    assert receipt.chunks_delta
+    assert receipt.bytes_written < states[1]["w"].nbytes / 2
+    assert difference(store.restore("latest"), branch) is None
+
+
+def damage(backend, store, ref):
+    """Flip one byte in the payload of the weights' frame."""
+    manifest = manifest_of(store, ref)
+    chunk_id = manifest.chunks[manifest.storages[0].pieces[0].chunk].chunk_id
+    frame = next(frame for frame in manifest.frames if frame.chunk_id == chunk_id)
+    from ckstore.format.layout import pack_name
+
+    content = backend._files[pack_name(manifest.packs[frame.pack].pack_id)].content
+    content[frame.offset + 192 + frame.stored_nbytes // 2] ^= 1
+
+
+def test_a_base_that_is_damaged_is_told_and_not_built_upon(backend):
+    states = list(training(3))
+    with ckstore.open(backend) as store:
+        store.commit(states[0], 0)
+        damage(backend, store, 0)
+        receipt = store.commit(states[1], 1)
+        assert modes_of(store)[:2] == [FULL, FULL]
+        assert any("stored whole" in warning for warning in receipt.warnings)
+        assert difference(store.restore(1), states[1]) is None
+        with pytest.raises(ckstore.CorruptError):
+            store.restore(0)
+
+
+def test_a_damaged_base_names_itself_and_all_that_need_it(backend):
+    states = list(training(3))
+    with ckstore.open(backend) as store:
+        for step, state in enumerate(states):
+            store.commit(state, step)
+        damage(backend, store, 0)
+        with pytest.raises(ckstore.CorruptError) as caught:
+            store.restore(2)
+        assert "chain" in str(caught.value)
+        assert "w" in str(caught.value.facts["tensor"])
+        assert len(caught.value.facts["checkpoints"]) == 3
+        assert len(store.verify("read").damage) == 1
+
+
+def test_held_bases_that_changed_in_memory_are_not_used(store):
+    states = list(training(3))
+    policy = Policy(base_cache="memory")
+    store.commit(states[0], 0, policy=policy)
+    held = store._bases._held
+    assert store._bases.held_nbytes >= states[0]["w"].nbytes
+    for each in held.values():
+        each.plain[len(each.plain) // 2] ^= 1
+    assert store.commit(states[1], 1, policy=policy).chunks_delta
+    assert difference(store.restore(1), states[1]) is None
+    assert store.verify("decode").is_clean
+
+
+def test_held_bases_do_not_outlive_their_use(store):
+    policy = Policy(base_cache="memory")
+    for step, state in enumerate(training(8)):
+        store.commit(state, step, policy=policy)
+        assert store._bases.held_nbytes <= 1.1 * (state["w"].nbytes + state["m"].nbytes)
+        assert store._bases.samples_nbytes <= 0.2 * (state["w"].nbytes + state["m"].nbytes)
+
+
+def test_identical_storages_cost_nothing_and_say_so(store):
+    """A frozen model under a small adapter: the model is written once."""
+    frozen = weights(count=1_000_000)
+    written = []
+    for step in range(5):
+        receipt = store.commit({"frozen": frozen, "adapter": weights(step, 80_000)}, step)
+        written.append(receipt.bytes_written)
+    assert modes_of(store)[0] == IDENTICAL
+    assert written[0] > frozen.nbytes / 2
+    assert max(written[1:]) < 80_000 * 4 + 20_000
+
+
+def test_weights_of_which_few_change_cost_fifty_times_less():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    bits = torch.from_numpy(weights(count=4_000_000)).bfloat16().view(torch.int16).numpy().copy()
+    with ckstore.open(MemoryBackend()) as store:
+        for step in range(4):
+            state = {"w": torch.from_numpy(bits.copy()).view(torch.bfloat16)}
+            receipt = store.commit(state, step)
+            if step:
+                assert receipt.bytes_written < bits.nbytes / 50
+            assert torch.equal(store.restore(step)["w"].view(torch.int16), torch.from_numpy(bits))
+            chosen = rng.integers(0, bits.size, bits.size // 100)
+            bits[chosen] += rng.choice([-1, 1], chosen.size).astype(np.int16)
+        assert manifest_of(store).choices.base == "previous"
+        assert manifest_of(store).header.depth_max == 3
+
+
+def test_roundings_of_masters_in_the_same_state_cost_nothing():
+    torch = pytest.importorskip("torch")
+    master = torch.from_numpy(weights(count=3_000_000))
+    master[:4] = torch.tensor([float("inf"), -0.0, 1e-42, 3.3e38])
+    for rounded in (master.bfloat16(), master.half()):
+        with ckstore.open(MemoryBackend()) as store:
+            alone = store.commit({"master": master}, 0).bytes_written
+            both = store.commit({"model": rounded, "master": master.clone()}, 1)
+            assert both.chunks_derived == 3
+            assert both.bytes_written < 20_000
+            changed = master * 1.001
+            third = store.commit({"model": changed.to(rounded.dtype), "master": changed}, 2)
+            assert third.chunks_derived == 3
+            assert third.bytes_written < 1.02 * alone
+            assert modes_of(store)[0] == DERIVED
+            found = store.restore()
+            assert torch.equal(found["model"], changed.to(rounded.dtype))
+            assert torch.equal(found["master"], changed)
+            assert torch.equal(store.restore(2, only="model")["model"], changed.to(rounded.dtype))
+            assert store.verify("decode").is_clean
+
+
+def test_a_tensor_that_is_no_rounding_in_one_element_is_stored_as_it_is():
+    torch = pytest.importorskip("torch")
+    master = torch.from_numpy(weights(count=2_000_000))
+    rounded = master.bfloat16()
+    rounded[7] = 1.0
+    with ckstore.open(MemoryBackend()) as store:
+        receipt = store.commit({"model": rounded, "master": master}, 0)
+        assert receipt.chunks_derived == 1, "the chunk without that element still is one"
+        assert torch.equal(store.restore()["model"], rounded)
+
+
+def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
+    from ckstore import commit as story
+
+    states = list(training(3))
+    store.commit(states[0], 0)
+
+    def fail(*_):
+        raise ckstore.BackendError("the medium failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(story, "_publish", fail)
+        with pytest.raises(ckstore.BackendError):
+            store.commit(states[1], 1)
+    assert store.commit(states[2], 2).chunks_delta
+    assert store.steps() == [0, 2]
+    assert difference(store.restore(2), states[2]) is None
