@@ -127,7 +127,7 @@ def tell(record_property):
 def nothing_aside():
     """Run in the caller what ckstore runs on a thread of its own for the sake of Ctrl-C: half of a small restore."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in ("ckstore.commit", "ckstore.fetch", "ckstore.store.verify"):
+        for name in ("ckstore.commit", "ckstore.fetch", "ckstore.repack", "ckstore.store.verify"):
             monkeypatch.setattr(importlib.import_module(name), "run_aside", lambda step, on_interrupt: step())
         yield
 

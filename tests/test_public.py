@@ -32,6 +32,7 @@ NAMES = [
     "NotFoundError",
     "Policy",
     "Receipt",
+    "RepackPolicy",
     "SaverError",
     "Store",
     "UnsupportedError",
@@ -53,6 +54,9 @@ VERBS = {
     "rewind": ["ref"],
     "delete": ["ref"],
     "verify": ["level", "ref", "on_progress"],
+    "coding": ["ref"],
+    "stats": ["ref", "exact", "on_progress"],
+    "repack": ["policy", "dry_run", "on_progress"],
     "close": [],
 }
 

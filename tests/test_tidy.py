@@ -18,7 +18,7 @@ FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 400, 120
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
 GROUND.add("workers")  # Threads and nothing else: it imports the standard library only.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
-CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline"}
+CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {
     "errors": set(),
     "clock": set(),
@@ -39,27 +39,55 @@ ALLOWED = {
     "quant": GROUND | {"kernels"},
     "store": GROUND | {"format", "io"},
     "plan": GROUND | {"format"},
-    "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan"},
+    # How one chunk can be stored: the one place where codecs and deltas meet.
+    "forms": GROUND | {"codec", "delta", "kernels"},
+    "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
     # Parts of the two stories, in files of their own.
     "workers": set(),
     "receipt": GROUND | {"format"},
     "info": GROUND | {"format"},
     "arguments": GROUND | {"format"},
     "stale": GROUND | {"format"},
-    "chunks": CORE | {"workers"},
-    "fetch": CORE,
-    "commit": CORE | {"chunks", "receipt", "stale"},
-    "restore": CORE | {"fetch"},
+    "choice": GROUND,
+    "bases": CORE | {"choice"},
+    "masters": CORE,
+    "survey": CORE | {"choice", "bases"},
+    "basing": CORE | {"capture", "choice", "bases", "masters", "survey"},
+    "decoder": CORE,
+    "chain_reader": CORE | {"decoder"},
+    "restore_plan": CORE,
+    "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
+    "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
+    "commit": CORE | {"chunks", "receipt", "stale", "bases", "basing"},
+    "restore": CORE | {"fetch", "chain_reader", "decoder", "restore_plan"},
     "history": CORE,
-    "saver": GROUND | {"format", "io", "commit"},
+    # What is stored, seen as a state; and what is told of it, or made of it anew.
+    "stored_state": CORE | {"chain_reader", "decoder"},
+    "coding": CORE | {"info"},
+    "stats": CORE | {"coding", "info", "stored_state"},
+    "repack_ledger": CORE,
+    "repack_sketch": CORE | {"bases", "basing", "choice", "repack_ledger", "stored_state"},
+    "repack_plan": CORE | {"bases", "basing", "repack_ledger", "repack_sketch"},
+    "repack": CORE | {"bases", "basing", "chunks", "repack_plan", "repack_sketch", "stored_state"},
+    # It tells the story of a commit in another process, with what a handle remembers in this one.
+    "saver": GROUND | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history"},
+    # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
+    "staging": CORE | {"saver", "adapters"},
+    "pending": {"errors", "receipt"},
+    "handover": CORE | {"pending", "receipt", "saver", "staging"},
+    "background": CORE | {"adapters", "arguments", "bases", "handle", "handover", "pending", "saver", "stale"},
+    "handle": CORE | {"contents", "coding", "stats", "info", "decoder", "chain_reader"},
     "api": CORE
     | {
         "arguments",
+        "bases",
+        "handle",
         "contents",
         "commit",
         "restore",
         "history",
         "receipt",
+        "repack",
         "info",
         "stale",
         "saver",
@@ -72,7 +100,9 @@ ALLOWED = {
     "contents": GROUND | {"format", "info"},
     "diagnosis": CORE,
     "outfile": GROUND | {"io"},
-    "cli": GROUND | {"api", "adapters", "info", "receipt", "listing", "contents", "diagnosis", "outfile"},
+    "cli": GROUND
+    | {"api", "adapters", "info", "receipt", "listing", "contents", "diagnosis", "outfile"}
+    | {"coding", "stats", "repack"},
     "__main__": {"cli"},
     "__init__": {"api", "config", "errors", "info", "receipt", "values"},
 }
@@ -99,7 +129,7 @@ DOORS = {
     "cloudpickle": set(),
     "asyncio": set(),
 }
-LAZY = {("api", "adapters"), ("cli", "adapters"), ("adapters", "api")}
+LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging")} | {("adapters", "api")}
 """Imports that may stand inside functions only."""
 
 

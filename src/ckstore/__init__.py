@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckstore.api import Store, open
-    from ckstore.config import Policy
+    from ckstore.config import Policy, RepackPolicy
     from ckstore.errors import (
         BackendError,
         BoundError,
@@ -38,6 +38,7 @@ _MODULE_OF = {
     "Store": "api",
     "open": "api",
     "Policy": "config",
+    "RepackPolicy": "config",
     "Info": "info",
     "Receipt": "receipt",
     "register_converter": "values",
@@ -79,6 +80,7 @@ __all__ = [
     "NotFoundError",
     "Policy",
     "Receipt",
+    "RepackPolicy",
     "SaverError",
     "Store",
     "UnsupportedError",

@@ -234,7 +234,8 @@ def _checked_key(key: object, path: Path) -> Key:
     )
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: hundreds are made in each commit, and that would take three times as long.
+@dataclass(slots=True)
 class _Span:
     """A span of memory that is to be a storage."""
 
@@ -292,6 +293,8 @@ def _allocations(leaves: list[TensorLeaf]) -> list[list[int]]:
 
 
 def _clusters(leaves: list[TensorLeaf], allocation: list[int]) -> list[list[int]]:
+    if len(allocation) == 1:
+        return [allocation]
     clusters: list[list[int]] = []
     end = 0
     for number in sorted(allocation, key=lambda number: leaves[number].memory.start):
@@ -306,6 +309,10 @@ def _clusters(leaves: list[TensorLeaf], allocation: list[int]) -> list[list[int]
 
 
 def _span_of(leaves: list[TensorLeaf]) -> _Span:
+    if len(leaves) == 1 and leaves[0].origin == leaves[0].memory.start:
+        # Nearly every tensor of a training run, of which there are hundreds in each commit.
+        leaf, memory = leaves[0], leaves[0].memory
+        return _Span(memory.start, memory.nbytes, leaf.element_width, leaf.is_float, [memory.keep], memory.read)
     start = min(leaf.memory.start for leaf in leaves)
     end = max(leaf.memory.start + leaf.memory.nbytes for leaf in leaves)
     first = min(leaves, key=lambda leaf: leaf.memory.start)

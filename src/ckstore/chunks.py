@@ -114,9 +114,12 @@ class ChunkWriter:
 
     def __post_init__(self) -> None:
         policy, limits = self.policy, self.parts.limits
+        has_bases = any(form.base for form in self.forms)
+        # A thread that reads a base back waits for the disk; one more keeps the cores busy meanwhile.
+        is_waiting = has_bases and policy.threads is None and policy.base_cache == "none"
         self._thread_count, block_count = fit_memory(
-            policy.thread_count,
-            thread_nbytes(limits, has_bases=any(form.base for form in self.forms)),
+            policy.thread_count + is_waiting,
+            thread_nbytes(limits, has_bases=has_bases),
             WRITE_BLOCK_NBYTES,
             buffers_wanted=WRITE_BLOCKS,
             buffers_min=WRITE_BLOCKS_MIN,

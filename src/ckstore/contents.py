@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.manifest import Manifest
 from ckstore.info import Info
 from ckstore.tensor import TensorSpec
@@ -59,21 +58,27 @@ class PackRow:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A checkpoint's facts, tensors in their order, groups by first key, and packs."""
+    """A checkpoint's facts, tensors in their order, groups by first key, and packs.
+
+    ``base_nbytes`` are the bytes of frames that hold no chunk of the state and are needed as bases.
+    """
 
     info: Info
     tensors: tuple[TensorRow, ...]
     groups: tuple[GroupRow, ...]
     packs: tuple[PackRow, ...]
+    base_nbytes: int
 
 
 def contents_of(manifest: Manifest, info: Info) -> Contents:
     """Return what a manifest says of its checkpoint."""
-    return Contents(info, _tensor_rows(manifest), _group_rows(manifest), _pack_rows(manifest))
+    own = {chunk.chunk_id for chunk in manifest.chunks}
+    base_nbytes = sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id not in own)
+    return Contents(info, _tensor_rows(manifest), _group_rows(manifest), _pack_rows(manifest), base_nbytes)
 
 
 def _stored_by_chunk(manifest: Manifest) -> dict[bytes, int]:
-    return {bytes(frame.chunk_id): FRAME_HEADER_NBYTES + frame.stored_nbytes for frame in manifest.frames}
+    return {bytes(frame.chunk_id): frame.frame_nbytes for frame in manifest.frames}
 
 
 def _tensor_rows(manifest: Manifest) -> tuple[TensorRow, ...]:
@@ -148,7 +153,7 @@ def _pack_rows(manifest: Manifest) -> tuple[PackRow, ...]:
     used: Counter[int] = Counter()
     frames: Counter[int] = Counter()
     for frame in manifest.frames:
-        used[frame.pack] += FRAME_HEADER_NBYTES + frame.stored_nbytes
+        used[frame.pack] += frame.frame_nbytes
         frames[frame.pack] += 1
     return tuple(
         PackRow(pack.pack_id.hex(), pack.nbytes, used[index], frames[index], pack.tier)

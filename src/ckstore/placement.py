@@ -237,6 +237,15 @@ class Placement:
         """What the user should know; complete after ``finish``."""
         return [] if self._match is None else list(self._match.warnings)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every destination is where its bytes stay, so that none is given back when it is complete."""
+        return all(storage in self._direct or self._stays(storage) for storage in self.storages)
+
+    def _stays(self, storage: int) -> bool:
+        libraries = {self._builder.tensors[index].library for index in self._users[storage]}
+        return self._match is None and all(self._builder.devices[library] is None for library in libraries)
+
     def is_direct(self, storage: int) -> bool:
         """Say whether the storage's destination is the live tensors themselves."""
         return storage in self._direct

@@ -109,7 +109,8 @@ class HostStorage(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: hundreds are made in each commit, and that would take three times as long.
+@dataclass(slots=True)
 class Memory:
     """The allocation that a tensor views, and the part of it the tensor spans.
 
@@ -132,7 +133,8 @@ class Memory:
     read: Callable[[int, int], memoryview] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: hundreds are made in each commit, and that would take three times as long.
+@dataclass(slots=True)
 class TensorLeaf:
     """A live tensor, described: what TensorSpec says but for the storage, and the memory it lies in.
 

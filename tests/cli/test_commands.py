@@ -100,7 +100,7 @@ def test_show_lists_tensors_groups_and_packs(call, shelf):
     code, out, _ = call("show", shelf, "good", "--json")
     shown = json.loads(out)
     assert code == 0
-    assert set(shown) == INFO_KEYS | {"groups", "tensors", "packs"}
+    assert set(shown) == INFO_KEYS | {"groups", "tensors", "packs", "base_nbytes"}
     tensors = {row["path"]: row for row in shown["tensors"]}
     assert tensors["model.weights"]["nbytes"] == 200_000
     assert tensors["model.tied"]["shares_with"] == "model.weights"
@@ -109,9 +109,10 @@ def test_show_lists_tensors_groups_and_packs(call, shelf):
         ("optimizer", 1, 1),
         ("note", 0, 1),
     ]
-    # Every stored byte of the state is some group's; headers of frames come on top of payload.
-    assert sum(row["stored_nbytes"] for row in shown["groups"]) >= shown["bytes_stored"]
-    assert sum(row["used_nbytes"] for row in shown["packs"]) == sum(row["stored_nbytes"] for row in shown["groups"])
+    # Every stored byte is some group's or a base's; headers of frames come on top of payload.
+    stored_nbytes = sum(row["stored_nbytes"] for row in shown["groups"]) + shown["base_nbytes"]
+    assert stored_nbytes >= shown["bytes_stored"]
+    assert sum(row["used_nbytes"] for row in shown["packs"]) == stored_nbytes
 
 
 @pytest.mark.parametrize("level", ["quick", "read", "decode"])

@@ -41,7 +41,8 @@ def test_no_command_loads_torch_and_ls_loads_next_to_nothing(store, tmp_path):
     assert loaded_by("ls", "--run=main", store) == {"typer"}
     calls = {
         "init": [tmp_path / "new"],
-        "show": [store],
+        "show": [store, "--codec"],
+        "stats": [store],
         "verify": [store, "--level", "decode"],
         "restore": [store, "-o", tmp_path / "x.npz"],
         "export": [store, "latest", "-o", tmp_path / "x.safetensors"],
@@ -49,6 +50,7 @@ def test_no_command_loads_torch_and_ls_loads_next_to_nothing(store, tmp_path):
         "untag": [store, "x"],
         "delete": [store, "100", "--yes"],
         "rewind": [store, "200"],
+        "repack": [store],
         "doctor": [store],
         "bench": [tmp_path, "--size", "16"],
     }

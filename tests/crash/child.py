@@ -31,7 +31,10 @@ SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x00050000, 0x7FFF0000
 
 def import_everything():
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
-        if not module.name.startswith(("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native")):
+        is_entry = module.name.endswith("__main__")
+        if not is_entry and not module.name.startswith(
+            ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native")
+        ):
             importlib.import_module(module.name)
 
 

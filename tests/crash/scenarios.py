@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,9 @@ from ckstore.testing.model import difference
 QUIET_POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
 """One thread: the same calls in the same order every time."""
 
+DRIFTING = 2000
+"""From this number on states have something that drifts."""
+
 RUN = "main"
 Ack = Callable[[str], None]
 
@@ -34,7 +37,13 @@ def state_of(number):
     Nobody may change it.
     """
     rng = np.random.default_rng(number)
+    drift = {}
+    if number >= DRIFTING:
+        # Weights that hardly change from one number to the next: worth storing as differences.
+        weights = np.random.default_rng(0).standard_normal(6000).astype(np.float32)
+        drift = {"drift": weights + rng.standard_normal(6000).astype(np.float32) * np.float32(1e-5)}
     return {
+        **drift,
         "shared": np.arange(600, dtype=np.float32).reshape(20, 30),
         "own": rng.standard_normal((17, 31)).astype(np.float32),
         "pair": (rng.integers(0, 9, 50), np.full(40, number % 3, dtype=np.uint8)),
@@ -46,8 +55,8 @@ def open_store(place, **options):
     return ckstore.open(place, run=RUN, policy=QUIET_POLICY, **options)
 
 
-def commit(store, number, step, ack):
-    receipt = store.commit(state_of(number), step)
+def commit(store, number, step, ack, **options):
+    receipt = store.commit(state_of(number), step, **options)
     ack(f"commit {receipt.seq} {step} {number}")
     return receipt
 
@@ -91,6 +100,32 @@ def maintain(place, ack):
         commit(store, 103, 70, ack)
 
 
+def read(place, ack):
+    """Restore by every way, verify and list: what fails must be loud, and what is returned right."""
+    with open_store(place) as store:
+        for number in (0, 1):
+            assert difference(store.restore(number + 1), state_of(number)) is None
+        newest = store.restore()
+        assert difference(newest, state_of(newest["number"])) is None
+        store.restore(only="pair.*")
+        store.verify(level="decode")
+        assert [info.step for info in store.log()] == [2, 1]
+
+
+def repack(place, ack):
+    """Commit plain bytes, and store them anew as a keyframe and differences; then commit on top of that."""
+    plain = replace(QUIET_POLICY, compression="none")
+    with open_store(place) as store:
+        for step, number in ((80, 2001), (81, 2002), (82, 2003)):
+            commit(store, number, step, ack, policy=plain)
+        ids = [info.checkpoint_id for info in store.log()]
+        report = store.repack()
+        ack("repacked")
+        assert [entry.action for entry in report.rewritten] == ["keyframe", "delta", "delta"]
+        assert [info.checkpoint_id for info in store.log()] == ids
+        commit(store, 2004, 83, ack)
+
+
 def stream(place, ack):
     """Commit one new state after another, until something ends it."""
     with open_store(place) as store:
@@ -119,6 +154,8 @@ SCENARIOS = {
     "commit": one_commit,
     "recommit": recommit,
     "maintain": maintain,
+    "repack": repack,
+    "read": read,
     "stream": stream,
     "large": large,
 }

@@ -30,7 +30,7 @@ def test_commit_killed_at_some_calls_keeps_its_promises(tmp_path, engine):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["uring", "pwrite"])
-@pytest.mark.parametrize("scenario", ["first", "recommit", "maintain"])
+@pytest.mark.parametrize("scenario", ["first", "recommit", "maintain", "repack"])
 def test_every_verb_killed_at_every_call_keeps_its_promises(tmp_path, tell, scenario, engine):
     tally, said = strike_everywhere(tmp_path, scenario, engine)
     tell(said)

@@ -18,8 +18,9 @@ from ckstore.testing.invariants import order_violations
 from ckstore.testing.simfs import SimFS
 
 SEED = 20260
-STATES_MIN = {"commit": 2600, "recommit": 6300, "maintain": 11_200}
+STATES_MIN = {"commit": 2600, "recommit": 6300, "maintain": 11_200, "repack": 5500}
 """How many different states the long programme checks at least, by scenario."""
+SAMPLES = {"repack": 20}
 assert sum(STATES_MIN.values()) >= 20_000
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
@@ -59,10 +60,10 @@ def check_state(disk, acks, *, goes_on):
         assert order_violations(disk.log) == []
 
 
-@pytest.mark.parametrize("scenario", ["commit", "recommit", "maintain"])
-def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, tell):
+@pytest.mark.parametrize(("scenario", "stride"), [("commit", 3), ("recommit", 3), ("maintain", 3), ("repack", 11)])
+def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, stride, tell):
     disk, acks = recorded(scenario)
-    counters, found = losses(disk, acks, samples=2, points=set(range(0, len(disk.log) + 1, 3)))
+    counters, found = losses(disk, acks, samples=2, points=set(range(0, len(disk.log) + 1, stride)))
     tell(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {counters['states']} states")
     assert found == []
     assert counters["states"] > 100
@@ -74,7 +75,7 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, tell):
 @pytest.mark.parametrize("scenario", STATES_MIN)
 def test_acknowledged_checkpoints_survive_cuts_at_every_point(scenario, tell):
     disk, acks = recorded(scenario)
-    counters, found = losses(disk, acks, samples=250, commit_every=8)
+    counters, found = losses(disk, acks, samples=SAMPLES.get(scenario, 250), commit_every=8)
     tell(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {counters['states']} states")
     assert found == []
     assert counters["states"] >= STATES_MIN[scenario]
@@ -94,7 +95,7 @@ def test_store_that_was_being_made_can_be_made_again(tell):
     assert counters["states"] >= 700
 
 
-@pytest.mark.parametrize("scenario", ["first", "commit", "recommit", "maintain"])
+@pytest.mark.parametrize("scenario", ["first", "commit", "recommit", "maintain", "repack"])
 def test_a_commit_keeps_the_order_of_syncs(scenario):
     disk, _ = recorded(scenario, from_scratch=scenario == "first")
     assert order_violations(disk.log) == []
@@ -109,6 +110,35 @@ def test_a_commit_without_one_sync_loses_acknowledged_checkpoints(skips):
     _, found = losses(disk, acks, samples=2, stop_at=1)
     assert found, "the simulated disk did not notice that a sync is missing"
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
+
+
+@pytest.mark.parametrize("skips", ["pack data", "folder packs", "folder manifests"])
+def test_a_repack_without_one_sync_breaks_the_ordering_rules(skips):
+    disk, _ = recorded("repack", wrap=lambda disk: ForgetfulBackend(disk, [skips]))
+    assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
+
+
+def test_a_replacement_that_is_not_synced_must_not_supersede_the_one_before():
+    # The folder of manifests is synced by whoever moves out of it, too: only the rules can see the order.
+    def without_first_sync(disk):
+        backend = ForgetfulBackend(disk)
+        sync_folder, link = backend.sync_folder, backend.link
+
+        def forgetful_link(source, target):
+            link(source, target)
+            if target.endswith(".1.ckm"):
+                backend.skips = frozenset({"folder manifests"})
+
+        def sync_once(name):
+            sync_folder(name)
+            if name.startswith("manifests/"):
+                backend.skips = frozenset()
+
+        backend.link, backend.sync_folder = forgetful_link, sync_once
+        return backend
+
+    disk, _ = recorded("repack", wrap=without_first_sync)
+    assert any("moved away while" in violation for violation in order_violations(disk.log))
 
 
 def test_a_commit_without_the_sync_of_claims_breaks_the_ordering_rules():

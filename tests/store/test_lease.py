@@ -258,6 +258,35 @@ def test_renewal_that_fails_is_logged_and_goes_on(backend, lease, monkeypatch, c
     lease.check()
 
 
+def test_renewal_that_has_begun_does_not_bring_back_what_was_given_up(backend, lease, monkeypatch):
+    lease.take()
+    create, is_writing, may_go_on = backend.create, threading.Event(), threading.Event()
+
+    def slow(name, content, *, sync):
+        is_writing.set()
+        may_go_on.wait(10)
+        create(name, content, sync=sync)
+
+    monkeypatch.setattr(backend, "create", slow)
+    renewal, release = threading.Thread(target=lease.renew), threading.Thread(target=lease.release)
+    renewal.start()
+    assert is_writing.wait(10)
+    release.start()
+    release.join(0.1)
+    may_go_on.set()
+    renewal.join()
+    release.join()
+    assert backend.stat(PATH) is None
+
+
+def test_renewal_writes_what_the_lease_is_for_now(backend, lease):
+    lease.take()
+    assert holder_of(backend).purpose == ""
+    lease.purpose = "saver:1:2:3"
+    lease.renew()
+    assert holder_of(backend).purpose == "saver:1:2:3"
+
+
 def test_many_who_take_over_at_once_leave_one_holder(backend):
     pid, started = dead_process()
     for _ in range(20):

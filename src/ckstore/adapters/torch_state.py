@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,25 @@ DTYPES = _list_dtypes()
 _COPY_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is told of every tensor of one dtype; looked up, since a commit describes hundreds."""
+
+    name: str
+    itemsize: int
+    element_width: int
+    is_float: bool
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> _Facts:
+        width = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+        is_float = dtype.is_floating_point or dtype.is_complex
+        return cls(name_of(dtype), dtype.itemsize, width if width in (1, 2, 4, 8) else 1, is_float)
+
+
+_FACTS = {dtype: _Facts.of(dtype) for dtype in DTYPES.values()}
+
+
 class TorchAdapter:
     """Plain tensors and parameters on any device with addresses."""
 
@@ -64,15 +84,15 @@ class TorchAdapter:
             raise leaf_type_error(leaf, path, "it has no storage") from None
         if memory.nbytes and memory.start + memory.nbytes > memory.owner_start + memory.owner_nbytes:
             raise leaf_type_error(leaf, path, "its storage was freed or is too small")
-        width = plain.dtype.itemsize // 2 if plain.dtype.is_complex else plain.dtype.itemsize
+        facts = _FACTS[plain.dtype]
         return TensorLeaf(
             library="torch",
-            dtype=name_of(plain.dtype),
+            dtype=facts.name,
             shape=tuple(plain.shape),
             strides=plain.stride(),
-            itemsize=plain.dtype.itemsize,
-            element_width=width if width in (1, 2, 4, 8) else 1,
-            is_float=plain.dtype.is_floating_point or plain.dtype.is_complex,
+            itemsize=facts.itemsize,
+            element_width=facts.element_width,
+            is_float=facts.is_float,
             origin=origin,
             memory=memory,
             is_parameter=type(leaf) is torch.nn.Parameter,
@@ -176,9 +196,9 @@ def _obstacle(leaf: torch.Tensor) -> str | None:
         return "a subclass of torch.Tensor"
     if leaf.is_nested or leaf.layout != torch.strided:
         return f"its layout is {'nested' if leaf.is_nested else leaf.layout}"
-    if leaf.is_quantized or name_of(leaf.dtype) not in DTYPES:
+    if leaf.is_quantized or leaf.dtype not in _FACTS:
         return f"its dtype {leaf.dtype} is quantized"
-    if leaf.device.type == "meta":
+    if leaf.is_meta:
         return "it is on the meta device and has no bytes"
     return None
 
@@ -188,14 +208,17 @@ def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
     itemsize = plain.dtype.itemsize
     start = storage.data_ptr()
     origin = start + int(plain.storage_offset()) * itemsize
-    _, nbytes = extent_of(tuple(plain.shape), tuple(step * itemsize for step in plain.stride()), itemsize)
-    read = None
-    if plain.device.type != "cpu":
+    if plain.is_contiguous():
+        nbytes = plain.numel() * itemsize
+    else:
+        _, nbytes = extent_of(tuple(plain.shape), tuple(step * itemsize for step in plain.stride()), itemsize)
+    if plain.is_cpu:
+        return Memory("cpu", start, storage.nbytes(), origin, nbytes, (plain, storage)), origin
 
-        def read(lo: int, hi: int) -> memoryview:
-            held = torch.empty(0, dtype=torch.uint8, device=plain.device)
-            held.set_(storage, lo - start, (hi - lo,), (1,))
-            return held.cpu().numpy().data
+    def read(lo: int, hi: int) -> memoryview:
+        held = torch.empty(0, dtype=torch.uint8, device=plain.device)
+        held.set_(storage, lo - start, (hi - lo,), (1,))
+        return held.cpu().numpy().data
 
     return Memory(str(plain.device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.options import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath
+from ckstore.cli.restored import origin_of, restored
 from ckstore.cli.shown import name_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
@@ -41,20 +42,15 @@ def run(
         )
     check_target(output_file, force=force)
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
-        with output.progress("restoring") as on_progress:
-            state = store.restore(ref, only=only or None, on_progress=on_progress)
-        info = store.restored
-        assert info is not None, "a restore says what it restored"
+    state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder)
     origin = {"ckstore.checkpoint_id": info.checkpoint_id, "ckstore.run": run, "ckstore.step": str(info.step)}
     with output.progress(f"writing {output.one_line(output_file.name)}") as on_progress:
         exported = export_safetensors(state, output_file, force=force, metadata=origin, on_progress=on_progress)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        facts = {"seq": info.seq, "step": info.step, "checkpoint_id": info.checkpoint_id, "run": run}
         written = {"file": str(output_file), "tensor_count": exported.tensor_count, "nbytes": exported.nbytes}
         told = {"shared": exported.shared, "left_out": exported.left_out}
-        output.print_json({**facts, **written, "seconds": seconds, **told})
+        output.print_json({**origin_of(info), **written, "seconds": seconds, **told})
         return
     output.say(
         f"Exported {exported.tensor_count} tensors of {name_of(info)} of run {run} to {output_file}: "

@@ -16,6 +16,7 @@ COMMANDS = (
     "init",
     "ls",
     "show",
+    "stats",
     "verify",
     "restore",
     "export",
@@ -23,6 +24,7 @@ COMMANDS = (
     "untag",
     "delete",
     "rewind",
+    "repack",
     "doctor",
     "bench",
 )

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, Only, OutFile, Run, Shared, StorePath, opened
+from ckstore.cli.options import AsJson, Force, Only, OutFile, Run, Shared, StorePath
+from ckstore.cli.restored import origin_of, restored
 from ckstore.cli.shown import name_of
 from ckstore.clock import SYSTEM_CLOCK
 
@@ -43,18 +44,14 @@ def run(
     check_suffix(output_file)
     check_target(output_file, force=force)
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
-        with output.progress("restoring") as on_progress:
-            state = store.restore(ref, only=only or None, on_progress=on_progress)
-        info = store.restored
-        assert info is not None, "a restore says what it restored"
+    state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder)
     with output.progress(f"writing {output.one_line(output_file.name)}"):
         notes = write_state(state, output_file, force=force)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     nbytes = output_file.stat().st_size
     if as_json:
-        facts = {"seq": info.seq, "step": info.step, "checkpoint_id": info.checkpoint_id, "run": run}
-        output.print_json({**facts, "file": str(output_file), "nbytes": nbytes, "seconds": seconds, "notes": notes})
+        written = {"file": str(output_file), "nbytes": nbytes, "seconds": seconds, "notes": notes}
+        output.print_json({**origin_of(info), **written})
         return
     output.say(
         f"Restored {name_of(info)} of run {run} to {output_file}: {output.size(nbytes)} in {output.duration(seconds)}."

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from ckstore.cli import output
+from ckstore.cli.coded import ROWS_ON_TERMINAL, show_coding
 from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
 from ckstore.cli.output import NOTHING, Column
 from ckstore.cli.shown import json_of, metrics_of
 from ckstore.contents import Contents, TensorRow
 from ckstore.info import Info
-
-ROWS_ON_TERMINAL = 50
 
 _TENSORS = (
     Column("path", is_elastic=True),
@@ -51,6 +50,9 @@ def run(
             help="Show the first N tensors; 0: all. [default: 50 on a terminal, all otherwise]",
         ),
     ] = None,
+    codec: Annotated[
+        bool, typer.Option("--codec", help="How each tensor is coded, and why: what the samples of it promised.")
+    ] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:  # fmt: skip
@@ -59,15 +61,25 @@ def run(
     \b
     stored  bytes on disk; "-" where a tensor shares a stored chunk with others
     used    how much of a pack this checkpoint needs
+
+    \b
+    With --codec, in bits per element:
+    stored    on disk
+    full      estimate: coded whole
+    previous  estimate: as the difference from the checkpoint before it
+    keyframe  estimate: as the difference from the last keyframe
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        if codec:
+            show_coding(store.coding(ref), limit, as_json=as_json)
+            return
         contents = store.contents(ref)
     if as_json:
         output.print_json(_json_of(contents))
         return
     if limit is None and output.is_terminal():
         limit = ROWS_ON_TERMINAL
-    output.print_facts(_facts(contents.info))
+    output.print_facts(_facts(contents.info, contents.base_nbytes))
     _print_groups(contents)
     _print_tensors(contents, limit or len(contents.tensors))
     output.say("")
@@ -79,7 +91,7 @@ def run(
         output.print_table(_PACKS, packs, title="packs")
 
 
-def _facts(info: Info) -> list[tuple[str, str]]:
+def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
     facts = [
         ("run", info.run),
         ("step", str(info.step)),
@@ -92,6 +104,7 @@ def _facts(info: Info) -> list[tuple[str, str]]:
         ("fidelity", info.fidelity),
         ("state", f"{output.size(info.bytes_state)}; tensors: {info.tensor_count}, chunks: {info.chunk_count}"),
         ("stored", f"{output.size(info.bytes_stored)} ({output.ratio(info.bytes_state, info.bytes_stored)} smaller)"),
+        ("bases", f"{output.size(base_nbytes)} of it, of chunks that are not its own" if base_nbytes else NOTHING),
         ("written", f"{output.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
         ("depth", str(info.depth_max)),
     ]
@@ -147,6 +160,7 @@ def _json_of(contents: Contents) -> dict[str, Any]:
         "groups": [_fields(group) for group in contents.groups],
         "tensors": [_fields(tensor) for tensor in contents.tensors],
         "packs": [_fields(pack) for pack in contents.packs],
+        "base_nbytes": contents.base_nbytes,
     }
 
 

@@ -136,6 +136,8 @@ class Lease:
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
+        # A renewal that has begun must not bring back what was given up meanwhile.
+        self._writing = threading.Lock()
 
     @property
     def is_held(self) -> bool:
@@ -193,9 +195,10 @@ class Lease:
         if record is None or self._pid != os.getpid():
             return
         try:
-            holder = self._read()
-            if holder is not None and holder.token == record.token:
-                self._backend.unlink(self._path)
+            with self._writing:
+                holder = self._read()
+                if holder is not None and holder.token == record.token:
+                    self._backend.unlink(self._path)
         except (CkstoreError, OSError) as error:
             _log.warning("could not give up the writer lease of run %r: %s", self._run, error)
 
@@ -330,6 +333,10 @@ class Lease:
 
     def renew(self) -> None:
         """Write a new heartbeat; a failure is logged and nothing more, since safety never rests on it."""
+        with self._writing:
+            self._renew()
+
+    def _renew(self) -> None:
         record = self._record
         try:
             if record is None or not self._is_ours(self._read()):

@@ -23,7 +23,7 @@ def order_violations(log: Sequence[Op]) -> list[str]:
     - When it is published its bytes, every pack's bytes and names, and the claim of its seq are durable.
     - When a test notes an acknowledgement, the names in all folders of manifests are durable.
     - A pack is not changed after its sync; a file whose sync failed is never synced again.
-    - A generation of a manifest is moved away only when a higher one, or the drop mark, is durable, or it is the highest.
+    - A generation of a manifest is moved away when no higher one is there, or that one, or the drop mark, is durable.
     - Only tags, leases and the configuration are ever replaced; claims and drop marks are never removed.
     """
     walk = _Walk()

@@ -1,0 +1,128 @@
+"""``ckstore repack``: store the checkpoints of a run anew, after saying how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.output import NOTHING, Column
+from ckstore.clock import SYSTEM_CLOCK
+
+if TYPE_CHECKING:
+    from ckstore.repack import RepackEntry, RepackReport
+
+_COLUMNS = (
+    Column("seq", is_number=True),
+    Column("step", is_number=True),
+    Column("action"),
+    Column("base", is_number=True),
+    Column("stored now", is_number=True),
+    Column("then", is_number=True),
+    Column("read now", is_number=True, worth=2),
+    Column("then", is_number=True, worth=1),
+    Column("why", is_elastic=True, worth=0),
+)
+
+
+def run(
+    path: StorePath,
+    run: Run = "main",
+    keyframes: Annotated[
+        int, typer.Option("--keyframes", min=0, metavar="N", help="How many of the newest need no other checkpoint.")
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Spend more time on coding, for fewer bytes.")] = False,
+    amplification: Annotated[
+        float,
+        typer.Option(
+            "--read-amplification",
+            min=1,
+            metavar="X",
+            help="A restore of an older checkpoint reads at most X times the bytes of a keyframe.",
+        ),
+    ] = 1.6,
+    saving: Annotated[
+        float,
+        typer.Option("--saving", min=0, max=100, metavar="PERCENT", help="What saves less stays as it is."),
+    ] = 3.0,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Store a run anew, in fewer bytes.
+
+    The newest checkpoints become keyframes, for fast restores; older ones differences from newer ones. What they hold
+    and their ids stay; restores may go on meanwhile, commits to this run may not. Disk space is freed
+    when the store is collected (gc): until then the old packs are there as well.
+
+    \b
+    stored  bytes that hold the checkpoint's own chunks
+    read    bytes that a restore reads, bases included
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    from ckstore.config import RepackPolicy
+
+    policy = RepackPolicy(
+        keyframes=keyframes,
+        compression="best" if best else "fast",
+        read_amplification_max=amplification,
+        saving_min=saving / 100,
+    )
+    begun = SYSTEM_CLOCK.monotonic()
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        report = store.repack(policy, dry_run=dry_run)
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json(_json_of(report, policy.saving_min, seconds))
+    else:
+        _print(report, saving, seconds)
+
+
+def _print(report: RepackReport, saving: float, seconds: float) -> None:
+    if not report.entries:
+        output.say(f"Run {report.run} has no checkpoint.")
+        return
+    count = len(report.rewritten)
+    would = "would be" if report.is_dry_run else "were"
+    title = f"run {report.run}: {count} of {len(report.entries)} checkpoints {would} rewritten"
+    output.print_table(_COLUMNS, [_cells(entry) for entry in report.entries], title=title)
+    output.say("")
+    if count == 0:
+        output.say(f"Nothing to do: nothing would save {saving:g}%.")
+    else:
+        packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after"
+        about = "about " if report.is_dry_run else ""
+        to_write = "to write" if report.is_dry_run else f"written in {output.duration(seconds)}"
+        output.say(f"{packs}; {about}{output.size(report.bytes_written)} {to_write}.")
+        output.say(f"What saves less than {saving:g}% stays as it is.")
+    if report.superseded_count:
+        output.say(f"{report.superseded_count} manifests that an interrupted repack had left were moved to the trash.")
+
+
+def _cells(entry: RepackEntry) -> list[str]:
+    return [
+        str(entry.seq),
+        str(entry.step),
+        entry.action,
+        NOTHING if entry.base_seq is None else str(entry.base_seq),
+        output.size(entry.stored_before),
+        output.size(entry.stored_after),
+        output.size(entry.read_before),
+        output.size(entry.read_after),
+        entry.reason,
+    ]
+
+
+def _json_of(report: RepackReport, saving_min: float, seconds: float) -> dict[str, Any]:
+    return {
+        "run": report.run,
+        "is_dry_run": report.is_dry_run,
+        "saving_min": saving_min,
+        "packs_before": report.packs_before,
+        "packs_after": report.packs_after,
+        "bytes_written": report.bytes_written,
+        "superseded_count": report.superseded_count,
+        "seconds": seconds,
+        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
+    }

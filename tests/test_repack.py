@@ -1,0 +1,299 @@
+"""Protects repack: what checkpoints hold and their ids stay, bytes fall or nothing is done, and nobody is disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import RepackPolicy
+from ckstore.errors import CapacityError, ConflictError, CorruptError, UsageError
+from ckstore.format import layout
+from ckstore.io.memory import MemoryBackend
+from ckstore.testing.faults import Fault, FaultyBackend
+from ckstore.testing.model import difference
+
+PLAIN = ckstore.Policy(compression="none", threads=2)
+WHOLE = ckstore.Policy(delta=False, threads=2)
+DELTAS = ckstore.Policy(threads=2)
+
+
+def history(count, *, size=30_000, seed=3):
+    """Return the states of a run that drifts, with a part that never changes, a rounding, and noise."""
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal(size).astype(np.float32)
+    frozen = rng.standard_normal(size).astype(np.float32)
+    states = []
+    for number in range(count):
+        weights = weights + rng.standard_normal(size).astype(np.float32) * np.float32(1e-4)
+        states.append(
+            {
+                "model": weights,
+                "half": weights.astype(np.float16),
+                "moment": rng.standard_normal(size // 2).astype(np.float32),
+                "frozen": frozen,
+                "step": np.array([number]),
+                "lr": 0.1 * number,
+            }
+        )
+    return states
+
+
+def filled(backend, states, policy, **options):
+    store = ckstore.open(backend, policy=policy, **options)
+    for step, state in enumerate(states):
+        store.commit(state, step)
+    return store
+
+
+def check(store, states):
+    for step, state in enumerate(states):
+        assert difference(store.restore(step), state) is None, f"step {step}"
+    assert store.verify("decode").damage == []
+
+
+def actions(report):
+    return [(entry.seq, entry.action) for entry in report.entries]
+
+
+def packs_of(store):
+    parts = store._parts
+    manifests = [parts.manifests.load(name) for name in parts.manifests.listing().names]
+    return {pack.pack_id: pack.nbytes for manifest in manifests for pack in manifest.packs}
+
+
+@pytest.mark.parametrize("policy", [PLAIN, WHOLE, DELTAS], ids=["plain", "whole", "deltas"])
+@pytest.mark.parametrize("keyframes", [0, 1, 2])
+def test_every_checkpoint_comes_back_with_its_id(backend, policy, keyframes):
+    states = history(5)
+    with filled(backend, states, policy) as store:
+        before = {info.seq: (info.checkpoint_id, info.time_ns, info.parent) for info in store.log()}
+        store.repack(RepackPolicy(keyframes=keyframes))
+        assert {info.seq: (info.checkpoint_id, info.time_ns, info.parent) for info in store.log()} == before
+        check(store, states)
+
+
+def test_newest_becomes_a_keyframe_and_older_ones_differences_from_it(backend):
+    with filled(backend, history(5), PLAIN) as store:
+        report = store.repack()
+        assert actions(report) == [(4, "keyframe"), (3, "delta"), (2, "delta"), (1, "delta"), (0, "delta")]
+        assert all(entry.base_seq > entry.seq for entry in report.entries[1:]), "bases are newer"
+        assert store.info(4).depth_max == 0
+        assert all(entry.read_after <= 1.6 * report.entries[0].read_after for entry in report.entries)
+        assert report.packs_after == sum(packs_of(store).values())
+        assert report.packs_after < 0.6 * report.packs_before
+
+
+def test_pack_that_a_frozen_tensor_pins_is_not_rewritten(backend):
+    states = history(4, size=140_000)
+    with filled(backend, states, WHOLE) as store:
+        report = store.repack()
+        # The first commit's pack holds what never changed, and the newest, which stays, needs it there.
+        assert actions(report) == [(3, "keep"), (2, "delta"), (1, "delta"), (0, "keep")]
+        assert "others need its packs" in report.entries[3].reason
+        check(store, states)
+
+
+def test_rounded_tensors_stay_rounded(backend):
+    # Tensors below 256 KiB share chunks, and are no roundings of others.
+    states = history(3, size=140_000)
+    with filled(backend, states, PLAIN) as store:
+        store.repack()
+        for step in (1, 2):
+            modes = {row.path: row.mode for row in store.coding(step).tensors}
+            assert modes["half"] == "derived"
+
+
+def test_dry_run_changes_nothing_and_tells_the_plan_that_is_carried_out(backend):
+    states = history(5)
+    with filled(backend, states, WHOLE) as store:
+        files = sorted(backend._files)
+        planned = store.repack(dry_run=True)
+        assert sorted(backend._files) == files
+        assert planned.is_dry_run
+        assert not any(entry.is_done for entry in planned.entries)
+        done = store.repack()
+        assert [replace_estimates(entry) for entry in done.entries] == [
+            replace_estimates(entry) for entry in planned.entries
+        ]
+        assert [entry.is_done for entry in done.entries] == [entry.action != "keep" for entry in done.entries]
+        assert done.bytes_written == pytest.approx(planned.bytes_written, rel=0.1)
+        assert done.packs_after == pytest.approx(planned.packs_after, rel=0.1)
+
+
+def replace_estimates(entry):
+    return replace(entry, stored_after=0, read_after=0, is_done=False)
+
+
+@pytest.mark.parametrize("policy", [PLAIN, WHOLE, DELTAS], ids=["plain", "whole", "deltas"])
+def test_second_repack_finds_nothing_to_do(backend, policy):
+    with filled(backend, history(5), policy) as store:
+        store.repack()
+        generations = [info.generation for info in store.log()]
+        report = store.repack()
+        assert report.rewritten == ()
+        assert report.bytes_written == 0
+        assert [info.generation for info in store.log()] == generations
+
+
+def test_what_saves_less_than_asked_for_stays_as_it_is(backend):
+    with filled(backend, history(4), WHOLE) as store:
+        report = store.repack(RepackPolicy(saving_min=0.6))
+        assert report.rewritten == ()
+        assert all("would" in entry.reason for entry in report.entries)
+
+
+def test_differences_that_become_keyframes_free_the_old_keyframe(backend):
+    rng = np.random.default_rng(1)
+    weights = rng.standard_normal(40_000).astype(np.float32)
+    states = []
+    for _ in range(6):
+        weights = weights.copy()
+        weights[rng.integers(0, weights.size, 100)] += 1
+        states.append({"w": weights})
+    with filled(backend, states, DELTAS) as store:
+        old = packs_of(store)
+        assert store.info(5).depth_max > 0
+        report = store.repack()
+        assert actions(report)[0] == (5, "keyframe")
+        assert store.info(5).depth_max == 0
+        assert not set(old) & set(packs_of(store)), "no old pack is needed any more"
+        check(store, states)
+
+
+def test_frames_that_another_run_needs_stay_in_place(backend):
+    states = history(3)
+    with filled(backend, states, PLAIN) as store, ckstore.open(backend, run="other", policy=PLAIN) as other:
+        assert other.commit(states[2], 7).chunks_new == 0
+        store.repack()
+        check(store, states)
+        assert difference(other.restore(), states[2]) is None
+
+
+def test_next_commit_is_coded_against_what_was_repacked(backend):
+    states = history(6)
+    with filled(backend, states[:5], PLAIN) as store:
+        store.repack()
+        store.commit(states[5], 5, policy=DELTAS)
+        assert store.commit(states[4], 6, policy=DELTAS).chunks_new == 0, "frames of the repack are known"
+        check(store, states)
+
+
+def test_archival_and_damaged_entries_are_left_alone(backend):
+    states = history(3)
+    with filled(backend, states, PLAIN) as store:
+        pack = packs_of(store).keys() - {
+            pack.pack_id for pack in store._parts.manifests.load(store._parts.manifests.listing().names[-1]).packs
+        }
+        backend.unlink(layout.pack_name(sorted(pack)[0]))
+        before = sorted(backend._files)
+        with pytest.raises(CorruptError):
+            store.repack()
+        assert [name for name in sorted(backend._files) if "leases" not in name] == [
+            name for name in before if "leases" not in name
+        ]
+
+
+def test_live_writer_is_a_conflict_and_a_dry_run_is_not(backend):
+    with filled(backend, history(2), PLAIN), ckstore.open(backend) as other:
+        assert other.repack(dry_run=True).rewritten
+        with pytest.raises(ConflictError, match="being written"):
+            other.repack()
+
+
+def test_reader_that_began_before_goes_on_reading_what_it_saw(folder):
+    states = history(4)
+    with filled(folder, states, PLAIN) as store, ckstore.open(folder) as reader:
+        errors, is_done = [], threading.Event()
+
+        def read():
+            while not is_done.is_set():
+                for step, state in enumerate(states):
+                    found = difference(reader.restore(step), state)
+                    if found:
+                        errors.append(found)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            for keyframes in (0, 1, 2, 3):
+                store.repack(RepackPolicy(keyframes=keyframes, saving_min=0))
+        finally:
+            is_done.set()
+            thread.join()
+        assert errors == []
+
+
+def test_full_disk_leaves_every_checkpoint_in_one_of_its_forms():
+    states = history(4)
+    backend = MemoryBackend()
+    filled(backend, states, PLAIN).close()
+    used = sum(len(file.content) for file in backend._files.values())
+    for spare in (20_000, 200_000, 350_000):
+        backend._nbytes_max = used + spare
+        with ckstore.open(backend, policy=DELTAS) as store:
+            with contextlib.suppress(CapacityError):
+                store.repack()
+            backend._nbytes_max = None
+            check(store, states)
+
+
+def test_packs_of_a_replacement_that_was_not_published_are_freed():
+    states = history(3)
+    inner = MemoryBackend()
+    filled(inner, states, PLAIN).close()
+    backend = FaultyBackend(inner)
+    with ckstore.open(backend, policy=DELTAS) as store:
+        packs = {name for name in inner._files if name.startswith("packs/")}
+        backend.fault = Fault(2, sites=frozenset({"link"}))
+        with pytest.raises(ckstore.CkstoreError):
+            store.repack()
+        backend.fault = None
+        assert {name for name in inner._files if name.startswith("packs/")} == packs
+        store.repack()
+        check(store, states)
+
+
+def test_checkpoint_that_is_dropped_meanwhile_stays_dropped(backend, monkeypatch):
+    states = history(4)
+    with filled(backend, states, PLAIN) as store:
+        parts = store._parts
+        publish = parts.manifests.publish
+
+        def drop_then_publish(manifest):
+            if manifest.header.seq == 2:
+                parts.manifests.mark_dropped(2)
+            return publish(manifest)
+
+        monkeypatch.setattr(parts.manifests, "publish", drop_then_publish)
+        report = store.repack()
+        assert [entry.seq for entry in report.entries if entry.is_done] == [3, 1, 0]
+        assert store.steps() == [0, 1, 3]
+        for step in (0, 1, 3):
+            assert difference(store.restore(step), states[step]) is None
+
+
+def test_empty_run_has_nothing_to_repack(store):
+    report = store.repack()
+    assert report.entries == ()
+    assert report.bytes_written == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"keyframes": -1}, {"compression": "none"}, {"read_amplification_max": 0.5}, {"saving_min": 2}]
+)
+def test_policy_refuses_what_cannot_be(fields):
+    with pytest.raises(UsageError):
+        RepackPolicy(**fields)
+
+
+def test_progress_ends_at_the_whole(backend):
+    told = []
+    with filled(backend, history(3), PLAIN) as store:
+        store.repack(on_progress=lambda done, total: told.append((done, total)))
+    assert told[:3] == [(1, 3), (2, 3), (3, 3)]
+    assert told[-1][0] == told[-1][1]
