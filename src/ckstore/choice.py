@@ -183,10 +183,11 @@ def _cheapest(
     """
 
     def choose(price: float) -> list[View | None]:
-        return [
-            min(views, key=lambda view, unit=estimate: unit.cost(view) + price * unit.read_cost(view))  # type: ignore[misc]
-            for estimate, views in zip(estimates, allowed, strict=True)
-        ]
+        best: list[View | None] = []
+        for estimate, views in zip(estimates, allowed, strict=True):
+            prices = [estimate.cost(view) + price * estimate.read_cost(view) for view in views]
+            best.append(views[prices.index(min(prices))])
+        return best
 
     def fits(views: Sequence[View | None]) -> bool:
         read = sum(estimate.read_cost(view) for estimate, view in zip(estimates, views, strict=True))
