@@ -307,3 +307,71 @@ def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
     assert store.commit(states[2], 2).chunks_delta
     assert store.steps() == [0, 2]
     assert difference(store.restore(2), states[2]) is None
+
+
+def test_a_commit_that_fails_holds_no_memory(backend, monkeypatch):
+    from ckstore import commit as story
+
+    def fail(*_):
+        raise ckstore.CapacityError("the disk is full")
+
+    with ckstore.open(backend, policy=Policy(base_cache="memory")) as store:
+        states = list(training(5))
+        store.commit(states[0], 0)
+        held = store._bases.held_nbytes
+        with monkeypatch.context() as patched:
+            patched.setattr(story, "_publish", fail)
+            for step in (1, 2, 3):
+                with pytest.raises(ckstore.CapacityError):
+                    store.commit(states[step], step)
+                assert store._bases.held_nbytes == held
+        store.commit(states[4], 4)
+        assert store._bases.held_nbytes <= 1.1 * held
+
+
+def test_a_rounding_goes_with_the_master_of_its_own_state():
+    """Weights whose rounding stays while their masters move must not keep the old masters alive."""
+    torch = pytest.importorskip("torch")
+    bits = torch.from_numpy(weights(count=3_000_000)).bfloat16()
+    with ckstore.open(MemoryBackend(), policy=Policy(read_amplification_max=1.0)) as store:
+        for step in range(3):
+            # The low half of a master is noise that rounds away.
+            low = torch.from_numpy(np.random.default_rng(step).integers(0, 1 << 15, bits.numel(), dtype=np.int32))
+            master = ((bits.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+            assert torch.equal(master.bfloat16(), bits)
+            store.commit({"model": bits.clone(), "master": master}, step)
+            manifest = manifest_of(store)
+            assert len(manifest.frames) == len(manifest.chunks), "a frame of an earlier master is still needed"
+            assert torch.equal(store.restore(step)["model"], bits)
+        assert store.verify("decode").is_clean
+
+
+def test_tensors_that_only_begin_alike_are_not_taken_for_masters():
+    torch = pytest.importorskip("torch")
+    master = torch.zeros(2_000_000)
+    master[::7] = 1.0
+    master[900_000:1_100_000] = 0
+    model = torch.from_numpy(weights(count=2_000_000)).bfloat16()
+    model[900_000:1_100_000] = 0
+    with ckstore.open(MemoryBackend()) as store:
+        store.commit({"model": model, "other": master}, 0)
+        moved = model.clone()
+        moved[::100] += 0.001
+        receipt = store.commit({"model": moved, "other": master}, 1)
+        assert receipt.chunks_delta == receipt.chunks_new
+        assert receipt.bytes_written < model.numel() * 2 / 8
+
+
+def test_a_new_process_for_every_commit_learns_what_differences_cost(backend):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    bits = [torch.from_numpy(weights(seed, 1_000_000)).bfloat16().view(torch.int16).numpy() for seed in range(4)]
+    shares = []
+    for step in range(5):
+        with ckstore.open(backend) as store:
+            state = {f"w{index}": torch.from_numpy(each.copy()).view(torch.bfloat16) for index, each in enumerate(bits)}
+            receipt = store.commit(state, step)
+            shares.append(receipt.bytes_written / receipt.bytes_state)
+        for each in bits:
+            each[rng.integers(0, each.size, each.size // 100)] ^= 1
+    assert shares[-1] < 1 / 50, shares

@@ -194,6 +194,8 @@ def interrupted(delay, call):
 
     timer = threading.Timer(delay, interrupt)
     is_done = False
+    # A shell that starts the suite in the background has it ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         timer.start()
         call()
@@ -202,6 +204,8 @@ def interrupted(delay, call):
         time.sleep(0.2)
     except KeyboardInterrupt:
         return is_done
+    finally:
+        signal.signal(signal.SIGINT, before)
     raise AssertionError("the interrupt was swallowed")
 
 

@@ -206,7 +206,7 @@ class Store(Handle):
         """Store the checkpoints of the run anew: the newest for fast restores, older ones in fewer bytes.
 
         What they hold, and their ids, stay. Readers are not disturbed. The disk space of what is stored no more is
-        freed when the store is collected.
+        not freed by this version.
 
         Args:
             policy: What they shall become; one keyframe, otherwise, and differences behind it.

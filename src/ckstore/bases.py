@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckstore.choice import View
@@ -54,6 +54,7 @@ class Bases:
         self._samples: dict[ChunkId, bytes] = {}
         self._roots: dict[ChunkId, ChunkId] = {}
         self._held: dict[ChunkId, _Held] = {}
+        self._drafts: dict[ChunkId, _Held] = {}
         self._lock = threading.Lock()
 
     @property
@@ -65,7 +66,7 @@ class Bases:
     @property
     def held_nbytes(self) -> int:
         """Bytes of bases held in memory."""
-        return sum(len(held.plain) for held in self._held.values())
+        return sum(len(held.plain) for table in (self._held, self._drafts) for held in table.values())
 
     @property
     def samples_nbytes(self) -> int:
@@ -79,11 +80,23 @@ class Bases:
         self._previous = dict(_places(manifest, paths))
         storages = manifest.choices.storages if manifest.choices is not None else ()
         self._choice_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
-        nbytes_of = {chunk.chunk_id: chunk.nbytes for chunk in manifest.chunks}
-        self._roots = dict(_roots(manifest, nbytes_of))
+        self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
-        self._held = {chunk_id: held for chunk_id, held in self._held.items() if chunk_id in wanted}
+        with self._lock:
+            self._held = self._held_from(wanted)
+            self._drafts = {}
+
+    def _held_from(self, wanted: set[ChunkId]) -> dict[ChunkId, _Held]:
+        """Return what to go on holding: one chunk for each place, the newer one where both are there."""
+        both = {**self._held, **self._drafts}
+        chosen: dict[ChunkId, _Held] = {}
+        for chunk in self._previous.values():
+            for chunk_id in (chunk.chunk_id, self._roots.get(chunk.chunk_id)):
+                if chunk_id is not None and chunk_id in both and chunk_id in wanted:
+                    chosen[chunk_id] = both[chunk_id]
+                    break
+        return chosen
 
     def previous_at(self, place: Place, nbytes: int, element_width: int, is_float: bool) -> ChunkId | None:
         """Return the previous checkpoint's chunk at a place, if it has this length and these elements."""
@@ -109,23 +122,26 @@ class Bases:
         self._samples[chunk_id] = sample
 
     def hold(self, chunk_id: ChunkId, plain: memoryview) -> None:
-        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them."""
+        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them.
+
+        Until ``follow`` makes them what the next commit is coded against, ``forget_drafts`` lets go of them.
+        """
         held = _Held(plain, xxh3_64(plain))
         with self._lock:
-            self._held[chunk_id] = held
+            self._drafts[chunk_id] = held
+
+    def forget_drafts(self) -> None:
+        """Let go of what a commit that failed, or is tried again, has given to be held."""
+        with self._lock:
+            self._drafts.clear()
 
     def held(self, chunk_id: ChunkId) -> memoryview | None:
         """Return plain bytes that are held and still what they were."""
         with self._lock:
-            held = self._held.get(chunk_id)
+            held = self._held.get(chunk_id) or self._drafts.get(chunk_id)
         if held is None or xxh3_64(held.plain) != held.xxh3:
             return None
         return held.plain
-
-    def let_go(self, keep: Callable[[ChunkId], bool] = lambda chunk_id: False) -> None:
-        """Free held bytes, but for those to keep."""
-        with self._lock:
-            self._held = {chunk_id: held for chunk_id, held in self._held.items() if keep(chunk_id)}
 
 
 def base_frame(known: Known, bases: Bases, previous: ChunkId, view: View) -> KnownFrame | None:
@@ -160,19 +176,17 @@ def _places(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[Place,
             position += piece.nbytes
 
 
-def _roots(manifest: Manifest, nbytes_of: dict[bytes, int]) -> Iterator[tuple[ChunkId, ChunkId]]:
-    """Yield the root of each chunk's chain; none where the chain goes through a chunk of another length."""
-    roots: list[ChunkId | None] = []
-    for frame in manifest.frames:
-        root: ChunkId | None = frame.chunk_id
+def _roots(manifest: Manifest) -> Iterator[tuple[ChunkId, ChunkId]]:
+    """Yield the root of each chunk's chain; none where that has another length, as the master of a rounding has."""
+    nbytes_of = {chunk.chunk_id: chunk.nbytes for chunk in manifest.chunks}
+    # Lengths go down the chains: a rounding has half of its base's, a difference as many.
+    nbytes = [nbytes_of.get(frame.chunk_id, 0) for frame in manifest.frames]
+    for index in range(len(manifest.frames) - 1, -1, -1):
+        frame = manifest.frames[index]
         if frame.base >= 0:
-            root = roots[frame.base]
-            base_id = manifest.frames[frame.base].chunk_id
-            here = nbytes_of.get(frame.chunk_id)
-            # Derived from its master: what it is the rounding of is no base for its next version.
-            if here is not None and nbytes_of.get(base_id, here) != here:
-                root = None
-        roots.append(root)
-    for frame, root in zip(manifest.frames, roots, strict=True):
-        if root is not None:
-            yield frame.chunk_id, root
+            nbytes[frame.base] = nbytes[frame.base] or nbytes[index] * (2 if frame.stored_nbytes == 1 else 1)
+    roots: list[int] = []
+    for index, frame in enumerate(manifest.frames):
+        roots.append(index if frame.base < 0 else roots[frame.base])
+        if nbytes[roots[index]] == nbytes[index]:
+            yield frame.chunk_id, manifest.frames[roots[index]].chunk_id

@@ -64,8 +64,8 @@ class Basing:
                 bases.keep_sample(chunk_ids[index], sample)
         bases.follow(manifest)
 
-    def choices(self, modes: Sequence[int]) -> Choices | None:
-        """Return what the manifest says, given the mode that each storage came out with."""
+    def choices(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Choices | None:
+        """Return what the manifest says, given the mode and the bits per element that each storage came out with."""
         if not self.surveyed:
             return None
         view = self.verdict.view
@@ -77,7 +77,9 @@ class Basing:
             keyframe_seq=None if view is None else self.seqs["keyframe"],
             reason=self.verdict.reason,
             storages=tuple(
-                storage_choice(*by_storage[index], mode) if index in by_storage else StorageChoice(mode)
+                storage_choice(*by_storage[index], mode, came_out[index] if came_out else None)
+                if index in by_storage
+                else StorageChoice(mode)
                 for index, mode in enumerate(modes)
             ),
         )
@@ -126,7 +128,10 @@ def _held(surveyed: Sequence[Surveyed], verdict: Verdict) -> list[int]:
     """Return the chunks that the next commit will want as bases, as far as this one can tell."""
     found: list[int] = []
     for each, view in zip(surveyed, verdict.views, strict=True):
-        is_candidate = each.estimate.previous is None or each.is_guess or each.estimate.pays("previous")
+        estimate = each.estimate
+        is_candidate = estimate.previous is None or each.is_guess or estimate.pays("previous")
+        # What has not changed is held already.
+        is_candidate = is_candidate and estimate.identical_read_nbytes is None
         # What is coded against the keyframe will be so again: that one stays.
         if is_candidate and view != "keyframe":
             found += each.unit.chunks

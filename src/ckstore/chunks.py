@@ -37,6 +37,9 @@ WRITE_BLOCK_NBYTES = 8 * MIB
 WRITE_BLOCKS = 12
 """Eight in flight, and some being filled; more gained nothing."""
 
+ROUNDING_NBYTES = 1
+"""Payload of a chunk that is stored as a rounding; no other form of a large chunk is as short."""
+
 WRITE_BLOCKS_MIN = 3
 """A frame may span two blocks while a third one is being written."""
 
@@ -196,11 +199,16 @@ class ChunkWriter:
         if form.is_held:
             self.bases.hold(chunk_id, plain)
         known = self.parts.known.find(chunk_id)
-        if known is not None or chunk_id in self._placed:
+        is_outlived = known is not None and self._is_outlived(known, form)
+        if (known is not None and not is_outlived) or chunk_id in self._placed:
             with turn:
-                self._results[index] = known or self._placed[chunk_id]
+                self._results[index] = self._placed.get(chunk_id) or known
             return
         coded = self._encode(plain, chunk, form, thread)
+        if is_outlived and not coded.is_derived:
+            with turn:
+                self._results[index] = known
+            return
         with turn:
             # An earlier chunk with the same bytes may have been placed while this one was encoded.
             frame = self._placed.get(chunk_id)
@@ -211,6 +219,17 @@ class ChunkWriter:
             self._results[index] = frame
         if is_first:
             self._fill(frame, coded, worker, chunk)
+
+    def _is_outlived(self, known: KnownFrame, form: Form) -> bool:
+        """Whether a rounding is stored of a master that is no part of this state any more.
+
+        It would keep that master alive, and have every restore read it beside the new one; a byte says the same of
+        the new one.
+        """
+        master = None if form.master is None else self._results[form.master]
+        if master is None or known.base is None:
+            return False
+        return known.frame.stored_nbytes == ROUNDING_NBYTES and known.base.frame.chunk_id != frame_id(master)
 
     def _private(self, chunk: ChunkPlan, form: Form, worker: ChunkWorker) -> memoryview | None:
         """Return where a chunk is copied to before it is hashed, or None where the trainer's memory will do.

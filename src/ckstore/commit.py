@@ -60,6 +60,13 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     """
     parts.prepare_run()
     parts.lease.take()  # 1
+    try:
+        return _commit(parts, request, watch)
+    finally:
+        request.bases.forget_drafts()
+
+
+def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     parts.known.forget_packs(parts.packs_gone(parts.known.packs()))
     if request.bases.seq is None and parts.newest is not None:
         request.bases.follow(parts.newest)
@@ -187,8 +194,19 @@ def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> 
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.basing.choices(_modes(drafted)),
+        choices=drafted.basing.choices(_modes(drafted), _bits(drafted)),
     )
+
+
+def _bits(drafted: Drafted) -> list[float | None]:
+    """Return the bits per element that the new chunks of each storage took; None where none is new."""
+    stored, found = drafted.stored, []
+    for storage in drafted.plan.storages:
+        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+        plain_nbytes = sum(drafted.plan.chunks[chunk].nbytes for chunk in new)
+        payload_nbytes = sum(stored.frames[chunk].frame.stored_nbytes for chunk in new)
+        found.append(8 * storage.element_width * payload_nbytes / plain_nbytes if new else None)
+    return found
 
 
 def _modes(drafted: Drafted) -> list[int]:

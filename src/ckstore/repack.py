@@ -121,8 +121,11 @@ def repack(
     parts.lease.take()
     superseded_count = finish_replacements(parts)
     plan = plan_repack(parts, wanted, policy, on_progress=on_progress)
-    done = _Repacker(parts, wanted, policy, plan).run(on_progress or (lambda done, total: None))
-    parts.look_again()
+    try:
+        done = _Repacker(parts, wanted, policy, plan).run(on_progress or (lambda done, total: None))
+    finally:
+        # Even one that fails halfway has moved what the next commit would follow.
+        parts.look_again()
     return replace(_report(parts, plan, done, is_dry_run=False), superseded_count=superseded_count)
 
 

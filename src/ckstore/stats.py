@@ -8,6 +8,7 @@ or exactly from all of its elements.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -175,15 +176,17 @@ class _Measuring:
             memory_nbytes_max=policy.memory_nbytes_max,
         )
         probes: list[_Probe | None] = [None] * thread_count
-        total = sum(chunk.nbytes for chunk in chunks)
+        total, done, counting = sum(chunk.nbytes for chunk in chunks), [0], threading.Lock()
         with stored_state(self.parts, self.manifest) as state:
 
             def step(turn: int, thread: int) -> None:
                 index = order[turn]
                 probe = probes[thread] = probes[thread] or _Probe(limits, is_exact=self.is_exact)
                 self._bounds[index] = self._measure(state, index, probe)
-                if self.on_progress is not None:
-                    self.on_progress(sum(chunks[done].nbytes for done in list(self._bounds)), total)
+                with counting:
+                    done[0] += chunks[index].nbytes
+                    if self.on_progress is not None:
+                        self.on_progress(done[0], total)
 
             run_in_turns(len(order), thread_count, step, Turns(), on_failure=lambda: None)
         return [self._bounds[index] for index in range(len(chunks))]

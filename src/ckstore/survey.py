@@ -151,7 +151,7 @@ class Surveyor:
         full_bits = _mean(
             forms.estimate_full(memoryview(sample), width, is_float, self._scratch) for sample in samples.values()
         )
-        found: dict[View, AgainstBase | None] = {}
+        found: dict[View, AgainstBase | None] = dict.fromkeys(VIEWS)
         is_guess = False
         for view in VIEWS:
             bits = [
@@ -164,7 +164,11 @@ class Surveyor:
             if frames[view] and not bits:
                 is_guess = True
                 bits = [self._guess(unit, view, full_bits)]
-            found[view] = None if not bits else _against(frames[view].values(), _mean(bits))
+            if bits:
+                # Chunks without a base there are stored whole.
+                covered = sum(chunks[index].nbytes for index in frames[view]) / (elements * width)
+                mean_bits = covered * _mean(bits) + (1 - covered) * full_bits
+                found[view] = _against(frames[view].values(), mean_bits)
         is_identical = len(previous) == len(unit.chunks) and all(
             self._bases.sample_of(previous[index]) == sample for index, sample in samples.items()
         )
@@ -202,13 +206,22 @@ def sampled_of(unit: Unit) -> Sequence[int]:
     return [chunks[index * len(chunks) // count] for index in range(count)]
 
 
-def storage_choice(surveyed: Surveyed, base: View | None, mode: int) -> StorageChoice:
-    """Return what the manifest says of a storage that was stored in this mode."""
+def storage_choice(surveyed: Surveyed, base: View | None, mode: int, came_out: float | None = None) -> StorageChoice:
+    """Return what the manifest says of a storage that was stored in this mode.
+
+    Args:
+        surveyed: What its unit's sample said.
+        base: What the unit was to be stored against.
+        mode: What became of it.
+        came_out: Bits per element that it took. Where there was only a guess, the next process learns from this.
+    """
     estimate = surveyed.estimate
 
     def bits(view: View) -> float | None:
         other = estimate.against(view)
-        return None if other is None or surveyed.is_guess else stored_bits(other.bits)
+        if surveyed.is_guess:
+            return stored_bits(came_out) if view == base and mode == DELTA else None
+        return None if other is None else stored_bits(other.bits)
 
     view = base if base is not None and mode == DELTA else "none"
     age = estimate.age if mode in (DELTA, IDENTICAL) else 0

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 ROWS_ON_TERMINAL = 50
 
+_BASES = {
+    "previous": "the previous",
+    "keyframe": "the keyframe",
+    "mixed": "the previous for some tensors, what was last stored whole for others",
+}
+
 _COLUMNS = (
     Column("path", is_elastic=True),
     Column("dtype", worth=2),
@@ -36,7 +42,9 @@ def base_facts(coding: Coding) -> list[tuple[str, str]]:
     if not coding.base:
         return [("base", NOTHING), ("why", "its manifest does not say: nothing was to be chosen")]
     is_keyframe = coding.base_seq is None
-    base = "none: it is a keyframe" if is_keyframe else f"seq {coding.base_seq} (the {coding.base})"
+    base = (
+        "none: it is a keyframe" if is_keyframe else f"seq {coding.base_seq} ({_BASES.get(coding.base, coding.base)})"
+    )
     facts = [("base", base), ("why", coding.reason)]
     if not is_keyframe and coding.keyframe_seq != coding.base_seq:
         facts.insert(1, ("keyframe", f"seq {coding.keyframe_seq}"))

@@ -54,8 +54,8 @@ def run(
     """Store a run anew, in fewer bytes.
 
     The newest checkpoints become keyframes, for fast restores; older ones differences from newer ones. What they hold
-    and their ids stay; restores may go on meanwhile, commits to this run may not. Disk space is freed
-    when the store is collected (gc): until then the old packs are there as well.
+    and their ids stay; restores may go on meanwhile, commits to this run may not. The old packs
+    stay: this version cannot free disk space yet, so a repack needs more of it.
 
     \b
     stored  bytes that hold the checkpoint's own chunks

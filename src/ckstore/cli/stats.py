@@ -47,7 +47,7 @@ def run(
     ref: Ref = "latest",
     run: Run = "main",
     exact: Annotated[
-        bool, typer.Option("--exact", help="Measure every element; otherwise a sample of each chunk, at most 64 KiB.")
+        bool, typer.Option("--exact", help="Measure every element; otherwise a sample of each chunk, at most 16 KiB.")
     ] = False,
     limit: Annotated[
         int | None,

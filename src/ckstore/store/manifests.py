@@ -209,8 +209,10 @@ class Manifests:
     def move_lower_to_trash(self, name: ManifestName) -> int:
         """Move the generations below this one to the trash; return how many.
 
-        Whoever calls this has seen every pack that this generation names.
+        Whoever calls this has seen every pack that this generation names. Its name is made durable first: another
+        process may have linked it, and died before its sync.
         """
+        self.backend.sync_folder(layout.manifests_folder(self.run))
         return self._move_to_trash(lambda other: other.seq == name.seq and other.generation < name.generation)
 
     def _move_to_trash(self, is_doomed: Callable[[ManifestName], bool]) -> int:
