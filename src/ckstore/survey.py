@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from ckstore import forms
 from ckstore.bases import Bases, base_frame, read_nbytes
@@ -67,15 +66,6 @@ def units_of(plan: CommitPlan) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.chunks[0])
 
 
-@runtime_checkable
-class SampledSource(Protocol):
-    """A storage that was sampled before all its bytes are there."""
-
-    def sample(self, offset: int, nbytes: int, width: int) -> bytes | None:
-        """Return the sample of a chunk of it, as ``forms.sample_of`` takes it; None if there is none."""
-        ...
-
-
 class Surveyor:
     """Surveys the units of one plan."""
 
@@ -125,10 +115,11 @@ class Surveyor:
         width = chunk.element_width
         sources = [(self._storages[source.storage], source) for source in chunk.sources]
         storage, source = sources[0]
-        if len(sources) == 1 and isinstance(storage, SampledSource):
-            sample = storage.sample(source.offset, source.nbytes, width)
-            if sample is not None:
-                return sample
+        # A storage that is still being staged has its samples already.
+        taken = getattr(storage, "sample", None) if len(sources) == 1 else None
+        sample: bytes | None = None if taken is None else taken(source.offset, source.nbytes, width)
+        if sample is not None:
+            return sample
         if len(sources) == 1 and not storage.is_host and chunk.nbytes > forms.SAMPLE_NBYTES:
             # Only the sample is copied from the device.
             runs = [run_of(index, chunk.nbytes // width, width) for index in range(RUN_COUNT)]
@@ -148,9 +139,16 @@ class Surveyor:
         chunks = self._plan.chunks
         width, is_float = chunks[unit.chunks[0]].element_width, chunks[unit.chunks[0]].is_float
         elements = sum(chunks[index].nbytes for index in unit.chunks) // width
-        full_bits = _mean(
-            forms.estimate_full(memoryview(sample), width, is_float, self._scratch) for sample in samples.values()
+        is_identical = len(previous) == len(unit.chunks) and all(
+            self._bases.sample_of(previous[index]) == sample for index, sample in samples.items()
         )
+        last = self._last(unit) if is_identical else None
+        # What has not changed was estimated when it had.
+        full_bits = None if last is None else last.full_bits
+        if full_bits is None:
+            full_bits = _mean(
+                forms.estimate_full(memoryview(sample), width, is_float, self._scratch) for sample in samples.values()
+            )
         found: dict[View, AgainstBase | None] = dict.fromkeys(VIEWS)
         is_guess = False
         for view in VIEWS:
@@ -169,22 +167,22 @@ class Surveyor:
                 covered = sum(chunks[index].nbytes for index in frames[view]) / (elements * width)
                 mean_bits = covered * _mean(bits) + (1 - covered) * full_bits
                 found[view] = _against(frames[view].values(), mean_bits)
-        is_identical = len(previous) == len(unit.chunks) and all(
-            self._bases.sample_of(previous[index]) == sample for index, sample in samples.items()
-        )
         identical = sum(map(read_nbytes, frames["previous"].values())) if is_identical else None
         age = self._age(unit)
         return Estimate(elements, full_bits, found["previous"], found["keyframe"], age, identical), is_guess
 
     def _age(self, unit: Unit) -> int:
         """Return how many commits ago the unit was stored whole; 1 where that is not known."""
-        path = self._paths.get(unit.storage)
-        last = None if path is None else self._bases.choice_at(path)
+        last = self._last(unit)
         return 1 if last is None else last.age + 1
+
+    def _last(self, unit: Unit) -> StorageChoice | None:
+        path = self._paths.get(unit.storage)
+        return None if path is None else self._bases.choice_at(path)
 
     def _guess(self, unit: Unit, view: View, full_bits: float) -> float:
         """Return the bits that were estimated last time, or a figure that makes the chunk itself be tried."""
-        last = self._bases.choice_at(self._paths[unit.storage])
+        last = self._last(unit)
         bits = None if last is None else last.previous_bits if view == "previous" else last.keyframe_bits
         return full_bits * UNKNOWN_SHARE if bits is None else bits
 
