@@ -1,0 +1,107 @@
+"""Optimizers whose step waits for copies: the memory that they own, and the hook that guards it.
+
+What an optimizer owns changes in its step and nowhere else: its parameters, and the tensors of its state. All
+else may change at any time, so nothing else may be copied behind its guard. Optimizers are not kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckstore.errors import UsageError
+from ckstore.tensor import extent_of
+
+Span = tuple[int, int]
+"""The first address, and the one after the last."""
+
+
+class Guarded:
+    """The optimizers of one store.
+
+    Args:
+        on_step: Called before each of their steps; not kept alive where it is a method.
+    """
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = weakref.WeakMethod(on_step) if hasattr(on_step, "__self__") else lambda: on_step
+        self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def attach(self, optimizer: object) -> None:
+        """Guard the steps of an optimizer from now on; once more does nothing.
+
+        Raises:
+            UsageError: It is no optimizer that can be guarded.
+        """
+        inner = _innermost(optimizer)
+        if inner in self._hooks:
+            return
+        if not callable(getattr(inner, "register_step_pre_hook", None)):
+            raise UsageError(
+                f"a {type(optimizer).__name__} cannot tell when it is going to step",
+                todo="give an optimizer of torch.optim, or leave it out: then its tensors are copied before the call "
+                "returns",
+            )
+        reference = self._on_step
+
+        def before_step(*_: object) -> None:
+            on_step = reference()
+            if on_step is not None:
+                on_step()
+
+        self._hooks[inner] = inner.register_step_pre_hook(before_step)
+
+    def spans(self) -> list[Span]:
+        """Return the memory that they own now, ascending; what touches is joined."""
+        found = sorted({span for optimizer in list(self._hooks) for span in _spans_of(optimizer)})
+        joined: list[Span] = []
+        for start, end in found:
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+            else:
+                joined.append((start, end))
+        return joined
+
+    def release(self) -> None:
+        """Guard nothing any more."""
+        for hook in list(self._hooks.values()):
+            hook.remove()
+        self._hooks.clear()
+
+
+def _innermost(optimizer: object) -> Any:
+    """Return the optimizer that steps, where another one is wrapped around it."""
+    inner: Any = optimizer
+    while hasattr(inner, "optimizer") and hasattr(inner.optimizer, "param_groups"):
+        inner = inner.optimizer
+    if not (hasattr(inner, "param_groups") and hasattr(inner, "state")):
+        raise UsageError(f"a {type(optimizer).__name__} is no optimizer: it has no parameters and no state")
+    return inner
+
+
+def _spans_of(optimizer: Any) -> list[Span]:
+    spans: list[Span] = []
+    parts: list[object] = [*(group["params"] for group in optimizer.param_groups), optimizer.state]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, torch.Tensor):
+            spans.append(_span_of(part))
+        elif isinstance(part, dict):
+            parts.extend(part.values())
+        elif isinstance(part, (list, tuple)):
+            parts.extend(part)
+    return spans
+
+
+def _span_of(tensor: torch.Tensor) -> Span:
+    """Return the memory of a tensor; none where it has no plain memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return 0, 0
+    start, width = tensor.data_ptr(), tensor.element_size()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * width
+    _, nbytes = extent_of(tuple(tensor.shape), tuple(step * width for step in tensor.stride()), width)
+    return start, start + nbytes

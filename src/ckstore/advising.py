@@ -1,0 +1,124 @@
+"""The verbs that say when to commit: how often in a run, and once more before its end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ckstore.errors import UsageError
+from ckstore.handle import Handle
+from ckstore.interval import Costs
+from ckstore.store.parts import Parts
+
+# What these verbs need beyond the others is imported when the first of them is called.
+if TYPE_CHECKING:
+    from ckstore.advice import Advice
+    from ckstore.config import Policy
+    from ckstore.signals import Committing, LastCommit
+
+
+class Advising(Handle):
+    """A run of a store that knows what its commits cost."""
+
+    def __init__(self, parts: Parts, policy: Policy) -> None:
+        super().__init__(parts, policy)
+        self._costs = Costs(parts.clock)
+        self._last_commits: list[LastCommit] = []
+
+    @property
+    def costs(self) -> Costs:
+        """What the last commits of this handle have cost."""
+        return self._costs
+
+    def advise(self, step_seconds: float, *, overhead: float = 0.03, failures_per_day: float | None = None) -> Advice:
+        """Say how often to commit, from what the last commits of this handle have cost.
+
+        ``ckstore.AutoInterval`` does this while training goes on, and measures steps too.
+
+        Args:
+            step_seconds: How long a step takes.
+            overhead: The share of the time that commits may take.
+            failures_per_day: How often the trainer is expected to fail; then not more often than loses least.
+
+        Raises:
+            UsageError: No commit of this handle has become durable yet, so nothing was measured; or a number is none
+                that this could be.
+        """
+        from ckstore.advice import advice_for
+
+        measured = self._costs.measured()
+        if measured is None:
+            raise UsageError(
+                "no commit of this handle has become durable yet, and nobody knows what one costs",
+                where=self._parts.backend.root,
+                todo="commit once, wait for the result, and ask again",
+            )
+        return advice_for(measured, step_seconds, overhead=overhead, failures_per_day=failures_per_day)
+
+    def commit_on_signal(
+        self,
+        get_state: Callable[[], Any],
+        *,
+        signals: Sequence[int] | None = None,
+        deadline_seconds: float = 30.0,
+        then: Literal["exit", "return"] = "exit",
+        metrics: Callable[[], Mapping[str, float]] | None = None,
+        tags: Sequence[str] = (),
+    ) -> LastCommit:
+        """Commit once more before the end when a signal asks for it, as preemption does; call it on the main thread.
+
+        A signal comes at any time, in the middle of ``optimizer.step`` too, where the state is torn. So it only leaves
+        word, and ``check``, called after each step, commits. ::
+
+            with store.commit_on_signal(lambda: state) as last:
+                for step in range(start, steps):
+                    train_one_step()
+                    last.check(step)
+
+        The last commit goes the way that the others went: through the saver where there is one, so that it is
+        published even if this process is killed once it was staged. After it the process ends as it would have
+        without this: a handler of Python's that was there before is called, else SystemExit is raised with 128 and the
+        signal's number, 143 for SIGTERM. No step within the deadline: nothing is committed, for a torn state is worse
+        than an older one, and the process ends in the same way.
+
+        Args:
+            get_state: Returns the state, as for ``commit``; called by ``check`` only.
+            signals: Which ones; SIGTERM otherwise.
+            deadline_seconds: From the signal on: when whoever sent it kills. Slurm and Kubernetes give 30 s.
+            then: ``"exit"`` as above; ``"return"``: ``check`` returns True, and the caller ends the run.
+            metrics: Returns the metrics of the last commit.
+            tags: Names for it.
+
+        Raises:
+            UsageError: This is not the main thread, a signal cannot be taken, or a number is none that this could be.
+        """
+        from ckstore.signals import LastCommit
+
+        with self._lock:
+            self._check_open()
+            policy = self._policy
+            last = LastCommit(
+                # The verbs that commit are those of the classes below.
+                cast("Committing", self),
+                get_state,
+                signals=signals,
+                deadline_seconds=deadline_seconds,
+                then=then,
+                metrics=metrics,
+                tags=tags,
+                # The last one is neither left out, nor does it wait before it is staged: then the saver publishes it
+                # even where the process is killed too early.
+                policy=dataclasses.replace(policy, on_busy="replace"),
+            )
+            self._last_commits.append(last)
+            return last
+
+    def close(self) -> None:
+        """Listen to no signal any more, and let go of everything."""
+        with self._lock:
+            last, self._last_commits = self._last_commits, []
+            super().close()
+            # At last: a signal that came meanwhile ends the process here.
+            for each in last:
+                each.close()

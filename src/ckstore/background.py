@@ -1,0 +1,281 @@
+"""The verbs of commits in the background, and of the guard that lets training go on while a state is copied.
+
+Invariants:
+- Before ``commit_async`` returns, everything was copied but what an attached optimizer owns.
+- One process at a time writes the run: this one gives the lease to the saver, and takes it back when it commits itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from ckstore.advising import Advising
+from ckstore.arguments import check_metrics, check_step
+from ckstore.config import Policy
+from ckstore.errors import CkstoreError
+from ckstore.store.parts import Parts
+from ckstore.store.references import check_tag_name, load_whole, resolve
+
+# What these verbs need beyond the others is imported when the first of them is called.
+if TYPE_CHECKING:
+    from ckstore.adapters.guarding import Guarded
+    from ckstore.bases import Bases
+    from ckstore.capture import Captured
+    from ckstore.handover import Handover
+    from ckstore.pending import Pending
+    from ckstore.receipt import Receipt
+    from ckstore.stale import Fingerprint
+    from ckstore.tensor import LeafAdapter
+
+
+_log = logging.getLogger("ckstore")
+
+
+class Background(Advising):
+    """A run of a store, with commits in the background."""
+
+    def __init__(self, parts: Parts, policy: Policy) -> None:
+        super().__init__(parts, policy)
+        self._parent: int | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._bases: Bases | None = None
+        self._handover: Handover | None = None
+        self._guarded: Guarded | None = None
+        self._published: int | None = None
+        self._durable: deque[Receipt | None] = deque()
+
+    def commit_async(
+        self,
+        state: Any,
+        step: SupportsIndex,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        policy: Policy | None = None,
+    ) -> Pending:
+        """Copy a state, and store it in the background.
+
+        When this returns, the state may be changed, but for what an optimizer owns that was given to ``attach``
+        or ``guard``: that is copied meanwhile, and guarded. When ``Pending.wait_staged`` returns, the checkpoint is
+        published even if this process dies; when ``Pending.result`` returns, it is durable.
+
+        Args:
+            state: As for ``commit``.
+            step: The trainer's step, not negative.
+            metrics: Numbers to find this checkpoint by.
+            tags: Names for it.
+            policy: How to store it, and what to do while an earlier one is still being written.
+
+        Raises:
+            LeafTypeError: A leaf cannot be stored; the message names its path.
+            CapacityError: There is no memory to copy the state to.
+            CkstoreError: An earlier commit failed in the background, and nobody has asked for its result.
+        """
+        from ckstore.handover import Order
+
+        number = check_step(step)
+        checked_metrics = check_metrics(metrics)
+        for name in tags:
+            check_tag_name(name)
+        with self._lock:
+            self._check_open()
+            begun = self._parts.clock.monotonic()
+            handover = self._handovers()
+            handover.raise_unasked()
+            order = Order(
+                captured=self._captured(state),
+                step=number,
+                metrics=checked_metrics,
+                tags=tags,
+                policy=policy or self._policy,
+                guarded=self._guarded.spans() if self._guarded is not None else (),
+            )
+            # The saver takes it; to this process's own next commit it is given back.
+            self._parts.lease.release()
+            pending = handover.hand_over(order)
+            pending.stall_seconds += self._parts.clock.monotonic() - begun
+            self._costs.watch(pending)
+            self._tell_durable()
+            durable = self._durable
+            pending.when_done(lambda done: durable.append(done.receipt_or_none()))
+            return pending
+
+    def prewarm(self, state: Any, *, policy: Policy | None = None) -> None:
+        """Start the saver and take the memory that a state needs, so that its first ``commit_async`` need not.
+
+        Args:
+            state: What will be committed; it is looked at and not stored.
+            policy: As it will be committed.
+        """
+        with self._lock:
+            self._check_open()
+            guarded = self._guarded.spans() if self._guarded is not None else ()
+            self._handovers().prewarm(self._captured(state), guarded, policy or self._policy)
+
+    def attach(self, optimizer: Any) -> None:
+        """Let what an optimizer owns be copied while training goes on; its step waits for what is left.
+
+        What it owns are its parameters and the tensors of its state. Only its step may change them: whoever
+        changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first.
+        ``debug_guard`` of the policy finds out who does not.
+
+        Raises:
+            UsageError: It is no optimizer of torch, or cannot tell when it steps.
+        """
+        from ckstore.adapters.guarding import Guarded
+
+        with self._lock:
+            self._check_open()
+            if self._guarded is None:
+                self._guarded = Guarded(self._handovers().guard)
+            self._guarded.attach(optimizer)
+
+    @contextlib.contextmanager
+    def guard(self, optimizer: Any) -> Iterator[None]:
+        """Change what an optimizer owns inside of this; the optimizer is attached too.
+
+        Entering waits until the state of the last ``commit_async`` was copied.
+        """
+        self.attach(optimizer)
+        self._handovers().guard()
+        yield
+
+    def wait(self) -> None:
+        """Wait until all commits in the background have ended.
+
+        Raises:
+            CkstoreError: One failed, and nobody has asked for its result.
+        """
+        with self._lock:
+            self._check_open()
+            if self._handover is not None:
+                self._handover.settle()
+                self._absorb()
+                self._handover.raise_unasked()
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Shared memory that is held for states on their way, in bytes."""
+        return 0 if self._handover is None else self._handover.arena_nbytes
+
+    def close(self) -> None:
+        """Wait for what is pending, end the saver, and let go of everything; repeated calls do nothing.
+
+        Raises:
+            CkstoreError: A commit failed in the background, and nobody has asked for its result.
+        """
+        with self._lock:
+            handover, self._handover = self._handover, None
+            guarded, self._guarded = self._guarded, None
+            if guarded is not None:
+                guarded.release()
+            try:
+                if handover is not None:
+                    handover.close()
+            finally:
+                self._tell_durable()
+                super().close()
+            if handover is not None:
+                handover.raise_unasked()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What went wrong first is raised; what a commit met was logged when it did.
+        with contextlib.suppress(*(() if kind is None else (CkstoreError,))):
+            self.close()
+
+    # For the verbs that do not go into the background
+
+    def _settle(self) -> None:
+        """Wait for the commits in the background, and know what they made: for verbs that look at the newest."""
+        if self._handover is not None:
+            self._handover.settle()
+            self._absorb()
+
+    def _come_home(self) -> None:
+        """Take the run back from the saver, for verbs that write it in this process.
+
+        Raises:
+            CkstoreError: A commit failed in the background, and nobody has asked for its result.
+        """
+        if self._handover is not None:
+            self._handover.release()
+            self._absorb()
+            seq, self._published = self._published, None
+            if seq is not None:
+                self._follow(seq)
+            self._handover.raise_unasked()
+
+    def _follow(self, seq: int) -> None:
+        """Take what the saver has published last as what the next commit of this process follows."""
+        self._parts.prepare_run()
+        self._parts.note_seq(seq)
+        try:
+            manifest = load_whole(self._parts, resolve(self._parts, f"seq:{seq}"))
+        except CkstoreError as error:
+            # It may have been dropped meanwhile; without a base the next commit is larger, and no less right.
+            _log.warning("seq %d cannot be followed: %s", seq, error)
+            return
+        self._parts.known.pin(manifest)
+        self._known_bases().follow(manifest)
+
+    def _went_on(self) -> None:
+        """Let the next background commit follow what this process has restored or committed."""
+        if self._handover is not None:
+            self._handover.parent = self._parent
+            self._published = None
+
+    def _absorb(self) -> None:
+        """Learn what the saver has published since the last call."""
+        assert self._handover is not None
+        seq = self._handover.take_published()
+        if seq is not None:
+            self._parent = self._published = seq
+            self._fingerprint = None
+        self._tell_durable()
+
+    def _tell_durable(self) -> None:
+        """Take note of the commits that have become durable in the background."""
+        count = 0
+        while self._durable:
+            count += self._durable.popleft() is not None
+        self._committed(count)
+
+    def _known_bases(self) -> Bases:
+        from ckstore.bases import Bases
+
+        if self._bases is None:
+            self._bases = Bases()
+        return self._bases
+
+    def _handovers(self) -> Handover:
+        from ckstore.handover import Handover
+
+        if self._handover is None:
+            self._handover = Handover(self._parts)
+            self._handover.parent = self._parent
+            # At exit it is waited for; a handle that is forgotten must not stop whoever collects it.
+            weakref.finalize(self, self._handover.abandon).atexit = False
+        return self._handover
+
+    def _captured(self, state: Any) -> Captured:
+        from ckstore.capture import capture
+
+        return capture(state, loaded_adapters())
+
+
+def loaded_adapters() -> list[LeafAdapter]:
+    """Return the tensor libraries that are loaded."""
+    if "torch" not in sys.modules:
+        return []
+    from ckstore.adapters.torch_state import TorchAdapter
+
+    return [TorchAdapter()]

@@ -1,0 +1,399 @@
+"""Hand captured states to the saver: tickets, and what happens while an earlier one is still being written.
+
+Invariants:
+- A slot is used again when its saver reads nothing of it any more and no thread of ours writes to it.
+- At most two states are staged at a time: queues are not where a trainer's memory goes.
+- How a commit ended is told: to whoever asks the pending one, to the log at once, and to the next commit.
+- Nothing that a callback does waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.capture import Captured
+from ckstore.config import EngineName, Policy
+from ckstore.errors import SaverError, UsageError
+from ckstore.io.local import LocalBackend
+from ckstore.pending import Pending, left_out_error, skipped, told_later
+from ckstore.receipt import Receipt
+from ckstore.saver.arena import FREE, SLOTS_MAX, Slot
+from ckstore.saver.client import Saver
+from ckstore.saver.head import Head, encode_head
+from ckstore.saver.tickets import Callbacks
+from ckstore.staging.devices import Span
+from ckstore.staging.dock import Dock
+from ckstore.staging.state import Staging
+from ckstore.staging.stowage import Stowage
+from ckstore.store.parts import Parts
+from ckstore.workers import run_aside
+
+_log = logging.getLogger("ckstore")
+
+_HEAD_NBYTES = 4 << 20
+"""Room for a head, where its length is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A commit to be handed over.
+
+    Args:
+        captured: The state.
+        step: The trainer's step.
+        metrics: Numbers to find it by.
+        tags: Names for it.
+        policy: How to store it, and how it goes into the background.
+        guarded: Memory that a guard protects.
+    """
+
+    captured: Captured
+    step: int
+    metrics: Mapping[str, float]
+    tags: Sequence[str]
+    policy: Policy
+    guarded: Sequence[Span]
+
+
+@dataclass(slots=True, eq=False)
+class _Handed:
+    """A state in a slot."""
+
+    ticket: int
+    pending: Pending
+    slot: Slot
+    saver: Saver
+    staging: Staging = field(init=False)
+    free: threading.Event = field(default_factory=threading.Event)
+    is_begun: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its slot may be used again."""
+        return self.free.is_set() and self.staging.is_over.is_set()
+
+    def wait_over(self) -> None:
+        """Wait until its slot may be used again."""
+        self.staging.finish()
+        self.saver.wait(self.free, None, f"end the commit of step {self.pending.step}")
+
+
+class Handover:
+    """The trainer's side of the background commits of one handle; one verb at a time, but for ``guard``."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._owner = os.getpid()
+        self._dock = Dock(parts.limits)
+        self._saver: Saver | None = None
+        self._nice = 0
+        self._ticket = 0
+        self._outstanding: list[_Handed] = []
+        self._published: int | None = None
+        self._failed: list[Pending] = []
+        self.parent: int | None = None
+        """The seq that the next state comes from; whoever restores or commits otherwise sets it."""
+        _handovers.add(self)
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Shared memory that is held for staged states, in bytes."""
+        return self._dock.nbytes
+
+    @property
+    def saver_pid(self) -> int | None:
+        """The saver's process, if one lives."""
+        return self._saver.pid if self._saver is not None and self._saver.is_alive else None
+
+    def hand_over(self, order: Order) -> Pending:
+        """Stage a state, and let the saver commit it; returns when what no guard protects was copied.
+
+        Raises:
+            CapacityError: There is no memory to stage it in, or the policy allows less.
+            SaverError: No saver can be started.
+        """
+        stowage, starts = self._dock.stow(order.captured, order.guarded)
+        busy = self._wait_for_slot(order)
+        if busy is not None:
+            return busy
+        handed = self._begin(order, stowage, starts)
+        try:
+            handed.staging.copy_now()
+        except BaseException as error:
+            # Whoever called has been told; and may change from here on what was not copied yet.
+            handed.pending.was_asked = True
+            handed.staging.cancel(error)
+            raise
+        return handed.pending
+
+    def prewarm(self, captured: Captured, guarded: Sequence[Span], policy: Policy) -> None:
+        """Start the saver, and take the memory that a state needs, so that its first commit need not."""
+        stowage, _ = self._dock.stow(captured, guarded)
+        self._living_saver(policy)
+        slot = self._dock.free_slot()
+        if slot is not None:
+            nbytes = stowage.end + _HEAD_NBYTES
+            self._dock.reserve(slot, nbytes, policy)
+            self._dock.populate(slot, nbytes, policy)
+
+    def guard(self) -> None:
+        """Return when what guards protect may be changed."""
+        if self._owner != os.getpid():
+            return
+        for handed in list(self._outstanding):
+            if not handed.staging.is_over.is_set():
+                begun = self._parts.clock.monotonic()
+                handed.staging.guard()
+                handed.pending.stall_seconds += self._parts.clock.monotonic() - begun
+
+    def settle(self) -> None:
+        """Wait until every commit has ended, one way or the other."""
+        for handed in list(self._outstanding):
+            handed.wait_over()
+        self._sweep()
+
+    def release(self) -> None:
+        """Wait until every commit has ended, and have the saver give up the lease."""
+        self.settle()
+        if self._saver is not None and self._saver.is_alive:
+            self._saver.release_lease()
+
+    def take_published(self) -> int | None:
+        """Return the seq that was published last, if any was since the last call."""
+        seq, self._published = self._published, None
+        return seq
+
+    def raise_unasked(self) -> None:
+        """Raise the error of a commit that failed, if nobody has been told of it but the log.
+
+        Raises:
+            CkstoreError: Why it failed.
+        """
+        while self._failed:
+            pending = self._failed.pop(0)
+            error = pending.error_or_none()
+            if error is not None and not pending.was_asked:
+                pending.was_asked = True
+                raise told_later(pending.step, error) from error
+
+    def close(self) -> None:
+        """Wait for what is pending, and end the saver and all threads."""
+        _handovers.discard(self)
+        if self._owner == os.getpid():
+            self.settle()
+            saver, self._saver = self._saver, None
+            if saver is not None:
+                saver.quit()
+            self._dock.close(is_waited=True)
+
+    def abandon(self) -> None:
+        """End everything without waiting; what has begun is carried through, by our threads and the saver."""
+        if self._owner != os.getpid() or all(handed.is_over for handed in self._outstanding):
+            # What is still on its way is waited for at exit.
+            _handovers.discard(self)
+        if self._owner == os.getpid():
+            saver, self._saver = self._saver, None
+            if saver is not None:
+                saver.quit(is_waited=False)
+            self._dock.close(is_waited=False)
+
+    def _wait_for_slot(self, order: Order) -> Pending | None:
+        """Wait as the policy says until a slot is free; return the pending commit of a state that is left out."""
+        self._sweep()
+        while self._outstanding:
+            oldest, newest = self._outstanding[0], self._outstanding[-1]
+            # The saver takes them in order: nothing comes of a later one before the first is staged, and checked.
+            oldest.staging.finish()
+            if oldest.pending.is_done:
+                # It has been told of, and its slot is about to be free.
+                oldest.wait_over()
+            elif order.policy.on_busy == "skip":
+                busy = oldest.pending.step
+                _log.warning("the commit of step %d is left out: step %d is still being written", order.step, busy)
+                return skipped(order.step, busy)
+            elif order.policy.on_busy == "wait":
+                oldest.wait_over()
+            elif len(self._outstanding) < SLOTS_MAX:
+                break
+            else:
+                self._replace(newest, order.step, oldest.pending.step)
+            self._sweep()
+        return None
+
+    def _replace(self, waiting: _Handed, step: int, busy_step: int) -> None:
+        _log.warning("the commit of step %d replaces that of step %d", step, waiting.pending.step)
+        error = left_out_error(waiting.pending.step, busy_step)
+        waiting.pending.note_failed(error, is_skipped=True)
+        waiting.staging.cancel(error)
+        waiting.saver.abort(waiting.ticket)
+        waiting.wait_over()
+
+    def _sweep(self) -> None:
+        """Take back the slots that are not used any more."""
+        for handed in list(self._outstanding):
+            if handed.is_over:
+                handed.slot.state = FREE
+                self._outstanding.remove(handed)
+
+    def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> _Handed:
+        """Hand a slot with a head over to a saver, a new one if the last has died."""
+        for is_again in (False, True):
+            saver = self._living_saver(order.policy)
+            handed, head = self._prepare(order, stowage, starts, saver)
+            give = partial(self._give, handed, head, stowage.end)
+            try:
+                # Ctrl-C comes before or after it: the saver was told, or it was not.
+                run_aside(give, on_interrupt=lambda error: None)
+                return handed
+            except BaseException as error:
+                # Nobody has this pending commit: who called is told by the error.
+                handed.pending.note_failed(left_out_error(order.step, order.step))
+                handed.staging.cancel(error)
+                if is_again or saver.is_alive or not isinstance(error, Exception):
+                    raise
+                # Whatever it died of: that was another commit's affair.
+                _log.warning("%s; another saver is started", error)
+        raise AssertionError("unreachable")
+
+    def _give(self, handed: _Handed, head: bytes, place: int) -> None:
+        """Begin a ticket with its head in its slot; the slot stays free if that fails."""
+        slot = handed.slot
+        slot.start(handed.ticket, place + len(head))
+        slot.view(place, len(head))[:] = head
+        slot.mark(place, len(head))
+        # What it became is not known yet.
+        going = (each.ticket for each in self._outstanding[::-1] if each.pending.error_or_none() is None)
+        try:
+            handed.saver.begin(
+                handed.ticket,
+                slot.index,
+                place,
+                len(head),
+                self._callbacks(handed),
+                parent=self.parent,
+                parent_ticket=next(going, 0),
+            )
+        except BaseException:
+            slot.state = FREE
+            raise
+        handed.is_begun = True
+        self._outstanding.append(handed)
+
+    def _prepare(
+        self, order: Order, stowage: Stowage, starts: NDArray[np.uint64], saver: Saver
+    ) -> tuple[_Handed, bytes]:
+        """Find a free slot for the commit, and take memory for its head; return that head too."""
+        head = encode_head(
+            Head.of(
+                order.captured,
+                stowage.places,
+                step=order.step,
+                metrics=order.metrics,
+                tags=order.tags,
+                policy=order.policy,
+                samples=stowage.samples,
+            )
+        )
+        slot = self._dock.free_slot()
+        assert slot is not None, "a slot was waited for"
+        self._dock.reserve(slot, stowage.end + len(head), order.policy)
+        slot.populate(stowage.end, len(head))
+        self._ticket += 1
+        pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
+        handed = _Handed(self._ticket, pending, slot, saver)
+        handed.staging = Staging(
+            order.captured,
+            stowage,
+            starts,
+            slot,
+            self._dock.crew(order.policy),
+            bell=saver.bell,
+            is_checked=order.policy.debug_guard,
+            on_staged=lambda: _tell_staged(handed),
+            on_failed=lambda error: self._give_up(handed, error),
+        )
+        return handed, head
+
+    def _callbacks(self, handed: _Handed) -> Callbacks:
+        def on_done(receipt: Receipt) -> None:
+            self.parent = self._published = receipt.seq
+            handed.pending.note_done(receipt)
+            for warning in receipt.warnings:
+                _log.warning("step %d: %s", receipt.step, warning)
+
+        def on_failed(error: Exception) -> None:
+            self._note_failed(handed.pending, error)
+            handed.staging.cancel(error)
+
+        return Callbacks(
+            on_done,
+            on_failed,
+            handed.free.set,
+            on_began=handed.pending.note_began,
+            on_progress=handed.pending.note_progress,
+        )
+
+    def _give_up(self, handed: _Handed, error: BaseException) -> None:
+        """Staging has failed: tell the saver, and whoever waits."""
+        if not isinstance(error, Exception):
+            error = SaverError(f"the commit of step {handed.pending.step} was interrupted", todo="commit again")
+        self._note_failed(handed.pending, error)
+        if handed.is_begun:
+            handed.saver.abort(handed.ticket)
+
+    def _note_failed(self, pending: Pending, error: Exception) -> None:
+        if not pending.is_done:
+            pending.note_failed(error)
+            self._failed.append(pending)
+            _log.error("the commit of step %d failed in the background: %s", pending.step, error)
+
+    def _living_saver(self, policy: Policy) -> Saver:
+        """Return the saver; a new one if it is dead, or is to have another priority."""
+        saver = self._saver
+        if saver is not None and saver.is_alive and self._nice == policy.saver_nice:
+            return saver
+        if saver is not None:
+            # Two at a time would both want the lease.
+            saver.quit()
+        backend = self._parts.backend
+        if not isinstance(backend, LocalBackend):
+            raise UsageError(
+                "another process cannot open this store", where=backend.root, todo="use commit, or a store in a folder"
+            )
+        engine: EngineName = "pwrite" if self._parts.engine_name == "pwrite" else "auto"
+        place, run, arena, clock = backend.root, self._parts.run, self._dock.arena, self._parts.clock
+        self._nice = policy.saver_nice
+
+        def start() -> Saver:
+            self._saver = Saver.start(place, run, arena, nice=self._nice, engine=engine, clock=clock)
+            return self._saver
+
+        # Ctrl-C must not leave a process that nobody knows of.
+        return run_aside(start, on_interrupt=lambda error: None)
+
+
+def _tell_staged(handed: _Handed) -> None:
+    handed.pending.note_staged()
+    handed.saver.staged(handed.ticket)
+
+
+_handovers: weakref.WeakSet[Handover] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for handover in list(_handovers):
+        try:
+            handover.close()
+        except Exception:
+            _log.exception("a commit in the background could not be waited for")

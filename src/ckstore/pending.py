@@ -1,0 +1,186 @@
+"""A commit that is on its way: staged, written, and at last a receipt or an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import CkstoreError, SaverError
+from ckstore.receipt import Receipt
+
+
+class Waiter(Protocol):
+    """Waits for an event, and says now and then for what."""
+
+    def __call__(self, event: threading.Event, timeout: float | None, doing: str) -> bool:
+        """Return whether it is set."""
+        ...
+
+
+def _wait(event: threading.Event, timeout: float | None, doing: str) -> bool:
+    return event.wait(timeout)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Pending:
+    """A commit in the background; made by ``Store.commit_async``.
+
+    Attributes:
+        step: The trainer's step.
+        stall_seconds: How long it has kept the trainer waiting, in ``commit_async`` and in guards.
+        progress: Stage, bytes done and bytes in all, as the saver said last; None: nothing yet.
+    """
+
+    def __init__(self, step: int, *, finish: Callable[[], None] | None = None, wait: Waiter = _wait) -> None:
+        self.step = step
+        self.stall_seconds = 0.0
+        self.progress: tuple[str, int, int] | None = None
+        self.was_asked = False
+        """Whether somebody has been told how it ended."""
+        self._finish = finish or _nothing
+        self._wait = wait
+        self._staged = threading.Event()
+        self._began = threading.Event()
+        self._done = threading.Event()
+        self._receipt: Receipt | None = None
+        self._error: Exception | None = None
+        self._is_skipped = False
+        self._on_done: list[Callable[[Pending], None]] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        how = "skipped" if self._is_skipped else "done" if self._receipt else "failed" if self._error else "pending"
+        return f"<ckstore.Pending of step {self.step}: {how}>"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended: durable, failed or skipped."""
+        return self._done.is_set()
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether all was copied and the saver has the run: it is published from now on, even if this process dies."""
+        return self._staged.is_set() and self._began.is_set() and self._error is None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether it was left out, or replaced by a later one, because an earlier one was still being written."""
+        return self._is_skipped
+
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until the state was copied and the saver has the run, or it failed.
+
+        Then the state may be changed without a guard, and the checkpoint is published even if this process dies:
+        a trainer that is started again finds that the saver has the run, and waits for it.
+
+        Returns:
+            Whether that is so, within the timeout.
+        """
+        if timeout is None or timeout > 0:
+            # Copying ends by itself, and soon; where checksums are compared, this is when.
+            self._finish()
+        deadline = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
+        for event in (self._staged, self._began):
+            left = None if deadline is None else max(0.0, deadline - SYSTEM_CLOCK.monotonic())
+            self._wait(event, left, f"take the commit of step {self.step}")
+        return self.is_staged
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """Wait until it is durable, and return the receipt.
+
+        Raises:
+            TimeoutError: It takes longer than ``timeout`` seconds.
+            SaverError: The saver died, or the commit was skipped or replaced; earlier checkpoints are intact.
+            CkstoreError: What the saver met: CapacityError, BackendError, ConflictError and so on.
+        """
+        if timeout is None or timeout > 0:
+            # Copying ends by itself, and soon; where checksums are compared, this is when.
+            self._finish()
+        if not self._wait(self._done, timeout, f"finish the commit of step {self.step}"):
+            raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
+        self.was_asked = True
+        if self._error is not None:
+            raise self._error
+        assert self._receipt is not None
+        return self._receipt
+
+    def error_or_none(self) -> Exception | None:
+        """Return why it failed; None while it goes on, and when it is durable."""
+        return self._error
+
+    def receipt_or_none(self) -> Receipt | None:
+        """Return the receipt, if it is durable already."""
+        return self._receipt
+
+    def when_done(self, call: Callable[[Pending], None]) -> None:
+        """Call this when it has ended, on any thread, or at once; it must not wait and must not raise."""
+        with self._lock:
+            if not self._done.is_set():
+                self._on_done.append(call)
+                return
+        call(self)
+
+    def note_progress(self, stage: str, nbytes_done: int, nbytes_total: int) -> None:
+        """Say how far the saver is."""
+        self.progress = (stage, nbytes_done, nbytes_total)
+
+    def note_staged(self) -> None:
+        """Say that all of the state was copied."""
+        self._staged.set()
+
+    def note_began(self) -> None:
+        """Say that the saver has the run for it."""
+        self._began.set()
+
+    def note_done(self, receipt: Receipt) -> None:
+        """Say that it is durable."""
+        self._end(receipt, None)
+
+    def note_failed(self, error: Exception, *, is_skipped: bool = False) -> None:
+        """Say that it was not acknowledged; what comes after the end does not count."""
+        self._end(None, error, is_skipped=is_skipped)
+
+    def _end(self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool = False) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._receipt, self._error, self._is_skipped = receipt, error, is_skipped
+            # Whoever keeps this must not keep the arena and the saver by it.
+            self._finish, self._wait = _nothing, _wait
+            self._done.set()
+            self._staged.set()
+            self._began.set()
+            calls, self._on_done = self._on_done, []
+        for call in calls:
+            call(self)
+
+
+def skipped(step: int, busy_step: int) -> Pending:
+    """Return a commit that was left out because another one is still being written."""
+    pending = Pending(step)
+    pending.note_failed(left_out_error(step, busy_step), is_skipped=True)
+    pending.was_asked = True
+    return pending
+
+
+def left_out_error(step: int, busy_step: int) -> SaverError:
+    """Return the error of a commit that was skipped or replaced."""
+    return SaverError(
+        f"the commit of step {step} was left out: that of step {busy_step} was still being written",
+        todo="commit less often, or let the policy wait: on_busy='wait'",
+        step=step,
+        busy_step=busy_step,
+    )
+
+
+def told_later(step: int, error: Exception) -> CkstoreError:
+    """Return the error of a commit as it is raised to who did not ask for it."""
+    what = f"the commit of step {step} failed in the background"
+    if not isinstance(error, CkstoreError):
+        return SaverError(f"{what}: {error}")
+    return type(error)(f"{what}: {error.what}", where=error.where, todo=error.todo, **error.facts)

@@ -1,0 +1,1 @@
+"""The saver: background commits in a process of their own, which outlives the trainer until they are published."""

@@ -1,0 +1,328 @@
+"""Shared memory that the trainer stages into and the saver reads: a memfd with a page of facts and one or two slots.
+
+Invariants:
+- It is no file of any file system: nothing limits it but memory, and it is gone with the last process that holds it.
+- It never shrinks, and a page is populated before it is first written, so that running out of memory is an error and
+  no SIGBUS.
+- Each slot has a place of its own in a sparse address space: one can grow while the other is being read.
+- A unit of 4 MiB is marked after its bytes were written, never before.
+- Forked children inherit neither the mapping nor the descriptor: a data loader that outlives its trainer keeps no
+  memory.
+
+Layout: a header (magic, number of slots, and for each slot ticket, state and capacity, each a native u64), then slots.
+A slot is one mark (a byte) for each of its units, and its bytes from ``DATA_OFFSET`` on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.config import MIB
+from ckstore.errors import CapacityError, MalformedError
+from ckstore.leaves import writable_view_of
+
+UNIT_NBYTES = 4 * MIB
+"""What one mark stands for."""
+
+FREE, STAGING, STAGED, TAKEN = range(4)
+"""States of a slot: nobody's; being written; whole; read by the saver while the trainer has let go of it."""
+
+SLOTS_MAX = 2
+DATA_OFFSET = 2 * MIB
+"""Where a slot's bytes begin, after its marks: room for 8 TiB."""
+
+_HEADER_NBYTES = 2 * MIB
+_SLOT_STRIDE = 1 << 44
+_MAGIC = int.from_bytes(b"ckarena1", "little")
+_MAGIC_FIELD, _COUNT_FIELD, _FIRST_FIELD = 0, 1, 8
+_TICKET, _STATE, _CAPACITY, _FIELDS = 0, 1, 2, 8
+_FACTS_NBYTES = 4096
+
+_PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
+_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Mapping:
+    """A part of the memfd in this process's addresses; gone when nothing views it any more.
+
+    Not ``mmap``: that keeps a descriptor of its own, which forked children would inherit.
+    """
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        address = _libc.mmap(None, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED, fd, offset)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            raise _no_memory(nbytes, ctypes.get_errno())
+        self.address: int = address
+        self.nbytes = nbytes
+        # Not at exit: a thread may be copying until the very end, and the kernel unmaps what is left.
+        weakref.finalize(self, _unmap, os.getpid(), address, nbytes).atexit = False
+        _libc.madvise(address, nbytes, _MADV_DONTFORK)
+        # Where the system allows it; 4 KiB pages do as well.
+        _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        assert 0 <= offset <= offset + nbytes <= self.nbytes
+        return writable_view_of(self.address + offset, nbytes, self)
+
+
+class Slot:
+    """Room for one staged state; made by its arena."""
+
+    def __init__(self, arena: Arena, index: int) -> None:
+        self.index = index
+        self._arena = arena
+        self._base = _HEADER_NBYTES + index * _SLOT_STRIDE
+        first = _FIRST_FIELD + index * _FIELDS
+        self._facts = arena.facts[first : first + _FIELDS]
+        self._mapping: _Mapping | None = None
+        self._populated: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._units_taken = 0
+        self.marks: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.refresh()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has room for, as far as this process has mapped them."""
+        return 0 if self._mapping is None else self._mapping.nbytes - DATA_OFFSET
+
+    @property
+    def nbytes_taken(self) -> int:
+        """Memory that this process has taken for it; room on its own takes none."""
+        return self._units_taken * UNIT_NBYTES
+
+    @property
+    def ticket(self) -> int:
+        """Which commit it was last given to."""
+        return int(self._facts[_TICKET])
+
+    @property
+    def state(self) -> int:
+        """Free, staging, staged or taken."""
+        return int(self._facts[_STATE])
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._facts[_STATE] = state
+
+    @property
+    def memory(self) -> object:
+        """What lives as long as its bytes lie at ``address``."""
+        return self._mapping
+
+    @property
+    def address(self) -> int:
+        """Where its bytes lie in this process."""
+        assert self._mapping is not None, "a slot without room has no address"
+        return self._mapping.address + DATA_OFFSET
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return some of its bytes, writable, without a copy."""
+        if nbytes == 0:
+            return memoryview(bytearray())
+        assert self._mapping is not None, "a slot without room has no bytes"
+        return self._mapping.view(DATA_OFFSET + offset, nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room; what lay in the slot is still there. The other process sees it by ``refresh``.
+
+        Raises:
+            CapacityError: There is no such room in this process's addresses.
+        """
+        if nbytes <= self.nbytes and self._mapping is not None:
+            return
+        capacity = -(-max(nbytes, 1) // UNIT_NBYTES) * UNIT_NBYTES
+        end = self._base + DATA_OFFSET + capacity
+        if DATA_OFFSET + capacity > _SLOT_STRIDE or capacity // UNIT_NBYTES > DATA_OFFSET:
+            raise _no_memory(capacity, errno.ENOMEM)
+        try:
+            # Never smaller: whoever reads beyond the end would be killed.
+            if os.fstat(self._arena.fd).st_size < end:
+                os.ftruncate(self._arena.fd, end)
+        except OSError as error:
+            raise _no_memory(capacity, error.errno or errno.ENOMEM) from None
+        self._map(capacity)
+        self._take_memory(0, self.marks.size)
+        self._facts[_CAPACITY] = capacity
+
+    def refresh(self) -> None:
+        """Map what the other process has reserved meanwhile.
+
+        Raises:
+            MalformedError: The slot claims more than there is.
+        """
+        capacity = int(self._facts[_CAPACITY])
+        if capacity == self.nbytes:
+            return
+        if capacity % UNIT_NBYTES or self._base + DATA_OFFSET + capacity > os.fstat(self._arena.fd).st_size:
+            raise MalformedError("a slot of the arena claims more than there is", where=f"slot {self.index}")
+        self._map(capacity)
+
+    def is_populated(self, offset: int, nbytes: int) -> bool:
+        """Whether some of its bytes can be written without taking memory."""
+        return bool(self._populated[offset // UNIT_NBYTES : units_of(offset + nbytes)].all())
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Take memory for some of its bytes; what has been populated costs nothing.
+
+        Raises:
+            CapacityError: There is no memory left.
+        """
+        first, last = offset // UNIT_NBYTES, units_of(offset + nbytes)
+        for unit in range(first, last):
+            if not self._populated[unit]:
+                self._take_memory(DATA_OFFSET + unit * UNIT_NBYTES, UNIT_NBYTES)
+                self._populated[unit] = True
+                self._units_taken = max(self._units_taken, unit + 1)
+
+    def start(self, ticket: int, nbytes: int) -> None:
+        """Give the slot to a commit that will stage so many bytes: from here on nothing in it is staged."""
+        assert nbytes <= self.nbytes
+        self.marks[: units_of(nbytes)] = 0
+        self._facts[_TICKET] = ticket
+        self.state = STAGING
+
+    def mark(self, offset: int, nbytes: int) -> None:
+        """Say that all units of a range were staged."""
+        self.marks[offset // UNIT_NBYTES : units_of(offset + nbytes)] = 1
+
+    def is_staged(self, begin: int, end: int) -> bool:
+        """Whether all bytes of a range were staged.
+
+        On processors that reorder loads (not x86) also wait for a message before reading them.
+        """
+        return bool(self.marks[begin // UNIT_NBYTES : units_of(end)].all())
+
+    def _map(self, capacity: int) -> None:
+        self._mapping = _Mapping(self._arena.fd, self._base, DATA_OFFSET + capacity)
+        units = capacity // UNIT_NBYTES
+        # Shared memory stays when it is mapped again; its page tables are filled by populating once more.
+        self._populated = np.zeros(units, np.bool_)
+        self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
+
+    def _take_memory(self, begin: int, nbytes: int) -> None:
+        assert self._mapping is not None
+        if _libc.madvise(self._mapping.address + begin, nbytes, _MADV_POPULATE_WRITE) != 0:
+            problem = ctypes.get_errno()
+            if problem != errno.EINVAL:
+                raise _no_memory(nbytes, problem)
+            try:
+                # Kernels before 5.14 cannot populate; allocating the pages is what keeps SIGBUS away.
+                os.posix_fallocate(self._arena.fd, self._base + begin, nbytes)
+            except OSError as error:
+                raise _no_memory(nbytes, error.errno or errno.ENOMEM) from None
+
+
+class Arena:
+    """The shared memory of one trainer and its saver."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._pid = os.getpid()
+        self.facts: NDArray[np.uint64] = np.frombuffer(_Mapping(fd, 0, _FACTS_NBYTES).view(0, _FACTS_NBYTES), np.uint64)
+        self.slots: tuple[Slot, ...] = ()
+        _arenas.add(self)
+
+    @classmethod
+    def create(cls, nbytes: int = 0, *, slot_count: int = 1) -> Arena:
+        """Make an arena with room for so many bytes in its first slot.
+
+        Raises:
+            CapacityError: The system gives no more memory or descriptors.
+        """
+        assert 1 <= slot_count <= SLOTS_MAX
+        try:
+            fd = os.memfd_create("ckstore-arena", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise _no_memory(nbytes, error.errno or errno.ENOMEM) from None
+        try:
+            os.ftruncate(fd, _HEADER_NBYTES)
+            os.posix_fallocate(fd, 0, _FACTS_NBYTES)
+            arena = cls(fd)
+            arena.facts[_MAGIC_FIELD], arena.facts[_COUNT_FIELD] = _MAGIC, slot_count
+            arena.slots = tuple(Slot(arena, index) for index in range(slot_count))
+            if nbytes:
+                arena.slots[0].reserve(nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise _no_memory(nbytes, error.errno or errno.ENOMEM) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        return arena
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map an arena that another process has made; the descriptor is this arena's from now on.
+
+        Raises:
+            MalformedError: The descriptor is no arena's.
+        """
+        if os.fstat(fd).st_size < _HEADER_NBYTES:
+            raise MalformedError("a descriptor is no arena's", where=f"descriptor {fd}")
+        arena = cls(fd)
+        count = int(arena.facts[_COUNT_FIELD])
+        if int(arena.facts[_MAGIC_FIELD]) != _MAGIC or not 1 <= count <= SLOTS_MAX:
+            raise MalformedError("a descriptor is no arena's", where=f"descriptor {fd}")
+        arena.slots = tuple(Slot(arena, index) for index in range(count))
+        return arena
+
+    @property
+    def nbytes_taken(self) -> int:
+        """Memory that this process has taken for all slots."""
+        return sum(slot.nbytes_taken for slot in self.slots)
+
+    def close(self) -> None:
+        """Let go of the descriptor; memory is freed when the last view of it is."""
+        _arenas.discard(self)
+        fd, self.fd = self.fd, -1
+        if fd >= 0 and self._pid == os.getpid():
+            os.close(fd)
+        self.slots = ()
+
+    def _leave_child(self) -> None:
+        """In a forked child: let go of the descriptor, and of mappings that are not there."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _unmap(pid: int, address: int, nbytes: int) -> None:
+    # A forked child has no such mapping; something else may lie at its place there.
+    if pid == os.getpid():
+        _libc.munmap(address, nbytes)
+
+
+def units_of(nbytes: int) -> int:
+    """Return how many units so many bytes touch."""
+    return -(-nbytes // UNIT_NBYTES)
+
+
+def _no_memory(nbytes: int, problem: int) -> CapacityError:
+    return CapacityError(
+        f"no shared memory for {nbytes} bytes of a staged state ({os.strerror(problem)})",
+        todo="commit less at once, or use commit, which needs no second copy",
+        errno=problem,
+    )
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _leave_children() -> None:
+    for arena in list(_arenas):
+        arena._leave_child()
+
+
+os.register_at_fork(after_in_child=_leave_children)

@@ -1,0 +1,391 @@
+"""The trainer's end of a saver: start it, hand it tickets, hear what became of them, see it die, end it.
+
+Invariants:
+- Every ticket that was begun ends in ``on_done`` or ``on_failed``, once, and then in ``on_free``, whatever becomes of
+  the saver: its death is seen by pidfd, not by the end of a socket.
+- One thread listens; it sleeps until there is a message, so a trainer that computes is not disturbed.
+- Nothing here waits for a saver without looking whether it lives; a forked child has no part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import threading
+import weakref
+
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.config import EngineName
+from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
+from ckstore.saver import messages
+from ckstore.saver.arena import Arena
+from ckstore.saver.messages import Message
+from ckstore.saver.process import Watch, how_ended, spawn
+from ckstore.saver.tickets import OF_TICKET, Callbacks, Tickets
+from ckstore.store.lease import is_stopped, process_started
+
+_log = logging.getLogger("ckstore")
+
+PATIENCE_SECONDS = 10.0
+"""Whoever waits for longer is told for what; and again after six times as long."""
+
+GRACE_SECONDS = 5.0
+"""For a saver to be gone after it has closed its socket."""
+
+SPEAK_SECONDS = 0.02
+"""Between two tries to say something to a saver that does not read; it takes hundreds of messages to get there."""
+
+
+class Saver:
+    """A saver process, as its trainer sees it; thread-safe."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: socket.socket, bell: int, watch: Watch, clock: Clock
+    ) -> None:
+        self._process = process
+        self._channel = channel
+        self._bell = bell
+        # Only when nobody can ring it any more: another file may get its number.
+        self._close_bell = weakref.finalize(self, os.close, bell)
+        self._watch = watch
+        self._clock = clock
+        self._owner = os.getpid()
+        # A handle that is collected in the middle of a message says goodbye on the same thread.
+        self._lock = threading.RLock()
+        self._speaking = threading.RLock()
+        self._tickets = Tickets()
+        self._released: list[threading.Event] = []
+        self._ready = threading.Event()
+        self._dead = threading.Event()
+        self._why: Exception | None = None
+        self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
+        _savers.add(self)
+
+    @classmethod
+    def start(
+        cls,
+        address: str,
+        run: str,
+        arena: Arena,
+        *,
+        nice: int = 19,
+        engine: EngineName = "auto",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> Saver:
+        """Start a saver; returns at once, and tickets may be handed to it at once.
+
+        Args:
+            address: The store's folder or URL; it goes through the socket, never onto a command line.
+            run: The run to commit to.
+            arena: What tickets are staged in; the saver maps it too.
+            nice: Added to the saver's niceness.
+            engine: What moves packs.
+            clock: Where time comes from.
+
+        Raises:
+            SaverError: No process can be started.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            hello = messages.Hello(
+                address=address,
+                run=run,
+                engine=engine,
+                trainer_pid=os.getpid(),
+                trainer_started=process_started(os.getpid()) or "",
+                nice=nice,
+                log_level=_log.getEffectiveLevel(),
+            )
+            # Before the process is there: it never waits for its first message.
+            messages.send(ours, hello)
+            process = spawn(theirs.fileno(), bell, arena.fd)
+        except BaseException as error:
+            ours.close()
+            os.close(bell)
+            if isinstance(error, OSError):
+                raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
+            raise
+        finally:
+            theirs.close()
+        watch = Watch(process.pid, process_started(process.pid) or "")
+        saver = cls(process, ours, bell, watch, clock)
+        saver._listener.start()
+        return saver
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the saver lives and listens, and this is the process that started it."""
+        return not self._dead.is_set() and self._owner == os.getpid()
+
+    @property
+    def bell(self) -> int:
+        """The descriptor that ``ring`` rings, for loops that have no time to call it; open as long as this object."""
+        return self._bell
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a ticket has not ended yet."""
+        return len(self._tickets) > 0
+
+    # Tickets
+
+    def begin(
+        self,
+        ticket: int,
+        slot: int,
+        head_place: int,
+        head_nbytes: int,
+        callbacks: Callbacks,
+        *,
+        parent: int | None = None,
+        parent_ticket: int = 0,
+    ) -> None:
+        """Hand over a slot that is being staged; its head (``messages.encode_head``) is there.
+
+        Args:
+            ticket: A number of the trainer's, greater than every earlier one.
+            slot: Which slot.
+            head_place: Where in the slot the head lies.
+            head_nbytes: How long it is.
+            callbacks: What to call as it goes on.
+            parent: The seq that the state comes from.
+            parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
+
+        Raises:
+            SaverError: The saver is dead; nothing will be called.
+            UsageError: This is a forked child.
+        """
+        self._check_owner()
+        if not self._tickets.add(ticket, callbacks):
+            raise self._death()
+        try:
+            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, parent, parent_ticket))
+        except BaseException:
+            self._tickets.remove(ticket)
+            raise
+
+    def ring(self) -> None:
+        """Tell the saver that more is staged; never waits, and costs a system call."""
+        if self._owner == os.getpid():
+            os.eventfd_write(self._bell, 1)
+
+    def staged(self, ticket: int) -> None:
+        """Tell that a ticket is staged whole, its slot marked and its state ``STAGED``; a dead saver is no error."""
+        with contextlib.suppress(Exception):
+            self._say(messages.Staged(ticket))
+
+    def abort(self, ticket: int) -> None:
+        """Give a ticket up; it still ends in a callback: failed, or done where it was too late."""
+        with contextlib.suppress(Exception):
+            self._say(messages.Abort(ticket))
+
+    # Waiting, and the end
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Wait until the saver has opened the store; False: not in this time.
+
+        Raises:
+            CkstoreError: It could not, or died.
+        """
+        is_ready = self.wait(self._ready, timeout, "open the store")
+        if self._dead.is_set():
+            raise self._death()
+        return is_ready
+
+    def release_lease(self, timeout: float | None = None) -> bool:
+        """Let the saver finish what it has, give up the writer lease and forget the run; a dead one holds none.
+
+        Returns:
+            Whether it has, within the timeout.
+        """
+        self._check_owner()
+        released = threading.Event()
+        with self._lock:
+            if self._dead.is_set():
+                return True
+            self._released.append(released)
+        with contextlib.suppress(Exception):
+            self._say(messages.Release(), is_patient=True)
+        return self.wait(released, timeout, "give up the writer lease")
+
+    def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
+        """End the saver when it has done what was begun; what nobody waits for is carried through all the same.
+
+        Returns:
+            Whether it has ended, within the timeout.
+        """
+        if self._owner != os.getpid():
+            return True
+        with contextlib.suppress(Exception):
+            self._say(messages.Quit(), is_patient=is_waited)
+        if not is_waited:
+            return not self.is_alive
+        if not self.wait(self._dead, timeout, "finish"):
+            return False
+        if threading.current_thread() is not self._listener:
+            self._listener.join()
+        return True
+
+    def wait(self, event: threading.Event, timeout: float | None, doing: str) -> bool:
+        """Wait for an event that the listening thread sets, at the latest when the saver dies; say so after a while.
+
+        Args:
+            event: Callbacks or this class set it.
+            timeout: Seconds; None: as long as the saver lives.
+            doing: What the saver is to do, as in "waiting for the saver to ...".
+
+        Returns:
+            Whether the event is set.
+        """
+        begun = self._clock.monotonic()
+        patience = PATIENCE_SECONDS
+        while True:
+            waited = self._clock.monotonic() - begun
+            left = None if timeout is None else timeout - waited
+            if left is not None and left <= 0:
+                return event.is_set()
+            if event.wait(patience - waited if left is None else max(0.0, min(left, patience - waited))):
+                return True
+            if self._clock.monotonic() - begun >= patience:
+                patience = self._clock.monotonic() - begun + 6 * PATIENCE_SECONDS
+                stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(self.pid) else ""
+                _log.warning("still waiting for the saver (pid %d) to %s%s", self.pid, doing, stopped)
+
+    # The listening thread
+
+    def _check_owner(self) -> None:
+        # Before any lock: in a forked child somebody may hold it who is not there.
+        if self._owner != os.getpid():
+            raise UsageError("a forked child cannot use its parent's saver", todo="open the store again")
+
+    def _say(self, message: Message, *, is_patient: bool = False) -> None:
+        """Send a message; where the saver does not read, raise, or be patient until it does or is dead."""
+        self._check_owner()
+        while True:
+            try:
+                with self._speaking:
+                    messages.send(self._channel, message)
+                return
+            except BlockingIOError:
+                if is_patient and not self._dead.wait(SPEAK_SECONDS):
+                    continue
+                raise SaverError(f"the saver (pid {self.pid}) does not read what it is told", pid=self.pid) from None
+            except OSError as error:
+                # The listening thread is about to find out how it ended.
+                if threading.current_thread() is not self._listener and self._dead.wait(2 * GRACE_SECONDS):
+                    raise self._death() from None
+                raise SaverError(f"the saver (pid {self.pid}) does not listen ({error})", pid=self.pid) from None
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        if self._watch.fd >= 0:
+            poll.register(self._watch.fd, select.POLLIN)
+        try:
+            while self._hear():
+                if not self._watch.is_alive:
+                    # What it said before it died is still there.
+                    self._hear()
+                    break
+                poll.poll(self._watch.timeout_ms)
+        except BaseException as error:
+            # It must not go on to write unheard.
+            _log.error("the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error)
+            self._why = error if isinstance(error, CkstoreError) else None
+            self._process.kill()
+        finally:
+            self._bury()
+
+    def _hear(self) -> bool:
+        """Take all messages there are; False at the end of the connection."""
+        while True:
+            try:
+                message = messages.receive(self._channel, messages.TO_TRAINER)
+            except BlockingIOError:
+                return True
+            except ConnectionError:
+                return False
+            if message is None:
+                return False
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, messages.Log):
+            _log.log(message.level, "saver (pid %d): %s", self.pid, message.text)
+        elif isinstance(message, messages.Ready):
+            self._ready.set()
+        elif isinstance(message, messages.Released):
+            with self._lock:
+                released = self._released.pop(0) if self._released else None
+            if released is None:
+                raise MalformedError("the saver gave up a lease that nobody asked for")
+            released.set()
+        elif isinstance(message, messages.Failed) and message.ticket == 0:
+            self._why = messages.error_of(message)
+        elif isinstance(message, OF_TICKET):
+            self._tickets.take(message)
+
+    def _bury(self) -> None:
+        """Make sure that it is dead, take its exit code, and tell everybody who waits."""
+        try:
+            code = self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            # It has closed its socket, and lives on.
+            self._process.kill()
+            code = self._process.wait()
+        is_busy = len(self._tickets) > 0
+        with self._lock:
+            if self._why is None:
+                when = " before the commit was acknowledged" if is_busy else ""
+                self._why = SaverError(
+                    f"the saver (pid {self.pid}) {how_ended(code)}{when}",
+                    todo="commit again: that starts a new one; earlier checkpoints are intact",
+                    pid=self.pid,
+                    saver_exit_code=code,
+                )
+            self._dead.set()
+            released, self._released = self._released, []
+        self._watch.close()
+        with self._speaking:
+            self._channel.close()
+        if is_busy or code:
+            _log.error("%s", self._why)
+        self._tickets.end(self._death)
+        for event in (*released, self._ready):
+            event.set()
+
+    def _death(self) -> Exception:
+        """Return the error of whoever needs the saver: a new one each time, since each is raised elsewhere."""
+        assert self._why is not None, "a saver is buried with a reason"
+        return messages.error_of(messages.failed_of(0, self._why))
+
+    def _leave_child(self) -> None:
+        """In a forked child: keep nothing that the trainer or the saver could be taken to live by."""
+        # No lock is touched: whoever held it is not here.
+        self._watch.close()
+        self._channel.close()
+        if self._close_bell.detach():
+            os.close(self._bell)
+        # Not this process's child: nothing to wait for.
+        self._process.returncode = 0
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _leave_children() -> None:
+    for saver in list(_savers):
+        saver._leave_child()
+
+
+os.register_at_fork(after_in_child=_leave_children)

@@ -1,0 +1,235 @@
+"""Commits tickets one after the other, with a saver's own view of the store, and reports what became of each.
+
+Invariants:
+- The lease is held before a byte is read, and kept from one ticket to the next; who gives it up forgets the run too.
+- A ticket is told of as holding the lease only if the trainer was seen alive after the lease was taken: a trainer that
+  is started again finds the lease, and waits.
+- Nothing that a ticket meets ends the saver: every error is reported, with its class.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol, cast
+
+from ckstore import history
+from ckstore.bases import Bases
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.commit import Request, commit
+from ckstore.config import EngineName
+from ckstore.errors import CkstoreError
+from ckstore.io.address import backend_for
+from ckstore.receipt import Receipt, Stopwatch
+from ckstore.saver import messages
+from ckstore.saver.messages import Message
+from ckstore.saver.state import GatedLease, Ticket
+from ckstore.stale import Fingerprint
+from ckstore.store.lease import SaverPurpose
+from ckstore.store.parts import Parts, read_store_record
+from ckstore.store.references import load_whole, resolve
+
+_log = logging.getLogger("ckstore")
+
+PROGRESS_SECONDS = 1.0
+"""Least time between two reports of progress: each wakes a thread of the trainer."""
+
+_PARENTS_MAX = 16
+
+
+class Tell(Protocol):
+    """Sends a message to the trainer."""
+
+    def __call__(self, message: Message, *, wait_ms: int | None = None) -> bool:
+        """Return whether it was sent."""
+        ...
+
+
+class Committer:
+    """The store of a saver, and what it remembers from one commit to the next.
+
+    Args:
+        hello: Where to save, and for whom.
+        tell: Sends a message to the trainer.
+        on_lease: Called when the lease has been taken, before anything is read.
+    """
+
+    def __init__(self, hello: messages.Hello, tell: Tell, on_lease: Callable[[], None]) -> None:
+        self._hello = hello
+        self._tell = tell
+        self._on_lease = on_lease
+        self._parts: Parts | None = None
+        self._lease: GatedLease | None = None
+        self._bases = Bases()
+        self._fingerprint: Fingerprint | None = None
+        self._seq_of: dict[int, int | None] = {}
+        self.exit_code = 0
+        """Of the last error, for whoever looks at a saver that nobody hears."""
+
+    def open(self) -> None:
+        """Open the store.
+
+        Raises:
+            CkstoreError: There is none, or it cannot be used.
+        """
+        hello = self._hello
+        # Whether others may write the folder was judged when the trainer opened it.
+        backend = backend_for(hello.address, engine=cast(EngineName, hello.engine), allow_shared_folder=True)
+        parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
+        parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
+        self._parts = parts
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the lease is held now."""
+        return self._lease is not None and self._lease.is_held
+
+    def announce(self, step: int) -> None:
+        """Let the lease say which step comes last, for whoever will have to wait for it."""
+        assert self._lease is not None
+        lease = self._lease
+        lease.purpose = SaverPurpose(self._hello.trainer_pid, self._hello.trainer_started, step).text
+        if lease.is_held:
+            lease.renew()
+
+    def disown(self) -> None:
+        """Let the lease say that the trainer is gone: a process of its pid may live that became another program."""
+        lease = self._lease
+        purpose = None if lease is None else SaverPurpose.of(lease.purpose)
+        if lease is not None and purpose is not None:
+            lease.purpose = replace(purpose, trainer_started="gone").text
+            lease.renew()
+
+    def release(self) -> None:
+        """Give up the lease, and forget the run: others may write it from now on."""
+        assert self._parts is not None
+        self._parts.lease.release()
+        self._parts.look_again()
+        self._bases, self._fingerprint = Bases(), None
+
+    def close(self) -> None:
+        """Give up the lease, and let go of the store."""
+        if self._parts is not None:
+            self._parts.close()
+
+    def commit(self, ticket: Ticket) -> None:
+        """Commit a ticket, and report it; an error is reported, not raised."""
+        number = ticket.number
+        parent = self._parent_of(ticket)
+        try:
+            receipt = self._committed(ticket, parent)
+        except BaseException as error:
+            self._seq_of[number] = parent
+            self._report(ticket, error)
+            return
+        self._seq_of[number] = receipt.seq
+        while len(self._seq_of) > _PARENTS_MAX:
+            del self._seq_of[min(self._seq_of)]
+        self._tell(messages.done_of(number, receipt))
+
+    def _parent_of(self, ticket: Ticket) -> int | None:
+        parent, parent_ticket = ticket.parents
+        return self._seq_of.get(parent_ticket, parent)
+
+    def _report(self, ticket: Ticket, error: BaseException) -> None:
+        step = ticket.head.step
+        if ticket.is_aborted:
+            _log.info("the commit of step %d was given up", step)
+        elif isinstance(error, CkstoreError):
+            self.exit_code = error.exit_code
+            _log.error("the commit of step %d failed: %s", step, error)
+        else:
+            self.exit_code = 1
+            _log.error("the commit of step %d failed", step, exc_info=error)
+        self._tell(messages.failed_of(ticket.number, error))
+
+    def _committed(self, ticket: Ticket, parent: int | None) -> Receipt:
+        assert self._parts is not None
+        assert self._lease is not None
+        ticket.check()
+        parts, head = self._parts, ticket.head
+        self._hold_lease()
+        ticket.check()
+        self._lease.gate = ticket.wait_whole
+        self._follow(parent)
+        watch = _ToldStopwatch(parts.clock, ticket, self._tell)
+        request = Request(
+            captured=ticket.captured(),
+            step=head.step,
+            policy=head.policy,
+            parent=parent,
+            metrics=head.metrics,
+            bases=self._bases,
+            fingerprint=self._fingerprint,
+        )
+        committed = commit(parts, request, watch)
+        self._fingerprint = committed.fingerprint
+        receipt = committed.receipt
+        untagged = [warning for name in head.tags if (warning := _tag_or_warning(parts, name, receipt.seq))]
+        return replace(receipt, warnings=(*receipt.warnings, *untagged))
+
+    def _hold_lease(self) -> None:
+        assert self._parts is not None
+        assert self._lease is not None
+        self._lease.wait_for_orphan()
+        self._parts.prepare_run()
+        self._lease.take()
+        self._on_lease()
+
+    def _follow(self, parent: int | None) -> None:
+        """Let the commit be coded against its parent, where the trainer has gone back to an earlier checkpoint."""
+        parts = self._parts
+        assert parts is not None
+        last = self._bases.seq if self._bases.seq is not None else parts.newest and parts.newest.header.seq
+        if parent is None or parent == last:
+            return
+        try:
+            manifest = load_whole(parts, resolve(parts, f"seq:{parent}"))
+        except CkstoreError as error:
+            _log.info("seq %d cannot be a base: %s", parent, error)
+            return
+        parts.known.pin(manifest)
+        self._bases.follow(manifest)
+        self._fingerprint = None
+
+
+def _tag_or_warning(parts: Parts, name: str, seq: int) -> str:
+    try:
+        history.tag(parts, name, f"seq:{seq}")
+    except CkstoreError as error:
+        # The checkpoint is durable: an error here would make the trainer commit it again.
+        return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
+    return ""
+
+
+class _ToldStopwatch(Stopwatch):
+    """A stopwatch that tells the trainer which stage has begun, and how many bytes were read."""
+
+    def __init__(self, clock: Clock, ticket: Ticket, tell: Tell) -> None:
+        super().__init__(clock)
+        self._ticket = ticket
+        self._told_clock = clock
+        self._say = tell
+        self._stage = "wait"
+        self._told = clock.monotonic()
+        ticket.on_read = self._read
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Measure one stage, and tell of it."""
+        self._stage = stage
+        self._tell()
+        with super().__call__(stage):
+            yield
+
+    def _read(self) -> None:
+        if self._told_clock.monotonic() - self._told >= PROGRESS_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = self._told_clock.monotonic()
+        ticket = self._ticket
+        done = min(ticket.nbytes_read, ticket.nbytes)
+        self._say(messages.Progress(ticket.number, self._stage, done, ticket.nbytes), wait_ms=0)

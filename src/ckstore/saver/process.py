@@ -1,0 +1,103 @@
+"""Start a saver's process, and see another process die: by its pidfd, and by its start time.
+
+Never by the end of a pipe or socket alone: a forked child keeps that open after the process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from ckstore.store.lease import process_started
+
+POLL_SECONDS = 0.5
+"""How often to look where the system has no pidfds."""
+
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What must not end a saver that is still starting; it lets them in when it can answer."""
+
+
+class Watch:
+    """Watches one process; where ``fd`` is not -1, it becomes readable when the process has died.
+
+    Args:
+        pid: The process.
+        started: What ``process_started`` said of it; another start time is another process.
+    """
+
+    def __init__(self, pid: int, started: str) -> None:
+        self.pid = pid
+        self._started = started
+        self.fd = -1
+        # Refused in some sandboxes; and a process that is gone has none.
+        with contextlib.suppress(OSError, AttributeError):
+            self.fd = os.pidfd_open(pid)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process lives; one that is stopped does."""
+        if self.fd >= 0:
+            poll = select.poll()
+            poll.register(self.fd, select.POLLIN)
+            if poll.poll(0):
+                return False
+        # The pidfd may have been opened for another process that got the pid.
+        return process_started(self.pid) == self._started
+
+    @property
+    def timeout_ms(self) -> int | None:
+        """How long to poll at most before asking ``is_alive``; None: the descriptor tells."""
+        return None if self.fd >= 0 else int(POLL_SECONDS * 1000)
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def how_ended(code: int) -> str:
+    """Say how a process ended, from the code that ``subprocess`` gives."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (by hand, or for want of memory)" if -code == signal.SIGKILL else "")
+
+
+def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
+    """Start the process, with this interpreter and the same modules to be found, in a session of its own."""
+    here = Path.cwd()
+    package = str(Path(__file__).parents[2])
+    found = [str(here / entry) for entry in sys.path]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(found if package in found else [package, *found]),
+        # numpy's threads would cost memory, and do nothing here.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    fds = (channel, bell, arena)
+    # It inherits this: what comes before it has a handler waits until it has one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ckstore.saver", *map(str, fds)],
+            pass_fds=fds,
+            # Python looks for modules where it is started; and a saver must not keep a disk from being unmounted.
+            cwd="/",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,331 @@
+"""The saver's loop: take staged states, commit them as a synchronous commit would, report, and outlive the trainer.
+
+One thread listens to the trainer and watches it; another one commits, one ticket after the other.
+
+Invariants:
+- A ticket that is whole when the trainer dies, and whose lease was held while it lived, is published; another is not.
+- The saver ends when the trainer is dead or has said so, and nothing is left to do; the lease is given up at last.
+- What cannot be understood ends the connection: nothing is guessed. What was whole is published all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+from ckstore.errors import CkstoreError, MalformedError, SaverError
+from ckstore.saver import messages
+from ckstore.saver.arena import Arena
+from ckstore.saver.committer import Committer
+from ckstore.saver.head import decode_head
+from ckstore.saver.messages import Message
+from ckstore.saver.process import HELD_SIGNALS, Watch
+from ckstore.saver.state import Board, Ticket
+
+_log = logging.getLogger("ckstore")
+
+LOG_WAIT_MS = 1000
+"""How long a log record may wait for a trainer that does not read, before it goes to stderr."""
+
+
+class Channel:
+    """What the saver says; from any thread, and to stderr when the trainer is gone."""
+
+    def __init__(self, end: socket.socket, trainer: Watch) -> None:
+        self._end = end
+        self._trainer = trainer
+
+    def tell(self, message: Message, *, wait_ms: int | None = None) -> bool:
+        """Send a message, waiting for a trainer that does not read; return whether it was sent.
+
+        Args:
+            message: What to send.
+            wait_ms: How long to wait; 0: not at all; None: as long as the trainer lives.
+        """
+        while True:
+            try:
+                messages.send(self._end, message)
+                return True
+            except BlockingIOError:
+                if wait_ms == 0 or not self._wait(wait_ms):
+                    return False
+            except OSError:
+                return False
+
+    def _wait(self, wait_ms: int | None) -> bool:
+        poll = select.poll()
+        poll.register(self._end, select.POLLOUT)
+        if self._trainer.fd >= 0:
+            poll.register(self._trainer.fd, select.POLLIN)
+        while True:
+            ready = poll.poll(self._trainer.timeout_ms if wait_ms is None else wait_ms)
+            if any(fd == self._end.fileno() for fd, _ in ready):
+                return True
+            if wait_ms is not None or not self._trainer.is_alive:
+                return False
+
+
+class _LogToTrainer(logging.Handler):
+    """Sends log records to the trainer; to stderr where that cannot be."""
+
+    def __init__(self, channel: Channel, level: int) -> None:
+        super().__init__(level)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record; never raises."""
+        try:
+            text = self.format(record)
+            if not self._channel.tell(messages.log_of(record.levelno, text), wait_ms=LOG_WAIT_MS):
+                sys.stderr.write(f"ckstore saver (pid {os.getpid()}): {text}\n")
+                sys.stderr.flush()
+        except Exception:
+            # Whoever read stderr may be gone too.
+            return
+
+
+class Server:
+    """One saver."""
+
+    def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: messages.Hello) -> None:
+        self._end = end
+        self._bell = bell
+        self._arena = arena
+        self._trainer = Watch(hello.trainer_pid, hello.trainer_started)
+        self.channel = Channel(end, self._trainer)
+        self._board = Board()
+        self._changed = threading.Condition()
+        self._jobs: deque[Ticket | messages.Release] = deque()
+        self._is_working = False
+        self._has_heard = False
+        self._is_ending = False
+        self._is_over = False
+        self._tickets: dict[int, Ticket] = {}
+        self._last = 0
+        self._committer = Committer(hello, self.channel.tell, self._grant)
+        self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
+
+    def run(self) -> int:
+        """Serve until the end; return the exit code."""
+        # Ctrl-C in a terminal is the trainer's affair.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: self._end_soon())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        try:
+            self._committer.open()
+        except (CkstoreError, OSError) as error:
+            self.channel.tell(messages.failed_of(0, error))
+            return getattr(error, "exit_code", 1)
+        self.channel.tell(messages.Ready(os.getpid()))
+        self._worker.start()
+        problem: Exception | None = None
+        try:
+            self._serve()
+        except Exception as error:
+            problem = error
+            _log.error("the saver cannot understand its trainer, and ends: %s", error)
+            self._lose_trainer()
+        self._finish()
+        self._committer.close()
+        if problem is not None:
+            return getattr(problem, "exit_code", 1)
+        # A trainer that lives was told of every error.
+        return self._committer.exit_code if self._board.is_trainer_gone else 0
+
+    # The listening thread
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        for fd in (self._end.fileno(), self._bell, self._trainer.fd):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        while not (self._is_ending and self._has_heard and self._is_idle()):
+            # First whether it is dead, then what it said: all that it said before counts.
+            is_alive = self._trainer.is_alive
+            is_open = self._hear()
+            self._has_heard = True
+            self._board.tell()
+            if not (is_alive and is_open):
+                # A socket that nobody holds any more is the end too: nobody could stage or ask for anything.
+                self._lose_trainer()
+                return
+            if not (self._is_ending and self._is_idle()):
+                poll.poll(self._trainer.timeout_ms)
+
+    def _hear(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        while True:
+            try:
+                message = messages.receive(self._end, messages.TO_SAVER)
+            except BlockingIOError:
+                return True
+            except ConnectionError:
+                return False
+            if message is None:
+                return False
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, messages.Begin):
+            self._begin(message)
+        elif isinstance(message, messages.Abort):
+            ticket = self._tickets.get(message.ticket)
+            if ticket is not None:
+                ticket.abort()
+        elif isinstance(message, messages.Release):
+            self._add(message)
+        elif isinstance(message, messages.Quit):
+            self._is_ending = True
+        elif not isinstance(message, messages.Staged):
+            raise MalformedError(f"a {type(message).__name__} message came where none belongs")
+
+    def _begin(self, message: messages.Begin) -> None:
+        if message.ticket <= self._last or message.slot >= len(self._arena.slots):
+            raise MalformedError("a ticket is out of order, or of a slot that is not there", where=repr(message))
+        slot = self._arena.slots[message.slot]
+        with self._changed:
+            is_taken = any(ticket.is_in(slot) for ticket in self._tickets.values())
+        if is_taken:
+            raise MalformedError("a slot was begun that is not free", where=repr(message))
+        self._last = message.ticket
+        try:
+            # What was said before it could listen was not said too late.
+            if self._is_ending and self._has_heard:
+                raise SaverError("the saver is ending", todo="commit again: that starts a new one")
+            slot.refresh()
+            if message.head_place + message.head_nbytes > slot.nbytes or slot.ticket != message.ticket:
+                raise MalformedError("the head of a ticket does not lie in its slot", where=repr(message))
+            head = decode_head(bytes(slot.view(message.head_place, message.head_nbytes)), slot_nbytes=slot.nbytes)
+        except CkstoreError as error:
+            self.channel.tell(messages.failed_of(message.ticket, error))
+            self.channel.tell(messages.SlotFree(message.ticket))
+            return
+        ticket = Ticket(message.ticket, slot, head, self._board, parents=(message.parent, message.parent_ticket))
+        self._committer.announce(head.step)
+        with self._changed:
+            self._tickets[ticket.number] = ticket
+        if self._committer.holds_lease:
+            # Before the other thread can get at it, and end it.
+            self._grant()
+        self._add(ticket)
+
+    def _end_soon(self) -> None:
+        """Finish what has begun, then end; called by a signal, in the middle of anything."""
+        self._is_ending = True
+        os.eventfd_write(self._bell, 1)
+
+    def _lose_trainer(self) -> None:
+        self._board.tell_gone()
+        self._is_ending = True
+        self._committer.disown()
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._worker.join()
+
+    # The committing thread
+
+    def _add(self, job: Ticket | messages.Release) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        with self._changed:
+            return not self._jobs and not self._is_working
+
+    def _grant(self) -> None:
+        """Tell every ticket that the lease is held for it, if the trainer lives to see that."""
+        with self._changed:
+            waiting = [ticket for ticket in self._tickets.values() if not ticket.has_lease]
+            # After the lease was taken: from now on a trainer that is started again finds it.
+            if waiting and not self._trainer.is_alive:
+                return
+            for ticket in waiting:
+                ticket.has_lease = True
+        for ticket in waiting:
+            self.channel.tell(messages.Began(ticket.number))
+
+    def _work(self) -> None:
+        try:
+            self._work_off()
+        except BaseException:
+            # Nobody would end the tickets that are left: let the trainer see the saver die.
+            _log.critical("the saver met a fault of its own", exc_info=True)
+            os._exit(1)
+
+    def _work_off(self) -> None:
+        while True:
+            with self._changed:
+                self._is_working = False
+                # Whoever listens may be waiting for this one to end.
+                os.eventfd_write(self._bell, 1)
+                self._changed.wait_for(lambda: self._jobs or self._is_over)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._is_working = True
+            if isinstance(job, Ticket):
+                self._committer.commit(job)
+                with self._changed:
+                    del self._tickets[job.number]
+                self.channel.tell(messages.SlotFree(job.number))
+            else:
+                self._committer.release()
+                self.channel.tell(messages.Released())
+
+
+def main(fds: list[int]) -> int:
+    """Serve on inherited descriptors: socket, bell and arena; return the exit code."""
+    channel, bell, arena_fd = fds
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    end = socket.socket(fileno=channel)
+    message = messages.receive(end, messages.TO_SAVER)
+    if not isinstance(message, messages.Hello):
+        raise MalformedError("the trainer did not begin with a hello")
+    _give_way(message.nice)
+    server = Server(end, bell, Arena.attach(arena_fd), message)
+    _log.addHandler(_LogToTrainer(server.channel, message.log_level))
+    _log.setLevel(message.log_level)
+    _log.propagate = False
+    end_without_threads()
+    return server.run()
+
+
+def end_without_threads() -> None:
+    """End this process when a thread that was started cannot begin: Python lets whoever started it wait for ever."""
+    # It happens for want of memory, and is told to this hook only, by a thread that can do no more than call C.
+    faults: queue.SimpleQueue[sys.UnraisableHookArgs] = queue.SimpleQueue()
+
+    def watch() -> None:
+        while True:
+            fault = faults.get()
+            if "thread started" in str(fault.err_msg):
+                _log.critical("the saver ends: it has no memory for a thread")
+                os._exit(1)
+            sys.__unraisablehook__(fault)
+
+    threading.Thread(target=watch, name="ckstore-faults", daemon=True).start()
+    sys.unraisablehook = faults.put
+
+
+def _give_way(nice: int) -> None:
+    """Let the trainer go first; what the system refuses is left."""
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+    # A session has its own share where the kernel groups processes by session: niceness counts within it only.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))

@@ -1,0 +1,226 @@
+"""A staged state as a commit sees it: storages in a slot of the arena, read as soon as they are staged.
+
+Invariants:
+- A byte is read only after it was marked as staged; whoever needs one that is not waits for it.
+- A ticket whose trainer has died, or that was aborted, before it was whole is given up: every reader of it raises.
+- Nothing is published before the trainer has said that all is staged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ckstore.capture import Captured
+from ckstore.clock import Clock
+from ckstore.config import Limits
+from ckstore.errors import SaverError
+from ckstore.io.backend import Backend
+from ckstore.plan import StorageShape, plan_commit
+from ckstore.saver.arena import STAGED, TAKEN, Slot
+from ckstore.saver.head import Head, SampleRow, StorageRow
+from ckstore.store.lease import Lease
+from ckstore.survey import sampled_of, units_of
+
+LOOK_SECONDS = 0.05
+"""How often marks are looked at while somebody waits for them, should no bell have rung."""
+
+
+class Board:
+    """Where the threads of a commit wait for the trainer, and hear of its death."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.is_trainer_gone = False
+
+    def tell(self) -> None:
+        """Wake those who wait: something may have come."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def tell_gone(self) -> None:
+        """Tell that the trainer is dead: what is staged now is all that ever will be."""
+        with self._changed:
+            self.is_trainer_gone = True
+            self._changed.notify_all()
+
+    def wait(self, has_come: Callable[[], bool]) -> None:
+        """Wait until a condition holds; it may raise."""
+        with self._changed:
+            while not has_come():
+                self._changed.wait(LOOK_SECONDS)
+
+
+class Ticket:
+    """One staged state, from its first byte to its receipt.
+
+    Args:
+        number: The trainer's number of it.
+        slot: Where it is staged.
+        head: What it is.
+        board: Where its readers wait.
+        parents: The seq that it comes from, and the ticket that it comes from if that is published; 0: none.
+    """
+
+    def __init__(
+        self, number: int, slot: Slot, head: Head, board: Board, *, parents: tuple[int | None, int] = (None, 0)
+    ) -> None:
+        self.number = number
+        self.head = head
+        self.parents = parents
+        self.has_lease = False
+        """Whether the lease was held for it while the trainer lived; only then it may outlive the trainer."""
+        self.is_aborted = False
+        """Whether the trainer has given it up."""
+        self.nbytes_read = 0
+        self.on_read: Callable[[], None] = lambda: None
+        self._slot = slot
+        self._board = board
+        samples: dict[int, list[SampleRow]] = {}
+        for sample in head.samples:
+            samples.setdefault(sample.storage, []).append(sample)
+        self.storages = [StagedStorage(self, row, samples.get(index, ())) for index, row in enumerate(head.storages)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages together."""
+        return sum(storage.nbytes for storage in self.head.storages)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte is staged, and the trainer has said so."""
+        return self._slot.ticket == self.number and self._slot.state in (STAGED, TAKEN)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it will not be published any more."""
+        # First the trainer, then the slot: what it did before it died counts.
+        is_gone = self._board.is_trainer_gone
+        return self.is_aborted or (is_gone and not (self.has_lease and self.is_whole))
+
+    def abort(self) -> None:
+        """Give it up, as the trainer asks."""
+        self.is_aborted = True
+        self._board.tell()
+
+    def is_in(self, slot: Slot) -> bool:
+        """Whether it is staged in this slot."""
+        return self._slot is slot
+
+    def captured(self) -> Captured:
+        """Return the state as a commit takes it."""
+        head = self.head
+        return Captured(head.tree, [], list(head.tensors), list(self.storages), list(head.warnings))
+
+    def check(self) -> None:
+        """Raise if it was given up.
+
+        Raises:
+            SaverError: It was.
+        """
+        if self.is_given_up:
+            raise SaverError(
+                f"the commit of step {self.head.step} was given up "
+                + ("by the trainer" if self.is_aborted else "because the trainer died before it was staged"),
+                todo="commit again",
+            )
+
+    def wait_whole(self) -> None:
+        """Wait until all is staged.
+
+        Raises:
+            SaverError: It never will be.
+        """
+        self._wait(lambda: self.is_whole)
+
+    def read(self, place: int, nbytes: int) -> memoryview:
+        """Return bytes of the slot, once they are staged.
+
+        Raises:
+            SaverError: They never will be, or the ticket was given up meanwhile.
+        """
+        self.check()
+        if not self.is_staged(place, nbytes):
+            self._wait(lambda: self.is_staged(place, nbytes))
+        return self._slot.view(place, nbytes).toreadonly()
+
+    def is_staged(self, place: int, nbytes: int) -> bool:
+        """Whether bytes of the slot are there."""
+        return self._slot.is_staged(place, place + nbytes)
+
+    def _wait(self, has_come: Callable[[], bool]) -> None:
+        def look() -> bool:
+            self.check()
+            return has_come()
+
+        self._board.wait(look)
+
+
+class StagedStorage:
+    """The bytes of one storage, some of which may still have to come."""
+
+    def __init__(self, ticket: Ticket, row: StorageRow, samples: Sequence[SampleRow]) -> None:
+        self.nbytes = row.nbytes
+        self.element_width = row.element_width
+        self.is_float = row.is_float
+        self._ticket = ticket
+        self._place = row.place
+        self._samples = {(row.offset, row.nbytes, row.width): row for row in samples if row.width}
+        self._excerpts = [row for row in samples if not row.width]
+
+    @property
+    def is_host(self) -> bool:
+        """They lie in host memory."""
+        return True
+
+    def read(self, lo: int, hi: int) -> memoryview:
+        """Return bytes ``lo`` to ``hi``; waits for them."""
+        assert 0 <= lo <= hi <= self.nbytes
+        if lo == hi:
+            return memoryview(b"")
+        ticket = self._ticket
+        if not ticket.is_staged(self._place + lo, hi - lo):
+            for row in self._excerpts:
+                if row.offset <= lo and hi <= row.offset + row.nbytes:
+                    return ticket.read(row.place + lo - row.offset, hi - lo)
+        ticket.nbytes_read += hi - lo
+        ticket.on_read()
+        return ticket.read(self._place + lo, hi - lo)
+
+    def sample(self, offset: int, nbytes: int, width: int) -> bytes | None:
+        """Return the sample of a chunk if it is staged apart and the chunk is not there yet."""
+        row = self._samples.get((offset, nbytes, width))
+        if row is None or self._ticket.is_staged(self._place + offset, nbytes):
+            return None
+        return bytes(self._ticket.read(row.place, row.sample_nbytes))
+
+
+class GatedLease(Lease):
+    """The lease of a saver: what it guards is published only when the gate lets it pass."""
+
+    def __init__(self, backend: Backend, run: str, clock: Clock) -> None:
+        super().__init__(backend, run, clock)
+        self.gate: Callable[[], None] = lambda: None
+
+    def check(self) -> None:
+        """Look at the lease again, before publishing, and wait until all is staged.
+
+        Raises:
+            ConflictError: Another writer took it over.
+            SaverError: It never will be.
+        """
+        self.gate()
+        super().check()
+
+
+def places_to_sample(storages: Sequence[StorageShape], limits: Limits) -> list[tuple[int, int, int, int]]:
+    """Return what a commit samples before it codes: storage, offset and length of a chunk, and its element width."""
+    plan = plan_commit(storages, limits)
+    found = []
+    for unit in units_of(plan):
+        for index in sampled_of(unit):
+            chunk = plan.chunks[index]
+            if len(chunk.sources) == 1:
+                source = chunk.sources[0]
+                found.append((source.storage, source.offset, source.nbytes, chunk.element_width))
+    return found

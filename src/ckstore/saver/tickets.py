@@ -1,0 +1,109 @@
+"""What becomes of the tickets that a trainer handed to its saver: each is told once how it ended, whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckstore.errors import MalformedError
+from ckstore.receipt import Receipt
+from ckstore.saver.messages import Began, Done, Failed, Progress, SlotFree, error_of
+
+_log = logging.getLogger("ckstore")
+
+OF_TICKET = (Began, Progress, Done, Failed, SlotFree)
+
+
+def _ignore(*facts: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What is called, on the listening thread, as a ticket goes on; none of them may wait.
+
+    Args:
+        on_done: It is durable.
+        on_failed: It was not acknowledged; with the error of the saver, or SaverError if that died.
+        on_free: The slot may be used again; comes last, and always.
+        on_began: The saver holds the lease for it. From here on the checkpoint is published even if the trainer
+            dies, provided that all was staged; and a trainer that is started again waits for it.
+        on_progress: Stage, bytes done, bytes in all.
+    """
+
+    on_done: Callable[[Receipt], None]
+    on_failed: Callable[[Exception], None]
+    on_free: Callable[[], None]
+    on_began: Callable[[], None] = _ignore
+    on_progress: Callable[[str, int, int], None] = _ignore
+
+
+class Tickets:
+    """The tickets that have not ended yet; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: dict[int, Callbacks] = {}
+        self._told: set[int] = set()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def add(self, number: int, callbacks: Callbacks) -> bool:
+        """Add a ticket; False: it is too late, the saver is dead."""
+        with self._lock:
+            if not self._is_closed:
+                self._callbacks[number] = callbacks
+            return not self._is_closed
+
+    def remove(self, number: int) -> None:
+        """Take back a ticket that was not handed over."""
+        with self._lock:
+            self._callbacks.pop(number, None)
+
+    def take(self, message: Began | Progress | Done | Failed | SlotFree) -> None:
+        """Call what a message calls for.
+
+        Raises:
+            MalformedError: There is no such ticket.
+        """
+        number = message.ticket
+        with self._lock:
+            callbacks = self._callbacks.get(number)
+            if isinstance(message, SlotFree):
+                self._callbacks.pop(number, None)
+                self._told.discard(number)
+            elif isinstance(message, (Done, Failed)):
+                self._told.add(number)
+        if callbacks is None:
+            raise MalformedError("the saver tells of a ticket that it was not given", where=f"ticket {number}")
+        if isinstance(message, Began):
+            _call(callbacks.on_began)
+        elif isinstance(message, Progress):
+            _call(callbacks.on_progress, message.stage, message.nbytes_done, message.nbytes_total)
+        elif isinstance(message, Done):
+            _call(callbacks.on_done, message.receipt)
+        elif isinstance(message, Failed):
+            _call(callbacks.on_failed, error_of(message))
+        else:
+            _call(callbacks.on_free)
+
+    def end(self, death: Callable[[], Exception]) -> None:
+        """The saver is dead: end every ticket; ``death`` makes an error for each."""
+        with self._lock:
+            self._is_closed = True
+            callbacks, self._callbacks = self._callbacks, {}
+        for number, each in callbacks.items():
+            if number not in self._told:
+                _call(each.on_failed, death())
+            _call(each.on_free)
+
+
+def _call(callback: Callable[..., None], *facts: object) -> None:
+    try:
+        callback(*facts)
+    except Exception:
+        _log.exception("a callback of a background commit failed")

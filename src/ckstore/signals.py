@@ -1,0 +1,354 @@
+"""One more commit when a signal announces the end: preemption sends SIGTERM, and half a minute later SIGKILL.
+
+Python calls what listens to signals on the main thread, between any two of its instructions: in the middle of
+``optimizer.step`` too, where half of the state is new and half is old. So nothing is read there. The signal leaves
+word; the training loop, which knows where a step ends, asks after each, and commits.
+
+Invariants:
+- A state is read between two steps only; where none ends in time, nothing is committed, and what was is kept.
+- What a signal interrupts is not waited for: no lock is taken, nothing is logged and no thread is started there.
+- A signal that came is acted on in the end: by the last commit and what follows it, or as if nobody had listened.
+- A forked child listens to nothing: whoever ends data-loader workers by SIGTERM ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
+
+from ckstore.advice import check_positive
+from ckstore.arguments import check_step
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import CkstoreError, UsageError
+
+if TYPE_CHECKING:
+    from ckstore.config import Policy
+    from ckstore.interval import Costs
+    from ckstore.pending import Pending
+    from ckstore.receipt import Receipt
+
+_log = logging.getLogger("ckstore")
+
+TRIES = 3
+"""For the last commit: the first may be told of an earlier one's failure, or meet a saver that the signal has ended."""
+
+_Listener = Callable[[int, FrameType | None], Any]
+
+
+class Committing(Protocol):
+    """A store, as far as a last commit needs one."""
+
+    @property
+    def costs(self) -> Costs:
+        """What it has committed."""
+        ...
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Not 0 where it commits through a saver."""
+        ...
+
+    def commit(
+        self,
+        state: Any,
+        step: SupportsIndex,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        policy: Policy | None = None,
+    ) -> Receipt:
+        """Commit a state, and return when it is durable."""
+        ...
+
+    def commit_async(
+        self,
+        state: Any,
+        step: SupportsIndex,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        policy: Policy | None = None,
+    ) -> Pending:
+        """Commit a state through the saver."""
+        ...
+
+
+class LastCommit:
+    """Waits for a signal, and commits at the next ``check``; made by ``Store.commit_on_signal``, on the main thread.
+
+    Attributes:
+        signal: The signal that came; None: none has.
+        receipt: Of the last commit, once it is durable.
+    """
+
+    def __init__(
+        self,
+        store: Committing,
+        get_state: Callable[[], Any],
+        *,
+        signals: Sequence[int] | None = None,
+        deadline_seconds: float = 30.0,
+        then: Literal["exit", "return"] = "exit",
+        metrics: Callable[[], Mapping[str, float]] | None = None,
+        tags: Sequence[str] = (),
+        policy: Policy | None = None,
+    ) -> None:
+        check_positive("deadline_seconds", deadline_seconds)
+        if then not in ("exit", "return"):
+            raise UsageError("then is 'exit' or 'return'", where=f"then={then!r}")
+        self.signal: signal.Signals | None = None
+        self.receipt: Receipt | None = None
+        self._store, self._get_state = store, get_state
+        self._get_metrics, self._tags, self._policy = metrics, tuple(tags), policy
+        self._deadline_seconds, self._then = deadline_seconds, then
+        self._deadline = 0.0
+        self._owner = os.getpid()
+        self._commit_count = store.costs.commit_count
+        self._is_over = self._is_ending = self._is_closed = False
+        self._previous = _listeners_of((signal.SIGTERM,) if signals is None else signals)
+        # Written to where no lock may be taken; read by a thread that may.
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        # Only when nobody can ring it any more: another file may get its number.
+        weakref.finalize(self, os.close, self._bell)
+        self._teller = threading.Thread(target=self._tell, name="ckstore-signals", daemon=True)
+        self._teller.start()
+        _listening.add(self)
+        for number in self._previous:
+            signal.signal(number, self._hear)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
+    def check(self, step: SupportsIndex) -> bool:
+        """Commit, if a signal has come, and end; called where the state is whole, after each step.
+
+        A commit of this step that was begun since the last call counts: it is waited for, and not repeated.
+
+        Args:
+            step: The step that the state is of.
+
+        Returns:
+            Whether the run is to end: the last commit was made, and whoever else was told by the signal has returned.
+
+        Raises:
+            SystemExit: It is durable, or staged and the deadline has passed; 128 and the number of the signal.
+            CkstoreError: The last commit failed; earlier checkpoints are intact.
+        """
+        if self.signal is None or self._is_over:
+            self._commit_count = self._store.costs.commit_count
+            return self._is_over
+        number = self.signal
+        # Whatever comes of it, it is not tried a second time.
+        self._is_over = True
+        self._commit_last(check_step(step), number)
+        return self._end(number)
+
+    def close(self) -> None:
+        """Listen no more: what listened before does again; repeated calls do nothing.
+
+        Raises:
+            SystemExit: A signal came after the last check; nothing was committed, and the process ends all the same.
+        """
+        if self._leave() and self.signal is not None:
+            self._end(self.signal)
+
+    def __enter__(self) -> LastCommit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # What went wrong first ends the run.
+            self._leave()
+
+    def _leave(self) -> bool:
+        """Stop listening and telling; return whether a signal has come that nobody has acted on."""
+        self._stop_listening()
+        if not self._is_closed:
+            self._is_closed = True
+            _listening.discard(self)
+            os.eventfd_write(self._bell, 1)
+            self._teller.join()
+        is_left = self.signal is not None and not self._is_over
+        if is_left and self.signal is not None:
+            self._is_over = True
+            _log.warning("%s came after the last step that was checked: nothing was committed", self.signal.name)
+        return is_left
+
+    # Where the signal comes
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner or self._is_closed:
+            _pass_on(self._previous[number], number, frame)
+        elif self.signal is None:
+            self._deadline = SYSTEM_CLOCK.monotonic() + self._deadline_seconds
+            self.signal = signal.Signals(number)
+            os.eventfd_write(self._bell, 1)
+        elif self._is_ending:
+            # The last commit was made on another thread; only this one can end the process.
+            self._end(self.signal, frame)
+        elif self._is_insisting(number):
+            self._is_over = True
+            self._stop_listening()
+            _pass_on(self._previous[number], number, frame)
+
+    def _is_insisting(self, number: int) -> bool:
+        """Whether to end without the last commit: Ctrl-C twice, or again when the time was up."""
+        # SIGTERM comes twice of itself, from a scheduler to all processes and from a launcher to its own.
+        is_again = number == signal.SIGINT and self.signal == signal.SIGINT
+        return is_again or (SYSTEM_CLOCK.monotonic() > self._deadline and not self._is_over)
+
+    # What comes of it
+
+    def _commit_last(self, step: int, number: signal.Signals) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                self.receipt = self._try(step, is_first=left == TRIES - 1)
+            except TimeoutError:
+                _log.warning(
+                    "%s: step %d is staged and not durable in time; the saver goes on writing it", number.name, step
+                )
+            except CkstoreError as error:
+                if left == 0:
+                    raise
+                _log.warning("%s: the last commit is tried again: %s", number.name, error)
+                continue
+            else:
+                _log.warning("%s: step %d is durable (seq %s)", number.name, step, self.receipt.seq)
+            return
+
+    def _try(self, step: int, *, is_first: bool) -> Receipt:
+        store = self._store
+        if is_first and store.costs.commit_count != self._commit_count:
+            newest = store.costs.newest
+            if newest is not None and newest[0] == step and newest[1] is not None:
+                return newest[1].result(timeout=self._left())
+        state = self._get_state()
+        metrics = self._get_metrics() if self._get_metrics is not None else None
+        if is_first and store.arena_nbytes:
+            pending = store.commit_async(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
+            return pending.result(timeout=self._left())
+        # Here nothing can come between: not a saver that the same signal has told to end.
+        return store.commit(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
+
+    def _end(self, number: signal.Signals, frame: FrameType | None = None) -> bool:
+        """End as the process would have without this."""
+        if self._then == "return":
+            return True
+        if threading.current_thread() is not threading.main_thread():
+            self._is_ending = True
+            signal.pthread_kill(_main_thread(), number)
+            return True
+        self._stop_listening()
+        previous = self._previous[number]
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL:
+            raise SystemExit(128 + number)
+        return True
+
+    def _stop_listening(self) -> None:
+        """Let those listen again who did before; what was put over this one since then is left."""
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self._owner:
+            for number, previous in self._previous.items():
+                if signal.getsignal(number) == self._hear:
+                    signal.signal(number, previous)
+
+    def _leave_child(self) -> None:
+        """In a forked child: as if nobody had listened."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, previous)
+        self._is_closed = True
+
+    # The thread that tells
+
+    def _tell(self) -> None:
+        bell = self._bell
+        os.eventfd_read(bell)
+        if self._is_closed or self.signal is None:
+            return
+        name = self.signal.name
+        _log.warning("%s: after this step the state is committed once more, within %.3g s", name, self._left())
+        poll = select.poll()
+        poll.register(bell, select.POLLIN)
+        while not poll.poll(1000 * self._left()):
+            if self._left() == 0:
+                break
+        if not (self._is_closed or self._is_over):
+            _log.error(
+                "%s: no step was checked within %.3g s, and nothing was committed: a state in the middle of a step is "
+                "none. The next check commits all the same; another signal ends the process",
+                name,
+                self._deadline_seconds,
+            )
+
+
+def _listeners_of(numbers: Sequence[int]) -> dict[int, _Listener | int]:
+    """Return what listens to some signals now.
+
+    Raises:
+        UsageError: Nobody could listen to one instead.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("signals come to the main thread only", todo="call commit_on_signal there")
+    listeners: dict[int, _Listener | int] = {}
+    for number in numbers:
+        try:
+            listener = signal.getsignal(number)
+            # SIGKILL and SIGSTOP are refused here, and nothing is changed.
+            if listener is not None:
+                signal.signal(number, listener)
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"nobody can listen to this signal ({error})", where=repr(number)) from None
+        if listener is None:
+            raise UsageError(
+                "something that is not Python listens to this signal, and could not be told of it any more",
+                where=signal.Signals(number).name,
+                todo="choose another signal",
+            )
+        listeners[number] = listener
+    if not listeners:
+        raise UsageError("there is no signal to listen to", where="signals=()")
+    return listeners
+
+
+def _pass_on(previous: _Listener | int, number: int, frame: FrameType | None) -> None:
+    """Do what would have been done without this."""
+    if callable(previous):
+        previous(number, frame)
+    elif previous == signal.SIG_DFL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _main_thread() -> int:
+    number = threading.main_thread().ident
+    assert number is not None, "the main thread runs"
+    return number
+
+
+_listening: weakref.WeakSet[LastCommit] = weakref.WeakSet()
+
+
+def _leave_children() -> None:
+    for each in list(_listening):
+        each._leave_child()
+
+
+os.register_at_fork(after_in_child=_leave_children)

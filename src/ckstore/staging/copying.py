@@ -1,0 +1,231 @@
+"""Threads that copy units of a state into the arena.
+
+Invariants:
+- A unit is marked after its bytes were copied.
+- A thread that copies does not need the interpreter between two units: a trainer that runs Python is not disturbed.
+- Only threads of the crew copy. Who waits for them sends them all, and Ctrl-C is raised where he waits.
+- Once ``is_over`` is set, no thread touches the section any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore import kernels
+from ckstore.format.wire import xxh3_64
+from ckstore.saver.arena import UNIT_NBYTES, Slot
+from ckstore.staging.stowage import Section
+from ckstore.tensor import HostStorage
+
+_log = logging.getLogger("ckstore")
+
+_FRESH_UNITS = 8
+"""Units that a thread populates, and then copies, where memory is still to be taken."""
+
+
+class Crew:
+    """Threads that copy; they are started when first needed, and sleep in between.
+
+    Args:
+        count: How many there are at most.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.count = count
+
+    def send(self, work: Callable[[], None], count: int | None = None) -> None:
+        """Let threads call this, each once; it must not raise."""
+        count = self.count if count is None else min(count, self.count)
+        try:
+            self.start(count)
+        except RuntimeError:
+            # While the interpreter ends, Python 3.12 starts no more threads: those that there are do as well.
+            if not self._threads:
+                raise
+        for _ in range(count):
+            self._work.put(work)
+
+    def start(self, count: int | None = None) -> None:
+        """Start as many threads now."""
+        while len(self._threads) < (self.count if count is None else count):
+            name = f"ckstore-stage-{len(self._threads)}"
+            thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self, *, is_waited: bool = True) -> None:
+        """End the threads after what they were sent."""
+        threads, self._threads = self._threads, []
+        work, self._work = self._work, queue.SimpleQueue()
+        work.put(None)
+        for thread in threads if is_waited else ():
+            thread.join()
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := work.get()) is not None:
+        try:
+            call()
+        except Exception:
+            _log.exception("a thread that copies met what it should not")
+        # Nothing of a commit is kept alive while the thread sleeps.
+        del call
+    # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
+    work.put(None)
+
+
+class HostCopy:
+    """Copies one section, on all threads that enter."""
+
+    def __init__(
+        self,
+        section: Section,
+        slot: Slot,
+        storages: Sequence[HostStorage],
+        *,
+        starts: NDArray[np.uint64],
+        bell: int,
+        is_checked: bool,
+        on_over: Callable[[BaseException | None], None],
+    ) -> None:
+        self.section = section
+        self.is_over = threading.Event()
+        self.checksums: dict[int, list[int]] = {}
+        self._changed_row: tuple[int, int] | None = None
+        self._slot = slot
+        self._storages: Sequence[HostStorage] = storages
+        self._table = section.table(starts, slot.address) if section.unit_count else np.empty((0, 3), np.uint64)
+        self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
+        self._turn = np.zeros(1, np.uint64)
+        self._bell = bell
+        self._is_checked = is_checked
+        self._is_fresh = not slot.is_populated(section.begin, section.unit_count * UNIT_NBYTES)
+        self._on_over = on_over
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._error: BaseException | None = None
+        self._is_cancelled = False
+
+    def work(self) -> None:
+        """Copy what nobody else has taken; never raises."""
+        with self._lock:
+            if self.is_over.is_set():
+                return
+            self._inside += 1
+        try:
+            if self._is_fresh or self._is_checked:
+                self._copy_stepwise()
+            elif self.section.unit_count:
+                self._copy(self._table, self.section.firsts, self._marks, self._turn)
+        except BaseException as error:
+            self.cancel(error)
+        self._leave()
+
+    def send(self, crew: Crew, count: int) -> None:
+        """Let threads of the crew copy; no more of them than there are units."""
+        if self.is_over.is_set():
+            return
+        if self.section.unit_count:
+            crew.send(self.work, min(count, self.section.unit_count))
+        else:
+            self.work()
+
+    def join(self, crew: Crew) -> None:
+        """Send the whole crew, and wait; what interrupts the wait also ends the copying."""
+        self.send(crew, crew.count)
+        try:
+            self.is_over.wait()
+        except BaseException as error:
+            self.cancel(error)
+            self.is_over.wait()
+            raise
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Take no more units; does not wait."""
+        with self._lock:
+            self._error = self._error or error
+            self._is_cancelled = True
+            self._turn[0] = self.section.unit_count
+            is_idle = self._inside == 0 and not self.is_over.is_set()
+            self._inside += is_idle
+        if is_idle:
+            self._leave()
+
+    def note(self) -> None:
+        """Take checksums of what is to be copied, if they are wanted: as it is now it must be copied."""
+        for unit in range(self.section.unit_count if self._is_checked else 0):
+            if unit not in self.checksums:
+                self.checksums.setdefault(unit, self._checksums_of(unit))
+
+    def changed_row(self) -> tuple[int, int] | None:
+        """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
+        for unit, noted in list(self.checksums.items()):
+            for row, one, other in zip(self.section.rows_of(unit), noted, self._checksums_of(unit), strict=True):
+                if one != other:
+                    return row[0], row[1]
+        return self._changed_row
+
+    def _checksums_of(self, unit: int) -> list[int]:
+        return [
+            xxh3_64(self._storages[storage].read(offset, offset + nbytes))
+            for storage, offset, _, nbytes in self.section.rows_of(unit)
+        ]
+
+    def _check_copy(self, unit: int) -> None:
+        rows = list(self.section.rows_of(unit))
+        copied = [xxh3_64(self._slot.view(place, nbytes)) for _, _, place, nbytes in rows]
+        # A guard on another thread may be faster than the note.
+        noted = self.checksums.setdefault(unit, copied)
+        for row, one, other in zip(rows, noted, copied, strict=True):
+            if one != other:
+                self._changed_row = row[0], row[1]
+
+    def forget(self) -> None:
+        """Let go of the sources."""
+        self._storages = ()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            is_last = self._inside == 0 and not self.is_over.is_set()
+            is_last = is_last and (self._is_cancelled or bool(self._marks.all()))
+            if is_last:
+                # From here on nobody enters any more.
+                self.is_over.set()
+        if is_last:
+            if not self._is_checked:
+                self.forget()
+            self._on_over(self._error)
+
+    def _take(self, count: int) -> tuple[int, int] | None:
+        with self._lock:
+            first = int(self._turn[0])
+            last = min(first + count, self.section.unit_count)
+            if first >= last:
+                return None
+            self._turn[0] = last
+            return first, last
+
+    def _copy(
+        self, rows: NDArray[np.uint64], firsts: NDArray[np.uint64], marks: NDArray[np.uint8], turn: NDArray[np.uint64]
+    ) -> None:
+        kernels.copy_units(rows.data, firsts.data, marks.data, turn.data, self._bell)
+
+    def _copy_stepwise(self) -> None:
+        firsts = self.section.firsts
+        while (taken := self._take(1 if self._is_checked else _FRESH_UNITS)) is not None:
+            first, last = taken
+            self._slot.populate(self.section.begin + first * UNIT_NBYTES, (last - first) * UNIT_NBYTES)
+            rows = self._table[int(firsts[first]) : int(firsts[last])]
+            starts = firsts[first : last + 1] - firsts[first]
+            self._copy(rows, starts, self._marks[first:last], np.zeros(1, np.uint64))
+            if self._is_checked:
+                self._check_copy(first)

@@ -1,0 +1,155 @@
+"""Say of each storage when it is copied, and make the copies of those that lie in a device.
+
+What lies entirely in memory that a guard protects may be copied behind it; all else is copied before training goes
+on. So is what lies in a device without streams that a guard could hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore import kernels
+from ckstore.capture import Captured
+from ckstore.format.logical import itemsize_of
+from ckstore.saver.arena import UNIT_NBYTES, Slot
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
+from ckstore.tensor import HostStorage, TensorSpec, byte_strides_of, extent_of
+
+Span = tuple[int, int]
+"""The first address, and the one after the last."""
+
+
+class DeviceCopies(Protocol):
+    """Copies of one section, from devices, in order with what those compute."""
+
+    def launch(self) -> None:
+        """Begin, once everything that was launched before is done."""
+        ...
+
+    def hold(self) -> None:
+        """Let what is launched from here on wait for the copies."""
+        ...
+
+    def wait(self, mark: Callable[[int], None]) -> None:
+        """Wait until all bytes have come; call ``mark`` for each unit of the section that has."""
+        ...
+
+
+def kinds_of(captured: Captured, guarded: Sequence[Span]) -> tuple[list[int], NDArray[np.uint64]]:
+    """Return when each storage is copied, and its address in the memory that it lies in.
+
+    Args:
+        captured: The state.
+        guarded: Memory that a guard protects, ascending.
+    """
+    storages = captured.storages
+    starts = np.array([_start_of(storage) for storage in storages], np.uint64)
+    nbytes = np.array([storage.nbytes for storage in storages], np.uint64)
+    if guarded:
+        memory = _Memory(guarded)
+        is_lazy = memory.holds(starts, starts + nbytes)
+        for index in np.flatnonzero(~is_lazy):
+            # Padding between tensors of one allocation belongs to nobody.
+            is_lazy[index] = memory.holds_tensors(captured, int(index), int(starts[index]))
+    else:
+        is_lazy = np.zeros(len(storages), np.bool_)
+    kinds = []
+    for storage, lazy in zip(storages, is_lazy.tolist(), strict=True):
+        if storage.is_host:
+            kinds.append(LAZY if lazy else NOW)
+        else:
+            kinds.append(DEVICE_LAZY if lazy and _is_cuda(storage) else DEVICE_NOW)
+    return kinds, starts
+
+
+class _Memory:
+    """Spans of addresses."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        # One that holds nothing comes first, so that there is always one before.
+        self._starts = np.array([0, *(start for start, _ in spans)], np.uint64)
+        self._ends = np.array([0, *(end for _, end in spans)], np.uint64)
+        self._by_storage: dict[int, list[TensorSpec]] | None = None
+
+    def holds(self, begins: NDArray[np.uint64], ends: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of some ranges lie in one of the spans."""
+        at = np.searchsorted(self._starts, begins, side="right") - 1
+        return np.asarray(ends <= self._ends[at])
+
+    def holds_tensors(self, captured: Captured, index: int, start: int) -> bool:
+        """Whether every tensor of a storage that begins at an address lies in one of the spans."""
+        if self._by_storage is None:
+            self._by_storage = {}
+            for spec in captured.tensors:
+                self._by_storage.setdefault(spec.storage, []).append(spec)
+        extents = np.array([_extent(spec, start) for spec in self._by_storage[index]], np.uint64)
+        return bool(self.holds(extents[:, 0], extents[:, 1]).all())
+
+
+def _start_of(storage: HostStorage) -> int:
+    start = getattr(storage, "start", None)
+    if isinstance(start, int):
+        return start
+    if storage.nbytes == 0 or not storage.is_host:
+        return 0
+    address: int = np.frombuffer(storage.read(0, storage.nbytes), np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _extent(spec: TensorSpec, start: int) -> Span:
+    itemsize = itemsize_of(spec.library, spec.dtype) or 1
+    lo, hi = extent_of(spec.shape, byte_strides_of(spec.library, spec.strides, itemsize), itemsize)
+    return start + spec.offset + lo, start + spec.offset + hi
+
+
+def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> DeviceCopies:
+    """Return the copies of a section of storages that lie in devices."""
+    if any(_is_cuda(storages[index]) for index in section.storages):
+        from ckstore.adapters.staging_cuda import CudaCopies
+
+        return CudaCopies(section, storages, slot)
+    return _ReadCopies(section, storages, slot)
+
+
+def pin(slot: Slot) -> None:
+    """Let CUDA devices copy to a slot at full speed, where there are any."""
+    if "torch" in sys.modules:
+        from ckstore.adapters.staging_cuda import pin as pin_slot
+
+        pin_slot(slot)
+
+
+def _is_cuda(storage: HostStorage) -> bool:
+    if storage.is_host or "torch" not in sys.modules:
+        return False
+    from ckstore.adapters.staging_cuda import device_of
+
+    return device_of(storage) is not None
+
+
+class _ReadCopies:
+    """Copies through the library's own way to the host, piece by piece."""
+
+    def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
+        self._section = section
+        self._storages = storages
+        self._slot = slot
+
+    def launch(self) -> None:
+        """Do nothing: reading waits for what was launched before."""
+
+    def hold(self) -> None:
+        """Do nothing: this is over before training goes on."""
+
+    def wait(self, mark: Callable[[int], None]) -> None:
+        """Copy everything."""
+        for unit in range(self._section.unit_count):
+            for index, offset, place, nbytes in self._section.rows_of(unit):
+                assert nbytes <= UNIT_NBYTES
+                kernels.copy_bytes(self._storages[index].read(offset, offset + nbytes), self._slot.view(place, nbytes))
+            mark(unit)

@@ -1,0 +1,128 @@
+"""What one handle stages with: the arena, the threads that copy, and where states of known shapes go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.capture import Captured
+from ckstore.config import Limits, Policy
+from ckstore.errors import CapacityError
+from ckstore.saver.arena import FREE, SLOTS_MAX, UNIT_NBYTES, Arena, Slot, units_of
+from ckstore.saver.state import places_to_sample
+from ckstore.staging.copying import Crew
+from ckstore.staging.devices import Span, kinds_of, pin
+from ckstore.staging.stowage import Stowage, stow
+
+_STOWED_MAX = 4
+"""Shapes that are remembered: those of a state, and of parts of it that are committed apart."""
+
+_POPULATED_NBYTES = 64 << 20
+
+
+class Dock:
+    """The memory and the threads of one handle; both are taken when they are first needed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._arena: Arena | None = None
+        self._crew: Crew | None = None
+        self._stowed: dict[object, Stowage] = {}
+
+    @property
+    def arena(self) -> Arena:
+        """The arena; made now if there is none."""
+        if self._arena is None:
+            # A slot that is never used takes no memory.
+            self._arena = Arena.create(slot_count=SLOTS_MAX)
+        return self._arena
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory that the arena has taken."""
+        return 0 if self._arena is None else self._arena.nbytes_taken
+
+    def free_slot(self) -> Slot | None:
+        """Return a free slot, the larger one if both are."""
+        free = [slot for slot in self.arena.slots if slot.state == FREE]
+        return max(free, key=lambda slot: slot.nbytes, default=None)
+
+    def crew(self, policy: Policy) -> Crew:
+        """Return the threads that copy."""
+        if self._crew is not None and self._crew.count != policy.staging_thread_count:
+            self._crew.close()
+            self._crew = None
+        if self._crew is None:
+            self._crew = Crew(policy.staging_thread_count)
+        return self._crew
+
+    def stow(self, captured: Captured, guarded: Sequence[Span]) -> tuple[Stowage, NDArray[np.uint64]]:
+        """Say where a state goes in a slot, and where each of its storages lies now."""
+        kinds, starts = kinds_of(captured, guarded)
+        key = (*kinds, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))
+        if key not in self._stowed:
+            if len(self._stowed) >= _STOWED_MAX:
+                self._stowed.clear()
+            sampled = places_to_sample(captured.storages, self._limits)
+            self._stowed[key] = stow(captured.storages, kinds, sampled)
+        return self._stowed[key], starts
+
+    def reserve(self, slot: Slot, nbytes: int, policy: Policy) -> None:
+        """Make room in a slot.
+
+        Raises:
+            CapacityError: The policy allows less, or there is no room in this process.
+        """
+        needed = self.nbytes - slot.nbytes_taken + max(units_of(nbytes) * UNIT_NBYTES, slot.nbytes_taken)
+        if policy.arena_nbytes_max is not None and needed > policy.arena_nbytes_max:
+            raise CapacityError(
+                f"staging takes {needed} bytes of shared memory, and the policy allows {policy.arena_nbytes_max}",
+                todo="raise arena_nbytes_max, or use commit, which needs no second copy",
+            )
+        if nbytes > slot.nbytes:
+            # Room takes no memory; with some to spare, a state that grows is not mapped anew each time.
+            slot.reserve(nbytes + nbytes // 8)
+
+    def populate(self, slot: Slot, nbytes: int, policy: Policy) -> None:
+        """Take the memory of a slot, on all threads.
+
+        Raises:
+            CapacityError: There is no memory left.
+        """
+        errors: list[BaseException] = []
+        ended = threading.Semaphore(0)
+
+        def populate(begin: int) -> Callable[[], None]:
+            def work() -> None:
+                try:
+                    if not errors:
+                        slot.populate(begin, min(_POPULATED_NBYTES, nbytes - begin))
+                except BaseException as error:
+                    errors.append(error)
+                finally:
+                    ended.release()
+
+            return work
+
+        begins = range(0, nbytes, _POPULATED_NBYTES)
+        crew = self.crew(policy)
+        crew.start()
+        for begin in begins:
+            crew.send(populate(begin), 1)
+        for _ in begins:
+            ended.acquire()
+        if errors:
+            raise errors[0]
+        pin(slot)
+
+    def close(self, *, is_waited: bool) -> None:
+        """Let go of memory and threads; what threads have begun they finish, waited for or not."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close(is_waited=is_waited)
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()

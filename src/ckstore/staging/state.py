@@ -1,0 +1,253 @@
+"""One state on its way into a slot of the arena: some of it before training goes on, the rest behind a guard.
+
+Invariants:
+- The slot is said to be staged after all its units were marked, and where checksums were taken, after those agreed.
+- Sources are kept alive until they were copied or given up, and not longer.
+- Once ``is_over`` is set, no thread touches the slot any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.capture import Captured
+from ckstore.errors import CorruptError
+from ckstore.saver.arena import STAGED, UNIT_NBYTES, Slot
+from ckstore.staging.copying import Crew, HostCopy
+from ckstore.staging.devices import copies_of
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section, Stowage
+from ckstore.tensor import HostStorage
+from ckstore.tree import place_of
+
+
+class Staging:
+    """One state on its way into a slot.
+
+    Args:
+        captured: The state.
+        stowage: Where its bytes go.
+        starts: Where its storages lie.
+        slot: Given to it, with room and its head.
+        crew: Who copies.
+        bell: An eventfd to ring after each unit; -1: none.
+        is_checked: Take checksums of what is copied behind the guard, before training goes on; it is staged when they
+            were compared with those of the copy, and of the source when the guard is entered.
+        on_staged: Called once, on any thread, when all is staged.
+        on_failed: Called once, on any thread, when it never will be.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        stowage: Stowage,
+        starts: NDArray[np.uint64],
+        slot: Slot,
+        crew: Crew,
+        *,
+        bell: int,
+        is_checked: bool,
+        on_staged: Callable[[], None],
+        on_failed: Callable[[BaseException], None],
+    ) -> None:
+        self.slot = slot
+        self.is_over = threading.Event()
+        """Nothing will be copied any more: it is staged, or was given up."""
+        self._captured: Captured | None = captured
+        self._crew = crew
+        # Without anything to guard there is nothing to compare.
+        self._is_checked = is_checked and stowage.sections[LAZY].unit_count > 0
+        self._on_staged, self._on_failed = on_staged, on_failed
+        self._lock = threading.Lock()
+        self._checking = threading.Lock()
+        self._error: BaseException | None = None
+        sections = stowage.sections
+        self._host = [
+            HostCopy(
+                sections[kind],
+                slot,
+                captured.storages,
+                starts=starts,
+                bell=bell,
+                is_checked=is_checked and kind == LAZY,
+                on_over=self._one_over,
+            )
+            for kind in (NOW, LAZY)
+        ]
+        self._device = [
+            _DeviceCopy(sections[kind], slot, captured.storages, self._one_over)
+            for kind in (DEVICE_NOW, DEVICE_LAZY)
+            if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
+        ]
+        self._left = len(self._host) + len(self._device)
+
+    def copy_now(self) -> None:
+        """Copy what must not change; return when that is done, with the rest on its way.
+
+        Raises:
+            CapacityError: There is no memory for it.
+        """
+        now, lazy = self._host
+        try:
+            for copy in self._device[:1]:
+                copy.launch()
+            now.join(self._crew)
+            for copy in self._device[:1]:
+                copy.wait()
+            if self._error is not None:
+                raise self._error
+            for copy in self._device[1:]:
+                copy.launch()
+                copy.wait_aside(self._crew)
+        except BaseException as error:
+            self.cancel(error)
+            raise
+        # What a guard protects must be copied as it is now.
+        lazy.note()
+        # Half of the crew, so that what training does meanwhile has processors too.
+        lazy.send(self._crew, (self._crew.count + 1) // 2)
+
+    def guard(self) -> None:
+        """Return when the sources may be changed, having sent the whole crew to copy what is left of them."""
+        for copy in self._device[1:]:
+            copy.hold()
+        self._host[1].join(self._crew)
+        self._check()
+
+    def finish(self) -> None:
+        """Return when all is staged, or was given up."""
+        for copy in self._host:
+            copy.join(self._crew)
+        self._check()
+        self.is_over.wait()
+
+    def cancel(self, error: BaseException) -> None:
+        """Give it up; does not wait for threads that are copying."""
+        with self._lock:
+            self._error = self._error or error
+            # All is copied, and only the check is missing: nobody else would end it.
+            is_end = self._left == 0 and self._is_checked
+            self._is_checked = False
+        if is_end:
+            self._end()
+        for copy in self._host:
+            copy.cancel(error)
+        for device in self._device:
+            device.cancel(error)
+
+    def _one_over(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            # Where checksums were taken it is staged when they were compared.
+            is_end = self._left == 0 and not (self._is_checked and self._error is None)
+        if is_end:
+            self._end()
+
+    def _check(self) -> None:
+        """Compare checksums, where they were taken and were not compared yet."""
+        with self._checking:
+            captured = self._captured
+            if not self._is_checked or captured is None:
+                return
+            row = self._host[1].changed_row()
+            with self._lock:
+                if self._error is not None:
+                    return
+                self._is_checked = False
+                self._error = None if row is None else _changed_error(captured, *row)
+                is_end = self._left == 0
+            if is_end:
+                self._end()
+
+    def _end(self) -> None:
+        error = self._error
+        for copy in self._host:
+            copy.forget()
+        self._captured = None
+        if error is None:
+            # The order matters: a saver whose trainer dies right here publishes what is marked and STAGED.
+            self.slot.state = STAGED
+        self.is_over.set()
+        if error is None:
+            self._on_staged()
+        else:
+            self._on_failed(error)
+
+
+class _DeviceCopy:
+    """One section of a device's storages."""
+
+    def __init__(
+        self,
+        section: Section,
+        slot: Slot,
+        storages: Sequence[HostStorage],
+        on_over: Callable[[BaseException | None], None],
+    ) -> None:
+        self._section = section
+        self._slot = slot
+        self._copies = copies_of(section, storages, slot)
+        self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
+        self._on_over = on_over
+        self._is_launched = self._is_awaited = self._is_over = False
+        self._lock = threading.Lock()
+
+    def launch(self) -> None:
+        self._slot.populate(self._section.begin, self._section.unit_count * UNIT_NBYTES)
+        self._is_launched = True
+        self._copies.launch()
+
+    def hold(self) -> None:
+        if not self._is_over:
+            self._copies.hold()
+
+    def wait(self) -> None:
+        """Wait until all has come; never raises."""
+        self._is_awaited = True
+        error: BaseException | None = None
+        try:
+            self._copies.wait(self._mark)
+        except BaseException as problem:
+            error = problem
+        self._end(error)
+
+    def wait_aside(self, crew: Crew) -> None:
+        """Let another thread wait, if there is anything to wait for."""
+        self._is_awaited = True
+        if self._section.unit_count:
+            crew.send(self.wait, 1)
+        else:
+            self.wait()
+
+    def cancel(self, error: BaseException) -> None:
+        """Give it up; what a device has been told to send comes all the same, and is waited for."""
+        if not self._is_launched:
+            self._end(error)
+        elif not self._is_awaited:
+            self.wait()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+        if not was_over:
+            self._on_over(error)
+
+    def _mark(self, unit: int) -> None:
+        self._marks[unit] = 1
+
+
+def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptError:
+    """Return the error that names the first tensor at a place."""
+    numbers = [number for number, spec in enumerate(captured.tensors) if spec.storage == storage]
+    number = max((each for each in numbers if captured.tensors[each].offset <= offset), default=numbers[0])
+    path = captured.paths[number]
+    return CorruptError(
+        "a tensor was changed between commit_async and the guard of its optimizer",
+        where=place_of(path),
+        todo="change what an attached optimizer owns only after its guard, or do not attach it",
+        path=path,
+    )

@@ -1,0 +1,223 @@
+"""Where the bytes of a state lie in a slot of the arena, and in which order they are copied there.
+
+What must be copied before training goes on comes first, then what a guard protects; in each, what the saver wants
+first: samples of everything, small storages, then the rest in the order of the plan. Pure: no byte moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.kernels.sample_on_numpy import RUN_COUNT, SAMPLE_NBYTES, run_of
+from ckstore.plan import SHARED_NBYTES_MAX, StorageShape
+from ckstore.saver.arena import UNIT_NBYTES
+from ckstore.saver.head import SampleRow
+
+NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
+"""When a storage is copied, and from where: host memory, at once or behind a guard; a device's, likewise."""
+
+_PAGE_NBYTES, _LINE_NBYTES = 4096, 64
+_PAGED_NBYTES_MIN = 64 << 10
+_EXCERPT_NBYTES = 4096
+"""Bytes of the middle of a storage: they tell whether it is the rounding of another one."""
+
+_STORAGE, _OFFSET, _PLACE, _NBYTES = range(4)
+_COLUMNS = 4
+
+Row = tuple[int, int, int, int]
+Sampled = tuple[int, int, int, int]
+"""Storage, offset and length of a chunk, and its element width."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """Units of a slot that are copied together.
+
+    Args:
+        begin: Where the first unit lies.
+        firsts: The first row of each unit, and the number of rows.
+        rows: Storage, offset in it, place in the slot, length; no row crosses the end of a unit.
+    """
+
+    begin: int
+    firsts: NDArray[np.uint64]
+    rows: NDArray[np.int64]
+
+    @property
+    def unit_count(self) -> int:
+        """How many units it has."""
+        return self.firsts.size - 1
+
+    @property
+    def first_unit(self) -> int:
+        """Number in the slot of the first of them."""
+        return self.begin // UNIT_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied, samples included."""
+        return int(self.rows[:, _NBYTES].sum())
+
+    @property
+    def storages(self) -> list[int]:
+        """The storages that it holds something of."""
+        return [int(index) for index in np.unique(self.rows[:, _STORAGE])]
+
+    def table(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
+        """Return source, destination and length of each row, for ``kernels.copy_units``.
+
+        Args:
+            starts: The address of each storage.
+            address: The address of the slot.
+        """
+        table = np.empty((len(self.rows), 3), np.uint64)
+        rows = self.rows.view(np.uint64)
+        np.add(starts[self.rows[:, _STORAGE]], rows[:, _OFFSET], out=table[:, 0])
+        np.add(rows[:, _PLACE], np.uint64(address), out=table[:, 1])
+        table[:, 2] = rows[:, _NBYTES]
+        return table
+
+    def rows_of(self, unit: int) -> Iterator[Row]:
+        """Yield the rows of one of its units."""
+        for row in range(int(self.firsts[unit]), int(self.firsts[unit + 1])):
+            storage, offset, place, nbytes = (int(word) for word in self.rows[row])
+            yield storage, offset, place, nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stowage:
+    """Where everything lies.
+
+    Args:
+        places: Where each storage begins in the slot.
+        samples: What is staged apart from its storage, and before it.
+        sections: One for each of ``NOW``, ``LAZY``, ``DEVICE_NOW``, ``DEVICE_LAZY``.
+        end: Where the storages end, and the head may lie.
+    """
+
+    places: tuple[int, ...]
+    samples: tuple[SampleRow, ...]
+    sections: tuple[Section, ...]
+    end: int
+
+
+def stow(storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled]) -> Stowage:
+    """Lay out a state.
+
+    Args:
+        storages: What is to be staged.
+        kinds: When, of each.
+        sampled: The chunks that a commit samples before it codes.
+    """
+    loader = _Loader(storages, kinds)
+    apart: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
+    for each in sampled:
+        if each[2] > SAMPLE_NBYTES and kinds[each[0]] in apart:
+            apart[kinds[each[0]]].append(each)
+    excerpts = _possible_masters(storages)
+    sections = []
+    for kind in (NOW, LAZY, DEVICE_NOW, DEVICE_LAZY):
+        loader.begin()
+        for each in apart.get(kind, ()):
+            loader.add_sample(*each)
+        indices = [index for index, its in enumerate(kinds) if its == kind]
+        if kind in apart:
+            for index in indices:
+                if index in excerpts:
+                    loader.add_excerpt(index)
+        for index in sorted(indices, key=lambda index: storages[index].nbytes >= SHARED_NBYTES_MAX):
+            loader.add_storage(index)
+        sections.append(loader.section())
+    places = tuple(loader.places[index] for index in range(len(storages)))
+    return Stowage(places, tuple(loader.samples), tuple(sections), loader.end)
+
+
+class _Loader:
+    """Lays things down one after another."""
+
+    def __init__(self, storages: Sequence[StorageShape], kinds: Sequence[int]) -> None:
+        self._storages = storages
+        self.places: dict[int, int] = {}
+        self.samples: list[SampleRow] = []
+        self.end = 0
+        self._begin = 0
+        self._rows: list[Row] = []
+
+    def begin(self) -> None:
+        """Begin a section."""
+        self.end = self._begin = _aligned(self.end, UNIT_NBYTES)
+        self._rows = []
+
+    def section(self) -> Section:
+        """End it."""
+        rows = np.array(self._rows, np.int64).reshape(-1, _COLUMNS)
+        self.end = _aligned(self.end, UNIT_NBYTES)
+        units = np.arange(self._begin // UNIT_NBYTES, self.end // UNIT_NBYTES + 1)
+        firsts = np.searchsorted(rows[:, _PLACE] // UNIT_NBYTES, units).astype(np.uint64)
+        return Section(self._begin, firsts, rows)
+
+    def add_storage(self, index: int) -> None:
+        """Lay down a storage."""
+        nbytes = self._storages[index].nbytes
+        self.places[index] = self._room(nbytes)
+        self._copy(index, 0, self.places[index], nbytes)
+
+    def add_sample(self, index: int, offset: int, nbytes: int, width: int) -> None:
+        """Lay down the sample of a chunk, as ``forms.sample_of`` would take it."""
+        place = at = self._room(SAMPLE_NBYTES)
+        # A chunk that holds no whole elements is sampled by bytes.
+        for start, length in _sample_runs(nbytes, 1 if nbytes % width else width):
+            self._copy(index, offset + start, at, length)
+            at += length
+        self.end = max(self.end, at)
+        self.samples.append(SampleRow(index, offset, nbytes, width, place, at - place))
+
+    def add_excerpt(self, index: int) -> None:
+        """Lay down the middle of a storage."""
+        whole = self._storages[index].nbytes
+        nbytes = min(whole, _EXCERPT_NBYTES)
+        offset = (whole - nbytes) // 2
+        place = self._room(nbytes)
+        self._copy(index, offset, place, nbytes)
+        self.samples.append(SampleRow(index, offset, nbytes, 0, place, nbytes))
+
+    def _room(self, nbytes: int) -> int:
+        place = _aligned(self.end, _PAGE_NBYTES if nbytes >= _PAGED_NBYTES_MIN else _LINE_NBYTES)
+        self.end = place + nbytes
+        return place
+
+    def _copy(self, index: int, offset: int, place: int, nbytes: int) -> None:
+        while nbytes:
+            step = min(nbytes, UNIT_NBYTES - place % UNIT_NBYTES)
+            self._rows.append((index, offset, place, step))
+            offset, place, nbytes = offset + step, place + step, nbytes - step
+
+
+@lru_cache(maxsize=64)
+def _sample_runs(nbytes: int, width: int) -> tuple[tuple[int, int], ...]:
+    """Return offset and length of each run of the sample of a chunk."""
+    runs = (run_of(index, nbytes // width, width) for index in range(RUN_COUNT))
+    return tuple((start * width, count * width) for start, count in runs)
+
+
+def _possible_masters(storages: Sequence[StorageShape]) -> set[int]:
+    """Return the storages of which ``masters`` will read the middle: floats, some half as long as others."""
+    floats = [index for index, each in enumerate(storages) if each.is_float]
+    halves = {index: 2 * storages[index].nbytes for index in floats if storages[index].element_width == 2}
+    wanted = set(halves.values())
+    wholes = {
+        index: storages[index].nbytes
+        for index in floats
+        if storages[index].element_width == 4 and storages[index].nbytes in wanted
+    }
+    found = set(wholes.values())
+    return {*wholes, *(index for index, nbytes in halves.items() if nbytes in found)} if found else set()
+
+
+def _aligned(place: int, to: int) -> int:
+    return -(-place // to) * to
