@@ -1,7 +1,8 @@
 """Memory and coder contexts that one thread uses again for every chunk.
 
 Bounded by ``scratch_nbytes``: one buffer of byte planes, one for planes that are decoded, both made on first
-use, and what the coders hand over before it is copied. A scratch belongs to one thread at a time.
+use, and what the coders hand over before it is copied; by ``quantizing_nbytes`` besides where elements are quantized.
+A scratch belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ def scratch_nbytes(chunk_nbytes_max: int) -> int:
     )
 
 
+def quantizing_nbytes(chunk_nbytes_max: int) -> int:
+    """Return the most memory that quantizing one chunk takes besides."""
+    # Elements as fp32, which may be twice as long as they are stored. Then either factors, classes and sums of rows,
+    # the shortest of which have 16 elements, and of columns; or a product as long as the elements, and narrow matrices.
+    return 2 * chunk_nbytes_max + 5 * chunk_nbytes_max + 4 * MIB
+
+
 class Scratch:
     """Reusable buffers for chunks of at most ``chunk_nbytes_max`` bytes."""
 
@@ -47,6 +55,10 @@ class Scratch:
     def coded(self, nbytes: int) -> memoryview:
         """Return the buffer for coded planes."""
         return self._buffer("coded", nbytes, kernels.plane_bound(self.chunk_nbytes_max))
+
+    def values(self, nbytes: int) -> memoryview:
+        """Return the buffer for the elements of a chunk as fp32, which may be twice as long as it."""
+        return self._buffer("values", nbytes, 2 * self.chunk_nbytes_max)
 
     def sample(self, nbytes: int) -> memoryview:
         """Return the buffer for the sample of a chunk."""

@@ -18,7 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.kernels import coder_on_numpy, delta_on_numpy, sample_on_numpy, sparse_on_numpy
+from ckstore.kernels.outer_on_numpy import finish_outer as finish_outer
+from ckstore.kernels.outer_on_numpy import multiply_floats as multiply_floats
+from ckstore.kernels.outer_on_numpy import symmetric_eigen as symmetric_eigen
+from ckstore.kernels.quant_on_numpy import bin_values as bin_values
+from ckstore.kernels.quant_on_numpy import finish_values as finish_values
+from ckstore.kernels.quant_on_numpy import float_changes as float_changes
+from ckstore.kernels.quant_on_numpy import float_quotients as float_quotients
+from ckstore.kernels.quant_on_numpy import float_values as float_values
+from ckstore.kernels.quant_on_numpy import measure_values as measure_values
+from ckstore.kernels.quant_on_numpy import quantize_values as quantize_values
+from ckstore.kernels.quant_on_numpy import sums_of_levels as sums_of_levels
+from ckstore.kernels.quant_on_numpy import sums_of_values as sums_of_values
 from ckstore.kernels.staging_on_numpy import copy_units as copy_units
+from ckstore.kernels.symbols_on_numpy import class_counts as class_counts
+from ckstore.kernels.symbols_on_numpy import merge_streams as merge_streams
+from ckstore.kernels.symbols_on_numpy import pack_symbols as pack_symbols
+from ckstore.kernels.symbols_on_numpy import split_streams as split_streams
+from ckstore.kernels.symbols_on_numpy import stream_sizes as stream_sizes
+from ckstore.kernels.symbols_on_numpy import unpack_symbols as unpack_symbols
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -1,0 +1,285 @@
+"""The story of a demotion: choose the checkpoints that have aged, then store each anew with a loss, the oldest first.
+
+For each: declare the intent, read its state from the store, quantize it against the checkpoint before it, make the
+packs durable, and replace the manifest by its next generation. The bytes differ, so the checkpoint's identity does
+too; the new manifest says which one it was made from.
+
+Invariants:
+- Between any two steps every checkpoint can be restored, in its old or in its new form.
+- No rule demotes the newest checkpoint of a run; what carries a tag is not demoted even by name.
+- What cannot be stored with a loss, or would not become smaller, stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ckstore.bases import Bases
+from ckstore.basing import Basing, choose_forms, mode_of
+from ckstore.chunks import Stored
+from ckstore.config import MIB, DemotePolicy, Policy
+from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion
+from ckstore.errors import BoundError, CkstoreError, NotFoundError
+from ckstore.fates import fidelity_of
+from ckstore.format.frame import FRAME_HEADER_NBYTES
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
+from ckstore.ids import ChunkId
+from ckstore.lossy import Candidates
+from ckstore.lossy_chunks import LossyChunkWriter, lossy_thread_nbytes
+from ckstore.plan import CommitPlan, plan_commit
+from ckstore.quant.settings import PrunedMoments
+from ckstore.repack import Aside
+from ckstore.store.known import Known, locate
+from ckstore.store.parts import Parts
+from ckstore.store.references import Reference, load_whole, resolve
+from ckstore.store.replace import finish_replacements, settle
+from ckstore.stored_state import reader_nbytes, stored_state
+from ckstore.workers import run_aside
+
+_log = logging.getLogger("ckstore")
+
+_MEMORY_NBYTES_MIN = 56 * MIB
+"""Less cannot work, and a policy refuses it."""
+
+
+def demote(
+    parts: Parts,
+    wanted: DemotePolicy,
+    policy: Policy,
+    *,
+    refs: Sequence[Reference] = (),
+    dry_run: bool,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DemoteReport:
+    """Choose, and unless it is a dry run, act.
+
+    Args:
+        parts: The store.
+        wanted: Which checkpoints stay exact, and how the others are stored.
+        policy: Threads and memory.
+        refs: Demote these and no others.
+        dry_run: Only choose.
+        on_progress: Called with checkpoints done and checkpoints to be done.
+
+    Raises:
+        ConflictError: Another live process writes the run, has replaced a checkpoint, or has tagged one meanwhile.
+        CorruptError: A checkpoint of the run is damaged.
+        CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
+    """
+    if dry_run:
+        entries = plan_demotion(parts, wanted, refs)
+        packs = packs_nbytes(parts)
+        return DemoteReport(parts.run, True, tuple(entries), packs, packs, 0)
+    parts.prepare_run()
+    parts.lease.take()
+    finish_replacements(parts)
+    entries = plan_demotion(parts, wanted, refs)
+    before = packs_nbytes(parts)
+    demoter = _Demoter(parts, wanted, policy)
+    try:
+        done = demoter.run(entries, on_progress or (lambda done, total: None))
+    finally:
+        # Even one that fails halfway has moved what the next commit would follow.
+        parts.look_again()
+    return DemoteReport(parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes)
+
+
+_READ_AMPLIFICATION_MAX = 4.0
+"""A restore of what has aged may read this many times the plain bytes of a weight: it is wanted rarely, and small."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """A checkpoint in its new form, before it is published."""
+
+    plan: CommitPlan
+    basing: Basing
+    stored: Stored
+
+
+class _Demoter:
+    """Demotes checkpoint by checkpoint."""
+
+    def __init__(self, parts: Parts, wanted: DemotePolicy, policy: Policy) -> None:
+        self.written_nbytes = 0
+        self._parts = parts
+        self._wanted = wanted
+        # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
+        spare = policy.memory_nbytes_max
+        is_joint = isinstance(wanted.fidelity.tensors.first, PrunedMoments)
+        coding = lossy_thread_nbytes(parts.limits, is_joint=is_joint, is_private=False)
+        per_thread = reader_nbytes(parts.limits) + coding
+        threads = max(1, min(policy.thread_count, spare // per_thread))
+        self._policy = replace(
+            policy,
+            compression=wanted.compression,
+            fidelity=wanted.fidelity,
+            base_cache="none",
+            threads=threads,
+            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(parts.limits)),
+            read_amplification_max=max(policy.read_amplification_max, _READ_AMPLIFICATION_MAX),
+            verify_encoded=True,
+        )
+
+    def run(self, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]) -> list[DemoteEntry]:
+        """Demote what is to be, the oldest first; return what became of each, the newest first."""
+        total = sum(entry.action == "demote" for entry in entries)
+        done: list[DemoteEntry] = []
+        before: ManifestName | None = None
+        count = 0
+        for entry in reversed(entries):
+            if entry.action == "demote":
+                entry = self._demote(entry, before)
+                count += 1
+                tell(count, total)
+            done.append(entry)
+            before = next((name for name in self._parts.manifests.listing().names if name.seq == entry.seq), before)
+        return done[::-1]
+
+    def _demote(self, entry: DemoteEntry, before: ManifestName | None) -> DemoteEntry:
+        parts = self._parts
+        intent = parts.tags.declare(entry.seq, "demote")
+        try:
+            # Read after the intent is durable: a tag set meanwhile is seen here, a later one is refused.
+            tags = parts.tags.names_of(entry.seq, is_strict=True)
+            if tags:
+                return replace(entry, action="keep", reason=f"it carries the tag {tags[0]!r}")
+            manifest = load_whole(parts, resolve(parts, f"seq:{entry.seq}"))
+            if manifest.losses:
+                return replace(entry, action="keep", reason="another process has demoted it")
+            base = None if before is None else load_whole(parts, before)
+            return self._replaced(entry, manifest, base)
+        except NotFoundError:
+            # It was dropped since, and its drop stands.
+            return replace(entry, action="keep", reason="it was dropped meanwhile")
+        finally:
+            parts.tags.retract(intent)
+
+    def _replaced(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None) -> DemoteEntry:
+        try:
+            drafted = self._stored(manifest, base)
+        except BoundError as error:
+            return replace(entry, action="keep", reason=f"{error.what}")
+        stored = drafted.stored
+        after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
+        if not stored.losses or after > (1 - self._wanted.saving_min) * entry.stored_before:
+            self._unlink(stored)
+            what = "nothing of it can be stored with a loss" if not stored.losses else "it would not become smaller"
+            return replace(entry, action="keep", reason=what)
+        replacement = self._publish(manifest, drafted)
+        self.written_nbytes += stored.nbytes_written
+        return replace(
+            entry,
+            fidelity=replacement.header.fidelity,
+            stored_after=own_nbytes(replacement),
+            worst_rel_rms=max(loss.rel_rms for loss in replacement.losses),
+            is_done=True,
+        )
+
+    def _stored(self, manifest: Manifest, base: Manifest | None) -> _Drafted:
+        """Code the state anew, and make the packs durable."""
+        parts, residual = self._parts, self._wanted.fidelity
+        known, bases = Known(1), Bases()
+        if base is not None:
+            # What lies in packs of its own exact form must not be shared: it would keep all of that alive.
+            known.add(base)
+            bases.follow(base)
+        aside = Aside(parts, known)
+        aside.nbytes_planned = own_nbytes(manifest) // 2
+        with stored_state(parts, manifest) as state:
+            captured = state.captured()
+            candidates = Candidates(captured, residual)
+            plan = plan_commit(captured.storages, parts.limits, apart=candidates.apart)
+            basing = choose_forms(captured, plan, known, bases, self._policy, parts.limits, candidates)
+            assert basing.lossy is not None
+            writer = LossyChunkWriter(
+                aside, plan, state.storages, self._policy, basing.forms, bases, lossy=basing.lossy
+            )
+            try:
+                writer.run()
+                return _Drafted(plan, basing, run_aside(writer.flush, on_interrupt=lambda error: None))
+            except BaseException:
+                writer.abandon()
+                raise
+
+    def _publish(self, manifest: Manifest, drafted: _Drafted) -> Manifest:
+        parts = self._parts
+        try:
+            parts.lease.check()
+            replacement = _replacement(manifest, drafted, self._wanted)
+            name = parts.manifests.publish(replacement)
+        except BaseException:
+            self._remove_unpublished(manifest, drafted.stored)
+            raise
+        settle(parts, replacement, name)
+        return replacement
+
+    def _remove_unpublished(self, manifest: Manifest, stored: Stored) -> None:
+        """Free the packs of a replacement that did not get published; on a full disk every byte counts."""
+        header = manifest.header
+        name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
+        try:
+            # Publishing may have failed after the manifest became visible: then its packs are needed.
+            if self._parts.backend.stat(name.path) is None:
+                self._unlink(stored)
+        except (CkstoreError, OSError) as error:
+            _log.warning("packs of a checkpoint that was not demoted are left for gc: %s", error)
+
+    def _unlink(self, stored: Stored) -> None:
+        for pack_name in stored.pack_names:
+            self._parts.backend.unlink(pack_name)
+
+
+def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) -> Manifest:
+    """Return the manifest of the next generation: the same entry of the run, with what it lost."""
+    header, stored, plan = manifest.header, drafted.stored, drafted.plan
+    packs, frames = locate(stored.frames)
+    chunks = [
+        ChunkSpec(ChunkId(known.frame.chunk_id), chunk.nbytes, chunk.element_width, chunk.is_float)
+        for chunk, known in zip(plan.chunks, stored.frames, strict=True)
+    ]
+    return build_manifest(
+        store_id=header.store_id,
+        run=header.run,
+        seq=header.seq,
+        step=header.step,
+        time_ns=header.time_ns,
+        parent=header.parent,
+        origin_id=header.checkpoint_id,
+        is_archival=header.is_archival,
+        fidelity=fidelity_of(wanted.fidelity, stored.losses),
+        metrics=header.metrics,
+        generation=header.generation + 1,
+        tree=manifest.tree,
+        tensors=manifest.tensors,
+        storages=plan.storages,
+        chunks=chunks,
+        packs=packs,
+        frames=frames,
+        bytes_written=stored.nbytes_written,
+        chunks_new=stored.chunks_new,
+        choices=drafted.basing.choices(_modes(drafted)),
+        losses=stored.losses,
+    )
+
+
+def _modes(drafted: _Drafted) -> list[int]:
+    """Return the mode that each storage came out with."""
+    stored, has_estimate = drafted.stored, bool(drafted.basing.surveyed)
+    lost = {loss.storage for loss in stored.losses}
+    modes = []
+    for index, storage in enumerate(drafted.plan.storages):
+        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+        modes.append(
+            mode_of(
+                has_estimate=has_estimate,
+                is_new=bool(new),
+                has_base=any(stored.frames[chunk].base is not None for chunk in new),
+                is_derived=any(stored.is_derived[chunk] for chunk in new),
+                is_lossy=index in lost,
+            )
+        )
+    return modes

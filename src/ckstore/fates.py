@@ -1,0 +1,239 @@
+"""What became of each tensor that was to be stored with a loss: errors summed up, and whether they may stand.
+
+Invariants:
+- A tensor is stored with a loss as a whole or not at all: one part that cannot be quantized makes all of it exact.
+- A second moment and its first one stand or fall together: the quotient of the two is what the optimizer steps by.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from ckstore.errors import BoundError
+from ckstore.format.fidelity import EXACT_FIDELITY, Loss
+from ckstore.lossy import LossyTensor, Settings
+from ckstore.pairing import AdamConstants
+from ckstore.quant.settings import (
+    FirstMomentSettings,
+    PrunedMoments,
+    PrunedWeights,
+    Residual,
+    SecondMomentSettings,
+    WeightSettings,
+)
+
+SPIKE_MAX = 10.0
+SPIKE_SHARE_MAX = 1.5
+"""A virtual next step may be this large, or so many times the largest that an exact state can make."""
+
+_SLACK = 1.001
+"""Roundings of a quotient that was clipped."""
+
+
+@dataclass(slots=True)
+class Fate:
+    """Errors of one storage, over all chunks so far.
+
+    Args:
+        tensor: What it is; None for the rounding of a weight.
+        stored_nbytes: Payload bytes.
+        u_max: Greatest quotient of the first moment and the root of the second.
+        failure: Why it is stored exactly after all; empty: it is not.
+        is_bound: The failure is a bound of the policy.
+    """
+
+    tensor: LossyTensor | None
+    count: int = 0
+    max_abs: float = 0.0
+    sum_sq_error: float = 0.0
+    sum_sq_value: float = 0.0
+    kept_count: int = 0
+    stored_nbytes: int = 0
+    u_max: float = 0.0
+    failure: str = ""
+    is_bound: bool = False
+
+    def fail(self, why: str, *, is_bound: bool = False) -> None:
+        """Let it be stored exactly; the first reason stands."""
+        if not self.failure:
+            self.failure, self.is_bound = why, is_bound
+
+    @property
+    def rel_rms(self) -> float:
+        """RMS error in the RMS of the values."""
+        if self.sum_sq_error == 0:
+            return 0.0
+        return math.sqrt(self.sum_sq_error / self.sum_sq_value) if self.sum_sq_value else math.inf
+
+    @property
+    def spike(self) -> float | None:
+        """Largest |update| / lr of a virtual next step; None where that cannot be told."""
+        constants = None if self.tensor is None else self.tensor.constants
+        return None if constants is None or self.tensor is None else spike_of(self.u_max, constants)
+
+    def loss(self, storage: int, bits: float) -> Loss | None:
+        """Return the record of it; None where nothing was lost."""
+        if self.failure or not self.count or self.max_abs == 0:
+            return None
+        settings = None if self.tensor is None else self.tensor.settings
+        if isinstance(settings, str):
+            return None
+        return Loss(
+            storage=storage,
+            role="rounded" if self.tensor is None else self.tensor.role,
+            method="rounded" if settings is None else method_of(settings),
+            bits=bits,
+            max_abs=self.max_abs,
+            # Sums of squares below the smallest float are zero, and the greatest error is not.
+            rms_error=min(math.sqrt(self.sum_sq_error / self.count), self.max_abs),
+            rms_value=math.sqrt(self.sum_sq_value / self.count),
+            kept=self.kept_count / self.count,
+            hops=1 if self.tensor is None else self.tensor.hops,
+            spike=self.spike,
+            numbers={} if settings is None else numbers_of(settings),
+        )
+
+
+def method_of(settings: Settings) -> str:
+    """Return the word for a way to quantize."""
+    if isinstance(settings, WeightSettings | FirstMomentSettings | SecondMomentSettings) and settings.low_rank:
+        return "outer"
+    if isinstance(settings, SecondMomentSettings):
+        return settings.form
+    if isinstance(settings, FirstMomentSettings):
+        return settings.form
+    return "codebook" if isinstance(settings, PrunedWeights | PrunedMoments) else "grid"
+
+
+def numbers_of(settings: Settings) -> dict[str, float]:
+    """Return the numbers among the settings."""
+    facts = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    low_rank = facts.get("low_rank")
+    if low_rank is not None:
+        facts |= {f"outer_{field.name}": getattr(low_rank, field.name) for field in fields(low_rank)}
+    return {name: float(value) for name, value in facts.items() if isinstance(value, int | float)}
+
+
+def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
+    """Return what a manifest's header says."""
+    if residual is None or not losses:
+        return EXACT_FIDELITY
+    word = re.sub(r"[^a-z0-9_.-]+", "-", residual.name.lower()).strip("-_.")[:32]
+    return word if word and word != EXACT_FIDELITY else "own"
+
+
+def natural_quotient(constants: AdamConstants) -> float:
+    """Return the bound of |m| / sqrt(v) over all histories of gradients (Cauchy-Schwarz)."""
+    beta1, beta2 = constants.beta1, constants.beta2
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
+
+
+def _correction(constants: AdamConstants) -> float:
+    """Return what bias correction multiplies the next step by; its greatest value where the step is not known."""
+
+    def at(step: float) -> float:
+        return math.sqrt(1 - math.pow(constants.beta2, step)) / (1 - math.pow(constants.beta1, step))
+
+    if constants.step is None or not 0 <= constants.step < 1e15:
+        return max(1.0, at(2))
+    return at(constants.step + 1)
+
+
+def spike_of(quotient: float, constants: AdamConstants) -> float:
+    """Return the largest |update| / lr of a next step from this |m| / sqrt(v), over every gradient."""
+    beta1, beta2 = constants.beta1, constants.beta2
+    worst = math.hypot(beta1 * quotient / math.sqrt(beta2), (1 - beta1) / math.sqrt(1 - beta2))
+    return min(worst * _correction(constants), sys.float_info.max)
+
+
+def spike_max(constants: AdamConstants) -> float:
+    """Return the largest next step that may be let stand."""
+    return min(SPIKE_MAX, SPIKE_SHARE_MAX * natural_quotient(constants))
+
+
+def clip_max(constants: AdamConstants) -> float:
+    """Return the greatest |m| / sqrt(v) from which the next step stays within ``spike_max``."""
+    beta1, beta2 = constants.beta1, constants.beta2
+    if beta1 == 0:
+        return math.inf
+    rest = (spike_max(constants) / _correction(constants)) ** 2 - (1 - beta1) ** 2 / (1 - beta2)
+    # Never below what an exact state has: where even that steps too far, the moment is stored exactly and not crushed.
+    return max(natural_quotient(constants), math.sqrt(max(0.0, rest) * beta2) / beta1)
+
+
+def judge(fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual) -> None:
+    """Hold every fate against the bounds of the policy; those that cannot stand have a failure afterwards.
+
+    Args:
+        fates: By storage.
+        pairs: The second moment of each first one, by storage.
+        groups: The weight that a moment belongs to, by storage, where both are stored with a loss.
+        residual: The policy.
+
+    Raises:
+        BoundError: The policy wants no exact storage instead.
+    """
+    for fate in fates.values():
+        if fate.tensor is not None:
+            _judge_one(fate, residual)
+    _judge_bits(fates, pairs, groups, residual)
+    for first, second in pairs.items():
+        if first in fates and second in fates:
+            _judge_step(fates[first], fates[second])
+            for fate, other in ((fates[first], fates[second]), (fates[second], fates[first])):
+                if other.failure:
+                    fate.fail(other.failure, is_bound=other.is_bound)
+    broken = [fate for fate in fates.values() if fate.failure and fate.is_bound]
+    if broken and residual.on_bound == "raise":
+        tensor = broken[0].tensor
+        assert tensor is not None
+        raise BoundError(
+            f"{len(broken)} tensors cannot be stored within the bounds: {broken[0].failure}",
+            where=tensor.path,
+            todo='loosen the bound, take finer steps, or let on_bound be "exact"',
+            path=tensor.path,
+        )
+
+
+def _judge_one(fate: Fate, residual: Residual) -> None:
+    tensor = fate.tensor
+    assert tensor is not None
+    relative, greatest = residual.max_rel_rms, residual.max_abs
+    if relative is not None and fate.rel_rms > relative:
+        fate.fail(f"its RMS error is {fate.rel_rms:.3g} of its RMS, more than {relative:g}", is_bound=True)
+    if greatest is not None and tensor.role == "weight" and fate.max_abs > greatest:
+        fate.fail(f"its greatest error is {fate.max_abs:.3g}, more than {greatest:g}", is_bound=True)
+
+
+def _judge_bits(
+    fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual
+) -> None:
+    if residual.bits_per_parameter is None:
+        return
+    members: dict[int, list[Fate]] = {}
+    for storage, fate in fates.items():
+        if fate.tensor is not None:
+            members.setdefault(groups.get(storage, pairs.get(storage, storage)), []).append(fate)
+    for group in members.values():
+        bits = 8 * sum(fate.stored_nbytes for fate in group) / max(1, *(fate.count for fate in group))
+        for fate in group if bits > residual.bits_per_parameter else ():
+            why = f"it takes {bits:.2f} bits a parameter, more than {residual.bits_per_parameter:g}"
+            fate.fail(why, is_bound=True)
+
+
+def _judge_step(first: Fate, second: Fate) -> None:
+    assert first.tensor is not None
+    if isinstance(first.tensor.settings, PrunedMoments):
+        # The published method is compared as it is, with the steps it makes.
+        return
+    constants = first.tensor.constants
+    if first.max_abs == second.max_abs == 0:
+        return
+    if not math.isfinite(first.u_max):
+        first.fail("a first moment would stay where the second one vanishes")
+    elif constants is not None and (spike := spike_of(first.u_max, constants)) > spike_max(constants) * _SLACK:
+        first.fail(f"the next step could be {spike:.3g} times the learning rate")

@@ -1,0 +1,109 @@
+"""The loops over products of narrow matrices in numpy: the product, and the elements that it stands for.
+
+Invariants:
+- ``multiply_floats`` is exact where every sum is, as it is of integers below 2**24; of other numbers twins may differ
+  in the last bits, as they may in eigenvectors: only encoders ask for those.
+- ``finish_outer`` is the specification of the native twin, bit for bit: single operations of IEEE 754 binary32.
+- A wrong length or number raises ValueError before anything is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckstore.kernels.quant_on_numpy import check_matrix, elements_of, narrowed, require, widened, writable
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+ADD, ROOT, SQUARE = 0, 1, 2
+
+_RATIO_MIN = np.float32(1 / 16)
+_LEAST = np.float32(2.0**-126)
+
+
+def multiply_floats(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
+    """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``."""
+    one, other, target = elements_of(left, 0), elements_of(right, 0), writable(out, np.float32)
+    require(min(rows, inner, cols) >= 0, "a matrix has too many rows or columns")
+    require(one.size == rows * inner and other.size == inner * cols and target.size == rows * cols, "lengths differ")
+    with np.errstate(all="ignore"):
+        np.matmul(one.reshape(rows, inner), other.reshape(inner, cols), out=target.reshape(rows, cols))
+
+
+def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:
+    """Write the eigenvectors of a symmetric matrix of fp64 as rows, and their values, in any order.
+
+    Args:
+        matrix: Square; it is used up.
+        vectors: As large.
+        values: As many as it has rows.
+        work: Three times as many.
+
+    Returns:
+        Whether all of them were found.
+    """
+    square, rows, found = (writable(buffer, np.float64) for buffer in (matrix, vectors, values))
+    n = found.size
+    require(square.size == rows.size == n * n and writable(work, np.float64).size == 3 * n, "lengths differ")
+    require(n <= 4096, "a matrix has too many rows or columns")
+    try:
+        found[:], columns = np.linalg.eigh(square.reshape(n, n))
+    except np.linalg.LinAlgError:
+        return False
+    rows.reshape(n, n)[:] = columns.T
+    return True
+
+
+def finish_outer(
+    product: Buffer,
+    rows: Buffer,
+    cols: Buffer,
+    base: Buffer,
+    destination: Buffer,
+    row: int,
+    phase: int,
+    kind: int,
+    rule: int,
+    scale: float,
+    limit: float,
+) -> float:
+    """Write the elements that a product stands for; it has whole rows, of which the chunk may lack some elements.
+
+    With ``p`` an entry of the product times the scale, an element is by ``rule`` 0: ``base + p``; 1: ``p``, kept within
+    ``limit``, times ``sqrt(base)``; 2: the square of ``max(p + 1, 1/16) * (row factor * column factor)``, at least
+    2**-126, but 0 where a factor is. Rule 2 has no base, the others no factors; the base may be the destination.
+
+    Returns:
+        The greatest magnitude of ``p`` by rule 1, else 0.
+    """
+    values, above, beside = elements_of(product, 0), elements_of(rows, 0), elements_of(cols, 0)
+    target, other = elements_of(destination, kind), elements_of(base, kind)
+    writable(destination, target.dtype)
+    require(rule in (ADD, ROOT, SQUARE), "rule must be 0, 1 or 2")
+    require(other.size == (0 if rule == SQUARE else target.size), "lengths differ")
+    row_count = -(-(phase + target.size) // row) if target.size and row else 0
+    check_matrix(target.size, row, phase, row_count, row)
+    require(values.size == row_count * row, "lengths differ")
+    require((above.size, beside.size) == ((row_count, row) if rule == SQUARE else (0, 0)), "lengths differ")
+    greatest = 0.0
+    with np.errstate(all="ignore"):
+        p = values * np.float32(scale)
+        if rule == SQUARE:
+            factors = above[:, None] * beside
+            roots = np.maximum(p + np.float32(1), _RATIO_MIN) * factors.reshape(-1)
+            p = np.maximum(roots * roots, _LEAST).reshape(row_count, row)
+            p[above == 0] = 0
+            p[:, beside == 0] = 0
+            p = p.reshape(-1)
+        p = p[phase : phase + target.size]
+        if rule == ADD:
+            p = widened(other, kind) + p
+        elif rule == ROOT:
+            p = np.minimum(np.maximum(p, -np.float32(limit)), np.float32(limit))
+            greatest = float(np.abs(p).max(initial=0))
+            p = p * np.sqrt(widened(other, kind))
+    target[:] = narrowed(p, kind)
+    return greatest

@@ -1,0 +1,374 @@
+"""Decide which tensors of a state are stored with a loss, how, and against what; and when they are exact again.
+
+candidates -> plan. A candidate is a storage that one tensor fills, whose role is known and whose settings are not
+"exact". The plan puts chunks of the same elements into one task: a weight with its roundings, a second moment and the
+first one that is told in its root.
+
+Invariants:
+- What is small, of one dimension, no float, or of unknown meaning is no candidate.
+- The base of a weight is the chunk that the previous checkpoint's manifest locates: its reconstruction.
+- A weight that has no such base, or whose chain is long enough, is stored exactly in this commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import numpy as np
+
+from ckstore.bases import Bases, read_nbytes
+from ckstore.capture import Captured
+from ckstore.config import Limits
+from ckstore.pairing import FLOAT_NAMES, AdamConstants, Pairing, Role, pair
+from ckstore.plan import CommitPlan
+from ckstore.quant.settings import (
+    EXACT,
+    FirstMomentSettings,
+    PrunedMoments,
+    PrunedWeights,
+    Residual,
+    SecondMomentSettings,
+    TensorSettings,
+    WeightSettings,
+)
+from ckstore.store.known import Known, KnownFrame
+from ckstore.tensor import TensorSpec, byte_strides_of, count_of
+from ckstore.tree import Path, format_path
+
+Settings = WeightSettings | PrunedWeights | FirstMomentSettings | SecondMomentSettings | PrunedMoments
+FloatName = Literal["float32", "bfloat16", "float16"]
+
+WIDTHS: Mapping[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_STEP_DTYPES = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
+"""Of counters of steps; what numpy makes has these names already."""
+
+_EXACT_SHARE = 0.8
+"""About what is left of a float when it is coded exactly, for comparing what restores read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossyTensor:
+    """A storage that may be stored with a loss.
+
+    Args:
+        storage: Index of the storage.
+        role: What it is.
+        path: The dotted path of its tensor.
+        dtype: Of its elements.
+        memory_shape: Its dimensions in the order in which they lie in memory.
+        settings: How it is quantized; ``"exact"`` for a moment that stays so beside one that does not.
+        hops: Commits with a loss since it was exact, this one included.
+        constants: What the optimizer says, of moments.
+    """
+
+    storage: int
+    role: Role
+    path: str
+    dtype: FloatName
+    memory_shape: tuple[int, ...]
+    settings: Settings | Literal["exact"]
+    hops: int = 1
+    constants: AdamConstants | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Chunks of the same elements, indices of the plan; -1 for none. One thread stores them together.
+
+    A weight and its moments share a task only where one is quantized by the other.
+
+    Args:
+        weight: A chunk of a weight.
+        base: The frame of its base.
+        rounded: Chunks that may be roundings of the weight.
+        second: A chunk of a second moment.
+        first: The same elements of the first moment.
+    """
+
+    weight: int = -1
+    base: KnownFrame | None = None
+    rounded: tuple[int, ...] = ()
+    second: int = -1
+    first: int = -1
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """All of them, each after what it needs."""
+        return tuple(index for index in (self.weight, *self.rounded, self.second, self.first) if index >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LossyPlan:
+    """What is stored with a loss.
+
+    Args:
+        residual: The policy.
+        tensors: By storage; roundings of others are not among them.
+        tasks: By their lowest chunk.
+        reason: A sentence for people.
+        weight_of: The weight of moments, by storage.
+    """
+
+    residual: Residual
+    tensors: Mapping[int, LossyTensor] = field(default_factory=dict)
+    tasks: tuple[Task, ...] = ()
+    reason: str = ""
+    weight_of: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether some task has a weight and its moments."""
+        return any(task.weight >= 0 and task.second >= 0 for task in self.tasks)
+
+    @property
+    def chunks(self) -> frozenset[int]:
+        """All chunks of all tasks."""
+        return frozenset(index for task in self.tasks for index in task.chunks)
+
+
+class Candidates:
+    """The storages of a state that may be stored with a loss."""
+
+    def __init__(self, captured: Captured, residual: Residual) -> None:
+        self.residual = residual
+        self.tensors: dict[int, LossyTensor] = {}
+        self.second_of: dict[int, int] = {}
+        self.weight_of: dict[int, int] = {}
+        self._captured = captured
+        self._pairing: Pairing = pair(captured.tree, captured.tensors)
+        self._views: dict[int, list[int]] = {}
+        for index in self._pairing.paths:
+            self._views.setdefault(captured.tensors[index].storage, []).append(index)
+        for storage in self._views:
+            self._add(storage)
+        storage_of = [tensor.storage for tensor in captured.tensors]
+        pairing = self._pairing
+        self.second_of = {storage_of[one]: storage_of[other] for one, other in pairing.second_of.items()}
+        self.weight_of = {storage_of[one]: storage_of[other] for one, other in pairing.weight_of.items()}
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Storages that want chunks of their own, however small they are."""
+        return frozenset(self.tensors)
+
+    def add_master(self, storage: int) -> None:
+        """Take a storage for a weight because another one is its rounding, although it stands in an optimizer."""
+        self._add(storage, is_master=True)
+
+    def _add(self, storage: int, *, is_master: bool = False) -> None:
+        views = self._views.get(storage, [])
+        roles = {"weight" if is_master else self._pairing.roles.get(index) for index in views}
+        specs = [self._captured.tensors[index] for index in views]
+        if len(roles) != 1 or len({(spec.library, spec.dtype) for spec in specs}) != 1:
+            return
+        role = roles.pop()
+        dtype = FLOAT_NAMES.get(specs[0].dtype)
+        if role not in ("weight", "first", "second") or dtype is None:
+            return
+        nbytes = self._captured.storages[storage].nbytes
+        shape = next((shape for spec in specs if (shape := memory_shape(spec, WIDTHS[dtype], nbytes))), None)
+        if shape is None or len(shape) < 2 or count_of(shape) < self.residual.nelements_min:
+            return
+        settings = self._settings(views, role)
+        if settings is not None:
+            constants = self._constants(views[0])
+            path = format_path(self._pairing.paths[views[0]])
+            self.tensors[storage] = LossyTensor(storage, role, path, dtype, shape, settings, constants=constants)
+
+    def _settings(self, views: Sequence[int], role: Role) -> Settings | Literal["exact"] | None:
+        """Return how a part is quantized; None: not at all, and nothing depends on it."""
+        pairing = self._pairing
+        weights = [pairing.weight_of[index] for index in views if index in pairing.weight_of]
+        paths = [format_path(pairing.paths[index]) for index in (*views, *weights)]
+        chosen: TensorSettings | Literal["exact"] = self.residual.tensors
+        for glob, settings in self.residual.rules:
+            if any(fnmatchcase(path, glob) for path in paths):
+                chosen = settings
+                break
+        if isinstance(chosen, str):
+            return None
+        if role == "weight":
+            return None if chosen.weights == EXACT else chosen.weights
+        # An exact moment beside a quantized one must still be looked at: their quotient is the step.
+        is_exact = chosen.second == EXACT and chosen.first == EXACT
+        return None if is_exact else chosen.second if role == "second" else chosen.first
+
+    def _constants(self, index: int) -> AdamConstants | None:
+        """Return what the optimizer says of a moment, with the number of steps read."""
+        constants = self._pairing.constants.get(self._pairing.second_of.get(index, index))
+        if constants is None or constants.step_tensor is None:
+            return constants
+        spec = self._captured.tensors[constants.step_tensor]
+        dtype = _STEP_DTYPES.get(spec.dtype, spec.dtype)
+        if dtype not in _STEP_DTYPES.values() or count_of(spec.shape) != 1:
+            return replace(constants, step_tensor=None)
+        content = self._captured.storages[spec.storage].read(spec.offset, spec.offset + np.dtype(dtype).itemsize)
+        return replace(constants, step=float(np.frombuffer(bytes(content), dtype)[0]), step_tensor=None)
+
+
+def memory_shape(spec: TensorSpec, width: int, nbytes: int) -> tuple[int, ...] | None:
+    """Return a tensor's dimensions as they lie in its storage, slowest first; None where it does not fill it."""
+    if spec.offset or not nbytes or count_of(spec.shape) * width != nbytes:
+        return None
+    strides = byte_strides_of(spec.library, spec.strides, width)
+    dims = sorted(
+        ((step, length) for step, length in zip(strides, spec.shape, strict=True) if length > 1), reverse=True
+    )
+    reach = width
+    for step, length in reversed(dims):
+        if step != reach:
+            return None
+        reach *= length
+    return tuple(length for _, length in dims)
+
+
+def plan_lossy(
+    candidates: Candidates,
+    plan: CommitPlan,
+    paths: Mapping[int, Path],
+    masters: Mapping[int, int],
+    known: Known,
+    bases: Bases,
+    limits: Limits,
+    *,
+    read_amplification_max: float,
+) -> LossyPlan:
+    """Choose what is stored with a loss in this commit.
+
+    Args:
+        candidates: What may be.
+        plan: How the state is cut into chunks.
+        paths: The path of the first tensor of each storage, as bases know it.
+        masters: Chunks that may be roundings, and those whose they may be.
+        known: Where chunks lie.
+        bases: What the previous checkpoint holds.
+        limits: Bounds of the store.
+        read_amplification_max: The most that restoring a weight and its moments may read, in what they would take
+            exactly; the moments, which have no chain, take almost nothing.
+    """
+    planner = _Planner(candidates, plan, masters, limits)
+    planner.find_masters()
+    due: list[str] = []
+    read_share_max = read_amplification_max * _EXACT_SHARE * planner.state_share()
+    for storage, tensor in sorted(candidates.tensors.items()):
+        if tensor.role == "weight":
+            hops = bases.hops_at(paths.get(storage)) + 1
+            frames = planner.bases_of(storage, paths[storage], known, bases)
+            is_due = hops >= candidates.residual.keyframe_every
+            read = sum(map(read_nbytes, frames.values()))
+            if not frames or is_due or read > read_share_max * plan.storages[storage].nbytes:
+                due.append(tensor.path)
+                continue
+            planner.add_weight(replace(tensor, hops=hops), frames)
+    planner.add_moments()
+    reason = _reason(planner, due, bases.seq)
+    return LossyPlan(candidates.residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
+
+
+def _reason(planner: _Planner, due: Sequence[str], seq: int | None) -> str:
+    count = sum(tensor.role == "weight" for tensor in planner.tensors.values())
+    moments = len(planner.tensors) - count
+    parts = [f"{count} weights as residuals of seq {seq}"] if count else []
+    parts += [f"{len(due)} weights exact: a chain begins"] if due else []
+    parts += [f"{moments} moments quantized"] if moments else []
+    return ", ".join(parts)
+
+
+class _Planner:
+    """Collects tasks."""
+
+    def __init__(self, candidates: Candidates, plan: CommitPlan, masters: Mapping[int, int], limits: Limits) -> None:
+        self.tensors: dict[int, LossyTensor] = {}
+        self._candidates = candidates
+        self._plan = plan
+        self._masters = masters
+        self._limits = limits
+        self._chunks: dict[int, list[int]] = {}
+        for index, chunk in enumerate(plan.chunks):
+            if len(chunk.sources) == 1:
+                self._chunks.setdefault(chunk.sources[0].storage, []).append(index)
+        self._tasks: dict[tuple[int, int], Task] = {}
+
+    def find_masters(self) -> None:
+        """Let roundings go with their masters, which are weights wherever they stand."""
+        candidates = self._candidates
+        for chunk, master in self._masters.items():
+            rounded, storage = self._storage_of(chunk), self._storage_of(master)
+            own = candidates.tensors.pop(rounded, None)
+            if own is not None and storage not in candidates.tensors:
+                candidates.add_master(storage)
+
+    def state_share(self) -> float:
+        """Return the bytes of weights and moments in those of the weights."""
+        nbytes = dict.fromkeys(("weight", "first", "second"), 0)
+        for storage, tensor in self._candidates.tensors.items():
+            nbytes[tensor.role] += self._plan.storages[storage].nbytes
+        return sum(nbytes.values()) / max(1, nbytes["weight"])
+
+    def bases_of(self, storage: int, path: Path, known: Known, bases: Bases) -> dict[int, KnownFrame]:
+        """Return the frame of the base of each chunk of a storage; nothing where one has none."""
+        found: dict[int, KnownFrame] = {}
+        for index in self._chunks.get(storage, ()):
+            chunk = self._plan.chunks[index]
+            place = (path, chunk.sources[0].offset)
+            chunk_id = bases.previous_at(place, chunk.nbytes, chunk.element_width, chunk.is_float)
+            frame = None if chunk_id is None else known.find(chunk_id)
+            if frame is None or frame.frame.depth >= self._limits.depth_max:
+                return {}
+            found[index] = frame
+        return found
+
+    def add_weight(self, tensor: LossyTensor, frames: Mapping[int, KnownFrame]) -> None:
+        """Add the tasks of a weight."""
+        rounded: dict[int, list[int]] = {}
+        for chunk, master in self._masters.items():
+            rounded.setdefault(master, []).append(chunk)
+        for index in self._chunks[tensor.storage]:
+            key = (tensor.storage, self._plan.chunks[index].sources[0].offset)
+            self._tasks[key] = Task(index, frames[index], tuple(rounded.get(index, ())))
+        self.tensors[tensor.storage] = tensor
+
+    def add_moments(self) -> None:
+        """Add every second moment with the first one of the same elements; with their weight where that decides."""
+        tensors = self._candidates.tensors
+        for first, second in sorted(self._candidates.second_of.items()):
+            if second not in tensors or first not in tensors:
+                continue
+            pairs = list(self._aligned(second, first))
+            weight = self._candidates.weight_of.get(second, -1)
+            if not pairs or len(pairs) != len(self._chunks.get(second, ())):
+                continue
+            # Only what is pruned by the weight's change has to be there when that is known.
+            is_pruned = isinstance(tensors[second].settings, PrunedMoments)
+            is_with_weight = (is_pruned or self._is_pruned(weight)) and all(
+                (weight, offset) in self._tasks and self._is_alike(self._tasks[weight, offset].weight, two)
+                for offset, two, _ in pairs
+            )
+            for offset, two, one in pairs:
+                key = (weight if is_with_weight else second, offset)
+                self._tasks[key] = replace(self._tasks.get(key, Task()), second=two, first=one)
+            self.tensors[second], self.tensors[first] = tensors[second], tensors[first]
+
+    def _is_pruned(self, weight: int) -> bool:
+        return weight in self.tensors and isinstance(self.tensors[weight].settings, PrunedWeights)
+
+    def _aligned(self, second: int, first: int) -> Iterator[tuple[int, int, int]]:
+        for two, one in zip(self._chunks.get(second, ()), self._chunks.get(first, ()), strict=False):
+            offset = self._plan.chunks[two].sources[0].offset
+            if offset == self._plan.chunks[one].sources[0].offset and self._is_alike(two, one):
+                yield offset, two, one
+
+    def _is_alike(self, one: int, other: int) -> bool:
+        chunk, beside = self._plan.chunks[one], self._plan.chunks[other]
+        return (chunk.nbytes, chunk.element_width) == (beside.nbytes, beside.element_width)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Return all tasks, by their lowest chunk."""
+        return tuple(sorted(self._tasks.values(), key=lambda task: min(task.chunks)))
+
+    def _storage_of(self, chunk: int) -> int:
+        return self._plan.chunks[chunk].sources[0].storage

@@ -1,0 +1,85 @@
+"""Chunks as a few outer products: the forms that are tried before grids, with their payloads and errors.
+
+Invariants:
+- The reconstruction that is written is what the payload decodes to, on every machine.
+- None says that nothing was stored; the caller's values may have been used up by then.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ckstore.codec.base import Encoded
+from ckstore.quant import lowrank_forms
+from ckstore.quant.bound import Errors, measure
+from ckstore.quant.geometry import ChunkShape, Grid
+from ckstore.quant.lowrank_forms import CHANGE, QUOTIENT, ROOT, Approximated
+from ckstore.quant.settings import LowRank
+
+CHANGE_STEP, QUOTIENT_STEP, ROOT_STEP = STEPS = (11, 12, 13)
+NAMES = {CHANGE_STEP: "outer", QUOTIENT_STEP: "outer1", ROOT_STEP: "outer2"}
+WITH_BASE = (CHANGE_STEP, QUOTIENT_STEP)
+
+_FORMS = {CHANGE_STEP: CHANGE, QUOTIENT_STEP: QUOTIENT, ROOT_STEP: ROOT}
+# Coding that saves less than one part in so many is not worth the loss.
+_SAVING_PART = 64
+
+
+def encode(
+    step: int,
+    values: memoryview,
+    plain: memoryview,
+    base: memoryview,
+    shape: ChunkShape,
+    grid: Grid,
+    settings: LowRank,
+    *,
+    limit: float = 0.0,
+    reconstruction: memoryview,
+) -> tuple[Encoded, Errors] | None:
+    """Approximate the values of a chunk and write what it becomes; None where that is not near enough or too long.
+
+    Args:
+        step: One of ``STEPS``.
+        values: Changes, quotients or second moments, as finite fp32 values; those of second moments are overwritten.
+        plain: The bytes of the chunk.
+        base: As many bytes that decoding will be given; none for ``ROOT_STEP``.
+        shape: What the chunk is of its tensor.
+        grid: Where it lies.
+        settings: How near.
+        limit: Greatest quotient.
+        reconstruction: As many bytes, which receive what the payload decodes to.
+    """
+    changes = np.frombuffer(values, np.float32)
+    sum_sq = float(np.einsum("i,i->", changes, changes)) if step == CHANGE_STEP else None
+    if step == CHANGE_STEP:
+        found = lowrank_forms.make_change(values, grid, settings)
+    elif step == QUOTIENT_STEP:
+        found = lowrank_forms.make_quotient(values, grid, settings, limit)
+    else:
+        found = lowrank_forms.make_second(values, grid, settings)
+    if found is None or len(found.payload) > plain.nbytes - plain.nbytes // _SAVING_PART:
+        return None
+    u_max = lowrank_forms.write(found, _FORMS[step], shape.kind, base, reconstruction)
+    max_abs, sum_sq_error, sum_sq_value = measure(plain, reconstruction, shape.kind)
+    if not math.isfinite(max_abs) or not math.isfinite(sum_sq_error):
+        return None
+    if not max_abs and reconstruction != plain:
+        # Only the signs of zeros differ: no number tells that, so it must not be.
+        return None
+    encoded = Encoded(((step, bytes([shape.kind])),), [memoryview(found.payload)], shape.width)
+    sum_sq_change = sum_sq_value if sum_sq is None else sum_sq
+    kept = grid.count if found.product.rank or step == ROOT_STEP else 0
+    return encoded, Errors(grid.count, max_abs, sum_sq_error, sum_sq_value, sum_sq_change, kept, 0, u_max)
+
+
+def decode(step: int, payload: memoryview, kind: int, width: int, base: memoryview, destination: memoryview) -> None:
+    """Write the reconstruction of a chunk; the base may be the very memory of the destination.
+
+    Raises:
+        MalformedError: No writer makes such a payload for so many elements.
+    """
+    found: Approximated = lowrank_forms.read(payload, _FORMS[step], destination.nbytes // width)
+    lowrank_forms.write(found, _FORMS[step], kind, base, destination)

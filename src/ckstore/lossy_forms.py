@@ -1,0 +1,399 @@
+"""How one chunk can be stored with a loss: as codes, most of them against a base; FORMAT.md has the bytes.
+
+What is committed is the reconstruction: it is made here, hashed by the caller, and exactly what the codes decode to.
+Four steps, which stand alone in a frame: ``grid`` adds codes to a base (weights), ``moment2`` multiplies factors of
+rows and columns, ``moment1`` multiplies codes by the roots of its base, the second moment, and ``codebook`` is values
+by themselves. Before these, where the settings ask for it, ``lossy_directions`` tries to do with a few outer products.
+
+Invariants:
+- What is encoded decodes to the reconstruction, bit for bit, on every machine, and is smaller than the plain bytes.
+- Elements that are not finite are never quantized: the chunk is left to be stored exactly.
+- The destination is written only when the whole payload has been read and found right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore import kernels, lossy_directions
+from ckstore.codec import chain
+from ckstore.codec.base import CodecStep, Encoded
+from ckstore.codec.scratch import Scratch, quantizing_nbytes
+from ckstore.errors import MalformedError, UnsupportedError, UsageError
+from ckstore.lossy_payload import Codes, read_codes, write_codes
+from ckstore.quant import pruned
+from ckstore.quant.bound import Errors, greatest_quotient, measure
+from ckstore.quant.geometry import KINDS, WIDTHS, ChunkShape, FloatName, Grid
+from ckstore.quant.grid import Quantized, Steps, quantize_grid
+from ckstore.quant.moments import quantize_first
+from ckstore.quant.second import quantize_second
+from ckstore.quant.settings import (
+    FirstMomentSettings,
+    PrunedMoments,
+    PrunedWeights,
+    SecondMomentSettings,
+    WeightSettings,
+)
+
+__all__ = [
+    "LOSSY_STEPS",
+    "STEPS_WITH_BASE",
+    "ChunkShape",
+    "Errors",
+    "FloatName",
+    "Made",
+    "base_nbytes_of",
+    "decode",
+    "encode_first_moment",
+    "encode_pruned_moment",
+    "encode_second_moment",
+    "encode_weights",
+    "pruned_mask",
+    "quantizing_nbytes",
+]
+
+GRID, MOMENT2, MOMENT1, CODEBOOK = _SYMBOL_STEPS = (7, 8, 9, 10)
+LOSSY_STEPS = (*_SYMBOL_STEPS, *lossy_directions.STEPS)
+NAMES = {GRID: "grid", MOMENT2: "moment2", MOMENT1: "moment1", CODEBOOK: "codebook", **lossy_directions.NAMES}
+
+
+_RULES = {GRID: 0, MOMENT2: 1, MOMENT1: 2, CODEBOOK: 3}
+STEPS_WITH_BASE = (GRID, MOMENT1, *lossy_directions.WITH_BASE)
+_NO_BYTES = memoryview(b"")
+# Coding that saves less than one part in so many is not worth the loss.
+_SAVING_PART = 64
+# More of them cost more than exact bytes.
+_ESCAPES_PART = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A chunk that was quantized.
+
+    Args:
+        encoded: Steps and payload; the parts lie in the scratch and last until it is used again.
+        reconstruction: What it decodes to: the caller's buffer, whose bytes are what is committed.
+        errors: How that differs from what was given.
+    """
+
+    encoded: Encoded
+    reconstruction: memoryview
+    errors: Errors
+
+
+def encode_weights(
+    plain: memoryview,
+    base: memoryview,
+    shape: ChunkShape,
+    settings: WeightSettings | PrunedWeights,
+    *,
+    scratch: Scratch,
+    reconstruction: memoryview,
+    second_mean: float | None = None,
+) -> Made | None:
+    """Quantize what has changed since the base; None where that cannot be done or does not pay.
+
+    Args:
+        plain: The bytes of the chunk.
+        base: As many bytes: what the same weights were in the checkpoint before, as it is stored.
+        shape: What the chunk is of its tensor.
+        settings: How.
+        scratch: Memory of this thread.
+        reconstruction: As many bytes, which receive what the codes decode to.
+        second_mean: Mean of the exact second moment; ``PrunedWeights`` asks for it.
+
+    Raises:
+        UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
+    """
+    grid = _grid_of(shape, scratch, plain, base, reconstruction)
+    values, symbols = _buffers(grid, scratch)
+    if not grid.count or not kernels.float_changes(plain, base, values, shape.kind):
+        return None
+    found: Quantized | None
+    if isinstance(settings, PrunedWeights):
+        threshold = pruned.threshold_of(values, settings, second_mean)
+        found = pruned.quantize_pruned(values, symbols, grid, threshold, settings.bits)
+    else:
+        where = plain, base, shape, grid
+        if settings.low_rank is not None and (
+            near := lossy_directions.encode(
+                lossy_directions.CHANGE_STEP, values, *where, settings.low_rank, reconstruction=reconstruction
+            )
+        ):
+            return Made(near[0], reconstruction, near[1])
+        steps = Steps(settings.step, settings.dead_zone, settings.levels_max, settings.scale)
+        found = quantize_grid(values, symbols, grid, steps)
+    return _made(GRID, found, plain, base, shape, grid, scratch, reconstruction)
+
+
+def encode_second_moment(
+    plain: memoryview,
+    shape: ChunkShape,
+    settings: SecondMomentSettings,
+    *,
+    scratch: Scratch,
+    reconstruction: memoryview,
+) -> Made | None:
+    """Quantize a second moment; None where that cannot be done or does not pay. See ``encode_weights``."""
+    grid = _grid_of(shape, scratch, plain, reconstruction)
+    values, symbols = _buffers(grid, scratch)
+    if not grid.count or not kernels.float_values(plain, values, shape.kind):
+        return None
+    if settings.low_rank is not None:
+        where = plain, _NO_BYTES, shape, grid
+        near = lossy_directions.encode(
+            lossy_directions.ROOT_STEP, values, *where, settings.low_rank, reconstruction=reconstruction
+        )
+        if near is not None:
+            return Made(near[0], reconstruction, near[1])
+        kernels.float_values(plain, values, shape.kind)
+    found = quantize_second(values, symbols, grid, settings)
+    return _made(MOMENT2, found, plain, _NO_BYTES, shape, grid, scratch, reconstruction)
+
+
+def encode_first_moment(
+    plain: memoryview,
+    second_plain: memoryview,
+    second_reconstruction: memoryview,
+    shape: ChunkShape,
+    settings: FirstMomentSettings,
+    *,
+    scratch: Scratch,
+    reconstruction: memoryview,
+) -> Made | None:
+    """Quantize a first moment over the root of the second; None where that cannot be done or does not pay.
+
+    The frame's base is the chunk of ``second_reconstruction``; but a moment that is dropped is stored as zeros, without
+    base and without a lossy step.
+
+    Args:
+        plain: The bytes of the chunk.
+        second_plain: As many bytes: the second moment of the same elements, as it was given.
+        second_reconstruction: The same, as it is stored.
+        shape: What the chunk is of its tensor, and those of the second moment of theirs.
+        settings: How.
+        scratch: Memory of this thread.
+        reconstruction: As many bytes, which receive what the codes decode to.
+
+    Raises:
+        UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
+    """
+    grid = _grid_of(shape, scratch, plain, second_plain, second_reconstruction, reconstruction)
+    values, symbols = _buffers(grid, scratch)
+    if not grid.count or not kernels.float_quotients(plain, second_plain, values, shape.kind, settings.clip):
+        return None
+    if settings.form == "dropped":
+        return _zeros(plain, shape, grid, scratch, reconstruction)
+    if settings.low_rank is not None:
+        where = plain, second_reconstruction, shape, grid
+        near = lossy_directions.encode(
+            *(lossy_directions.QUOTIENT_STEP, values, *where, settings.low_rank),
+            limit=settings.clip,
+            reconstruction=reconstruction,
+        )
+        if near is not None:
+            return Made(near[0], reconstruction, near[1])
+    found = quantize_first(values, symbols, grid, settings)
+    return _made(MOMENT1, found, plain, second_reconstruction, shape, grid, scratch, reconstruction)
+
+
+def encode_pruned_moment(
+    plain: memoryview,
+    keep: memoryview,
+    shape: ChunkShape,
+    settings: PrunedMoments,
+    *,
+    scratch: Scratch,
+    reconstruction: memoryview,
+) -> Made | None:
+    """Quantize a moment by the published method; None where that cannot be done or does not pay.
+
+    Args:
+        plain: The bytes of the chunk.
+        keep: One byte for each element, as ``pruned_mask`` writes them: 1, or 0 for those that become zero.
+        shape: What the chunk is of its tensor.
+        settings: How.
+        scratch: Memory of this thread.
+        reconstruction: As many bytes, which receive what the codes decode to.
+
+    Raises:
+        UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
+    """
+    grid = _grid_of(shape, scratch, plain, reconstruction)
+    values, symbols = _buffers(grid, scratch)
+    if keep.nbytes != grid.count:
+        raise UsageError(f"{keep.nbytes} bytes do not say of {grid.count} elements which are kept")
+    if not grid.count or not kernels.float_values(plain, values, shape.kind):
+        return None
+    x = np.frombuffer(values, np.float32)
+    x[np.frombuffer(keep, np.uint8) == 0] = 0.0
+    found = pruned.quantize_pruned(values, symbols, grid, 0.0, settings.bits)
+    return _made(CODEBOOK, found, plain, _NO_BYTES, shape, grid, scratch, reconstruction)
+
+
+def pruned_mask(
+    first_plain: memoryview,
+    weights: memoryview,
+    base: memoryview,
+    dtype: FloatName,
+    settings: PrunedMoments,
+    out: memoryview,
+) -> None:
+    """Write which moments the published method keeps: of changed weights, and large ones.
+
+    Args:
+        first_plain: The first moments.
+        weights: The weights as they are stored, of the same elements.
+        base: Their base.
+        dtype: Of all of them.
+        settings: How large.
+        out: One byte for each element.
+
+    Raises:
+        UsageError: Lengths differ, or are no elements.
+    """
+    kind = KINDS[dtype]
+    if any(side.nbytes != out.nbytes * WIDTHS[kind] for side in (first_plain, weights, base)):
+        raise UsageError(f"{out.nbytes} bytes cannot say of {first_plain.nbytes} bytes of {dtype} which are kept")
+    first = np.empty(out.nbytes, np.float32)
+    kernels.float_values(first_plain, first.data, kind)
+    changed, before = (np.frombuffer(side, f"<u{WIDTHS[kind]}") for side in (weights, base))
+    pruned.keep_mask(first, changed != before, settings.beta, np.frombuffer(out, np.uint8))
+
+
+def base_nbytes_of(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
+    """Return how many bytes of a base a chunk with a lossy step needs; 0: it has none.
+
+    Raises:
+        UnsupportedError: A newer version made the frame.
+    """
+    codec_id, _ = _only_step(steps)
+    return plain_nbytes if codec_id in STEPS_WITH_BASE else 0
+
+
+def decode(
+    payload: memoryview,
+    steps: Sequence[CodecStep],
+    *,
+    width: int,
+    destination: memoryview,
+    scratch: Scratch,
+    base: memoryview | None = None,
+) -> None:
+    """Write exactly the reconstruction of one chunk; the base may be the very memory of the destination.
+
+    Raises:
+        CorruptError: The payload does not decode to that many bytes, or the base has another length.
+        UnsupportedError: A newer version made the frame.
+    """
+    codec_id, kind = _only_step(steps)
+    if width != WIDTHS[kind] or not destination.nbytes or destination.nbytes % width:
+        raise MalformedError(f"{destination.nbytes} bytes of width {width} are no floats of {WIDTHS[kind]} bytes")
+    base = _NO_BYTES if base is None else base
+    if base.nbytes != base_nbytes_of(steps, destination.nbytes):
+        raise MalformedError(f"the base of a chunk of {destination.nbytes} bytes has {base.nbytes}")
+    if codec_id in lossy_directions.STEPS:
+        lossy_directions.decode(codec_id, payload, kind, width, base, destination)
+        return
+    is_second = codec_id == MOMENT2
+    codes = read_codes(payload, destination.nbytes // width, width=width, is_second=is_second, scratch=scratch)
+    _reconstruct(codes, codec_id, kind, base, destination)
+
+
+def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
+    """Return codec and kind of the one step of a lossy frame."""
+    if len(steps) != 1 or steps[0][0] not in LOSSY_STEPS:
+        raise UnsupportedError(f"chain of codecs {tuple(step[0] for step in steps)}", todo="upgrade ckstore")
+    codec_id, config = steps[0]
+    if len(config) != 1 or config[0] not in WIDTHS:
+        raise UnsupportedError(f"unknown config of codec {NAMES[codec_id]}", where=config.hex(), todo="upgrade ckstore")
+    return codec_id, config[0]
+
+
+def _reconstruct(codes: Codes, codec_id: int, kind: int, base: memoryview, destination: memoryview) -> None:
+    grid = codes.grid
+    kernels.finish_values(
+        *(codes.symbols, codes.rows.values().data, codes.cols.values().data, codes.table.data, base, destination),
+        *(grid.row, grid.phase, kind, _RULES[codec_id], codes.floor),
+    )
+    if codes.escapes.size:
+        words = np.frombuffer(codes.words, f"<u{WIDTHS[kind]}")
+        np.frombuffer(destination, words.dtype)[codes.escapes] = words
+
+
+def _made(
+    codec_id: int,
+    found: Quantized | None,
+    plain: memoryview,
+    base: memoryview,
+    shape: ChunkShape,
+    grid: Grid,
+    scratch: Scratch,
+    reconstruction: memoryview,
+) -> Made | None:
+    """Write the payload and its reconstruction, and measure that; None where it does not pay."""
+    if found is None or found.escapes.size > grid.count // _ESCAPES_PART:
+        return None
+    exact = np.frombuffer(plain, f"<u{shape.width}")[found.escapes].tobytes()
+    symbols = scratch.planes(grid.count)
+    codes = Codes(grid, found.rows, found.cols, symbols, found.table, found.floor, found.escapes, exact)
+    _reconstruct(codes, codec_id, shape.kind, base, reconstruction)
+    max_abs, sum_sq_error, sum_sq_value = measure(plain, reconstruction, shape.kind)
+    if not math.isfinite(max_abs) or not math.isfinite(sum_sq_error):
+        return None
+    if not max_abs and reconstruction != plain:
+        # Only the signs of zeros differ: no number tells that, so it must not be.
+        return None
+    parts = write_codes(codes, found.contexts, found.counts, scratch)
+    encoded = Encoded(((codec_id, bytes([shape.kind])),), parts, shape.width)
+    if encoded.nbytes > plain.nbytes - max(1, plain.nbytes // _SAVING_PART):
+        return None
+    errors = Errors(
+        *(grid.count, max_abs, sum_sq_error, sum_sq_value, found.sum_sq if codec_id == GRID else sum_sq_value),
+        grid.count - (0 if found.zero is None else int(found.counts[found.zero]) - found.escapes.size),
+        found.escapes.size,
+        _u_max(found, plain, base, shape) if codec_id == MOMENT1 else 0.0,
+    )
+    return Made(encoded, reconstruction, errors)
+
+
+def _u_max(found: Quantized, plain: memoryview, base: memoryview, shape: ChunkShape) -> float:
+    first, second = (_some(side, found.escapes, shape) for side in (plain, base))
+    return greatest_quotient(found.table, found.counts, first, second)
+
+
+def _some(plain: memoryview, places: NDArray[np.int64], shape: ChunkShape) -> NDArray[np.float64]:
+    chosen = np.frombuffer(plain, f"<u{shape.width}")[places]
+    values = np.empty(chosen.size, np.float32)
+    kernels.float_values(chosen.data, values.data, shape.kind)
+    return values.astype(np.float64)
+
+
+def _zeros(
+    plain: memoryview, shape: ChunkShape, grid: Grid, scratch: Scratch, reconstruction: memoryview
+) -> Made | None:
+    np.frombuffer(reconstruction, np.uint8).fill(0)
+    max_abs, sum_sq_error, sum_sq_value = measure(plain, reconstruction, shape.kind)
+    if not max_abs and reconstruction != plain:
+        return None
+    encoded = chain.encode(reconstruction, width=shape.width, is_float=True, compression="fast", scratch=scratch)
+    return Made(encoded, reconstruction, Errors(grid.count, max_abs, sum_sq_error, sum_sq_value, sum_sq_value))
+
+
+def _grid_of(shape: ChunkShape, scratch: Scratch, plain: memoryview, *others: memoryview) -> Grid:
+    """Return where a chunk lies, all whose buffers are equally long."""
+    if any(other.nbytes != plain.nbytes for other in others) or plain.nbytes % shape.width:
+        lengths = [plain.nbytes, *(other.nbytes for other in others)]
+        raise UsageError(f"chunks of {lengths} bytes are not as many elements of {shape.width} bytes each")
+    if plain.nbytes > scratch.chunk_nbytes_max:
+        raise UsageError(f"{plain.nbytes} bytes are more than the scratch is made for")
+    return Grid(plain.nbytes // shape.width, shape.row_nelements, shape.phase)
+
+
+def _buffers(grid: Grid, scratch: Scratch) -> tuple[memoryview, memoryview]:
+    return scratch.values(4 * grid.count), scratch.planes(grid.count)

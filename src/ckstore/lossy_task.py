@@ -1,0 +1,348 @@
+"""One task of a commit with a loss: chunks of the same elements, quantized one against the other.
+
+Invariants:
+- What is handed out aliases only memory of this thread that the task does not use again, and the trainer's.
+- A chunk that cannot be quantized is coded exactly here, or its whole tensor is told to be stored exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore import forms, kernels, lossy_forms
+from ckstore.chunks import Coded, CodingThread
+from ckstore.config import Policy
+from ckstore.distance import Distance, distance_of, floats_of, is_finite
+from ckstore.fates import clip_max
+from ckstore.forms import Encoded
+from ckstore.ids import ChunkId, chunk_id_of
+from ckstore.lossy import LossyTensor, Task
+from ckstore.lossy_forms import ChunkShape, Errors, Made
+from ckstore.pipeline import BufferPurpose
+from ckstore.plan import ChunkPlan, CommitPlan
+from ckstore.quant.settings import (
+    FirstMomentSettings,
+    PrunedMoments,
+    PrunedWeights,
+    SecondMomentSettings,
+    WeightSettings,
+)
+from ckstore.store.known import KnownFrame
+
+_JOINT: dict[str, BufferPurpose] = {
+    "weight plain": "weight plain",
+    "weight": "weight",
+    "rounded plain": "rounded plain",
+    "rounded": "rounded",
+}
+_ALONE: dict[str, BufferPurpose] = {
+    "weight plain": "second plain",
+    "weight": "second",
+    "rounded plain": "first plain",
+    "rounded": "first",
+}
+
+_NOT_FINITE = "it holds NaN or infinity"
+_NOT_SECOND = "it is negative somewhere, so it is no second moment"
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A chunk that waits for its place.
+
+    Args:
+        index: In the plan.
+        chunk_id: Of what is stored.
+        coded: How.
+        beside: The chunk of this task whose frame is the base; -1: ``coded`` has it already, or there is none.
+    """
+
+    index: int
+    chunk_id: ChunkId
+    coded: Coded
+    beside: int = -1
+
+
+class Desk(Protocol):
+    """What a task needs of the writer it works for; all of it may be called from any thread."""
+
+    @property
+    def policy(self) -> Policy:
+        """How much is checked and coded."""
+        ...
+
+    @property
+    def plan(self) -> CommitPlan:
+        """What the indices of chunks count in."""
+        ...
+
+    def gather_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
+        """Return the plain bytes of a chunk."""
+        ...
+
+    def base_plain_of(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
+        """Return the plain bytes of a base; None where they cannot be read."""
+        ...
+
+    def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
+        """Return memory for what a chunk becomes."""
+        ...
+
+    def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
+        """Keep a chunk for the next commit, if its form says so; a copy of it where the memory is the trainer's."""
+        ...
+
+    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0) -> None:
+        """Add the errors of one chunk to those of its tensor."""
+        ...
+
+    def fail(self, index: int, why: str) -> None:
+        """Let the tensor of a chunk be stored exactly."""
+        ...
+
+    def leave(self, index: int) -> None:
+        """Let a chunk be stored without its master."""
+        ...
+
+    def tensor_of(self, index: int) -> LossyTensor:
+        """Return what the tensor of a chunk is."""
+        ...
+
+
+class TaskCoder:
+    """Quantizes and codes the chunks of one task."""
+
+    def __init__(self, desk: Desk, task: Task, thread: CodingThread) -> None:
+        self._desk = desk
+        self._task = task
+        self._thread = thread
+        self._weights: tuple[memoryview, memoryview] | None = None
+        """The weight's reconstruction and its base."""
+        # A task without moments uses their memory.
+        self._names = _JOINT if task.second >= 0 else _ALONE
+
+    def drafts(self) -> list[Draft]:
+        """Return what is to be placed, each chunk after what it needs."""
+        found: list[Draft] = []
+        if self._task.weight >= 0:
+            found += self._weight_drafts()
+        if self._task.second >= 0:
+            found += self._moment_drafts()
+        return found
+
+    # Weights
+
+    def _weight_drafts(self) -> list[Draft]:
+        task, desk, thread = self._task, self._desk, self._thread
+        index, base = task.weight, task.base
+        assert base is not None, "a weight is told as a change"
+        tensor, settings = desk.tensor_of(index), desk.tensor_of(index).settings
+        assert isinstance(settings, WeightSettings | PrunedWeights)
+        mean = self._second_mean() if isinstance(settings, PrunedWeights) else None
+        plain = desk.gather_for(index, self._names["weight plain"], thread)
+        base_plain = desk.base_plain_of(base, len(plain), thread)
+        if base_plain is None:
+            desk.fail(index, "its base could not be read")
+            return []
+        made = lossy_forms.encode_weights(
+            plain,
+            base_plain,
+            self._shape(index, tensor),
+            settings,
+            scratch=thread.worker.scratch,
+            reconstruction=desk.reconstruction_for(index, self._names["weight"], thread),
+            second_mean=mean,
+        )
+        if made is None and not is_finite(floats_of(plain, tensor.dtype)):
+            desk.fail(index, _NOT_FINITE)
+            return []
+        if made is not None and _turns_negative(plain, made.reconstruction, tensor):
+            made = None
+        if made is None:
+            draft, became = self._exact(index, plain, tensor, base, base_plain), plain
+        else:
+            became = made.reconstruction
+            draft = self._draft(index, made, base if _needs_base(made, len(plain)) else None, base_plain)
+        desk.hold(index, draft.chunk_id, became, is_own=made is not None)
+        self._weights = (became, base_plain)
+        return [draft, *(each for other in task.rounded for each in self._rounded_drafts(other, plain, became))]
+
+    def _rounded_drafts(self, index: int, plain: memoryview, became: memoryview) -> list[Draft]:
+        """Return the rounding of what a weight became, where this chunk was the rounding of the weight."""
+        desk, thread, tensor = self._desk, self._thread, self._desk.tensor_of(self._task.weight)
+        rounded = desk.gather_for(index, self._names["rounded plain"], thread)
+        encoded = forms.encode_rounded(rounded, plain, scratch=thread.worker.scratch)
+        if encoded is None or tensor.dtype != "float32":
+            desk.leave(index)
+            return []
+        kind = encoded.steps[0][1][0]
+        again = thread.worker.buffer(self._names["rounded"])[: len(rounded)]
+        kernels.round_floats(became, again, kind)
+        name = "bfloat16" if kind == 1 else "float16"
+        desk.note(index, distance_of(floats_of(rounded, name), floats_of(again, name)))
+        coded = Coded(_kept(encoded), None, became, is_derived=True)
+        return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
+
+    def _second_mean(self) -> float | None:
+        if self._task.second < 0:
+            return None
+        second = self._desk.gather_for(self._task.second, "second plain", self._thread)
+        values = floats_of(second, self._desk.tensor_of(self._task.second).dtype)
+        mean = float(np.mean(values, dtype=np.float64))
+        return mean if np.isfinite(mean) and mean > 0 else None
+
+    # Moments
+
+    def _moment_drafts(self) -> list[Draft]:
+        task, desk, thread = self._task, self._desk, self._thread
+        tensor = desk.tensor_of(task.second)
+        second = desk.gather_for(task.second, "second plain", thread)
+        first = desk.gather_for(task.first, "first plain", thread)
+        values = floats_of(second, tensor.dtype)
+        if not is_finite(values):
+            desk.fail(task.second, _NOT_FINITE)
+            return []
+        if float(values.min(initial=0.0)) < 0:
+            desk.fail(task.second, _NOT_SECOND)
+            return []
+        if not is_finite(floats_of(first, tensor.dtype)):
+            desk.fail(task.first, _NOT_FINITE)
+            return []
+        if isinstance(tensor.settings, PrunedMoments):
+            return self._pruned_drafts(first, second, tensor)
+        made: Made | None = None
+        if isinstance(tensor.settings, SecondMomentSettings):
+            made = lossy_forms.encode_second_moment(
+                second,
+                self._shape(task.second, tensor),
+                tensor.settings,
+                scratch=thread.worker.scratch,
+                reconstruction=desk.reconstruction_for(task.second, "second", thread),
+            )
+        became = second if made is None else made.reconstruction
+        draft = self._exact(task.second, second, tensor) if made is None else self._draft(task.second, made, None)
+        return [draft, self._first_draft(first, second, became)]
+
+    def _first_draft(self, first: memoryview, second: memoryview, became: memoryview) -> Draft:
+        task, desk, thread = self._task, self._desk, self._thread
+        tensor = desk.tensor_of(task.first)
+        made: Made | None = None
+        if isinstance(tensor.settings, FirstMomentSettings):
+            made = lossy_forms.encode_first_moment(
+                first,
+                second,
+                became,
+                self._shape(task.first, tensor),
+                _clipped(tensor.settings, tensor),
+                scratch=thread.worker.scratch,
+                reconstruction=desk.reconstruction_for(task.first, "first", thread),
+            )
+        if made is None:
+            quotient = quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
+            return self._exact(task.first, first, tensor, u_max=quotient)
+        draft = self._draft(task.first, made, None, became)
+        if _needs_base(made, len(first)):
+            draft.beside = task.second
+        else:
+            draft.coded.base_plain = None
+        return draft
+
+    def _pruned_drafts(self, first: memoryview, second: memoryview, tensor: LossyTensor) -> list[Draft]:
+        task, desk, thread = self._task, self._desk, self._thread
+        settings = tensor.settings
+        assert isinstance(settings, PrunedMoments)
+        count = len(first) // thread_width(tensor)
+        keep = thread.worker.buffer("keep")[:count]
+        # Without a change of the weight every element may be kept.
+        weights, base = self._weights or (first, memoryview(bytes(len(first))))
+        lossy_forms.pruned_mask(first, weights, base, tensor.dtype, settings, keep)
+        drafts: list[Draft] = []
+        became: list[memoryview] = []
+        for index, plain, purpose in ((task.second, second, "second"), (task.first, first, "first")):
+            made = lossy_forms.encode_pruned_moment(
+                plain,
+                keep,
+                self._shape(index, desk.tensor_of(index)),
+                settings,
+                scratch=thread.worker.scratch,
+                reconstruction=desk.reconstruction_for(index, "second" if purpose == "second" else "first", thread),
+            )
+            exact = made is None
+            drafts.append(self._exact(index, plain, tensor) if made is None else self._draft(index, made, None))
+            became.append(plain if exact or made is None else made.reconstruction)
+        quotient = quotient_max(floats_of(became[1], tensor.dtype), floats_of(became[0], tensor.dtype))
+        desk.note(task.first, Distance(), u_max=min(float(quotient), float(np.finfo(np.float64).max)))
+        return drafts
+
+    # What both do
+
+    def _shape(self, index: int, tensor: LossyTensor) -> ChunkShape:
+        offset = self._desk.plan.chunks[index].sources[0].offset // thread_width(tensor)
+        return ChunkShape.of(tensor.memory_shape, tensor.dtype, offset)
+
+    def _draft(self, index: int, made: Made, base: KnownFrame | None, base_plain: memoryview | None = None) -> Draft:
+        self._desk.note(index, made.errors, u_max=made.errors.u_max)
+        coded = Coded(_kept(made.encoded), base, base_plain, is_lossy=True)
+        return Draft(index, chunk_id_of(made.reconstruction), coded)
+
+    def _exact(
+        self,
+        index: int,
+        plain: memoryview,
+        tensor: LossyTensor,
+        base: KnownFrame | None = None,
+        base_plain: memoryview | None = None,
+        *,
+        u_max: float = 0.0,
+    ) -> Draft:
+        """Code a chunk as it is, although others of its tensor are not."""
+        worker, compression = self._thread.worker, self._desk.policy.compression
+        chunk: ChunkPlan = self._desk.plan.chunks[index]
+        values = floats_of(plain, tensor.dtype)
+        self._desk.note(index, replace(distance_of(values, values), changed_count=len(values)), u_max=u_max)
+        if base_plain is not None:
+            encoded = worker.encode_delta(plain, base_plain, chunk, compression)
+            if encoded is not None:
+                return Draft(index, chunk_id_of(plain), Coded(_kept(encoded), base, base_plain))
+        return Draft(index, chunk_id_of(plain), Coded(_kept(worker.encode(plain, chunk, compression))))
+
+
+def thread_width(tensor: LossyTensor) -> int:
+    """Return the bytes of an element."""
+    return 4 if tensor.dtype == "float32" else 2
+
+
+def quotient_max(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """Return the greatest |m| / sqrt(v); infinite where v vanishes and m does not."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        quotient = np.abs(first) / np.sqrt(second)
+    return float(np.where(first == 0, np.float32(0), quotient).max(initial=0.0))
+
+
+def _clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
+    """Return settings by which no next step can be too large."""
+    if tensor.constants is None:
+        return settings
+    return replace(settings, clip=min(settings.clip, max(1e-3, clip_max(tensor.constants))))
+
+
+def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) -> bool:
+    """Whether something that is nowhere negative would be: it may be a second moment that nobody told us of."""
+    values = floats_of(plain, tensor.dtype)
+    # Nearly every weight has a negative element among its first.
+    if float(values[:1024].min(initial=0.0)) < 0 or float(values.min(initial=0.0)) < 0:
+        return False
+    return float(floats_of(became, tensor.dtype).min(initial=0.0)) < 0
+
+
+def _needs_base(made: Made, plain_nbytes: int) -> bool:
+    return forms.base_nbytes(made.encoded.steps, plain_nbytes) > 0
+
+
+def _kept(encoded: Encoded) -> Encoded:
+    """Return what was encoded in memory of its own: the next chunk of the task is coded in the same scratch."""
+    return Encoded(encoded.steps, [memoryview(b"".join(encoded.parts))], encoded.width)

@@ -1,0 +1,66 @@
+"""A policy as plain dicts, lists and numbers, and back: what a message or a settings file can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ckstore.config import Policy
+from ckstore.errors import MalformedError, UsageError
+from ckstore.quant.settings import (
+    FirstMomentSettings,
+    LowRank,
+    PrunedMoments,
+    PrunedWeights,
+    Residual,
+    SecondMomentSettings,
+    TensorSettings,
+    WeightSettings,
+)
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        FirstMomentSettings,
+        LowRank,
+        PrunedMoments,
+        PrunedWeights,
+        Residual,
+        SecondMomentSettings,
+        TensorSettings,
+        WeightSettings,
+    )
+}
+_KIND = "kind"
+
+
+def policy_row(policy: Policy) -> dict[str, Any]:
+    """Return a policy as plain values."""
+    return {field.name: _row_of(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
+
+
+def policy_of(row: Mapping[str, Any], *, where: object = None) -> Policy:
+    """Return the policy of a row.
+
+    Raises:
+        MalformedError: It has other fields, or values that a policy cannot have.
+    """
+    try:
+        return Policy(**{name: _value_of(value) for name, value in row.items()})
+    except (UsageError, TypeError, KeyError, AttributeError) as problem:
+        raise MalformedError(f"a policy cannot be read ({problem})", where=where) from None
+
+
+def _row_of(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        facts = {field.name: _row_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {_KIND: type(value).__name__, **facts}
+    return [_row_of(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _value_of(row: Any) -> Any:
+    if isinstance(row, Mapping):
+        facts = {name: _value_of(value) for name, value in row.items() if name != _KIND}
+        return _KINDS[row[_KIND]](**facts)
+    return tuple(_value_of(part) for part in row) if isinstance(row, list | tuple) else row

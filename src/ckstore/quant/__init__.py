@@ -1,0 +1,1 @@
+"""Lossy values: changes and moments as codes of few bits, with the error that was made."""

@@ -1,0 +1,30 @@
+// Products of narrow matrices, and the elements that they stand for.
+//
+// ckstore.kernels.outer_on_numpy says what each loop does. `multiply_floats` sums in an order of its own: twins agree
+// where every sum is exact, as it is of integers below 2^24. The results of `finish_outer` are the same bit for bit.
+// Nothing here allocates, throws or touches a Python object.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "quant.hpp"
+
+namespace ckstore {
+
+enum OuterRule : int { kOuterAdd = 0, kOuterRoot = 1, kOuterSquare = 2 };
+
+// Row-major matrices: left has `rows` x `inner`, right `inner` x `cols`, out `rows` x `cols` elements.
+void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
+                     std::size_t cols);
+
+// Writes the eigenvectors of a symmetric matrix of n x n elements as the rows of `vectors`, and their values; `work` has
+// 3 n elements, and the matrix is used up. Returns whether all were found.
+bool symmetric_eigen(double *matrix, double *vectors, double *values, double *work, std::size_t n);
+
+// `product` has whole rows; `base` may be `destination`. Returns the greatest magnitude of a quotient (kOuterRoot).
+float finish_outer(const float *product, Scales scales, const std::uint8_t *base, std::uint8_t *destination,
+                   Matrix matrix, int kind, int rule, float scale, float limit);
+
+}  // namespace ckstore

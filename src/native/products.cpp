@@ -1,0 +1,211 @@
+// Products of matrices by a register-blocked loop over packed panels, and eigenvectors of small symmetric matrices.
+//
+// Compiled with contraction: nothing here promises more than what integers below 2^24 get, exact sums.
+
+#include <cmath>
+#include <cstring>
+
+#include "outer.hpp"
+#include "target.hpp"
+
+namespace ckstore {
+
+namespace {
+
+// 4 rows by 32 columns are eight vectors of 64 bytes, enough additions at a time to hide their latency.
+constexpr std::size_t kRows = 4, kCols = 32, kInner = 256;
+
+CKSTORE_INLINE void pack_panel(const float *right, std::size_t cols, std::size_t inner, std::size_t width, float *panel) {
+    for (std::size_t k = 0; k < inner; ++k) {
+        for (std::size_t j = 0; j < kCols; ++j) {
+            panel[k * kCols + j] = j < width ? right[k * cols + j] : 0.0f;
+        }
+    }
+}
+
+template <std::size_t kCount>
+CKSTORE_INLINE void multiply_tile(const float *left, std::size_t stride, const float *panel, std::size_t inner,
+                                  float *out, std::size_t cols, std::size_t width, bool is_first) {
+    float sums[kCount][kCols] = {};
+    for (std::size_t k = 0; k < inner; ++k) {
+        for (std::size_t i = 0; i < kCount; ++i) {
+            const float factor = left[i * stride + k];
+            for (std::size_t j = 0; j < kCols; ++j) {
+                sums[i][j] += factor * panel[k * kCols + j];
+            }
+        }
+    }
+    for (std::size_t i = 0; i < kCount; ++i) {
+        float *row = out + i * cols;
+        for (std::size_t j = 0; j < width; ++j) {
+            row[j] = is_first ? sums[i][j] : row[j] + sums[i][j];
+        }
+    }
+}
+
+CKSTORE_CLONES void multiply_panels(const float *left, const float *right, float *out, std::size_t rows,
+                                    std::size_t inner, std::size_t cols) {
+    float panel[kInner * kCols];
+    for (std::size_t k = 0; k < inner; k += kInner) {
+        const std::size_t depth = inner - k < kInner ? inner - k : kInner;
+        for (std::size_t j = 0; j < cols; j += kCols) {
+            const std::size_t width = cols - j < kCols ? cols - j : kCols;
+            pack_panel(right + k * cols + j, cols, depth, width, panel);
+            std::size_t i = 0;
+            for (; i + kRows <= rows; i += kRows) {
+                multiply_tile<kRows>(left + i * inner + k, inner, panel, depth, out + i * cols + j, cols, width, k == 0);
+            }
+            for (; i < rows; ++i) {
+                multiply_tile<1>(left + i * inner + k, inner, panel, depth, out + i * cols + j, cols, width, k == 0);
+            }
+        }
+    }
+}
+
+// Turns the rows from `first` on of `z` by the reflection 1 - beta v v^T.
+CKSTORE_INLINE void reflect_rows(double *z, const double *v, double beta, std::size_t first, std::size_t n, double *sums) {
+    for (std::size_t j = 0; j < n; ++j) {
+        sums[j] = 0.0;
+    }
+    for (std::size_t i = first; i < n; ++i) {
+        for (std::size_t j = 0; j < n; ++j) {
+            sums[j] += v[i] * z[i * n + j];
+        }
+    }
+    for (std::size_t i = first; i < n; ++i) {
+        const double factor = beta * v[i];
+        for (std::size_t j = 0; j < n; ++j) {
+            z[i * n + j] -= factor * sums[j];
+        }
+    }
+}
+
+// Householder: `a` becomes tridiagonal, with `d` and `e` beside it; the rows of `z` turn with it.
+CKSTORE_CLONES void make_tridiagonal(double *a, double *z, double *d, double *e, double *v, double *w, std::size_t n) {
+    for (std::size_t k = 0; k + 2 < n; ++k) {
+        double below = 0.0;
+        for (std::size_t i = k + 1; i < n; ++i) {
+            v[i] = a[i * n + k];
+            below += v[i] * v[i];
+        }
+        d[k] = a[k * n + k];
+        const double norm = std::sqrt(below);
+        e[k] = v[k + 1] > 0.0 ? -norm : norm;
+        v[k + 1] -= e[k];
+        // Twice over the square of v.
+        const double square = 2.0 * (below + (v[k + 1] + e[k]) * -e[k]);
+        const double beta = square > 0.0 ? 2.0 / square : 0.0;
+        if (beta == 0.0 || !std::isfinite(beta)) {
+            e[k] = a[(k + 1) * n + k];
+            continue;
+        }
+        double inner = 0.0;
+        for (std::size_t i = k + 1; i < n; ++i) {
+            double sum = 0.0;
+            for (std::size_t j = k + 1; j < n; ++j) {
+                sum += a[i * n + j] * v[j];
+            }
+            w[i] = beta * sum;
+            inner += w[i] * v[i];
+        }
+        const double half = 0.5 * beta * inner;
+        for (std::size_t i = k + 1; i < n; ++i) {
+            w[i] -= half * v[i];
+        }
+        for (std::size_t i = k + 1; i < n; ++i) {
+            for (std::size_t j = k + 1; j < n; ++j) {
+                a[i * n + j] -= v[i] * w[j] + w[i] * v[j];
+            }
+        }
+        // `w` from its front on is free again.
+        reflect_rows(z, v, beta, k + 1, n, w);
+    }
+    if (n > 1) {
+        d[n - 2] = a[(n - 2) * n + n - 2];
+        e[n - 2] = a[(n - 1) * n + n - 2];
+    }
+    d[n - 1] = a[(n - 1) * n + n - 1];
+    e[n - 1] = 0.0;
+}
+
+// One step of the implicit QL iteration on the block from `first` to `last`.
+CKSTORE_CLONES void step_ql(double *z, double *d, double *e, std::size_t first, std::size_t last, std::size_t n) {
+    const double half = (d[first + 1] - d[first]) / (2.0 * e[first]);
+    const double root = std::hypot(half, 1.0);
+    double g = d[last] - d[first] + e[first] / (half + std::copysign(root, half));
+    double s = 1.0, c = 1.0, p = 0.0;
+    for (std::size_t i = last; i-- > first;) {
+        const double f = s * e[i], b = c * e[i];
+        const double r = std::hypot(f, g);
+        e[i + 1] = r;
+        if (r == 0.0) {
+            d[i + 1] -= p;
+            e[last] = 0.0;
+            return;
+        }
+        s = f / r;
+        c = g / r;
+        const double gap = d[i + 1] - p;
+        const double t = (d[i] - gap) * s + 2.0 * c * b;
+        p = s * t;
+        d[i + 1] = gap + p;
+        g = c * t - b;
+        double *above = z + i * n, *below = z + (i + 1) * n;
+        for (std::size_t j = 0; j < n; ++j) {
+            const double x = below[j], y = above[j];
+            below[j] = s * y + c * x;
+            above[j] = c * y - s * x;
+        }
+    }
+    d[first] -= p;
+    e[first] = g;
+    e[last] = 0.0;
+}
+
+}  // namespace
+
+void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
+                     std::size_t cols) {
+    if (inner == 0) {
+        std::memset(out, 0, rows * cols * sizeof(float));
+        return;
+    }
+    multiply_panels(left, right, out, rows, inner, cols);
+}
+
+bool symmetric_eigen(double *matrix, double *vectors, double *values, double *work, std::size_t n) {
+    constexpr int kStepsMax = 60;
+    constexpr double kEpsilon = 2.220446049250313e-16;
+    std::memset(vectors, 0, n * n * sizeof(double));
+    for (std::size_t i = 0; i < n; ++i) {
+        vectors[i * n + i] = 1.0;
+    }
+    if (n == 0) {
+        return true;
+    }
+    double *e = work;
+    make_tridiagonal(matrix, vectors, values, e, work + n, work + 2 * n, n);
+    // Measured against the whole matrix: where its rank is low, neighbours are but rounding errors themselves.
+    double norm = 0.0;
+    for (std::size_t i = 0; i < n; ++i) {
+        norm = std::fmax(norm, std::fabs(values[i]) + std::fabs(e[i]));
+    }
+    for (std::size_t first = 0; first < n; ++first) {
+        for (int step = 0;; ++step) {
+            std::size_t last = first;
+            while (last + 1 < n && std::fabs(e[last]) > kEpsilon * norm) {
+                ++last;
+            }
+            if (last == first) {
+                break;
+            }
+            if (step == kStepsMax) {
+                return false;
+            }
+            step_ql(vectors, values, e, first, last, n);
+        }
+    }
+    return true;
+}
+
+}  // namespace ckstore
