@@ -10,6 +10,7 @@ from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
+from ckstore.io.remote_options import is_bucket_address
 
 
 def backend_for(
@@ -24,10 +25,13 @@ def backend_for(
     if not isinstance(address, (str, os.PathLike)):
         return address
     text = os.fspath(address)
+    if is_bucket_address(text):
+        return _bucket(text)
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
         raise UnsupportedError(
-            f"stores cannot be opened at {scheme}:// addresses by this version", todo="name a local folder"
+            f"stores cannot be opened at {scheme[:20]}:// addresses by this version",
+            todo="name a folder, or s3://bucket/prefix (gs, az)",
         )
     folder = Path(rest if separator else text)
     if engine not in ("auto", "uring", "pwrite"):
@@ -41,3 +45,14 @@ def backend_for(
                 todo=f"`chmod go-w {folder}`, or allow it: allow_shared_folder=True, --allow-shared-folder",
             )
     return LocalBackend(folder, engine=engine)
+
+
+def _bucket(text: str) -> Backend:
+    # The client of buckets takes longer to import than a local store to be listed.
+    try:
+        from ckstore.io.remote_backend import RemoteBackend
+    except ImportError as error:
+        raise UnsupportedError(
+            "stores in buckets need obstore, which is not installed here", todo="`pip install obstore`"
+        ) from error
+    return RemoteBackend(text)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 
@@ -210,3 +210,73 @@ class Backend(Protocol):
     def close(self) -> None:
         """Let go of rings and descriptors."""
         ...
+
+
+class FileLock(Protocol):
+    """A lock that is held until it is closed, or its process ends."""
+
+    def close(self) -> None:
+        """Let go of it; repeated calls do nothing."""
+        ...
+
+
+@runtime_checkable
+class Locking(Protocol):
+    """A backend that can keep two processes from doing the same work at once; safety never rests on it."""
+
+    def try_lock(self, name: str) -> FileLock | None:
+        """Lock a file, which is made if it is not there; None when another holds it."""
+        ...
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """A backend that may turn out not to keep its promises, and finds that out when it is asked."""
+
+    def probe(self) -> None:
+        """Try what publishing needs.
+
+        Raises:
+            UnsupportedError: Two writers there would lose checkpoints.
+        """
+        ...
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A backend that answers late, and many requests at a time: what is not asked for is worth more than a request."""
+
+    @property
+    def requests_at_once(self) -> int:
+        """How many small requests are worth making at the same time."""
+        ...
+
+    def list_deep(self, folder: str) -> list[tuple[str, FileInfo]]:
+        """Return every name below a folder, of whatever depth, with size and time."""
+        ...
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """A file that fetches ranges of itself and its like, whichever backend the rest of a read goes to."""
+
+    def view_at(self, offset: int, nbytes: int) -> memoryview:
+        """Read exactly these bytes, as ``ReadFile.read_at`` does, without another copy."""
+        ...
+
+    def fetch_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
+        """Fetch ranges as ``Backend.read_ranges`` does."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A file that sends long ranges in one request."""
+
+    def stream_at(self, offset: int, nbytes: int, *, piece_nbytes: int) -> Iterator[memoryview]:
+        """Read exactly these bytes, and yield them in pieces of about so many as they come."""
+        ...
+
+
+class ViewedFile(Fetching, ReadFile, Protocol):
+    """A file of a bucket: opened for reading, and fetched by ranges."""

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -19,7 +20,7 @@ from typing import Literal
 
 from ckstore.config import EngineName
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.io.engine import Engine, IoQueue
 from ckstore.io.engine_choice import choose_engine, takes_direct
@@ -217,6 +218,21 @@ class LocalBackend:
         """Fetch ranges, many at a time, and yield them as they arrive, in any order."""
         queue, depth = self._queue("read")
         return RangeReader(queue, pool, depth, nbytes_max=READ_NBYTES_MAX).run(requests)
+
+    def try_lock(self, name: str) -> FileLock | None:
+        """Lock a file by flock, and make it if it is not there; None when another holds it."""
+        path = self._path(name)
+        with medium_errors(path, "locking"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
+        return os.fdopen(fd, "rb", buffering=0)
 
     def close(self) -> None:
         """Wait for what is in flight and let go of rings and threads; later calls make new ones."""

@@ -11,7 +11,9 @@ from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Policy, fit_memory
 from ckstore.format import layout
 from ckstore.format.frame import FrameHeader
 from ckstore.ids import PackId
+from ckstore.io.backend import Backend
 from ckstore.store.damage import Damage, Place, Report, Sufferers, Uses, label_of
+from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
 
 
@@ -47,6 +49,7 @@ class Audit:
         policy: How many threads, and how much memory for them and for read buffers.
         tell: Called after each read, and each pack.
         is_partial: Only some checkpoints are looked at, so that damage no one of them suffers is left out.
+        is_remote: Packs of other tiers are looked at, where they lie there and not here.
     """
 
     parts: Parts
@@ -57,6 +60,7 @@ class Audit:
     policy: Policy
     tell: Callable[[], None]
     is_partial: bool
+    is_remote: bool = False
     stop: Stop = field(default_factory=Stop)
     lock: threading.Lock = field(default_factory=threading.Lock)
     _damaged: set[tuple[PackId, Place]] = field(default_factory=set)
@@ -83,7 +87,7 @@ class Audit:
         if self.is_partial and not hit:
             # A frame that only other checkpoints need, in a pack that this one shares with them.
             return
-        where = self.parts.backend.location_of(layout.pack_name(pack_id))
+        where = self.home_of(pack_id).location_of(layout.pack_name(pack_id))
         if offset is not None:
             where = f"{where}, offset {offset}"
         checkpoints = tuple(label_of(self.uses.names[index]) for index in hit)
@@ -92,6 +96,13 @@ class Audit:
                 self._damaged.add((pack_id, place))
             tensors = self._tensors_of(hit, pack_id, place)
             self.report.damage.append(Damage(what, where, checkpoints, tensors))
+
+    def home_of(self, pack_id: PackId) -> Backend:
+        """Return where a pack lies as manifests say: here, if one of them says so."""
+        tiers = {ref.tier for ref in self.uses.packs[pack_id].refs.values()}
+        if tiers & {LOCAL_TIER, LOST_TIER}:
+            return self.parts.backend
+        return self.parts.tiers.open(min(tiers))
 
     def is_damaged(self, pack_id: PackId, place: Place) -> bool:
         """Whether damage of this frame was found already."""

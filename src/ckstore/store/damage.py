@@ -14,6 +14,7 @@ from ckstore.errors import CkstoreError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.ids import ChunkId, PackId
+from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
 from ckstore.tree import TensorNode, format_path, leaves_of
 
@@ -53,6 +54,8 @@ class Report:
     pack_count: int = 0
     frame_count: int = 0
     bytes_read: int = 0
+    packs_elsewhere: int = 0
+    """Packs of other tiers, which were not looked at."""
 
     @property
     def is_clean(self) -> bool:
@@ -107,6 +110,18 @@ class Uses:
             place = (frame.chunk_id, frame.offset, frame.stored_nbytes)
             located.append((manifest.packs[frame.pack].pack_id, place))
             packs[frame.pack].add(index, place, located[frame.base] if frame.base >= 0 else None)
+
+    def leave_out_elsewhere(self) -> int:
+        """Forget the packs that lie in other tiers only, and frames that need them; return how many."""
+        here = {LOCAL_TIER, LOST_TIER}
+        gone = {pack_id for pack_id, uses in self.packs.items() if not here & {ref.tier for ref in uses.refs.values()}}
+        for pack_id in gone:
+            del self.packs[pack_id]
+        for uses in self.packs.values():
+            # Only what lies elsewhere rests on what lies elsewhere.
+            for place in [place for place, base in uses.bases.items() if base[0] in gone]:
+                del uses.bases[place], uses.places[place]
+        return len(gone)
 
 
 def label_of(name: ManifestName) -> str:

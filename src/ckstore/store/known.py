@@ -21,6 +21,8 @@ MANIFESTS_KNOWN_MAX = 16
 """Manifests of a run whose chunks are remembered: bounds memory and the first commit's reading."""
 
 LOCAL_TIER = "local"
+LOST_TIER = "lost"
+"""Where a manifest locates chunks that are nowhere any more; see lost.py."""
 
 
 @dataclass(frozen=True, slots=True)

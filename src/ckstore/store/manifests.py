@@ -18,10 +18,18 @@ from typing import TYPE_CHECKING
 from ckstore.config import Limits
 from ckstore.errors import ConflictError, CorruptError, MalformedError, NotFoundError
 from ckstore.format import layout
-from ckstore.format.header import ManifestHeader, decode_header, header_nbytes_needed
+from ckstore.format.header import (
+    PREAMBLE_NBYTES,
+    ManifestHeader,
+    decode_header,
+    decode_preamble,
+    header_nbytes_needed,
+)
 from ckstore.format.layout import ManifestName
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
+from ckstore.store.known import LOCAL_TIER
+from ckstore.store.trash import make_durable_folder
 
 if TYPE_CHECKING:
     # Only types here: listing a run reads headers, and must start at once.
@@ -31,6 +39,10 @@ _log = logging.getLogger("ckstore")
 
 HEAD_NBYTES = 4096
 """First read of a header: holds every header with fewer than about a hundred metrics."""
+
+
+TIERS_NBYTES = 4096
+"""Read for the names of tiers, of which there are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +117,25 @@ class Manifests:
         self._check_store(header, where)
         return header
 
+    def tiers(self, header: ManifestHeader) -> tuple[str, ...]:
+        """Return the tiers that a checkpoint lies in, by name; reads a few bytes of its manifest.
+
+        What was never moved nor published again lies here, and is not asked.
+        """
+        if header.generation == 0 and header.origin_id is None:
+            return (LOCAL_TIER,)
+        from ckstore.format.location import decode_tiers
+
+        path = header.name.path
+        where = self.backend.location_of(path)
+        preamble = decode_preamble(self.backend.read_head(path, PREAMBLE_NBYTES), where=where)
+        file = self.backend.open_read(path)
+        try:
+            begin = file.read_at(preamble.head_nbytes + preamble.logical_nbytes, TIERS_NBYTES)
+        finally:
+            file.close()
+        return decode_tiers(begin, version=preamble.version, where=where) or (LOCAL_TIER,)
+
     def load(self, name: ManifestName) -> Manifest:
         """Read and check a whole manifest; raises as ``header`` does."""
         from ckstore.format.manifest import decode_manifest
@@ -167,6 +198,12 @@ class Manifests:
         try:
             # A rename would silently replace what another writer has published.
             self.backend.link(draft, target)
+        except FileNotFoundError:
+            raise ConflictError(
+                "the draft of a manifest was removed before it was published",
+                where=self.backend.location_of(draft),
+                todo="commit again; a collection takes drafts of processes that were stopped for long",
+            ) from None
         except FileExistsError:
             # An interrupted first try may have got this far; then the name is already ours.
             if self.backend.read_bytes(target, nbytes_max=self.limits.manifest_nbytes_max) != encoded:
@@ -192,10 +229,11 @@ class Manifests:
         self.backend.sync_folder(layout.manifests_folder(self.run))
         self.backend.sync_folder(layout.TMP_FOLDER)
 
-    def mark_dropped(self, seq: int) -> None:
-        """Make the drop mark; every generation of this seq is to go, and none will come back."""
-        with contextlib.suppress(FileExistsError):
-            self.backend.create(layout.drop_mark_name(self.run, seq), b"", sync=False)
+    def mark_dropped(self, *seqs: int) -> None:
+        """Make drop marks, in this order; every generation of these seqs is to go, and none will come back."""
+        for seq in seqs:
+            with contextlib.suppress(FileExistsError):
+                self.backend.create(layout.drop_mark_name(self.run, seq), b"", sync=False)
         self.backend.sync_folder(layout.claims_folder(self.run))
 
     def is_marked(self, seq: int) -> bool:
@@ -220,7 +258,7 @@ class Manifests:
         count = 0
         while doomed := sorted(filter(is_doomed, self._names_in_place()), key=lambda name: name.file):
             if count == 0:
-                _make_durable_folder(self.backend, folder)
+                make_durable_folder(self.backend, folder)
             for name in doomed:
                 target = f"{folder}/{name.file}"
                 with contextlib.suppress(FileNotFoundError):
@@ -229,14 +267,6 @@ class Manifests:
             self.backend.sync_folder(folder)
             self.backend.sync_folder(layout.manifests_folder(self.run))
         return count
-
-
-def _make_durable_folder(backend: Backend, folder: str) -> None:
-    parts = folder.split("/")
-    for depth in range(1, len(parts) + 1):
-        path = "/".join(parts[:depth])
-        if backend.make_folder(path):
-            backend.sync_folder("/".join(parts[: depth - 1]))
 
 
 def no_checkpoint(run: str, root: str) -> NotFoundError:

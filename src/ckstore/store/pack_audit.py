@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from ckstore.io.backend import ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.store.audit import Audit, FrameCheck
 from ckstore.store.damage import PackUses, Place, label_of
+from ckstore.store.known import LOST_TIER
+from ckstore.store.packs import read_ranges
 
 
 @dataclass(slots=True)
@@ -58,7 +61,8 @@ class PackAudit:
         self._report.pack_count += 1
         file = self._open()
         if file is None:
-            self._add("the pack is missing")
+            is_lost = all(ref.tier == LOST_TIER for ref in self._uses.refs.values())
+            self._add("chunks are lost, as a repair has recorded" if is_lost else "the pack is missing")
             return
         try:
             tail, directory = self._check_ends(file)
@@ -76,6 +80,10 @@ class PackAudit:
                 return self._parts.backend.open_read(name)
             except FileNotFoundError:
                 continue
+        home = self._audit.home_of(self._pack_id)
+        if home is not self._parts.backend:
+            with contextlib.suppress(FileNotFoundError):
+                return home.open_read(layout.pack_name(self._pack_id))
         return None
 
     def _check_ends(self, file: ReadFile) -> tuple[PackTail, PackDirectory]:
@@ -125,7 +133,7 @@ class PackAudit:
                 thread.start()
             requests = (ReadRequest(file, span.offset, span.nbytes, tag) for tag, span in enumerate(spans))
             try:
-                for result in self._parts.backend.read_ranges(requests, pool):
+                for result in read_ranges(self._parts.backend, requests, pool):
                     self._report.bytes_read += len(result.view)
                     inbox.put(result)
                     self._audit.tell()

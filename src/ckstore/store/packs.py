@@ -1,14 +1,20 @@
-"""Open packs for reading, in place or in the trash, and read what a failing medium still gives."""
+"""Open packs for reading, in place, in the trash or in their tier, and read what a failing medium still gives."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
+from typing import TypeGuard
 
 from ckstore.config import KIB, Limits
 from ckstore.errors import BackendError, ChecksumError, MissingChunkError
 from ckstore.format import layout
 from ckstore.format.manifest import PackRef
-from ckstore.io.backend import Backend, ReadFile, ReadRequest, ReadResult
+from ckstore.io.backend import Backend, Distant, Fetching, ReadFile, ReadRequest, ReadResult, ViewedFile
 from ckstore.io.buffers import BufferPool
+from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
+from ckstore.store.range_cache import CachedFile
 
 READ_SLACK_NBYTES = 64 * KIB
 """Room in a read buffer beyond one chunk: frame header, codec tables, alignment at both ends."""
@@ -21,22 +27,36 @@ def read_buffer_nbytes(limits: Limits) -> int:
     return limits.chunk_nbytes_max + READ_SLACK_NBYTES
 
 
-def open_pack(parts: Parts, pack: PackRef) -> ReadFile:
+def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> ReadFile:
     """Open a pack wherever it lies; an open file stays readable when gc moves its name.
 
+    One of another tier is taken from here where it still, or again, lies here: its name stands for its bytes.
+
+    Args:
+        parts: The store.
+        pack: The pack, and where it lies.
+        keeps_ranges: Ranges that are fetched from afar are kept here for a while.
+
     Raises:
-        MissingChunkError: It is neither in place nor in the trash, or has another size.
+        MissingChunkError: It is neither in place nor in the trash nor in its tier, or has another size.
+        NotFoundError: Its tier is not configured.
     """
     backend: Backend = parts.backend
     place = layout.pack_name(pack.pack_id)
-    # gc may move it to the trash, or a writer back from it, between two looks.
-    for name in (place, *parts.trash.find_pack(pack.pack_id), place):
+    names = _places(parts, pack)
+    if pack.tier != LOCAL_TIER:
+        file = _open_if_whole(backend, place, pack)
+        if file is not None:
+            return file
+        backend, names = parts.tiers.open(pack.tier), iter((place,))
+    for name in names:
         try:
             file = backend.open_read(name)
         except FileNotFoundError:
             continue
         if file.nbytes == pack.nbytes:
-            return file
+            cache = parts.tiers.cache if keeps_ranges else None
+            return file if cache is None or not _is_viewed(file) else CachedFile(file, pack.pack_id, cache)
         file.close()
         raise MissingChunkError(
             f"pack {pack.pack_id.hex()} has {file.nbytes} bytes where the manifest says {pack.nbytes}",
@@ -52,17 +72,63 @@ def open_pack(parts: Parts, pack: PackRef) -> ReadFile:
     )
 
 
+def _is_viewed(file: ReadFile) -> TypeGuard[ViewedFile]:
+    return isinstance(file, Fetching)
+
+
+def _places(parts: Parts, pack: PackRef) -> Iterator[str]:
+    # gc may move it to the trash, or a writer back from it, between two looks.
+    yield layout.pack_name(pack.pack_id)
+    yield from parts.trash.find_pack(pack.pack_id)
+    yield layout.pack_name(pack.pack_id)
+
+
+def _open_if_whole(backend: Backend, name: str, pack: PackRef) -> ReadFile | None:
+    try:
+        file = backend.open_read(name)
+    except FileNotFoundError:
+        return None
+    if file.nbytes == pack.nbytes:
+        return file
+    file.close()
+    return None
+
+
+def distant_packs(parts: Parts, packs: Sequence[PackRef]) -> frozenset[int]:
+    """Return which packs, by their index, are far away, as those of a bucket are."""
+    is_home_distant = isinstance(parts.backend, Distant)
+    return frozenset(index for index, pack in enumerate(packs) if is_home_distant or pack.tier != LOCAL_TIER)
+
+
+def read_ranges(backend: Backend, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
+    """Fetch ranges of files that this backend has opened, or another tier's, and yield them as they arrive.
+
+    What lies in different places is fetched in the order of the requests, one place after another: a range that others
+    wait for is asked for before them.
+    """
+    for is_elsewhere, group in groupby(requests, key=lambda request: isinstance(request.file, Fetching)):
+        if not is_elsewhere:
+            yield from backend.read_ranges(group, pool)
+            continue
+        first = next(group)
+        assert isinstance(first.file, Fetching), "the key said so"
+        yield from first.file.fetch_ranges(chain((first,), group), pool)  # noqa: B031 - the rest of it
+
+
 def read_frame(backend: Backend, file: ReadFile, offset: int, nbytes: int, pool: BufferPool) -> ReadResult:
     """Read one frame into a buffer of the pool; shorter only where the file ends.
 
     Raises:
         ChecksumError: The medium does not give it.
     """
-    results = iter(backend.read_ranges([ReadRequest(file, offset, nbytes, 0)], pool))
+    results = iter(read_ranges(backend, [ReadRequest(file, offset, nbytes, 0)], pool))
     try:
         # Not asked for a second one: that would wait for a second buffer.
         return next(results)
     except BackendError:
+        if isinstance(file, Fetching):
+            # It was asked for again and again, and no half of it comes where the whole does not.
+            raise
         buffer = pool.acquire()
         try:
             view = buffer.view[:nbytes]

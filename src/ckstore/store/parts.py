@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
@@ -24,16 +25,17 @@ from ckstore.errors import (
 from ckstore.format import layout
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, Probing
 from ckstore.store.known import LOCAL_TIER, Known
 from ckstore.store.lease import Lease
 from ckstore.store.manifests import Manifests
 from ckstore.store.tags import Tags
+from ckstore.store.tiers import Tiers, doomed_in, packs_gone
 from ckstore.store.trash import Trash
 
 if TYPE_CHECKING:
     # Only types here: listing a run reads headers, and must start at once.
-    from ckstore.format.manifest import Manifest
+    from ckstore.format.manifest import Manifest, PackRef
 
 _log = logging.getLogger("ckstore")
 
@@ -67,7 +69,10 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
         )
     for folder in (*layout.TOP_FOLDERS, *layout.pack_folders()):
         backend.make_folder(folder)
-    _probe(backend)
+    if isinstance(backend, Probing):
+        backend.probe()
+    else:
+        _probe(backend)
     for folder in layout.pack_folders():
         backend.sync_folder(folder)
     for folder in layout.TOP_FOLDERS:
@@ -155,6 +160,7 @@ class Parts:
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
         self.known = Known()
+        self.tiers = Tiers(backend)
         self.newest: Manifest | None = None
         """The newest whole checkpoint of the run, as the first commit found it."""
         self._seq_highest: int | None = None
@@ -177,6 +183,9 @@ class Parts:
         """Once per handle, before the first commit: make folders, and learn which chunks there are."""
         if self._seq_highest is not None:
             return
+        if isinstance(self.backend, Probing):
+            # Whoever made the store, a push perhaps, needed less than a commit does.
+            self.backend.probe()
         for folder in layout.TOP_FOLDERS:
             # Init has made them; a copy of the store may have left out the empty ones.
             self.backend.make_folder(folder)
@@ -239,12 +248,7 @@ class Parts:
 
     def packs_gone(self, packs: dict[PackId, int]) -> set[PackId]:
         """Return those of these packs (id to size) that are not in place with that size."""
-        gone = set()
-        for pack_id, nbytes in packs.items():
-            info = self.backend.stat(layout.pack_name(pack_id))
-            if info is None or info.nbytes != nbytes:
-                gone.add(pack_id)
-        return gone
+        return packs_gone(self.backend, packs)
 
     def rescue_packs(self, packs: dict[PackId, int]) -> set[PackId]:
         """Look for packs that a published manifest names; bring back those that gc moved meanwhile.
@@ -252,21 +256,38 @@ class Parts:
         Returns:
             Packs that are neither in place nor in the trash.
         """
+        # This store may be another one's tier, in which that one collects.
+        doomed = doomed_in(self.backend, set(packs))
         missing = self.packs_gone(packs)
         for pack_id in sorted(missing):
             self.trash.rescue_pack(pack_id)
         # Looked at once more: gc may have moved one back between our look and our rescue.
-        return self.packs_gone({pack_id: packs[pack_id] for pack_id in missing})
+        return doomed | self.packs_gone({pack_id: packs[pack_id] for pack_id in missing})
+
+    def lost_packs(self, packs: Iterable[PackRef]) -> set[PackId]:
+        """Look for packs that a manifest names, wherever it says that they lie; bring local ones back from the trash.
+
+        Returns:
+            Packs that are not where the manifest says, nor, if they are local, in the trash; and those that a collector
+            in their tier is about to remove.
+        """
+        packs = list(packs)
+        doomed = self.tiers.packs_doomed(packs)
+        lost = self.rescue_packs({pack.pack_id: pack.nbytes for pack in packs if pack.tier == LOCAL_TIER})
+        return lost | doomed | self.tiers.packs_gone(packs)
 
     def require_packs(self, manifest: Manifest) -> None:
-        """Check that every local pack of a manifest can be found, in place or in the trash.
+        """Check that every pack of a manifest can be found: in place, in the trash, or in its tier.
 
         Raises:
             MissingChunkError: One cannot; it names the pack, and a tensor that lies in it.
+            NotFoundError: It lies in a tier that is not configured.
         """
-        for pack in manifest.packs:
-            self._require_tier(pack.tier)
-        for pack_id in sorted(self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})):
+        # A pack of a tier that lies here too holds the same bytes: names are never used again.
+        gone = self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})
+        missing = [pack for pack in manifest.packs if pack.pack_id in gone]
+        gone -= {pack.pack_id for pack in missing if pack.tier != LOCAL_TIER} - self.tiers.packs_gone(missing)
+        for pack_id in sorted(gone):
             if not any(True for _ in self.trash.find_pack(pack_id)):
                 raise self._missing(manifest, pack_id)
 
@@ -278,27 +299,22 @@ class Parts:
         chunks = {number for number, chunk in enumerate(manifest.chunks) if chunk.chunk_id in lost}
         tensors = tensor_paths(manifest, chunks, count_max=1)
         header = manifest.header
+        tier = manifest.packs[index].tier
+        backend = self.backend if tier == LOCAL_TIER else self.tiers.open(tier)
         return MissingChunkError(
             f"pack {pack_id.hex()} of seq {header.seq} (step {header.step}), which holds tensor "
             f"{tensors[0] if tensors else '(none)'}, is missing or has another size",
-            where=self.backend.location_of(layout.pack_name(pack_id)),
+            where=backend.location_of(layout.pack_name(pack_id)),
             todo="restore an older checkpoint, or bring the file back from a copy",
             pack_id=pack_id.hex(),
             tensor=tensors[0] if tensors else None,
         )
 
-    def _require_tier(self, tier: str) -> None:
-        if tier != LOCAL_TIER:
-            raise UnsupportedError(
-                f"the checkpoint lies in tier {tier!r}, and this version reads the local tier only",
-                where=self.backend.root,
-                todo="upgrade ckstore",
-            )
-
     def close(self) -> None:
         """Give up the lease and let go of descriptors; never raises."""
         self.lease.release()
         try:
+            self.tiers.close()
             self.backend.close()
         except CkstoreError as error:
             _log.warning("closing the store failed: %s", error)

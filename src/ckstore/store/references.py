@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, MissingChunkError, NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
 from ckstore.format.layout import ManifestName
+from ckstore.io.backend import Distant
+from ckstore.store.known import LOST_TIER
 from ckstore.store.manifests import Manifests, no_checkpoint
 from ckstore.store.parts import Parts
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 Reference = int | str
 
 _LISTINGS_MAX = 5
+
+_LOOKS_AHEAD = 64
+"""Headers that are read far away before it is known whether they are wanted."""
 
 
 def check_tag_name(name: str) -> str:
@@ -36,11 +42,42 @@ def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
         CorruptError: A header is damaged.
     """
     headers = []
-    for name in reversed(manifests.listing().names):
-        header = header_or_none(manifests, name)
+    for header in looked_at(manifests, manifests.listing().names[::-1]):
+        if isinstance(header, Exception):
+            raise header
         if header is not None:
             headers.append(header)
     return headers
+
+
+def looked_at(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[ManifestHeader | CkstoreError | None]:
+    """Yield for each name its header, None for one that was dropped, or why it cannot be read.
+
+    Far away, many are read at the same time.
+    """
+
+    def look(name: ManifestName) -> ManifestHeader | CkstoreError | None:
+        try:
+            return header_or_none(manifests, name)
+        except CkstoreError as error:
+            return error
+
+    if not isinstance(manifests.backend, Distant) or len(names) < 2:
+        yield from map(look, names)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(manifests.backend.requests_at_once, thread_name_prefix="ckstore-remote") as threads:
+        for begin in range(0, len(names), _LOOKS_AHEAD):
+            yield from threads.map(look, names[begin : begin + _LOOKS_AHEAD])
+
+
+def tiers_of(manifests: Manifests, header: ManifestHeader) -> tuple[str, ...]:
+    """Return the tiers that a checkpoint lies in; none where it was replaced or dropped since its header was read."""
+    try:
+        return manifests.tiers(header)
+    except FileNotFoundError:
+        return ()
 
 
 def header_or_none(manifests: Manifests, name: ManifestName) -> ManifestHeader | None:
@@ -193,7 +230,19 @@ def load_whole(parts: Parts, name: ManifestName) -> Manifest:
                 ) from None
             name = again[0]
             continue
-        parts.require_packs(manifest)
+        try:
+            parts.require_packs(manifest)
+        except MissingChunkError:
+            # Its packs may have been rewritten since, and freed: then a higher generation names the new ones.
+            again = [other for other in parts.manifests.listing().names if other.seq == name.seq]
+            if again and again[0].generation <= name.generation:
+                raise
+            if not again:
+                raise NotFoundError(
+                    f"seq {name.seq} was dropped while it was being read", where=parts.backend.root
+                ) from None
+            name = again[0]
+            continue
         return manifest
     raise ConflictError("a manifest is replaced again and again while it is read", where=parts.backend.root)
 
@@ -222,8 +271,12 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         except CorruptError as error:
             passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: {error}")
             continue
-        if not manifest.header.is_archival:
-            return manifest, passed_over
+        if manifest.header.is_archival:
+            continue
+        if any(pack.tier == LOST_TIER for pack in manifest.packs):
+            passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: some of its tensors are lost")
+            continue
+        return manifest, passed_over
     if not passed_over:
         raise no_checkpoint(parts.run, parts.backend.root)
     raise CorruptError(

@@ -24,9 +24,11 @@ def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
         NotFoundError: The checkpoint was dropped meanwhile; its drop stands.
     """
     header, manifests = manifest.header, parts.manifests
-    gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})
+    gone = parts.lost_packs(manifest.packs)
     if gone:
-        manifests.withdraw(name)
+        if any(lower.seq == header.seq for lower in manifests.listing().lower):
+            # Without one it is all that there is of the checkpoint: gc has moved what it replaced.
+            manifests.withdraw(name)
         raise ConflictError(
             f"{len(gone)} packs of seq {header.seq} vanished while its manifest was replaced; it is as it was",
             where=parts.backend.root,
@@ -51,6 +53,6 @@ def finish_replacements(parts: Parts) -> int:
             manifest = parts.manifests.load(name)
         except FileNotFoundError:
             continue
-        if not parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs}):
+        if not parts.lost_packs(manifest.packs):
             count += parts.manifests.move_lower_to_trash(name)
     return count

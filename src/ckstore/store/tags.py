@@ -10,15 +10,15 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckstore.clock import Clock
-from ckstore.errors import ConflictError, CorruptError, NotFoundError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
-from ckstore.store.lease import boot_identity, process_started
+from ckstore.store.lease import boot_identity, has_rebooted, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -123,21 +123,35 @@ class Tags:
 
     def declare(self, seq: int, purpose: str) -> str:
         """Say durably that a seq is about to be dropped or demoted; return the intent's path."""
-        now, token = self._clock.now_ns(), new_token()
-        record = IntentRecord(
-            host=socket.gethostname(),
-            boot_id=boot_identity(),
-            pid=os.getpid(),
-            process_started=process_started(os.getpid()) or "",
-            token=token,
-            acquired_ns=now,
-            heartbeat_ns=now,
-            what=purpose,
-        )
-        path = layout.intent_name(self._run, seq, token)
-        self._backend.create(path, encode_record(record), sync=True)
-        self._backend.sync_folder(layout.claims_folder(self._run))
-        return path
+        return self.declare_all([seq], purpose)[0]
+
+    def declare_all(self, seqs: Sequence[int], purpose: str) -> list[str]:
+        """Say durably that all of these are about to be dropped or demoted; return the intents' paths."""
+        paths: list[str] = []
+        try:
+            for seq in seqs:
+                now, token = self._clock.now_ns(), new_token()
+                record = IntentRecord(
+                    host=socket.gethostname(),
+                    boot_id=boot_identity(),
+                    pid=os.getpid(),
+                    process_started=process_started(os.getpid()) or "",
+                    token=token,
+                    acquired_ns=now,
+                    heartbeat_ns=now,
+                    what=purpose,
+                )
+                path = layout.intent_name(self._run, seq, token)
+                self._backend.create(path, encode_record(record), sync=True)
+                paths.append(path)
+            self._backend.sync_folder(layout.claims_folder(self._run))
+        except BaseException:
+            # As long as this process lives they would refuse tags.
+            for path in paths:
+                with contextlib.suppress(CkstoreError):
+                    self.retract(path)
+            raise
+        return paths
 
     def retract(self, path: str) -> None:
         """Remove an intent; what remains after a crash is removed by gc."""
@@ -155,6 +169,17 @@ class Tags:
                     found.append(path)
         return found
 
+    def remove_abandoned(self) -> int:
+        """Remove the intents of makers that are dead; return how many."""
+        count = 0
+        for name in self._backend.list_names(layout.claims_folder(self._run)):
+            claim = layout.parse_claim_file(name)
+            path = f"{layout.claims_folder(self._run)}/{name}"
+            if claim is not None and claim.kind == "intent" and self._is_abandoned(path):
+                self.retract(path)
+                count += 1
+        return count
+
     def _is_abandoned(self, path: str) -> bool:
         try:
             content = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
@@ -164,4 +189,7 @@ class Tags:
         except CorruptError:
             # Torn by a power cut: its maker died with the machine.
             return True
-        return maker.boot_id == boot_identity() and process_started(maker.pid) != maker.process_started
+        here = boot_identity()
+        if maker.host == socket.gethostname() and has_rebooted(maker.boot_id, here):
+            return True
+        return maker.boot_id == here and process_started(maker.pid) != maker.process_started

@@ -1,13 +1,65 @@
-"""Moved away but recoverable: packs and manifests that gc or a drop has put into the trash."""
+"""Moved away but recoverable: packs and manifests that gc or a drop has put into the trash.
+
+Invariants:
+- A folder in the trash has a name that nobody ever had before, so that whoever unlinks in it unlinks what it has seen.
+- Bringing back is a rename to a name that must be free: between it and an unlink, the file system decides.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from ckstore.errors import BackendError
 from ckstore.format import layout
-from ckstore.ids import PackId
+from ckstore.format.layout import ManifestName
+from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class TrashedPack:
+    """A pack in the trash."""
+
+    pack_id: PackId
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrashedManifest:
+    """A manifest in the trash."""
+
+    name: ManifestName
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrashFolder:
+    """One folder of the trash, as one collection or drop has made it.
+
+    Attributes:
+        gc_id: Its name.
+        made_ns: When it was made; None where the backend does not say.
+        packs: Packs in it.
+        manifests: Manifests in it.
+    """
+
+    gc_id: str
+    made_ns: int | None
+    packs: tuple[TrashedPack, ...]
+    manifests: tuple[TrashedManifest, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files in it."""
+        return sum(pack.nbytes for pack in self.packs) + sum(manifest.nbytes for manifest in self.manifests)
+
+    def age_ns(self, now_ns: int) -> int | None:
+        """Return how long ago it was made; None where that is not known, negative where it lies in the future."""
+        return None if self.made_ns is None else now_ns - self.made_ns
 
 
 class Trash:
@@ -20,6 +72,53 @@ class Trash:
         """Return the ids of all trash folders."""
         return [name for name in self._backend.list_names(layout.TRASH_FOLDER) if layout.is_token(name)]
 
+    def contents(self) -> list[TrashFolder]:
+        """Return all trash folders with what lies in them, those without a file too, the oldest first."""
+        found = [self.look_into(gc_id) for gc_id in self.folders()]
+        return sorted(found, key=lambda folder: (folder.made_ns or 0, folder.gc_id))
+
+    def look_into(self, gc_id: str) -> TrashFolder:
+        """Return what lies in one folder; nothing where there is none."""
+        info = self._backend.stat(layout.trash_folder(gc_id))
+        made_ns = info.modified_ns or None if info is not None else None
+        return TrashFolder(gc_id, made_ns, tuple(self._packs_in(gc_id)), tuple(self._manifests_in(gc_id)))
+
+    def _packs_in(self, gc_id: str) -> Iterator[TrashedPack]:
+        folder = layout.trash_packs_folder(gc_id)
+        for file in self._backend.list_names(folder):
+            pack_id, info = layout.parse_pack_file(file), self._backend.stat(f"{folder}/{file}")
+            if pack_id is not None and info is not None:
+                yield TrashedPack(pack_id, f"{folder}/{file}", info.nbytes)
+
+    def _manifests_in(self, gc_id: str) -> Iterator[TrashedManifest]:
+        above = f"{layout.trash_folder(gc_id)}/manifests"
+        for run in filter(layout.is_name, self._backend.list_names(above)):
+            for file in self._backend.list_names(f"{above}/{run}"):
+                name, info = layout.parse_manifest_file(run, file), self._backend.stat(f"{above}/{run}/{file}")
+                if name is not None and info is not None:
+                    yield TrashedManifest(name, f"{above}/{run}/{file}", info.nbytes)
+
+    # Moving there and back
+
+    def new_packs_folder(self) -> str:
+        """Make a fresh folder for packs, durably; return its id."""
+        gc_id = new_token()
+        make_durable_folder(self._backend, layout.trash_packs_folder(gc_id))
+        return gc_id
+
+    def move_packs(self, pack_ids: list[PackId], gc_id: str) -> list[PackId]:
+        """Move packs to a folder of the trash, durably; return those that were there to be moved."""
+        folder, moved = layout.trash_packs_folder(gc_id), []
+        for pack_id in pack_ids:
+            with contextlib.suppress(FileNotFoundError):
+                self._backend.rename(layout.pack_name(pack_id), f"{folder}/{layout.pack_file(pack_id)}")
+                moved.append(pack_id)
+        if moved:
+            self._backend.sync_folder(folder)
+            for source in sorted({layout.pack_folder(pack_id) for pack_id in moved}):
+                self._backend.sync_folder(source)
+        return moved
+
     def find_pack(self, pack_id: PackId) -> Iterator[str]:
         """Yield the names under which a pack lies in the trash."""
         for gc_id in self.folders():
@@ -29,11 +128,59 @@ class Trash:
 
     def rescue_pack(self, pack_id: PackId) -> bool:
         """Rename a pack back into its place, durably; return whether one was found."""
-        target = layout.pack_name(pack_id)
+        has_found = False
         for name in self.find_pack(pack_id):
-            with contextlib.suppress(FileNotFoundError, FileExistsError):
-                self._backend.rename_new(name, target)
-            self._backend.sync_folder(layout.pack_folder(pack_id))
-            self._backend.sync_folder(name.rsplit("/", 1)[0])
+            has_found = True
+            if self.put_back(name, layout.pack_name(pack_id)):
+                break
+        return has_found
+
+    def put_back(self, path: str, target: str) -> bool:
+        """Rename a file of the trash back into its place, durably; return whether it lies there now by this call."""
+        is_back = False
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            self._backend.rename_new(path, target)
+            is_back = True
+        self._backend.sync_folder(target.rsplit("/", 1)[0])
+        # Whoever empties the trash may have removed the folder that is empty now.
+        with contextlib.suppress(FileNotFoundError):
+            self._backend.sync_folder(path.rsplit("/", 1)[0])
+        return is_back
+
+    # Emptying
+
+    def unlink(self, path: str) -> bool:
+        """Unlink a file by its path in the trash; return whether it was still there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._backend.unlink(path)
             return True
         return False
+
+    def sync(self, paths: list[str]) -> None:
+        """Make it durable that these files are gone."""
+        for folder in sorted({path.rsplit("/", 1)[0] for path in paths}):
+            with contextlib.suppress(FileNotFoundError):
+                self._backend.sync_folder(folder)
+
+    def remove_if_empty(self, gc_id: str) -> bool:
+        """Remove a folder in which no file is left; return whether it is gone."""
+        top = layout.trash_folder(gc_id)
+        manifests = f"{top}/manifests"
+        runs = [f"{manifests}/{run}" for run in self._backend.list_names(manifests)]
+        for folder in (*runs, manifests, layout.trash_packs_folder(gc_id), top):
+            if self._backend.list_names(folder):
+                return False
+            # Another collector may have removed it, or a file of someone else lie in it since.
+            with contextlib.suppress(FileNotFoundError, BackendError):
+                self._backend.remove_folder(folder)
+        self._backend.sync_folder(layout.TRASH_FOLDER)
+        return True
+
+
+def make_durable_folder(backend: Backend, folder: str) -> None:
+    """Make a folder and what is above it, durably."""
+    parts = folder.split("/")
+    for depth in range(1, len(parts) + 1):
+        path = "/".join(parts[:depth])
+        if backend.make_folder(path):
+            backend.sync_folder("/".join(parts[: depth - 1]))

@@ -7,6 +7,8 @@ Levels, each with all of the one before:
 - ``decode``: every frame decoded, and its BLAKE3 compared: everything a restore would find. Frames that need a base
   are read once more for it, each once, however many checkpoints and frames rest on the base.
 
+Packs of other tiers are looked at when that is asked for; what lies both here and there is looked at here.
+
 Not looked at, because losing it loses nothing: ``leases``, ``tmp``, ``trash``, ``gc.lock``, and packs that
 no manifest names.
 """
@@ -43,6 +45,7 @@ def verify(
     make_check: Callable[[], FrameCheck],
     check_nbytes: int,
     policy: Policy,
+    is_remote: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Check the manifests given, or all of the store, and what they need.
@@ -54,6 +57,7 @@ def verify(
         make_check: Makes, for each thread, what decodes a frame.
         check_nbytes: Memory that what ``make_check`` makes may use.
         policy: How many threads, and how much memory for them and for read buffers.
+        is_remote: Look at packs of other tiers, too.
         on_progress: Called after each read, and each pack, with bytes done and bytes in all.
     """
     if level not in LEVELS:
@@ -66,6 +70,8 @@ def verify(
         _check_config(parts, report)
     for run, name in names:
         _check_manifest(parts.manifests_of(run), name, uses, report)
+    if not is_remote:
+        report.packs_elsewhere = uses.leave_out_elsewhere()
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
@@ -74,7 +80,7 @@ def verify(
         if on_progress is not None:
             on_progress(report.bytes_read, total)
 
-    audit = Audit(parts, uses, report, make_check, check_nbytes, policy, tell, is_partial)
+    audit = Audit(parts, uses, report, make_check, check_nbytes, policy, tell, is_partial, is_remote)
 
     def audit_all() -> None:
         for pack_id in sorted(uses.packs):

@@ -6,9 +6,9 @@ format version.
 
 from __future__ import annotations
 
-from ckstore.format.choices import DELTA, DERIVED, FULL, StorageChoice
+from ckstore.format.choices import DERIVED, FULL, RESIDUAL, StorageChoice
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header, frame_extent
-from ckstore.format.manifest import Choices, ChunkSpec, FrameRef, Manifest, PackRef, build_manifest
+from ckstore.format.manifest import Choices, ChunkSpec, FrameRef, Loss, Manifest, PackRef, build_manifest
 from ckstore.format.pack import (
     PACK_ALIGN,
     SUPERHEADER_NBYTES,
@@ -77,7 +77,7 @@ def sample_pack() -> bytes:
 
 
 def sample_manifest() -> Manifest:
-    """Return a manifest that uses every kind of node, a shared chunk, a base, two packs and two tiers."""
+    """Return a manifest that uses every kind of node, a shared chunk, a base, a loss, two packs and two tiers."""
     tree = DictNode(
         "dict",
         ("model", "seen", 7),
@@ -129,7 +129,15 @@ def sample_manifest() -> Manifest:
         bytes_written=16_384,
         chunks_new=1,
         choices=sample_choices(),
+        fidelity="near",
+        losses=[sample_loss()],
     )
+
+
+def sample_loss() -> Loss:
+    """Return what the first storage of ``sample_manifest`` lost."""
+    numbers = {"step": 0.5, "dead_zone": 0.625}
+    return Loss(0, "weight", "grid", 2.25, 0.125, 0.0625, 1.5, 0.25, hops=3, spike=None, numbers=numbers)
 
 
 def sample_choices() -> Choices:
@@ -140,7 +148,7 @@ def sample_choices() -> Choices:
         keyframe_seq=1,
         reason="against the keyframe",
         storages=(
-            StorageChoice(DELTA, 26.5, 21.25, 22.0, "keyframe", 2),
+            StorageChoice(RESIDUAL, 26.5, 21.25, 22.0, "keyframe", 2),
             StorageChoice(DERIVED),
             StorageChoice(FULL, 10.5, None, 11.0),
         ),

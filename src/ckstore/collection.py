@@ -1,0 +1,208 @@
+"""A collection from outside: survey the store, let retention decide, and carry out or only tell what follows.
+
+The rules (``retention``) know nothing of files, and the collector (``store.gc``) nothing of rules: they meet here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckstore.errors import NotFoundError, UnsupportedError, UsageError
+from ckstore.format.layout import CONFIG_FILE, ManifestName
+from ckstore.format.records import ConfigRecord
+from ckstore.io.backend import Distant
+from ckstore.retention.plan import Entry, RunPlan, plan_run
+from ckstore.retention.policy import Retention
+from ckstore.store.config_file import change_config, read_config
+from ckstore.store.gc import GcDone, collect
+from ckstore.store.gc_lock import collector_lock
+from ckstore.store.gc_marks import Marked, Marker
+from ckstore.store.gc_plan import GcLimits, GcPlan, make_plan
+from ckstore.store.gc_survey import RunFacts, Survey, survey
+from ckstore.store.known import LOST_TIER
+from ckstore.store.parts import Parts
+
+if TYPE_CHECKING:
+    # Only a type here: frames are counted with numpy, and only where packs may be rewritten.
+    from ckstore.store.gc_waste import PackUse
+
+__all__ = ["GcDone", "GcLimits", "GcPlan", "GcReport", "collect_store", "set_stored_policy", "stored_policy"]
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What a collection planned, and did.
+
+    Attributes:
+        is_dry_run: Nothing was changed.
+        runs: For each run that rules were applied to, what becomes of each checkpoint, and why.
+        plan: What is done with packs and manifests; exactly this is carried out, less what is named meanwhile.
+        done: What was done; None in a dry run.
+        limits: Ages and budgets.
+        refused: Why the plan may not be carried out; empty where it may.
+    """
+
+    is_dry_run: bool
+    runs: tuple[RunPlan, ...]
+    plan: GcPlan
+    done: GcDone | None
+    limits: GcLimits
+    refused: str = ""
+
+    @property
+    def dropped_count(self) -> int:
+        """Checkpoints that go, or went."""
+        return len(self.plan.drops) if self.done is None else len(self.done.dropped)
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Bytes that are free now, or would be."""
+        if self.done is not None:
+            return self.done.freed_nbytes
+        moved = self.plan.moved_nbytes + self.plan.rewritten_nbytes if self.limits.frees_at_once else 0
+        return self.plan.purged_nbytes + moved
+
+    @property
+    def later_nbytes(self) -> int:
+        """Bytes in the trash that a later collection frees."""
+        if self.limits.frees_at_once:
+            return 0
+        moved = self.plan.moved_nbytes + self.plan.rewritten_nbytes if self.done is None else self.done.moved_nbytes
+        return self.plan.waiting_nbytes + moved
+
+
+def collect_store(
+    parts: Parts,
+    policy: Retention | None,
+    *,
+    runs: Collection[str] | None,
+    limits: GcLimits,
+    dry_run: bool,
+    max_delete: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> GcReport:
+    """Plan a collection of the whole store, and unless it is a dry run, carry it out.
+
+    Args:
+        parts: The store.
+        policy: What is kept; None: nothing is dropped, and only garbage is collected.
+        runs: The runs that the policy is applied to; None: all. Garbage is looked for everywhere.
+        limits: Ages and budgets.
+        dry_run: Only plan.
+        max_delete: Refuse a plan that drops more checkpoints than this.
+        on_progress: Called with steps done and steps in all.
+
+    Raises:
+        UnsupportedError: The store lies in a bucket.
+        LockHeldError: Another collection is at work.
+        UsageError: The plan drops more than ``max_delete``; nothing was changed.
+        NotFoundError: There is no such run.
+    """
+    if dry_run:
+        return _planned(parts, Marker(parts), policy, runs, limits, max_delete)
+    require_renames(parts)
+    with collector_lock(parts.backend, parts.clock):
+        marker = Marker(parts)
+        report = _planned(parts, marker, policy, runs, limits, max_delete)
+        if report.refused:
+            raise UsageError(report.refused, where=parts.backend.root, todo="nothing was changed; see --dry-run")
+        tell = on_progress or (lambda done, total: None)
+        done = collect(parts, marker, report.plan, limits, "retention", tell)
+        return GcReport(False, report.runs, report.plan, done, limits)
+
+
+def require_renames(parts: Parts) -> None:
+    """Refuse to move anything where a rename is no single step: a writer could lose a pack between its halves.
+
+    Raises:
+        UnsupportedError: The store lies in a bucket.
+    """
+    if isinstance(parts.backend, Distant):
+        raise UnsupportedError(
+            "a store in a bucket cannot be collected by this version",
+            where=parts.backend.root,
+            todo="look at --dry-run; pull the store, collect, and push it again",
+        )
+
+
+def _planned(
+    parts: Parts,
+    marker: Marker,
+    policy: Retention | None,
+    runs: Collection[str] | None,
+    limits: GcLimits,
+    max_delete: int | None,
+) -> GcReport:
+    found = survey(parts, marker)
+    unknown = sorted(set(runs or ()) - found.runs.keys())
+    if unknown and policy is not None:
+        known = ", ".join(sorted(found.runs)) or "none yet"
+        raise NotFoundError(
+            f"there is no run {unknown[0]!r}", where=parts.backend.root, todo=f"runs there are: {known}"
+        )
+    chosen = [facts for run, facts in sorted(found.runs.items()) if runs is None or run in runs]
+    lost = frozenset(number for number, ref in enumerate(marker.numbers.refs) if ref.tier == LOST_TIER)
+    plans = tuple(_run_plan(facts, policy, found.now_ns, lost) for facts in chosen)
+    highest = {(facts.run, marked.name.seq): marked.name for facts in chosen for marked in facts.highest}
+    drops = [highest[plan.run, verdict.seq] for plan in plans for verdict in plan.dropped]
+    refused = ""
+    if max_delete is not None and len(drops) > max_delete:
+        refused = f"{len(drops)} checkpoints would be dropped, and max_delete is {max_delete}"
+    return GcReport(True, plans, _plan(marker, found, drops, limits), None, limits, refused)
+
+
+def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: frozenset[int]) -> RunPlan:
+    entries = [
+        Entry(
+            seq=marked.name.seq,
+            step=marked.name.step,
+            time_ns=marked.header.time_ns,
+            metrics=marked.header.metrics,
+            tags=facts.tags.get(marked.name.seq, ()),
+            is_archival=marked.header.is_archival,
+            is_partial=bool(lost) and not lost.isdisjoint(marked.packs),
+            problem=facts.problem_of(marked.name),
+        )
+        for marked in facts.highest
+    ]
+    return plan_run(facts.run, entries, policy, now_ns=now_ns, blocked=facts.blocked)
+
+
+def _plan(marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits) -> GcPlan:
+    def count_uses(manifests: Iterable[Marked]) -> list[PackUse]:
+        from ckstore.store.gc_waste import count_frames
+
+        try:
+            return count_frames(marker, manifests)
+        except FileNotFoundError:
+            # Another replaces or drops checkpoints just now: what is wasted is for the next collection to find.
+            return []
+
+    return make_plan(found, marker, drops, limits, count_uses)
+
+
+# The policy that lives in the store
+
+
+def stored_policy(parts: Parts) -> Retention | None:
+    """Return the policy in ``config.json``; None where there is none.
+
+    Raises:
+        UsageError: It has a rule that is none; the message names the nearest one.
+        CorruptError: The file is damaged.
+    """
+    rules: dict[str, Any] = read_config(parts.backend).retention
+    return Retention.of(rules, where=parts.backend.location_of(CONFIG_FILE)) if rules else None
+
+
+def set_stored_policy(parts: Parts, policy: Retention | None) -> None:
+    """Write the policy into ``config.json``, durably; None removes it."""
+    rules = {} if policy is None else policy.to_config()
+
+    def change(record: ConfigRecord) -> ConfigRecord:
+        kept = {name: getattr(record, name) for name in record.__struct_fields__}
+        return ConfigRecord(**{**kept, "retention": rules})
+
+    change_config(parts.backend, change)

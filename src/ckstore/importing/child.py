@@ -1,0 +1,117 @@
+"""The child that loads what others wrote: it answers jobs until its parent is gone, and can be killed at any time.
+
+Invariants:
+- It opens no store, and hands back a state by a file of memory that its parent gave it, and in no other way.
+- It takes at most a few times as much memory as the file is long; what takes more fails here, and only here.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import resource
+import signal
+import socket
+from typing import Any
+
+from ckstore.capture import capture
+from ckstore.errors import CapacityError, CkstoreError, CorruptError
+from ckstore.format.records import decode_inner, encode_inner
+from ckstore.importing.inert_pickle import read_inert
+from ckstore.importing.parcel import Answer, Job, write_parcel
+
+MESSAGE_NBYTES_MAX = 64 << 10
+BASE_NBYTES = 6 << 30
+"""Address space of private memory that Python, torch and its threads take without a file."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def serve(fd: int) -> None:
+    """Answer jobs from this socket until its other end is closed."""
+    # Ctrl-C in a terminal reaches this process too; its parent says when it is to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with contextlib.suppress(ValueError, OSError):
+        # What it loads is nobody's business but its parent's: no core dump holds it.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=fd) as channel:
+        while True:
+            message, ancillary, _, _ = channel.recvmsg(MESSAGE_NBYTES_MAX, socket.CMSG_SPACE(array.array("i").itemsize))
+            if not message:
+                return
+            memory = array.array("i")
+            for _, _, content in ancillary:
+                memory.frombytes(content)
+            try:
+                channel.send(encode_inner(_answer(decode_inner(message, Job), memory[0])))
+            finally:
+                for each in memory:
+                    os.close(each)
+
+
+def _answer(job: Job, memory: int) -> Answer:
+    try:
+        with _bounded(job.nbytes_max):
+            return Answer(*_load(job, memory), None)
+    except CkstoreError as error:
+        return _failed(error)
+    except (MemoryError, RecursionError) as problem:
+        kind = "memory" if isinstance(problem, MemoryError) else "nesting"
+        return _failed(
+            CapacityError(
+                f"loading the file takes more {kind} than a file of its length can need", where=job.path,
+                todo="it is damaged, or was made to harm; leave it out with --exclude",
+            )
+        )  # fmt: skip
+    except OSError as problem:
+        return _failed(CorruptError(f"the file cannot be read ({problem.strerror})", where=job.path))
+    except Exception as problem:
+        return _failed(CorruptError(f"loading the file failed ({type(problem).__name__}: {problem})", where=job.path))
+
+
+def _failed(error: CkstoreError) -> Answer:
+    texts = [None if text is None else text[:2000] for text in (error.what, error.where, error.todo)]
+    return Answer(0, 0, (error.code, texts[0] or "", texts[1], texts[2]))
+
+
+@contextlib.contextmanager
+def _bounded(nbytes_max: int) -> Any:
+    """Bound this process's own memory, and the file that it writes, while one file is loaded."""
+    wanted = {resource.RLIMIT_DATA: BASE_NBYTES + 4 * nbytes_max, resource.RLIMIT_FSIZE: 2 * nbytes_max + (64 << 20)}
+    before = {limit: resource.getrlimit(limit) for limit in wanted}
+    for limit, value in wanted.items():
+        hard = before[limit][1]
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    try:
+        yield
+    finally:
+        for limit, values in before.items():
+            resource.setrlimit(limit, values)
+
+
+def _load(job: Job, memory: int) -> tuple[int, int]:
+    # Imported by the first job: torch takes a second or two.
+    from ckstore.adapters.foreign_dcp import load_dcp
+    from ckstore.adapters.foreign_torch import load_file
+    from ckstore.adapters.torch_state import TorchAdapter
+
+    if job.kind == "dcp":
+        state = load_dcp(job.path, read_inert=read_inert, is_peek=job.is_peek)
+    else:
+        state = load_file(job.path, is_peek=job.is_peek)
+    captured = capture(_plain_values(state) if job.is_peek else state, [TorchAdapter()])
+    if captured.nbytes > job.nbytes_max:
+        raise CapacityError(
+            f"the tensors take {captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.path,
+            todo="it is compressed, or was made to harm; load it where you trust it and save it plainly",
+        )  # fmt: skip
+    return write_parcel(captured, memory)
+
+
+def _plain_values(state: Any) -> dict[str, Any]:
+    """Return the plain values that stand directly in a state: steps are found among them."""
+    if not isinstance(state, dict):
+        return {}
+    return {key: value for key, value in state.items() if type(key) is str and type(value) in _PLAIN}

@@ -1,0 +1,392 @@
+"""Objects in a bucket, by name: the only module that imports obstore.
+
+Small objects are made under a condition and then looked at; packs are written in parts, many at a time, and looked at.
+A request whose answer was lost, a conflict and an error in the body of a success all end the same way: read back what
+lies there, and take it for ours only where it proves to be.
+
+Invariants:
+- A name that is taken is never replaced by ``put_new``, whatever is answered to whom; every small object carries the
+  token of the try that made it, by which a lost success is told from somebody else's object.
+- Nothing of what a server or obstore says is passed on but a status and a code.
+- Credentials come from the environment, a profile, or the machine's role; never from an address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import obstore
+import obstore.exceptions
+import obstore.store
+
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.config import KIB, MIB
+from ckstore.errors import BackendError, CkstoreError, MalformedError, UsageError
+from ckstore.ids import new_token
+from ckstore.io.cloud_credentials import allows_plain_http, profile_credentials
+from ckstore.io.remote_errors import FINAL, Failed, judged, meaning_of
+from ckstore.io.remote_options import ObjectInfo, RemoteOptions, check_address
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PART_NBYTES_MIN = 16 * MIB
+PART_COUNT_MAX = 9_000
+"""A multipart upload has at most 10,000 parts, which must be equal for some servers."""
+
+DEFAULT_OPTIONS = RemoteOptions()
+
+_ATTEMPT = "ckstoreattempt"
+"""Letters only: some servers take nothing else in the name of a property."""
+
+_ROUNDS = 3
+"""How often is asked anew what obstore has asked as often as the options say, or what was answered in no usable way."""
+
+T = TypeVar("T")
+
+
+class Bucket:
+    """The objects below one prefix of a bucket.
+
+    Args:
+        url: ``s3://bucket/prefix``, or the same with ``gs`` or ``az``.
+        options: How patient it is.
+        clock: How it waits.
+    """
+
+    def __init__(self, url: str, *, options: RemoteOptions | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.root = check_address(url)
+        self.options = options or DEFAULT_OPTIONS
+        self._clock = clock
+        self._store = self._connect()
+
+    def location_of(self, key: str) -> str:
+        """Return the address of an object."""
+        return f"{self.root}/{key}" if key else self.root
+
+    # Looking
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return what is known of an object, or None when there is none."""
+
+        def ask() -> ObjectInfo:
+            result = obstore.get(self._store, key, options={"head": True})
+            _check_describes(result.meta)
+            attempt = next((text for name, text in result.attributes.items() if str(name).lower() == _ATTEMPT), "")
+            return _info_of(result.meta, str(attempt))
+
+        try:
+            return self._call("looking at an object", key, ask)
+        except FileNotFoundError:
+            return None
+
+    def get(self, key: str, *, nbytes_max: int) -> bytes:
+        """Read a small object whole.
+
+        Raises:
+            FileNotFoundError: There is none.
+            MalformedError: It is larger than ``nbytes_max``.
+        """
+
+        def ask() -> bytes | None:
+            result = obstore.get(self._store, key)
+            size = result.meta["size"]
+            return None if size > nbytes_max else _checked(bytes(result.bytes()), size)
+
+        content = self._call("reading an object", key, ask)
+        if content is None:
+            where = self.location_of(key)
+            raise MalformedError("the object is larger than it can be", where=where, nbytes_max=nbytes_max)
+        return content
+
+    def get_range(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """Read exactly these bytes; FileNotFoundError when there is no such object."""
+
+        def ask() -> memoryview:
+            found = memoryview(obstore.get_range(self._store, key, start=offset, length=nbytes))
+            if len(found) != nbytes:
+                raise Failed("transient", f"{len(found)} bytes came of {nbytes}")
+            return found
+
+        return self._call("reading a range", key, ask)
+
+    def get_stream(self, key: str, offset: int, nbytes: int, *, piece_nbytes: int) -> Iterator[memoryview]:
+        """Read exactly these bytes in one request, and yield them in pieces of about so many as they come.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            BackendError: The stream broke, and what was left of it as well, and again.
+        """
+        end, rounds_left = offset + nbytes, _ROUNDS
+        while offset < end:
+            begun = offset
+            try:
+                for piece in self._open_stream(key, offset, end, piece_nbytes):
+                    view = memoryview(piece)
+                    offset += len(view)
+                    yield view
+                failed = Failed("transient", f"{offset - begun} bytes came of {end - begun}")
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                failed = judged(error)
+            if offset < end:
+                # A stream that got on has earned its tries anew.
+                rounds_left = _ROUNDS if offset > begun else rounds_left - 1
+                if failed.kind != "transient" or not rounds_left:
+                    raise self._meaning(failed, "reading a range", key) from None
+                self._pause(_ROUNDS - rounds_left)
+
+    def _open_stream(self, key: str, offset: int, end: int, piece_nbytes: int) -> Iterator[Buffer]:
+        options: Any = {"range": (offset, end)}
+        result = self._call("reading a range", key, lambda: obstore.get(self._store, key, options=options))
+        if tuple(result.range) != (offset, end):
+            raise Failed("transient", "another range came")
+        return iter(result.stream(min_chunk_size=piece_nbytes))
+
+    def get_head(self, key: str, nbytes: int) -> bytes:
+        """Read the first bytes of an object, fewer when it is shorter."""
+
+        def ask() -> bytes:
+            try:
+                found = bytes(obstore.get_range(self._store, key, start=0, length=nbytes))
+            except obstore.exceptions.BaseError as error:
+                # Of an empty object no byte can be asked for.
+                if judged(error).said.startswith("416"):
+                    return b""
+                raise
+            return _checked(found, len(found))
+
+        return self._call("reading an object", key, ask)
+
+    def list_folder(self, folder: str) -> list[str]:
+        """Return the names below a folder, of objects and of further folders, sorted."""
+
+        def ask() -> list[str]:
+            found = obstore.list_with_delimiter(self._store, folder or None)
+            paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+            return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths})
+
+        return self._call("listing a folder", folder, ask)
+
+    def list_deep(self, folder: str) -> list[tuple[str, ObjectInfo]]:
+        """Return every object below a folder, of whatever depth."""
+
+        def ask() -> list[tuple[str, ObjectInfo]]:
+            pages = obstore.list(self._store, folder or None)
+            return [(meta["path"], _info_of(meta)) for page in pages for meta in page]
+
+        return self._call("listing a folder", folder, ask)
+
+    # Writing
+
+    def put_new(self, key: str, content: bytes) -> None:
+        """Make an object that nobody has made; it is there, and it is ours, when this returns.
+
+        Raises:
+            FileExistsError: Somebody else's has the name.
+            BackendError: The server does not answer; with ``is_uncertain``, the object may still appear.
+        """
+        self._put(key, content, "create")
+
+    def put_over(self, key: str, content: bytes) -> None:
+        """Make an object, or replace the one that has the name."""
+        self._put(key, content, "overwrite")
+
+    def _put(self, key: str, content: bytes, mode: Literal["create", "overwrite"]) -> None:
+        attempt, last = new_token(), Failed("transient", "it is not there afterwards")
+        for number in range(_ROUNDS):
+            self._pause(number)
+            try:
+                self._put_once(key, content, mode, attempt)
+            except Failed as failed:
+                if failed.kind in FINAL:
+                    raise self._meaning(failed, "writing an object", key) from None
+                last = failed
+            found = self._look_back(key)
+            if isinstance(found, Failed):
+                last = found
+            elif found is not None and found.attempt == attempt and found.nbytes == len(content):
+                return
+            elif found is not None and mode == "create":
+                raise FileExistsError(self.location_of(key))
+        raise self._meaning(last, "writing an object", key, is_uncertain=True) from None
+
+    def _put_once(self, key: str, content: bytes, mode: Literal["create", "overwrite"], attempt: str) -> None:
+        attributes: Any = {_ATTEMPT: attempt}
+        try:
+            obstore.put(self._store, key, content, mode=mode, use_multipart=False, attributes=attributes)
+        except Exception as error:
+            raise judged(error) from None
+
+    def _look_back(self, key: str) -> ObjectInfo | Failed | None:
+        try:
+            return self.head(key)
+        except BackendError as error:
+            return Failed("transient", error.what)
+
+    def put_stream(self, key: str, pieces: Iterable[Buffer], *, nbytes_expected: int) -> None:
+        """Write a large object in parts, many at once; it is there, with its size, when this returns.
+
+        Args:
+            key: Its name, under which only these bytes are ever written.
+            pieces: The bytes, in order; taken from another thread, once.
+            nbytes_expected: About how many there will be: it decides the size of the parts.
+
+        Raises:
+            BackendError: It was not written, or nobody knows.
+            CapacityError: The bucket's quota is full.
+        """
+        part_nbytes = max(PART_NBYTES_MIN, (nbytes_expected // PART_COUNT_MAX // MIB + 1) * MIB)
+        count = _Count()
+        failed: Failed | None = None
+        try:
+            obstore.put(
+                self._store,
+                key,
+                count.over(pieces),
+                use_multipart=True,
+                chunk_size=part_nbytes,
+                max_concurrency=self.options.parts_at_once,
+            )
+        except Exception as error:
+            if count.error is not None:
+                raise count.error from None
+            failed = judged(error)
+            if failed.kind in FINAL:
+                raise self._meaning(failed, "writing a pack", key) from None
+        # The answer may have been lost, and a success may hold an error.
+        found = self._look_back(key)
+        if isinstance(found, ObjectInfo) and count.is_complete and found.nbytes == count.nbytes:
+            return
+        last = failed or Failed("transient", "it is not there with its size afterwards")
+        if last.kind != "transient":
+            # What an upload in parts answers to a part of it that is gone says nothing of another try.
+            last = Failed("transient", last.said)
+        raise self._meaning(last, "writing a pack", key) from None
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error."""
+
+        def ask() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, key)
+
+        self._call("removing an object", key, ask)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the bucket, replacing what has the target name."""
+        self._call("copying an object", source, lambda: obstore.copy(self._store, source, target))
+
+    def honours_conditions(self) -> bool:
+        """Try whether the server refuses to replace an object that was asked to be new, and lists what was made."""
+        name, content = f"{new_token()}.probe", b"ckstore probe"
+        key = f"tmp/{name}"
+        self.put_new(key, content)
+        try:
+            with contextlib.suppress(Failed):
+                self._put_once(key, content + b", again", "create", new_token())
+            found = self.head(key)
+            return found is not None and found.nbytes == len(content) and name in self.list_folder("tmp")
+        finally:
+            # Whoever may not delete leaves a few bytes in tmp.
+            with contextlib.suppress(CkstoreError):
+                self.delete(key)
+
+    # Asking, and asking again
+
+    def _connect(self) -> Any:
+        options, more = self.options, {}
+        client: Any = {
+            "timeout": timedelta(seconds=options.request_timeout_seconds),
+            "read_timeout": timedelta(seconds=options.read_timeout_seconds),
+            "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
+        }
+        if self.root.startswith("s3://"):
+            if allows_plain_http():
+                client["allow_http"] = True
+            more = profile_credentials()
+        retries: Any = {
+            "max_retries": max(0, options.try_count - 1),
+            "retry_timeout": timedelta(seconds=180),
+            "backoff": {
+                "init_backoff": timedelta(seconds=options.pause_seconds),
+                "max_backoff": timedelta(seconds=options.pause_seconds_max),
+                "base": 2,
+            },
+        }
+        try:
+            return obstore.store.from_url(self.root, client_options=client, retry_config=retries, **more)
+        except Exception:
+            raise UsageError(
+                "this address, or a setting for it in the environment, cannot be used",
+                where=self.root,
+                todo="check the address, and the variables of your cloud's tools",
+            ) from None
+
+    def _call(self, what: str, key: str, ask: Callable[[], T]) -> T:
+        """Ask until there is an answer, or no patience left."""
+        last = Failed("transient", "it was not tried")
+        for number in range(_ROUNDS):
+            self._pause(number)
+            try:
+                return ask()
+            except Exception as error:
+                last = judged(error)
+            if last.kind == "missing":
+                raise FileNotFoundError(self.location_of(key)) from None
+            if last.kind != "transient":
+                break
+        raise self._meaning(last, what, key) from None
+
+    def _pause(self, number: int) -> None:
+        if number:
+            self._clock.sleep(min(self.options.pause_seconds_max, self.options.pause_seconds * 2 ** (number - 1)))
+
+    def _meaning(self, failed: Failed, what: str, key: str, *, is_uncertain: bool = False) -> CkstoreError:
+        return meaning_of(failed, what, where=self.location_of(key), root=self.root, is_uncertain=is_uncertain)
+
+
+class _Count:
+    """Counts what passes, and keeps the error of whoever makes it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.is_complete = False
+        self.error: BaseException | None = None
+
+    def over(self, pieces: Iterable[Buffer]) -> Iterator[Buffer]:
+        try:
+            for piece in pieces:
+                self.nbytes += memoryview(piece).nbytes
+                yield piece
+            self.is_complete = True
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def _check_describes(meta: Any) -> None:
+    """Refuse a success that describes no object: an error in the body of a success has lost its body here.
+
+    Believed, it would be somebody else's object of 0 bytes under a name that is free.
+    """
+    if not meta["e_tag"] and meta["last_modified"].timestamp() == 0:
+        raise Failed("transient", "a success that describes no object")
+
+
+def _info_of(meta: Any, attempt: str = "") -> ObjectInfo:
+    modified_ns = int(meta["last_modified"].timestamp()) * 10**9
+    return ObjectInfo(meta["size"], modified_ns, meta["e_tag"] or "", attempt)
+
+
+def _checked(content: bytes, nbytes: int) -> bytes:
+    if len(content) != nbytes:
+        raise Failed("transient", f"{len(content)} bytes came of {nbytes}")
+    # Nothing of ours begins so, but an error in the body of a success does.
+    if content[:1] == b"<" and b"<Error>" in content[: 4 * KIB]:
+        raise Failed("transient", "a success whose body is an error")
+    return content

@@ -1,0 +1,110 @@
+"""What a failed request to a bucket means; of the texts of servers and libraries only a status and a code are kept.
+
+Invariants:
+- A text that a server or a library made is never passed on: it may hold credentials.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from ckstore.errors import BackendError, CapacityError, CkstoreError, NotFoundError
+
+Kind = Literal["missing", "exists", "wrong place", "refused", "full", "other", "transient"]
+
+FINAL: frozenset[Kind] = frozenset({"wrong place", "refused", "full"})
+"""What asking again, or reading back, does not change."""
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_FULL_CODES = frozenset(
+    {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge", "InsufficientCapacity"}
+)
+_PLACE_CODES = frozenset({"NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "ContainerNotFound"})
+_KINDS: dict[str, Kind] = {
+    "FileNotFoundError": "missing",
+    "NotFoundError": "missing",
+    "PermissionDeniedError": "refused",
+    "UnauthenticatedError": "refused",
+    "AlreadyExistsError": "exists",
+    "PreconditionError": "exists",
+}
+"""Classes of obstore's exceptions, by name: this module does not import it."""
+
+_WORDS: tuple[tuple[str, Kind, str], ...] = (
+    ("169.254.169.254", "refused", "no credentials were found"),
+    ("timed out", "transient", "it took too long"),
+)
+
+
+class Failed(Exception):
+    """A request that failed.
+
+    Args:
+        kind: What it means.
+        said: Status and code, or a few words of ours.
+    """
+
+    def __init__(self, kind: Kind, said: str) -> None:
+        super().__init__(kind, said)
+        self.kind = kind
+        self.said = said
+
+
+def judged(error: Exception) -> Failed:
+    """Return what an exception of obstore means; one of ours is raised again."""
+    if isinstance(error, Failed):
+        return error
+    if isinstance(error, CkstoreError):
+        raise error
+    text = str(error)
+    status = next(iter(_STATUS.findall(text)), "")
+    code = next(iter(_CODE.findall(text)), "")
+    for word, kind, meaning in _WORDS:
+        if not status and word in text:
+            return Failed(kind, meaning)
+    said = " ".join(part for part in (status, code) if part) or "no answer, or one that cannot be understood"
+    return Failed(_kind_of(error, status, code), said)
+
+
+def _kind_of(error: Exception, status: str, code: str) -> Kind:
+    if code in _PLACE_CODES:
+        return "wrong place"
+    if code in _FULL_CODES or status == "507":
+        return "full"
+    by_class = _KINDS.get(type(error).__name__)
+    if by_class is not None and status not in ("409", "500", "503"):
+        return by_class
+    if status in ("401", "403"):
+        return "refused"
+    if status == "412":
+        return "exists"
+    if status.startswith("4") and status not in ("408", "409", "425", "429"):
+        return "other"
+    return "transient"
+
+
+def meaning_of(
+    failed: Failed, what: str, *, where: str, root: str, is_uncertain: bool = False
+) -> BackendError | CapacityError | NotFoundError:
+    """Return the error that a failure is to the caller.
+
+    Args:
+        failed: What happened.
+        what: What was tried.
+        where: With which object.
+        root: In which bucket.
+        is_uncertain: What was tried may still take effect.
+    """
+    reason = f"{what} failed ({failed.said})"
+    if failed.kind == "wrong place":
+        return NotFoundError(f"there is no such bucket ({failed.said})", where=root, todo="check the address")
+    if failed.kind == "full":
+        return CapacityError(reason, where=where, todo="enlarge the bucket's quota, or remove what lies there")
+    if failed.kind == "refused":
+        todo = "check the credentials in the environment, profile or role, and what they may do in this bucket"
+        return BackendError(reason, where=where, todo=todo)
+    todo = "check the network and the server, then try again; what was not acknowledged is not relied upon"
+    is_transient = failed.kind == "transient"
+    return BackendError(reason, where=where, todo=todo, is_transient=is_transient, is_uncertain=is_uncertain)

@@ -1,0 +1,304 @@
+"""The verbs that make room: collect by rules, look into the trash, bring back from it, empty it.
+
+Invariants:
+- Nothing is dropped without a rule, and nothing is freed that was not in the trash before.
+- These verbs need no lease: they run beside writers, readers and each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckstore.config import Policy
+from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from ckstore.handle import Handle
+from ckstore.info import Info
+from ckstore.io.address import backend_for
+from ckstore.io.backend import Backend
+from ckstore.retention.policy import Retention
+from ckstore.retention.spans import span_seconds
+from ckstore.store.parts import Parts, read_store_record
+from ckstore.store.references import Reference
+from ckstore.store.trash import TrashFolder
+
+# The collector and numpy are imported by the verbs that need them: listing starts at once.
+if TYPE_CHECKING:
+    from ckstore.automatic_gc import AutomaticGc
+    from ckstore.collection import GcReport
+
+
+@dataclass(frozen=True, slots=True)
+class TrashEntry:
+    """One folder of the trash.
+
+    Attributes:
+        trash_id: Its name; a prefix of it is enough to name it.
+        time_ns: When it was made; None where that is not known.
+        pack_count: Packs in it.
+        nbytes: Bytes of all that is in it.
+        manifests: Run, seq, step and generation of the manifests in it.
+    """
+
+    trash_id: str
+    time_ns: int | None
+    pack_count: int
+    nbytes: int
+    manifests: tuple[tuple[str, int, int, int], ...]
+
+    @classmethod
+    def of(cls, folder: TrashFolder) -> TrashEntry:
+        """Make it from what lies there."""
+        names = sorted(trashed.name for trashed in folder.manifests)
+        manifests = tuple((name.run, name.seq, name.step, name.generation) for name in names)
+        return cls(folder.gc_id, folder.made_ns, len(folder.packs), folder.nbytes, manifests)
+
+
+@dataclass(frozen=True, slots=True)
+class TrashRestored:
+    """What was brought back from the trash.
+
+    Attributes:
+        packs: Packs that lie in place again.
+        undeleted: Checkpoints that were dropped, as the entries they are now.
+        superseded: Manifests that stay in the trash, because a later form of the same checkpoint is in place.
+        troubles: What could not be brought back, and why.
+    """
+
+    packs: int
+    undeleted: tuple[Info, ...]
+    superseded: int
+    troubles: tuple[str, ...]
+
+
+class Keeping(Handle):
+    """A run of a store, to be tidied up."""
+
+    _automatic: AutomaticGc | None = None
+
+    def gc(
+        self,
+        policy: Retention | None = None,
+        *,
+        all_runs: bool = False,
+        dry_run: bool = False,
+        now: bool = False,
+        max_delete: int | None = None,
+        min_age: str | float = "1h",
+        trash_for: str | float = "24h",
+        repack_nbytes_max: int | None = None,
+        waste_max: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> GcReport:
+        """Drop the checkpoints that no rule keeps, and move what nobody needs to the trash; free what lay there long.
+
+        Readers, writers and other collections may go on meanwhile. Dropped checkpoints can be brought back by
+        ``undelete`` until they are freed. Garbage is looked for in the whole store.
+
+        Args:
+            policy: What is kept; None: the policy that is stored, and if there is none, only garbage is collected.
+            all_runs: Apply the rules to every run, each by itself; False: to this handle's.
+            dry_run: Only say what would be done.
+            now: Free at once what is in the trash and what goes there; then nothing can be brought back.
+            max_delete: Refuse to drop more checkpoints than this.
+            min_age: Leave packs that no manifest ever named alone until they are this old: ``"1h"``, or seconds.
+            trash_for: How long what goes to the trash can be brought back.
+            repack_nbytes_max: Bytes that may be written to rewrite packs of which much is needed by nobody; 0: only
+                whole packs are freed.
+            waste_max: The share of a pack that may be needed by nobody before it is rewritten.
+            on_progress: Called with steps done and steps in all.
+
+        Raises:
+            LockHeldError: Another collection is at work.
+            UsageError: More than ``max_delete`` would go, and nothing was changed; or the stored policy has a mistake.
+            CapacityError: The disk is full.
+        """
+        from ckstore.collection import GcLimits, collect_store, stored_policy
+
+        chosen = {"repack_nbytes_max": repack_nbytes_max, "waste_max": waste_max}
+        limits = GcLimits(
+            min_age_seconds=_age(min_age),
+            trash_seconds=_age(trash_for),
+            is_now=now,
+            **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
+        )
+        if max_delete is not None and max_delete < 0:
+            raise UsageError("max_delete is not negative", where=f"max_delete={max_delete!r}")
+        with self._lock:
+            self._look_at_newest()
+            return collect_store(
+                self._parts,
+                policy or stored_policy(self._parts),
+                runs=None if all_runs else self._runs_to_keep(),
+                limits=limits,
+                dry_run=dry_run,
+                max_delete=max_delete,
+                on_progress=on_progress,
+            )
+
+    @property
+    def retention(self) -> Retention | None:
+        """The policy that is stored with the store, for all of its runs; None where there is none."""
+        from ckstore.collection import stored_policy
+
+        with self._lock:
+            self._check_open()
+            return stored_policy(self._parts)
+
+    def set_retention(self, policy: Retention | None) -> None:
+        """Store a policy with the store, for collections that are given none; None removes it."""
+        from ckstore.collection import set_stored_policy
+
+        with self._lock:
+            self._check_open()
+            set_stored_policy(self._parts, policy)
+
+    def trash(self) -> list[TrashEntry]:
+        """Return what lies in the trash, the oldest first."""
+        with self._lock:
+            self._check_open()
+            folders = self._parts.trash.contents()
+            return [TrashEntry.of(folder) for folder in folders if folder.packs or folder.manifests]
+
+    def restore_from_trash(self, trash_id: str) -> TrashRestored:
+        """Bring back what lies in one folder of the trash: packs as they were, dropped checkpoints as new entries.
+
+        Args:
+            trash_id: The folder, or the first letters of its name.
+
+        Raises:
+            NotFoundError: There is no such folder.
+            UsageError: Several begin with these letters.
+        """
+        from ckstore.store.undelete import undelete
+
+        with self._lock:
+            self._look_at_newest()
+            folder = self._trash_folder(trash_id)
+            packs = sum(self._parts.trash.rescue_pack(pack.pack_id) for pack in folder.packs)
+            undeleted, superseded, troubles = [], 0, []
+            for run in sorted({trashed.name.run for trashed in folder.manifests}):
+                parts = self._parts_of(run)
+                dropped = parts.manifests.listing().dropped
+                names = {trashed.name.seq: trashed for trashed in folder.manifests if trashed.name.run == run}
+                for seq, trashed in sorted(names.items()):
+                    if seq not in dropped:
+                        superseded += 1
+                        continue
+                    try:
+                        undeleted.append(Info.of(undelete(parts, trashed).header))
+                    except (NotFoundError, ConflictError, CorruptError) as error:
+                        troubles.append(f"seq {seq} of run {run}: {error}")
+            return TrashRestored(packs, tuple(undeleted), superseded, tuple(troubles))
+
+    def purge(self, trash_id: str | None = None) -> int:
+        """Free what lies in the trash, or in one folder of it, at once; return the bytes.
+
+        What manifests name is not freed but brought back.
+
+        Raises:
+            UnsupportedError: The store lies in a bucket.
+            ConflictError: A manifest cannot be read, and may name anything: nothing was freed.
+            LockHeldError: A collection is at work.
+        """
+        from ckstore.collection import require_renames
+        from ckstore.store.gc import purge
+        from ckstore.store.gc_lock import collector_lock
+        from ckstore.store.gc_marks import Marker
+
+        with self._lock:
+            self._check_open()
+            require_renames(self._parts)
+            with collector_lock(self._parts.backend, self._parts.clock):
+                trash = self._parts.trash
+                folders = trash.contents() if trash_id is None else [self._trash_folder(trash_id)]
+                look = Marker(self._parts).look()
+                if look.unreadable:
+                    raise ConflictError(
+                        f"a manifest cannot be read, and may name any pack: {look.unreadable[0].problem}",
+                        where=self._parts.backend.location_of(look.unreadable[0].path),
+                        todo="nothing was freed; `ckstore verify` tells more",
+                    )
+                return purge(self._parts, folders, look).nbytes
+
+    def undelete(self, ref: Reference) -> Info:
+        """Bring a dropped checkpoint back as a new entry of its run; ``latest`` will skip it.
+
+        Args:
+            ref: A step (its newest dropped entry), ``"seq:N"``, or ``"id:PREFIX"``.
+
+        Raises:
+            NotFoundError: The trash has no such checkpoint any more.
+            CorruptError: It is damaged, or a pack that it needs was freed already.
+        """
+        from ckstore.store.undelete import find_in_trash, undelete
+
+        with self._lock:
+            self._look_at_newest()
+            manifest = undelete(self._parts, find_in_trash(self._parts, ref))
+            return Info.of(manifest.header)
+
+    def close(self) -> None:
+        """Let go of a collection that still runs, which ends by itself, and of everything else."""
+        with self._lock:
+            automatic, self._automatic = self._automatic, None
+            try:
+                super().close()
+            finally:
+                if automatic is not None:
+                    automatic.close()
+
+    # For the verbs that commit
+
+    def _collect_after(self, policy: Retention, every: int) -> None:
+        """Collect this run by these rules after every so many commits, in a process of its own."""
+        from ckstore.automatic_gc import AutomaticGc
+
+        self._automatic = AutomaticGc(self._parts, policy, every)
+
+    def _committed(self, count: int = 1) -> None:
+        """Take note of acknowledged commits; never raises and never waits."""
+        if self._automatic is not None and count:
+            self._automatic.after_commit(count)
+
+    def _trash_folder(self, trash_id: str) -> TrashFolder:
+        found = [gc_id for gc_id in self._parts.trash.folders() if gc_id.startswith(trash_id)] if trash_id else []
+        if len(found) > 1:
+            raise UsageError(f"{len(found)} folders of the trash begin with {trash_id!r}", todo="give more letters")
+        if not found:
+            raise NotFoundError(
+                f"there is no folder {trash_id!r} in the trash",
+                where=self._parts.backend.root,
+                todo="`ckstore trash ls` shows what there is",
+            )
+        return self._parts.trash.look_into(found[0])
+
+    def _parts_of(self, run: str) -> Parts:
+        return Parts(self._parts.backend, self._parts.record, run, clock=self._parts.clock)
+
+    def _runs_to_keep(self) -> tuple[str, ...]:
+        """Return this handle's run, if anything was ever committed to it."""
+        return (self.run,) if self.run in self._parts.runs() else ()
+
+    def _look_at_newest(self) -> None:
+        """Wait for commits in the background, for verbs that judge what is newest."""
+        self._check_open()
+        settle: Callable[[], None] | None = getattr(self, "_settle", None)
+        if settle is not None:
+            settle()
+
+
+def keep(path: str | os.PathLike[str] | Backend, *, run: str = "main", allow_shared_folder: bool = False) -> Keeping:
+    """Open a store that exists, for these verbs and those that only look; torch is not needed.
+
+    Raises:
+        NotFoundError: There is no store.
+    """
+    backend = backend_for(path, allow_shared_folder=allow_shared_folder)
+    return Keeping(Parts(backend, read_store_record(backend), run), Policy())
+
+
+def _age(span: str | float) -> float:
+    return 0.0 if span in (0, "0") else span_seconds(span)

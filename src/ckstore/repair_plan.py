@@ -1,0 +1,259 @@
+"""Decide what becomes of each checkpoint of a damaged store, and of its files; nothing is changed here.
+
+A checkpoint whose frames are all found, where it names them or elsewhere, is healed: the next generation of its
+manifest names them. One of which something is found nowhere becomes partial. A manifest that cannot be read is put
+aside, and an earlier generation of it takes its place where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckstore.errors import BackendError, CorruptError, UnsupportedError
+from ckstore.format import layout
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import Manifest, decode_manifest
+from ckstore.ids import ChunkId, PackId
+from ckstore.io.backend import Backend
+from ckstore.repair_search import Search
+from ckstore.store.audit import FrameCheck
+from ckstore.store.damage import tensor_paths
+from ckstore.store.known import LOCAL_TIER
+from ckstore.store.lost import lost_chunks
+from ckstore.store.parts import Parts
+from ckstore.store.quarantine import quarantined_names
+
+Action = Literal["heal", "partial", "quarantine", "revive", "bring back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The frame that is to hold a chunk, and the one that is to be its base.
+
+    Attributes:
+        chunk_id: The chunk.
+        index: The manifest's own frame, kept as it is; -1: the one that was found elsewhere.
+        base: Its base; None: it has none.
+        is_plain: It is to be stored anew, as plain bytes: its chain would be longer than may be.
+    """
+
+    chunk_id: ChunkId
+    index: int
+    base: Pick | None
+    is_plain: bool = False
+
+    @property
+    def depth(self) -> int:
+        """How many bases it needs."""
+        return 0 if self.base is None or self.is_plain else self.base.depth + 1
+
+
+@dataclass(slots=True)
+class Mend:
+    """What is to be done for one checkpoint.
+
+    Attributes:
+        name: Its manifest.
+        action: What is done.
+        reason: Why, in a clause.
+        picks: For a replaced manifest, the frame of each chunk that is not lost.
+        lost: Chunks that are lost.
+        tensors: Dotted paths of the tensors that have lost bytes.
+        source: Where an earlier generation, or another copy of the manifest, lies: a backend and a name in it.
+    """
+
+    name: ManifestName
+    action: Action
+    reason: str
+    picks: list[Pick] = field(default_factory=list)
+    lost: list[ChunkId] = field(default_factory=list)
+    tensors: tuple[str, ...] = ()
+    source: tuple[Backend, str, ManifestName] | None = None
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class RepairPlan:
+    """What is to be done for a store.
+
+    Attributes:
+        mends: Checkpoints that are not as they were.
+        spoiled: Packs that manifests name and nothing should rest on, with what is wrong with them.
+        in_trash: Packs that manifests name and that lie in the trash.
+        claims: Claims that are missing.
+        left: What cannot be mended here, in sentences.
+    """
+
+    search: Search
+    mends: list[Mend] = field(default_factory=list)
+    spoiled: dict[PackId, str] = field(default_factory=dict)
+    in_trash: list[PackId] = field(default_factory=list)
+    claims: list[tuple[str, int]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is to be done, and nothing is left undone."""
+        return not (self.mends or self.spoiled or self.in_trash or self.claims or self.left)
+
+
+def plan_repair(
+    parts: Parts,
+    make_check: Callable[[], FrameCheck],
+    *,
+    sources: Sequence[Backend] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepairPlan:
+    """Look at a whole store, and decide.
+
+    Args:
+        parts: The store.
+        make_check: Makes what decodes a frame.
+        sources: Other places where files of this store may lie under the same names.
+        on_progress: Called with packs looked at and packs in all.
+    """
+    plan = RepairPlan(Search(parts, make_check, sources, on_progress))
+    readable: list[ManifestName] = []
+    for run in parts.runs():
+        readable += _look_at_run(parts, run, plan, sources)
+    plan.search.look(readable)
+    for name in readable:
+        mend = _mend_of(plan.search, name, parts.limits.depth_max)
+        if mend is not None:
+            plan.mends.append(mend)
+    for pack_id, state in sorted(plan.search.states.items()):
+        if state.is_spoiled:
+            plan.spoiled[pack_id] = state.problem
+        elif state.copy is not None and state.copy.kind == "trash":
+            plan.in_trash.append(pack_id)
+    return plan
+
+
+def _look_at_run(parts: Parts, run: str, plan: RepairPlan, sources: Sequence[Backend]) -> Iterator[ManifestName]:
+    """Yield the manifests of a run that can be read; note what is to be done for the others."""
+    manifests = parts.manifests_of(run)
+    listing = manifests.listing()
+    torn: dict[int, list[tuple[ManifestName, str]]] = {}
+    whole: dict[int, ManifestName] = {}
+    for name in (*listing.names, *listing.lower):
+        if name.seq in listing.dropped:
+            continue
+        try:
+            manifests.load(name)
+        except FileNotFoundError:
+            continue
+        except (UnsupportedError, BackendError) as error:
+            # A medium that fails now and then is no damage.
+            plan.left.append(str(error))
+        except CorruptError as error:
+            torn.setdefault(name.seq, []).append((name, error.what))
+        else:
+            if name.seq not in whole or whole[name.seq].generation < name.generation:
+                whole[name.seq] = name
+    claimed = {
+        claim.seq
+        for file in parts.backend.list_names(layout.claims_folder(run))
+        if (claim := layout.parse_claim_file(file)) is not None and claim.kind == "claim"
+    }
+    plan.claims += [(run, seq) for seq in sorted({*whole, *torn} - claimed)]
+    for seq, rows in sorted(torn.items()):
+        for name, problem in rows:
+            plan.mends.append(Mend(name, "quarantine", problem))
+        if seq not in whole:
+            plan.mends += _revived(parts, rows[0][0], sources)
+    # Put aside before, by a repair that was interrupted or an operator: an earlier generation may still be found.
+    aside = {name.seq for name in quarantined_names(parts.backend, run)}
+    for seq in sorted(aside - set(whole) - set(torn) - listing.dropped):
+        plan.mends += _revived(parts, ManifestName(run, seq, 0), sources)
+    yield from sorted(whole.values(), reverse=True)
+
+
+def _revived(parts: Parts, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
+    """Return how another manifest of a seq can take its place, or nothing."""
+    homes: list[tuple[Backend, str, ManifestName]] = [
+        (parts.backend, trashed.path, trashed.name)
+        for folder in parts.trash.contents()
+        for trashed in folder.manifests
+        if (trashed.name.run, trashed.name.seq) == (name.run, name.seq)
+    ]
+    for source in sources:
+        for file in source.list_names(layout.manifests_folder(name.run)):
+            found = layout.parse_manifest_file(name.run, file)
+            if found is not None and found.seq == name.seq:
+                homes.append((source, found.path, found))
+    for backend, path, found in sorted(homes, key=lambda home: -home[2].generation):
+        try:
+            content = backend.read_bytes(path, nbytes_max=parts.limits.manifest_nbytes_max)
+            manifest = decode_manifest(content, limits=parts.limits, expect=found, where=path)
+        except (CorruptError, UnsupportedError, BackendError, FileNotFoundError):
+            continue
+        if manifest.header.store_id != parts.store_id:
+            continue
+        is_trash = backend is parts.backend
+        reason = f"generation {found.generation} lies in {'the trash' if is_trash else backend.root}"
+        return [Mend(found, "revive" if is_trash else "bring back", reason, source=(backend, path, found))]
+    return []
+
+
+def _mend_of(search: Search, name: ManifestName, depth_max: int) -> Mend | None:
+    """Return what becomes of one checkpoint, or None where it can stay as it is."""
+    manifest = search.load(name)
+    sound = search.sound_chains(manifest)
+    spoiled = [
+        pack.pack_id for pack in manifest.packs if pack.tier == LOCAL_TIER and search.states[pack.pack_id].is_spoiled
+    ]
+    if all(sound) and not spoiled:
+        return None
+    picker = _Picker(search, manifest, sound, depth_max)
+    picks, lost = [], []
+    for chunk in manifest.chunks:
+        pick = picker.pick(ChunkId(chunk.chunk_id))
+        if pick is None:
+            lost.append(ChunkId(chunk.chunk_id))
+        else:
+            picks.append(pick)
+    before = {bytes(manifest.chunks[index].chunk_id) for index in lost_chunks(manifest)}
+    if not spoiled and before == set(lost):
+        # It is partial already, and nothing more was found.
+        return None
+    numbers = {index for index, chunk in enumerate(manifest.chunks) if chunk.chunk_id in set(lost)}
+    tensors = tensor_paths(manifest, numbers, count_max=len(manifest.tensors) + 1) if lost else ()
+    elsewhere = sum(pick.index < 0 for pick in picks)
+    reason = f"{elsewhere} chunks found elsewhere, {len(lost)} lost" if elsewhere or lost else "packs are damaged"
+    return Mend(name, "partial" if lost else "heal", reason, picks, lost, tensors)
+
+
+class _Picker:
+    """Chooses frames for the chunks of one manifest: its own where they are sound, else what was found."""
+
+    def __init__(self, search: Search, manifest: Manifest, sound: Sequence[bool], depth_max: int) -> None:
+        self._search = search
+        self._manifest = manifest
+        self._sound = sound
+        self._depth_max = depth_max
+        self._index_of = {frame.chunk_id: index for index, frame in enumerate(manifest.frames)}
+        self._picked: dict[ChunkId, Pick | None] = {}
+
+    def pick(self, chunk_id: ChunkId) -> Pick | None:
+        """Return the frame for a chunk; None: it is lost."""
+        if chunk_id not in self._picked:
+            self._picked[chunk_id] = self._choose(chunk_id)
+        return self._picked[chunk_id]
+
+    def _choose(self, chunk_id: ChunkId) -> Pick | None:
+        index = self._index_of.get(chunk_id, -1)
+        if index >= 0 and self._sound[index]:
+            base = self._manifest.frames[index].base
+            return Pick(chunk_id, index, None if base < 0 else self.pick(self._manifest.frames[base].chunk_id))
+        found = self._search.found.get(chunk_id)
+        if found is None:
+            return None
+        if not found.header.has_base:
+            return Pick(chunk_id, -1, None)
+        # What was found has its base found before it, so that this ends.
+        base_pick = self.pick(found.header.base_id)
+        assert base_pick is not None, "the base of what was found was found"
+        pick = Pick(chunk_id, -1, base_pick)
+        return pick if pick.depth <= self._depth_max else Pick(chunk_id, -1, None, is_plain=True)

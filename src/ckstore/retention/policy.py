@@ -1,0 +1,177 @@
+"""The rules by which checkpoints are kept, as people write them: on a command line, in Python, in ``config.json``.
+
+Invariants:
+- A policy has at least one rule: no rules never means that nothing is kept.
+- A word that is no rule is refused, with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckstore.errors import UsageError
+from ckstore.retention.spans import PERIODS, span_seconds, span_words, zone_offset_seconds
+
+COUNT_MAX = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the checkpoints with the best values of a metric."""
+
+    metric: str
+    count: int = 1
+    order: Literal["min", "max"] = "min"
+
+    def __str__(self) -> str:
+        return f"{self.metric}:{self.count}:{self.order}"
+
+    @classmethod
+    def of(cls, text: str) -> Best:
+        """Read ``metric[:count][:min|max]``; UsageError where it is written otherwise."""
+        metric, *rest = text.split(":") if isinstance(text, str) else ("",)
+        count, order = 1, "min"
+        if rest and rest[0].isascii() and rest[0].isdigit():
+            count = int(rest.pop(0))
+        if rest:
+            order = rest.pop(0)
+        if rest or not metric or not 1 <= count <= COUNT_MAX or order not in ("min", "max"):
+            near = difflib.get_close_matches(order, ("min", "max"), n=1, cutoff=0.3)
+            todo = f"did you mean {near[0]!r}?" if near and order not in ("min", "max") else "for example loss:2:min"
+            raise UsageError(
+                "keep_best is written METRIC, METRIC:COUNT or METRIC:COUNT:min|max", where=repr(text)[:80], todo=todo
+            )
+        return cls(metric, count, "max" if order == "max" else "min")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints of a run are kept; what any rule keeps is kept. Each run is looked at by itself.
+
+    Whatever the rules: the newest checkpoint that is whole stays, and so do tagged ones, those that were brought back
+    by ``undelete``, those whose time lies in the future, and those newer than a kept one of the same step.
+
+    Args:
+        keep_last: The newest so many.
+        keep_every: Those whose step is a multiple of this.
+        keep_within: Those at most this much older than the newest: ``"7d"``, ``"12h"``, or seconds.
+        keep_hourly: The newest of each hour, for the last so many hours that have one.
+        keep_daily: The same for days.
+        keep_weekly: The same for weeks, which begin on Mondays.
+        keep_monthly: The same for months.
+        keep_yearly: The same for years.
+        keep_best: Those with the best values of a metric: ``"loss"``, ``"loss:2"``, ``"accuracy:3:max"``, or several of
+            these. One without the metric, or with NaN, cannot be judged and is kept.
+        keep_tag: Those with a tag that matches: a name or pattern (``"release-*"``), or several. Every tag keeps its
+            checkpoint anyway; this makes a policy of it.
+        time_zone: Where days begin: ``"UTC"``, or a fixed offset as in ``"+02:00"``.
+
+    Raises:
+        UsageError: No rule is given, or a rule has a value that it cannot have.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_within: str | float | None = None
+    keep_hourly: int | None = None
+    keep_daily: int | None = None
+    keep_weekly: int | None = None
+    keep_monthly: int | None = None
+    keep_yearly: int | None = None
+    keep_best: str | tuple[str, ...] = ()
+    keep_tag: str | tuple[str, ...] = ()
+    time_zone: str = "UTC"
+
+    def __post_init__(self) -> None:
+        for rule in ("keep_last", "keep_every", *PERIODS):
+            _check_count(rule, getattr(self, rule))
+        for rule in ("keep_best", "keep_tag"):
+            object.__setattr__(self, rule, _texts(rule, getattr(self, rule)))
+        if self.keep_within is not None:
+            object.__setattr__(self, "keep_within", span_words(span_seconds(self.keep_within)))
+        zone_offset_seconds(self.time_zone)
+        # The same order in the same words, so that equal policies are equal.
+        object.__setattr__(self, "keep_best", tuple(str(best) for best in self.best))
+        if not self.to_config().keys() - {"time_zone"}:
+            raise UsageError(
+                "a retention policy needs a rule", where="Retention()", todo=f"give one of {', '.join(RULES)}"
+            )
+
+    @property
+    def best(self) -> tuple[Best, ...]:
+        """What ``keep_best`` says."""
+        return tuple(Best.of(text) for text in self.keep_best)
+
+    @property
+    def within_seconds(self) -> float | None:
+        """What ``keep_within`` says."""
+        return None if self.keep_within is None else span_seconds(self.keep_within)
+
+    @property
+    def zone_seconds(self) -> int:
+        """How far local time is ahead of UTC."""
+        return zone_offset_seconds(self.time_zone)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the rules that are given, as ``config.json`` holds them."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.time_zone == "UTC":
+            del given["time_zone"]
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in given.items()
+            if value not in (None, ())
+        }
+
+    @classmethod
+    def of(cls, rules: Mapping[str, Any], *, where: object = None) -> Retention:
+        """Make a policy of names and values, as ``config.json`` and a command line have them.
+
+        Raises:
+            UsageError: A name is no rule, and the message tells the nearest one; or a value cannot be.
+        """
+        given: dict[str, Any] = {}
+        for name, value in rules.items():
+            rule = str(name).replace("-", "_")
+            if rule not in _FIELDS:
+                near = difflib.get_close_matches(rule, _FIELDS, n=1, cutoff=0.0)
+                raise UsageError(
+                    f"{str(name)[:80]!r} is no retention rule", where=where, todo=f"did you mean {near[0]!r}?"
+                )
+            given[rule] = tuple(value) if isinstance(value, list) else value
+        return cls(**given)
+
+    def __str__(self) -> str:
+        words = []
+        for name, value in self.to_config().items():
+            values = value if isinstance(value, list) else [value]
+            words += [f"{name} {each}" for each in values]
+        return ", ".join(words)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Retention))
+RULES = tuple(name for name in _FIELDS if name.startswith("keep_"))
+"""The names of all rules."""
+
+
+def _check_count(rule: str, count: object) -> None:
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= COUNT_MAX:
+        raise UsageError(
+            f"{rule} must be a number from 1 to {COUNT_MAX}",
+            where=f"Retention({rule}={count!r})"[:120],
+            todo="leave the rule out if it is not wanted",
+        )
+
+
+def _texts(rule: str, given: object) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise UsageError(f"{rule} takes a string, or several", where=f"Retention({rule}={given!r})"[:120])
+    # The order in which they are given means nothing.
+    return tuple(dict.fromkeys(texts))

@@ -1,0 +1,96 @@
+"""Drop checkpoints, many at a time: intents, tags read again, drop marks, and only then the move to the trash.
+
+The steps are those of Drop in docs/FORMAT.md section 10, each taken by a batch before the next one begins.
+
+Invariants:
+- No tagged checkpoint is dropped: whoever tags writes first and looks at intents second, here it is the other way.
+- Of a step, an older entry is durably marked before a newer one: the step never comes to mean something older.
+- A drop mark is never taken back. What a crash leaves in place although it is marked, the next collection moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckstore.errors import CkstoreError
+from ckstore.format.layout import ManifestName
+from ckstore.store.parts import Parts
+
+BATCH_MAX = 256
+"""Checkpoints that are dropped at a time: fewer would sync more often, more would refuse tags for longer."""
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What became of the checkpoints that were to go.
+
+    Attributes:
+        names: Those that are gone.
+        spared: Those that stay, and why: they were tagged meanwhile.
+    """
+
+    names: list[ManifestName] = field(default_factory=list)
+    spared: dict[ManifestName, str] = field(default_factory=dict)
+
+
+def drop(
+    parts: Parts, names: Sequence[ManifestName], purpose: str, tell: Callable[[int], None] = lambda count: None
+) -> Dropped:
+    """Drop checkpoints of the run of ``parts``, the oldest first.
+
+    Args:
+        parts: The store and its run.
+        names: What is to go.
+        purpose: Why, for people who find an intent.
+        tell: Called with how many were dropped, now and then.
+
+    Raises:
+        CorruptError: A tag is damaged and may point to any of them; those that were dropped before stay dropped.
+    """
+    done, steps_kept = Dropped(), dict[int, str]()
+    for batch in _batches(sorted(names)):
+        _drop_batch(parts, batch, purpose, done, steps_kept)
+        tell(len(done.names))
+    return done
+
+
+def _batches(names: Sequence[ManifestName]) -> Iterator[list[ManifestName]]:
+    """Yield names in batches in which no step occurs twice: marks of one batch may reach the disk in any order."""
+    batch: list[ManifestName] = []
+    steps: set[int] = set()
+    for name in names:
+        if len(batch) == BATCH_MAX or name.step in steps:
+            yield batch
+            batch, steps = [], set()
+        batch.append(name)
+        steps.add(name.step)
+    if batch:
+        yield batch
+
+
+def _drop_batch(
+    parts: Parts, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
+) -> None:
+    intents = parts.tags.declare_all([name.seq for name in batch], purpose)
+    try:
+        # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
+        tags = {record.seq: tag for tag, record in parts.tags.all(is_strict=True).items()}
+        doomed = []
+        for name in batch:
+            if name.seq in tags:
+                steps_kept[name.step] = f"it was tagged {tags[name.seq]!r} meanwhile"
+            if name.step in steps_kept:
+                done.spared[name] = steps_kept[name.step]
+            else:
+                doomed.append(name)
+        if doomed:
+            parts.manifests.mark_dropped(*(name.seq for name in doomed))
+            parts.manifests.move_to_trash(frozenset(name.seq for name in doomed))
+            done.names += doomed
+    finally:
+        for intent in intents:
+            # One that stays is removed by the next collection once this process has ended.
+            with contextlib.suppress(CkstoreError):
+                parts.tags.retract(intent)

@@ -1,0 +1,288 @@
+"""The story of a collection: survey, plan, and then act, step by step as docs/FORMAT.md section 10 says.
+
+rescue -> purge expired trash -> drop -> finish what others began -> mark -> mark again -> trash -> purge -> repack, and
+free what that leaves.
+
+A writer writes the manifest and then reads the pack's place; a collector moves the pack and then reads the manifests.
+One of the two must see the other. ``testing/gc_model.py`` searches every interleaving of both.
+
+Invariants:
+- A pack is moved only if no manifest named it in a look that began after everything before was done; it is unlinked
+  only by its path in the trash, and only if no manifest named it in a look that began after it lay there.
+- No step waits for a writer, and every step can be done again by another collector after a crash.
+- No checkpoint is dropped and no pack is moved that the plan does not name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ckstore.errors import CkstoreError
+from ckstore.format import layout
+from ckstore.format.layout import ManifestName
+from ckstore.ids import PackId
+from ckstore.store.drop import drop
+from ckstore.store.gc_marks import Look, Marker
+from ckstore.store.gc_plan import GcLimits, GcPlan, is_expired
+from ckstore.store.gc_repack import Repacked, repack
+from ckstore.store.gc_survey import strays_among
+from ckstore.store.parts import Parts
+from ckstore.store.replace import finish_replacements
+from ckstore.store.tags import Tags
+from ckstore.store.trash import TrashFolder
+
+_log = logging.getLogger("ckstore")
+
+Tell = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class GcDone:
+    """What a collection did.
+
+    Attributes:
+        dropped: Checkpoints that retention let go.
+        spared: Checkpoints that were to go and stay, and why.
+        rescued: Packs and manifests that were brought back from the trash.
+        superseded: Lower generations, and manifests of dropped checkpoints, that were moved to the trash.
+        moved_packs: Packs that were moved to the trash.
+        moved_nbytes: Bytes of these.
+        freed_files: Packs and manifests that were removed from the trash.
+        freed_nbytes: Bytes of these.
+        repacked: What rewriting packs came to.
+        drafts: Files that were removed from ``tmp``.
+        intents: Intents of dead makers that were removed.
+        stop: Why packs were left alone; empty where nothing spoke against it.
+    """
+
+    dropped: list[ManifestName] = field(default_factory=list)
+    spared: dict[ManifestName, str] = field(default_factory=dict)
+    rescued: int = 0
+    superseded: int = 0
+    moved_packs: int = 0
+    moved_nbytes: int = 0
+    freed_files: int = 0
+    freed_nbytes: int = 0
+    repacked: Repacked = field(default_factory=Repacked)
+    drafts: int = 0
+    intents: int = 0
+    stop: str = ""
+
+
+def collect(
+    parts: Parts, marker: Marker, plan: GcPlan, limits: GcLimits, purpose: str, tell: Tell = lambda done, total: None
+) -> GcDone:
+    """Carry out a plan.
+
+    Args:
+        parts: The store.
+        marker: The one that the plan was made with.
+        plan: What to do.
+        limits: Ages and budgets.
+        purpose: Why checkpoints are dropped, for people who find an intent.
+        tell: Called with steps done and steps in all.
+
+    Raises:
+        CorruptError: A tag became unreadable meanwhile.
+        CapacityError: The disk is full.
+        BackendError: The medium failed. Whatever is raised, the next collection goes on from there.
+    """
+    return _Collector(parts, marker, plan, limits, tell).run(purpose)
+
+
+class _Collector:
+    """Carries out one plan."""
+
+    def __init__(self, parts: Parts, marker: Marker, plan: GcPlan, limits: GcLimits, tell: Tell) -> None:
+        self._parts = parts
+        self._marker = marker
+        self._plan = plan
+        self._limits = limits
+        self._tell = tell
+        self._steps = len(plan.drops) + len(plan.rewrites) + len({n for r in plan.rewrites for n in r.manifests}) + 2
+        self._step = 0
+        self.done = GcDone(stop=plan.stop)
+
+    def run(self, purpose: str) -> GcDone:
+        """Do it all."""
+        self._rescue()
+        if not self.done.stop:
+            self._purge(self._plan.purges)
+        self._told()
+        self._drop(purpose)
+        self._finish_what_others_began()
+        plan = self._plan
+        self._free({move.pack_id: move.nbytes for move in plan.moves})
+        if plan.rewrites and not self.done.stop:
+            # Last, so that on a full disk there is room for it.
+            self.done.repacked = repack(self._parts, self._marker, plan.rewrites, self._told)
+            self._free({rewrite.pack_id: rewrite.nbytes for rewrite in plan.rewrites})
+        self._remove_leftovers()
+        self._told()
+        return self.done
+
+    def _told(self, count: int = 1) -> None:
+        self._step = min(self._steps, self._step + count)
+        self._tell(self._step, self._steps)
+
+    def _rescue(self) -> None:
+        """Step 0: bring back what manifests name, and manifests that nothing supersedes."""
+        trash, backend = self._parts.trash, self._parts.backend
+        for pack_id in self._plan.rescues:
+            self.done.rescued += trash.rescue_pack(pack_id)
+        for trashed in self._plan.put_back:
+            self.done.rescued += trash.put_back(trashed.path, trashed.name.path)
+        gone = [pack_id for pack_id in self._plan.rescues if backend.stat(layout.pack_name(pack_id)) is None]
+        if gone:
+            # Another collector has freed it: what names it was published too late, and will be withdrawn or stay
+            # torn. It was taken for whole, and what is older must not go for its sake.
+            why = f"pack {gone[0].hex()} was freed before it was brought back"
+            self.done.spared = dict.fromkeys(self._plan.drops, why)
+
+    def _drop(self, purpose: str) -> None:
+        """Step 1: drop what retention lets go, after making durable what stays for it."""
+        drops = [name for name in self._plan.drops if name not in self.done.spared]
+        for run in sorted({name.run for name in drops}):
+            names = [name for name in drops if name.run == run]
+            parts = self._run(run)
+            going = {name.seq for name in names}
+            # Before acting on what is seen: else what is kept might be in the page cache only.
+            for name in parts.manifests.listing().names:
+                if name.seq not in going:
+                    try:
+                        parts.backend.sync_file(name.path)
+                    except FileNotFoundError:
+                        # Replaced meanwhile, by one that is durable.
+                        continue
+            parts.backend.sync_folder(layout.manifests_folder(run))
+            dropped = drop(parts, names, purpose)
+            self._told(len(names))
+            self.done.dropped += dropped.names
+            self.done.spared |= dropped.spared
+
+    def _finish_what_others_began(self) -> None:
+        """Step 1: move what is marked or superseded, and still in place."""
+        for run in sorted({name.run for name in self._plan.unfinished}):
+            seqs = frozenset(name.seq for name in self._plan.unfinished if name.run == run)
+            manifests = self._run(run).manifests
+            # The mark may have been made by a process that died before its sync.
+            self._parts.backend.sync_folder(layout.claims_folder(run))
+            self.done.superseded += manifests.move_to_trash(seqs)
+        for run in sorted({name.run for name in self._plan.superseded}):
+            self.done.superseded += finish_replacements(self._run(run))
+
+    def _free(self, planned: dict[PackId, int]) -> None:
+        """Steps 2 to 6: move what nobody names to the trash; where it is to be freed at once, list again and unlink."""
+        if not self.done.stop:
+            self._trash_packs(planned)
+        if self._limits.frees_at_once and not self.done.stop:
+            self._purge(self._parts.trash.contents())
+
+    def _trash_packs(self, planned: dict[PackId, int]) -> None:
+        """Steps 2 to 4: mark, list again, and move to a fresh folder of the trash what nobody names."""
+        candidates = self._unnamed(sorted(planned), self._marker.look()) if planned else []
+        candidates = self._unnamed(candidates, self._marker.look()) if candidates else []
+        if not candidates:
+            return
+        moved = self._parts.trash.move_packs(candidates, self._parts.trash.new_packs_folder())
+        self.done.moved_packs += len(moved)
+        self.done.moved_nbytes += sum(planned[pack_id] for pack_id in moved)
+
+    def _unnamed(self, pack_ids: Iterable[PackId], look: Look) -> list[PackId]:
+        if self._stops(look):
+            return []
+        return [pack_id for pack_id in pack_ids if not look.is_named(pack_id)]
+
+    def _stops(self, look: Look) -> bool:
+        if look.unreadable and not self.done.stop:
+            first = look.unreadable[0]
+            where = self._parts.backend.location_of(first.path)
+            self.done.stop = f"{where} cannot be read and may name any pack: {first.problem}"
+        return bool(self.done.stop)
+
+    def _purge(self, folders: Sequence[TrashFolder]) -> None:
+        """Steps 5 and 6, for folders whose time is over and whose contents were listed before."""
+        now_ns = self._parts.clock.now_ns()
+        folders = [folder for folder in folders if is_expired(folder, now_ns, self._limits)]
+        if not any(folder.packs or folder.manifests for folder in folders):
+            self._remove_empty(folders)
+            return
+        look = self._marker.look()
+        if self._stops(look):
+            return
+        purged = purge(self._parts, folders, look)
+        self.done.rescued += purged.rescued
+        self.done.freed_files += purged.files
+        self.done.freed_nbytes += purged.nbytes
+        self._remove_empty(folders)
+
+    def _remove_empty(self, folders: Iterable[TrashFolder]) -> None:
+        now_ns, min_age_ns = self._parts.clock.now_ns(), int(self._limits.min_age_seconds * 1e9)
+        for folder in folders:
+            age_ns = folder.age_ns(now_ns)
+            # Whoever has made it a moment ago may be about to fill it.
+            if age_ns is None or age_ns >= max(min_age_ns, _FOLDER_AGE_NS_MIN):
+                self._parts.trash.remove_if_empty(folder.gc_id)
+
+    def _remove_leftovers(self) -> None:
+        for draft in self._plan.drafts:
+            self.done.drafts += self._parts.trash.unlink(draft.path)
+        for run in self._parts.runs():
+            self.done.intents += Tags(self._parts.backend, run, self._parts.clock).remove_abandoned()
+
+    def _run(self, run: str) -> Parts:
+        return Parts(self._parts.backend, self._parts.record, run, clock=self._parts.clock)
+
+
+_FOLDER_AGE_NS_MIN = 60 * 10**9
+
+
+@dataclass(slots=True)
+class Purged:
+    """What emptying trash folders came to."""
+
+    files: int = 0
+    nbytes: int = 0
+    rescued: int = 0
+
+
+def purge(parts: Parts, folders: Sequence[TrashFolder], look: Look) -> Purged:
+    """Unlink what is in trash folders, but for what manifests name or what supersedes nothing: that goes back.
+
+    Args:
+        parts: The store.
+        folders: What lies in them; listed before ``look`` began.
+        look: All manifests; every one could be read.
+    """
+    assert not look.unreadable, "who cannot read all manifests must not remove anything"
+    done, trash = Purged(), parts.trash
+    strays = {trashed.path for trashed in strays_among(folders, look)}
+    unlinked: list[str] = []
+    for manifest in (manifest for folder in folders for manifest in folder.manifests):
+        if manifest.path in strays:
+            done.rescued += trash.put_back(manifest.path, manifest.name.path)
+        elif trash.unlink(manifest.path):
+            unlinked.append(manifest.path)
+            done.nbytes += manifest.nbytes
+    for pack in (pack for folder in folders for pack in folder.packs):
+        if look.is_named(pack.pack_id):
+            if trash.put_back(pack.path, layout.pack_name(pack.pack_id)):
+                done.rescued += 1
+                continue
+            info = parts.backend.stat(layout.pack_name(pack.pack_id))
+            if info is None or info.nbytes != pack.nbytes:
+                # Another has taken it in hand, or what is in place is damaged: this may be the only one.
+                continue
+            # It lies in place as well: this is a second name of it.
+        if trash.unlink(pack.path):
+            unlinked.append(pack.path)
+            done.nbytes += pack.nbytes
+    done.files = len(unlinked)
+    try:
+        trash.sync(unlinked)
+    except CkstoreError as error:
+        # They may come back after a power cut; the next collection removes them again.
+        _log.warning("the removal of %d files from the trash may not be durable: %s", len(unlinked), error)
+    return done

@@ -1,0 +1,218 @@
+"""Which packs manifests name: all manifests in place, of every run and generation, quarantined ones too.
+
+Each look lists everything anew, but reads again only what may have changed: a manifest of generation 0 never does,
+since its seq was claimed; a higher one may have been withdrawn and published by another replacer under the same name.
+
+Invariants:
+- What was listed in any of two listings in a row counts: one may show neither of two names of which one is made and
+  the other moved meanwhile.
+- A manifest that cannot be read is told; whoever collects packs must stop, since it may name anything.
+- More may be taken for named than is; never less.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ckstore.errors import BackendError, CapacityError, CorruptError, UnsupportedError
+from ckstore.format import layout
+from ckstore.format.header import ManifestHeader
+from ckstore.format.layout import ManifestName
+from ckstore.format.location import PackRef, decode_pack_row
+from ckstore.format.pack_table import PackTable, decode_pack_table
+from ckstore.ids import DIGEST_NBYTES, PackId
+from ckstore.store.known import LOCAL_TIER
+from ckstore.store.parts import Parts
+
+UNREADABLE = (CorruptError, UnsupportedError, BackendError, CapacityError)
+"""What makes a manifest one that may name anything."""
+
+_LISTINGS_MAX = 1000
+"""Listings of one run until nothing vanishes between a listing and the reading of what it shows."""
+
+
+class PackNumbers:
+    """Numbers the packs that manifests name, so that thousands of manifests that share them stay small."""
+
+    def __init__(self) -> None:
+        self.refs: list[PackRef] = []
+        self._numbers: dict[tuple[bytes, str], int] = {}
+
+    def numbers_of(self, table: PackTable, where: str) -> array[int]:
+        """Return the numbers of the packs that a manifest names, in its order."""
+        tiers, numbers = ",".join(table.tiers), self._numbers
+        found = array("L")
+        for row in table.rows():
+            number = numbers.get((row, tiers))
+            if number is None:
+                self.refs.append(decode_pack_row(row, table.tiers, where=where))
+                number = numbers[row, tiers] = len(self.refs) - 1
+            found.append(number)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A manifest that was read: its header, the numbers of the packs that it names, and its own digest and size."""
+
+    name: ManifestName
+    header: ManifestHeader
+    packs: array[int]
+    digest: bytes
+    nbytes: int
+    frame_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A manifest that cannot be read, and why."""
+
+    run: str
+    path: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at all manifests showed.
+
+    Attributes:
+        manifests: Every manifest in place, by name.
+        unreadable: Those that may name anything.
+        dropped: For each run, the seqs that carry a drop mark.
+        quarantined: Contents of quarantined manifests; what they name, so far as it can be read, stays.
+        named: Ids of local packs that manifests in place name.
+    """
+
+    manifests: dict[ManifestName, Marked]
+    unreadable: tuple[Unreadable, ...]
+    dropped: dict[str, frozenset[int]]
+    quarantined: tuple[bytes, ...]
+    named: frozenset[PackId]
+
+    def is_named(self, pack_id: PackId) -> bool:
+        """Whether a manifest names a pack; of a quarantined one, whose tables may be damaged, any bytes like it do."""
+        return pack_id in self.named or any(bytes(pack_id) in content for content in self.quarantined)
+
+
+@dataclass(slots=True)
+class _Seen:
+    manifests: dict[ManifestName, Marked] = field(default_factory=dict)
+    unreadable: dict[str, Unreadable] = field(default_factory=dict)
+
+
+class Marker:
+    """Looks at all manifests of a store, again and again."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._cache: dict[ManifestName, Marked] = {}
+        self.numbers = PackNumbers()
+
+    def look(self) -> Look:
+        """List and read everything that names packs now."""
+        parts, seen = self._parts, _Seen()
+        runs = sorted({*parts.runs(), *parts.runs()})
+        for run in runs:
+            self._look_at_run(run, seen)
+        # A run that was begun meanwhile is one more; its packs are young, and its writer looks for them.
+        for run in sorted(set(parts.runs()) - set(runs)):
+            runs.append(run)
+            self._look_at_run(run, seen)
+        self._cache = dict(seen.manifests)
+        dropped = {run: parts.manifests_of(run).listing().dropped for run in runs}
+        refs = self.numbers.refs
+        used = {number for marked in seen.manifests.values() for number in marked.packs}
+        named = frozenset(refs[number].pack_id for number in used if refs[number].tier == LOCAL_TIER)
+        quarantined = tuple(self._quarantined(seen))
+        return Look(seen.manifests, tuple(seen.unreadable.values()), dropped, quarantined, named)
+
+    def packs_of(self, marked: Marked) -> Iterator[PackRef]:
+        """Yield the packs that a manifest names."""
+        return (self.numbers.refs[number] for number in marked.packs)
+
+    def read(self, name: ManifestName, path: str) -> tuple[Marked, PackTable]:
+        """Read a manifest wherever it lies: in place, or in the trash.
+
+        Raises:
+            FileNotFoundError: It is not there any more.
+            CorruptError: It is damaged.
+            UnsupportedError: A newer ckstore wrote it.
+        """
+        backend, limits = self._parts.backend, self._parts.limits
+        where = backend.location_of(path)
+        content = backend.read_bytes(path, nbytes_max=limits.manifest_nbytes_max)
+        return self._decoded(name, content, where)
+
+    def _decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[Marked, PackTable]:
+        table = decode_pack_table(content, limits=self._parts.limits, expect=name, where=where)
+        if table.header.store_id != self._parts.store_id:
+            raise CorruptError("the manifest belongs to another store", where=where)
+        numbers = self.numbers.numbers_of(table, where)
+        return Marked(name, table.header, numbers, table.digest, len(content), table.frame_count), table
+
+    def _look_at_run(self, run: str, seen: _Seen) -> None:
+        for _ in range(_LISTINGS_MAX):
+            names = self._names_in_place(run) | self._names_in_place(run)
+            vanished = [name for name in sorted(names) if not self._mark(name, seen)]
+            if not vanished:
+                return
+        raise CorruptError(
+            f"manifests of run {run!r} vanish again and again while they are read",
+            where=self._parts.backend.location_of(layout.manifests_folder(run)),
+            todo="find out who moves them, then collect again",
+        )
+
+    def _names_in_place(self, run: str) -> set[ManifestName]:
+        files = self._parts.backend.list_names(layout.manifests_folder(run))
+        return {name for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
+
+    def _mark(self, name: ManifestName, seen: _Seen) -> bool:
+        """Add a manifest to what was seen; return False when it is not there any more."""
+        if name in seen.manifests and name.generation == 0:
+            return True
+        cached = self._cache.get(name)
+        if cached is not None and name.generation == 0:
+            seen.manifests[name] = cached
+            return True
+        backend = self._parts.backend
+        where = backend.location_of(name.path)
+        try:
+            content = backend.read_bytes(name.path, nbytes_max=self._parts.limits.manifest_nbytes_max)
+            if cached is None or content[-DIGEST_NBYTES:] != cached.digest or len(content) != cached.nbytes:
+                cached, _ = self._decoded(name, content, where)
+        except FileNotFoundError:
+            return False
+        except UNREADABLE as error:
+            seen.unreadable[name.path] = Unreadable(name.run, name.path, str(error))
+            return True
+        seen.manifests[name] = cached
+        return True
+
+    def _quarantined(self, seen: _Seen) -> Iterator[bytes]:
+        backend, limits = self._parts.backend, self._parts.limits
+        for run in backend.list_names(f"{layout.QUARANTINE_FOLDER}/manifests"):
+            folder = f"{layout.QUARANTINE_FOLDER}/manifests/{run}"
+            for file in backend.list_names(folder):
+                try:
+                    yield backend.read_bytes(f"{folder}/{file}", nbytes_max=limits.manifest_nbytes_max)
+                except FileNotFoundError:
+                    continue
+                except UNREADABLE as error:
+                    seen.unreadable[f"{folder}/{file}"] = Unreadable(run, f"{folder}/{file}", str(error))
+
+
+def missing_packs(parts: Parts, refs: Iterable[PackRef]) -> set[PackId]:
+    """Return the local packs that are neither in place with their size nor, under their name, in the trash."""
+    wanted = {ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER}
+    gone = parts.packs_gone(wanted)
+    gone = {pack_id for pack_id in gone if not _is_in_trash(parts, pack_id, wanted[pack_id])}
+    # Looked at once more: one may have been moved back between the two looks.
+    return parts.packs_gone({pack_id: wanted[pack_id] for pack_id in gone})
+
+
+def _is_in_trash(parts: Parts, pack_id: PackId, nbytes: int) -> bool:
+    found = (parts.backend.stat(name) for name in parts.trash.find_pack(pack_id))
+    return any(info is not None and info.nbytes == nbytes for info in found)

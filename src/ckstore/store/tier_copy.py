@@ -1,0 +1,329 @@
+"""Copy checkpoints of a store to another place, where they are a store of the same identity, and prove that they are.
+
+What is copied can be opened there as a store of its own: ``store.json``, packs, claims and manifests have the names
+that they have here, and a manifest there says of every pack that it is local.
+
+Invariants:
+- A manifest is put only after every pack that it names was seen there, with its size and its directory's digest.
+- What lies there under a name of ours and is not ours is told, never replaced.
+- A pack that is in place in a folder was durable before it got its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from ckstore.errors import BackendError, ChecksumError, CkstoreError, ConflictError, CorruptError, UsageError
+from ckstore.format import layout
+from ckstore.format.header import ManifestHeader
+from ckstore.format.manifest import Manifest, PackRef, decode_manifest, encode_manifest
+from ckstore.format.pack import TAIL_NBYTES, decode_tail
+from ckstore.format.records import RECORD_NBYTES_MAX, StoreRecord, decode_record
+from ckstore.ids import PackId, new_token
+from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest, Streaming
+from ckstore.io.buffers import BufferPool
+from ckstore.store.known import LOCAL_TIER
+from ckstore.store.packs import open_pack, read_ranges
+from ckstore.store.parts import Parts
+from ckstore.store.spans import BLOCK_NBYTES, SPANS_AT_ONCE, send_spans
+from ckstore.store.tiers import put_small
+from ckstore.store.trash import make_durable_folder
+
+PACKS_AT_ONCE = 3
+BLOCKS_PER_PACK = 6
+"""Of each pack that is being copied so much lies in buffers, and in parts on their way."""
+
+_TRIES = 3
+
+_NOT_OURS = "someone else writes there: find out who, and remove what is not ours; nothing here was let go of"
+
+
+class PackCopy:
+    """Copies packs to one place, several at once, each once.
+
+    Args:
+        parts: The store that they belong to.
+        target: Where they go.
+        reads_back: Read every pack there whole, and compare.
+        on_bytes: Called with bytes that were copied or found to be there, from any thread.
+    """
+
+    def __init__(
+        self, parts: Parts, target: Backend, *, reads_back: bool = False, on_bytes: Callable[[int], None] | None = None
+    ) -> None:
+        self._parts = parts
+        self._target = target
+        self._reads_back = reads_back
+        self._on_bytes = on_bytes or (lambda nbytes: None)
+        self._lock = threading.Lock()
+        self._seen: set[PackId] = set()
+        self.copied: dict[PackId, int] = {}
+        """Packs that were copied, and their sizes."""
+
+    def run(self, packs: Iterable[PackRef]) -> None:
+        """Copy what is not there yet, and see all of them there.
+
+        Raises:
+            CorruptError: A pack there is another one; or one here is damaged or missing.
+            CapacityError: The place is full.
+            BackendError: It does not answer.
+        """
+        wanted = [pack for pack in packs if pack.pack_id not in self._seen]
+        with ThreadPoolExecutor(PACKS_AT_ONCE, thread_name_prefix="ckstore-copy") as threads:
+            futures = [threads.submit(self._copy, pack) for pack in wanted]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+
+    def _copy(self, pack: PackRef) -> None:
+        is_new = self._ensure(pack)
+        if self._reads_back or not is_new:
+            # What lay there already is not believed: it may have been changed since.
+            self._read_back(pack)
+        with self._lock:
+            self._seen.add(pack.pack_id)
+            if is_new:
+                self.copied[pack.pack_id] = pack.nbytes
+        self._on_bytes(pack.nbytes)
+
+    def _ensure(self, pack: PackRef) -> bool:
+        """Write a pack unless it is there, and see it there; return whether it was written."""
+        is_new = False
+        for _ in range(_TRIES):
+            if self._target.stat(layout.pack_name(pack.pack_id)) is None:
+                self._write(pack)
+                is_new = True
+            try:
+                self.check(pack)
+                return is_new
+            except FileNotFoundError:
+                # What was said to be there was not, or has gone again.
+                continue
+        raise CorruptError(
+            "a pack that was just written is not there",
+            where=self._target.location_of(layout.pack_name(pack.pack_id)),
+            todo=_NOT_OURS,
+        )
+
+    def _write(self, pack: PackRef) -> None:
+        for number in range(_TRIES):
+            file = open_pack(self._parts, pack, keeps_ranges=False)
+            try:
+                self._write_once(pack, file)
+                return
+            except BackendError as error:
+                if not error.is_transient or number == _TRIES - 1:
+                    raise
+            finally:
+                file.close()
+
+    def _write_once(self, pack: PackRef, file: ReadFile) -> None:
+        name, target = layout.pack_name(pack.pack_id), self._target
+        if isinstance(target, Distant):
+            # It appears whole or not at all.
+            with contextlib.suppress(FileExistsError):
+                self._stream(pack, file, name)
+            return
+        draft = layout.draft_name(new_token(), "pack")
+        try:
+            self._stream(pack, file, draft)
+            make_durable_folder(target, layout.pack_folder(pack.pack_id))
+            with contextlib.suppress(FileExistsError):
+                target.link(draft, name)
+            target.sync_folder(layout.pack_folder(pack.pack_id))
+        finally:
+            with contextlib.suppress(FileNotFoundError, CkstoreError):
+                target.unlink(draft)
+
+    def _stream(self, pack: PackRef, file: ReadFile, name: str) -> None:
+        sink = self._target.create_pack(name, nbytes_expected=pack.nbytes)
+        try:
+            with BufferPool(BLOCK_NBYTES, BLOCKS_PER_PACK) as pool:
+                if isinstance(file, Streaming):
+                    # What goes on to another bucket goes in order, and would wait.
+                    at_once = 1 if isinstance(self._target, Distant) else SPANS_AT_ONCE
+                    send_spans(file, pack.nbytes, sink, pool, at_once=at_once)
+                else:
+                    self._send_blocks(file, pack, sink, pool)
+                sink.finish(pack.nbytes)
+        finally:
+            sink.close()
+
+    def _send_blocks(self, file: ReadFile, pack: PackRef, sink: PackSink, pool: BufferPool) -> None:
+        results = read_ranges(self._parts.backend, _blocks(file, pack.nbytes), pool)
+        try:
+            for result in results:
+                if len(result.view) != min(BLOCK_NBYTES, pack.nbytes - result.tag):
+                    result.release()
+                    raise CorruptError("a pack ends early", where=file.name, pack_id=pack.pack_id.hex())
+                # The blocks begin where pages do, so that a range lies at the front of its buffer.
+                sink.write(result.buffer, len(result.view), result.tag)
+        finally:
+            results.close()  # type: ignore[attr-defined]
+
+    def check(self, pack: PackRef) -> None:
+        """See that a pack lies there, with its size and the digest of its directory.
+
+        Raises:
+            FileNotFoundError: There is none.
+            CorruptError: It is another one.
+        """
+        name = layout.pack_name(pack.pack_id)
+        where, todo = self._target.location_of(name), _NOT_OURS
+        file = self._target.open_read(name)
+        try:
+            if file.nbytes != pack.nbytes:
+                raise CorruptError(f"a pack of {pack.nbytes} bytes has {file.nbytes} there", where=where, todo=todo)
+            tail = decode_tail(
+                file.read_at(file.nbytes - TAIL_NBYTES, TAIL_NBYTES),
+                pack_nbytes=pack.nbytes,
+                store_id=self._parts.store_id,
+                pack_id=pack.pack_id,
+                limits=self._parts.limits,
+                where=where,
+            )
+            if tail.directory_digest != pack.directory_digest:
+                raise ChecksumError("a pack there has another directory", where=where, todo=todo)
+        finally:
+            file.close()
+
+    def _read_back(self, pack: PackRef) -> None:
+        """Compare every byte there with what lies here."""
+        name = layout.pack_name(pack.pack_id)
+        here, there = open_pack(self._parts, pack, keeps_ranges=False), self._target.open_read(name)
+        try:
+            with BufferPool(BLOCK_NBYTES, BLOCKS_PER_PACK) as pool:
+                for result in read_ranges(self._target, _blocks(there, pack.nbytes), pool):
+                    is_equal = result.view == here.read_at(result.tag, len(result.view))
+                    result.release()
+                    if not is_equal:
+                        raise ChecksumError(
+                            f"a pack differs from the one here within {BLOCK_NBYTES} bytes of offset {result.tag}",
+                            where=self._target.location_of(name),
+                            todo="`ckstore verify` tells which is damaged; nothing here was let go of",
+                            pack_id=pack.pack_id.hex(),
+                        )
+        finally:
+            here.close()
+            there.close()
+
+
+def _blocks(file: ReadFile, nbytes: int) -> Iterator[ReadRequest]:
+    """Yield a request for each block of a pack."""
+    for offset in range(0, nbytes, BLOCK_NBYTES):
+        yield ReadRequest(file, offset, min(BLOCK_NBYTES, nbytes - offset), offset)
+
+
+class StoreCopy:
+    """The store that a copy of this store's checkpoints is.
+
+    Args:
+        parts: This store.
+        target: Where the copy is.
+    """
+
+    def __init__(self, parts: Parts, target: Backend) -> None:
+        self._parts = parts
+        self._target = target
+
+    def prepare(self) -> None:
+        """Make it a store, with this one's identity, if nothing is there.
+
+        Raises:
+            UsageError: Something else is there, or another store.
+        """
+        try:
+            found = self._target.read_bytes(layout.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
+        except FileNotFoundError:
+            found = self._make()
+        record = decode_record(found, StoreRecord, where=self._target.location_of(layout.STORE_FILE))
+        if bytes.fromhex(record.store_id) != self._parts.store_id:
+            raise UsageError(
+                "another store lies there", where=self._target.root, todo="name another bucket, prefix or folder"
+            )
+
+    def _make(self) -> bytes:
+        target = self._target
+        target.make_folder("")
+        # Another push may have begun meanwhile.
+        ours = (*layout.TOP_FOLDERS, layout.STORE_FILE, "lost+found")
+        foreign = [name for name in target.list_names("") if name not in ours]
+        if foreign:
+            raise UsageError(
+                f"the place is not empty and no store: it holds {foreign[0]!r}",
+                where=target.root,
+                todo="name an empty prefix or folder",
+            )
+        for folder in layout.TOP_FOLDERS:
+            target.make_folder(folder)
+        content = self._parts.backend.read_bytes(layout.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
+        # Two who push at once: the first one's stays, and both have the same.
+        return self._ensure(layout.STORE_FILE, content, nbytes_max=RECORD_NBYTES_MAX)
+
+    def claim(self, header: ManifestHeader) -> None:
+        """Take the seq there too, so that nobody who commits there gives it to something else.
+
+        Raises:
+            ConflictError: Someone did.
+        """
+        name, content = layout.claim_name(header.run, header.seq), f"{header.step} {header.time_ns}".encode()
+        if self._ensure(name, content, nbytes_max=RECORD_NBYTES_MAX) != content:
+            raise ConflictError(
+                f"seq {header.seq} of run {header.run!r} is another checkpoint there",
+                where=self._target.location_of(name),
+                todo="someone commits or pushes there too; push to another prefix. Nothing here was let go of",
+            )
+
+    def put_manifest(self, manifest: Manifest) -> None:
+        """Make the checkpoint exist there; all its packs were seen there.
+
+        Raises:
+            ConflictError: Another manifest has the name.
+        """
+        header = manifest.header
+        there = replace(manifest, packs=tuple(replace(pack, tier=LOCAL_TIER) for pack in manifest.packs))
+        encoded = encode_manifest(there, limits=self._parts.limits)
+        name = header.name
+        where = self._target.location_of(name.path)
+        found = self._ensure(name.path, encoded, nbytes_max=self._parts.limits.manifest_nbytes_max)
+        if found == encoded:
+            return
+        # Another version of this program may have put the same in other bytes.
+        other = decode_manifest(found, limits=self._parts.limits, expect=name, where=where)
+        if (other.checkpoint_id, other.packs, other.frames) != (there.checkpoint_id, there.packs, there.frames):
+            raise ConflictError(
+                f"another manifest of seq {header.seq} lies there",
+                where=where,
+                todo="someone commits or pushes there too; push to another prefix. Nothing here was let go of",
+            )
+
+    def _ensure(self, name: str, content: bytes, *, nbytes_max: int) -> bytes:
+        """Make a small file unless it is there; return what is there then, whosever it is."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileExistsError):
+                # Looked at first, too: some servers do not refuse to replace.
+                if self._target.stat(name) is None:
+                    put_small(self._target, name, content)
+            # What was said to be there may not be.
+            with contextlib.suppress(FileNotFoundError):
+                return self._target.read_bytes(name, nbytes_max=nbytes_max)
+        raise BackendError(
+            "a file that was just written is not there", where=self._target.location_of(name), is_transient=True
+        )
+
+    def replace_small(self, name: str, content: bytes) -> None:
+        """Make a small file there, or replace the one that has the name, durably."""
+        target, folder = self._target, name.rpartition("/")[0]
+        make_durable_folder(target, folder)
+        draft = layout.draft_name(new_token(), "copy")
+        target.create(draft, content, sync=True)
+        target.rename(draft, name)
+        target.sync_folder(folder)

@@ -1,0 +1,165 @@
+"""The verbs that move checkpoints between tiers: push them to a bucket, pull them back, keep a second copy.
+
+What they do is told in ``push``, ``pull`` and ``mirror``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ckstore.errors import NotFoundError, UsageError
+from ckstore.handle import Handle
+from ckstore.retention.spans import span_seconds
+from ckstore.store.references import Reference
+
+if TYPE_CHECKING:
+    from ckstore.mirror import MirrorReport
+    from ckstore.pull import PullReport
+    from ckstore.push import PushReport
+    from ckstore.store.tier_gc import TierGc
+
+
+class Tiering(Handle):
+    """A run of a store, whose checkpoints may lie in other tiers."""
+
+    def tiers(self) -> dict[str, str]:
+        """Return where each tier of the store is, by name."""
+        with self._lock:
+            self._check_open()
+            return self._parts.tiers.addresses()
+
+    def push(
+        self,
+        address: str | None = None,
+        *,
+        keep_local: int = 1,
+        older_than: str | float | None = None,
+        tier: str | None = None,
+        read_back: bool = False,
+        dry_run: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> PushReport:
+        """Move old checkpoints of the run to a bucket; they stay in the history, and restore as before.
+
+        Nothing here is let go of before it was seen there. What nobody needs here any more is freed by the next
+        collection. Trainers may go on committing meanwhile.
+
+        Args:
+            address: Where they go: ``s3://bucket/prefix`` (gs, az), or the absolute path of another folder. None: the
+                only tier that is configured, or the one that ``tier`` names.
+            keep_local: So many of the newest stay here.
+            older_than: Only what is older goes: ``"7d"``, or seconds.
+            tier: Name of the place, or what it shall be called.
+            read_back: Read every pack there whole, and compare, before anything is let go of.
+            dry_run: Only say what would be done.
+            on_progress: Called with bytes of packs done and in all, from any thread.
+
+        Raises:
+            UsageError: Another store lies there.
+            ConflictError: Someone else pushes or commits there.
+            CorruptError: A pack here is damaged, or one there is not ours.
+            BackendError: The server does not answer, or refuses. Whatever is raised, every checkpoint is whole.
+        """
+        from ckstore.push import PushPolicy, push
+
+        older_than_seconds = None if older_than is None else span_seconds(older_than)
+        policy = PushPolicy(keep_local, older_than_seconds, read_back)
+        with self._lock:
+            self._check_open()
+            place = self._place(address, tier)
+            return push(self._parts, place, policy, tier=tier, dry_run=dry_run, on_progress=on_progress)
+
+    def pull(
+        self,
+        refs: Sequence[Reference] | Reference | None = None,
+        *,
+        dry_run: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> PullReport:
+        """Bring checkpoints back that lie in other tiers; what lies there stays there.
+
+        Args:
+            refs: Which; None: all of the run.
+            dry_run: Only say what would be done.
+            on_progress: Called with bytes of packs done and in all, from any thread.
+
+        Raises:
+            NotFoundError: No such checkpoint, or its tier is not configured.
+            CorruptError: A pack there is not what was pushed.
+            CapacityError: The disk is full; what was brought back so far is here.
+            BackendError: The server does not answer.
+        """
+        from ckstore.pull import pull
+
+        chosen = [refs] if isinstance(refs, (str, int)) else refs
+        with self._lock:
+            self._check_open()
+            return pull(self._parts, chosen, dry_run=dry_run, on_progress=on_progress)
+
+    def mirror(
+        self,
+        address: str,
+        *,
+        read_back: bool = False,
+        dry_run: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> MirrorReport:
+        """Keep a second copy of the store, all runs of it, elsewhere; it is a store of its own and can be opened there.
+
+        Nothing here changes, and nothing there is removed. ``ckstore.open(address).verify()`` checks the copy.
+
+        Args:
+            address: Where it is: ``s3://bucket/prefix`` (gs, az), or another folder.
+            read_back: Read every pack that is copied back, and compare.
+            dry_run: Only count what would be copied.
+            on_progress: Called with checkpoints done and in all.
+
+        Raises:
+            UsageError: Another store lies there.
+            ConflictError: Someone else commits there.
+            CorruptError: A pack here is damaged or missing, or one there is not ours.
+            BackendError: The server does not answer, or refuses.
+        """
+        from ckstore.mirror import mirror
+
+        with self._lock:
+            self._check_open()
+            return mirror(self._parts, address, read_back=read_back, dry_run=dry_run, on_progress=on_progress)
+
+    def gc_tier(self, tier: str | None = None, *, min_age: str | float = "24h", dry_run: bool = False) -> TierGc:
+        """Remove from a tier what was dropped here and is not in the trash here any more, and packs that nobody needs.
+
+        Only the store whose tier it is may do that. What is removed there cannot be brought back.
+
+        Args:
+            tier: Its name; None: the only one.
+            min_age: Packs that no manifest names are left alone until they are this old: ``"24h"``, or seconds.
+            dry_run: Only say what would be removed.
+
+        Raises:
+            LockHeldError: Another collection is at work in the store.
+            BackendError: The server does not answer, or refuses.
+        """
+        from ckstore.store.tier_gc import collect_tier
+
+        with self._lock:
+            self._check_open()
+            name = tier or self._parts.tiers.name_for(self._place(None, None))
+            seconds = float(min_age) if min_age == 0 else span_seconds(min_age)
+            return collect_tier(self._parts, name, min_age_seconds=seconds, dry_run=dry_run)
+
+    def _place(self, address: str | None, tier: str | None) -> str:
+        """Return the address that is meant."""
+        if address is not None:
+            return address
+        known = self._parts.tiers.addresses()
+        if tier is not None:
+            return self._parts.tiers.address_of(tier)
+        if len(known) == 1:
+            return next(iter(known.values()))
+        if known:
+            raise UsageError("there are several tiers", where=", ".join(known), todo="name one, or an address")
+        raise NotFoundError(
+            "no tier is configured", where=self._parts.backend.root, todo="name a bucket: s3://bucket/prefix"
+        )
