@@ -17,14 +17,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in about a minute.
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its ten minutes.
-	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal
+test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its half hour.
+	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal
 
 test-fast: $(VENV)/.installed  ## All but the long programmes: two minutes.
-	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal -m 'not slow'
 
 test-slow: $(VENV)/.installed  ## The long programmes: crash points, power cuts, fuzzing, stress.
-	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal -m slow
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -14,7 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import cases_codec, cases_engine, cases_history, device, histories, machine, rivals
+from bench import (
+    cases_async,
+    cases_codec,
+    cases_engine,
+    cases_gc,
+    cases_history,
+    cases_stall,
+    device,
+    histories,
+    machine,
+    rivals,
+)
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, gigabytes_per_second, open_store, with_ckstore
 
@@ -279,4 +290,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_history.CASES,
     **cases_codec.CASES,
     **cases_engine.CASES,
+    **cases_gc.CASES,
+    **cases_stall.CASES,
+    **cases_async.CASES,
 }

@@ -1,15 +1,19 @@
-"""Train, be killed in the middle of a commit, come back, and prove that nothing was lost.
+"""Train, be killed while a checkpoint is on its way, come back, and prove that nothing was lost. Twice.
 
     python examples/demo.py                     # about a minute; the store stays in ./demo-store
 
 1. A *reference* process trains a small GPT and is left in peace.
-2. A *trainer* process does the same and commits its whole state every few steps. In the middle of a commit
-   it is killed with SIGKILL.
-3. A *new* process restores the newest checkpoint and trains on to the end.
+2. A *trainer* process does the same and commits its whole state every few steps, in the background. Once a state is
+   staged, that is copied, and not yet published, the trainer is killed with SIGKILL. The saver process lives on,
+   publishes that checkpoint, and ends.
+3. A *second* process restores it and trains on; it commits and waits for each commit. In the middle of one it is
+   killed with SIGKILL.
+4. A *third* process restores the newest checkpoint and trains on to the end.
 
-Proved, or the exit status is 1: the restored state equals, bit for bit, the last acknowledged one (or the one
-being committed, if that was complete); the losses after it equal those of the reference; and so does the
-whole state at the end: weights, moments, schedule, random number generators, position in the data.
+Proved, or the exit status is 1: what was staged when the trainer died is there, bit for bit, although nobody was told;
+the third process finds, bit for bit, the last acknowledged state (or the one being committed, if that was complete);
+the losses after it equal those of the reference; and so does the whole state at the end: weights, moments, schedule,
+random number generators, position in the data.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 RUN = "demo"
+SAVER_SECONDS_MAX = 60.0
+TRIES_MAX = 5
 Event = dict[str, Any]
 console = Console(highlight=False)
 
@@ -110,6 +116,56 @@ def files_of(store: Path) -> dict[str, int]:
             with contextlib.suppress(FileNotFoundError):
                 found[str(path.relative_to(store))] = path.stat().st_size
     return found
+
+
+def kill_when_staged(trainer: Process, store: Path, *, after_commits: int) -> Event | None:
+    """Kill the trainer once its next state is staged; return what it said of it, or None if it was published by then.
+
+    Its saver is what the demo is about: it must be alive then, and is waited for.
+    """
+    _wait_for(trainer, lambda: len(trainer.said("committed")) >= after_commits)
+    begun = len(trainer.said("staged"))
+    _wait_for(trainer, lambda: len(trainer.said("staged")) > begun)
+    saver = _child_of(trainer.popen.pid)
+    trainer.kill()
+    staged: Event = trainer.said("staged")[-1]
+    step = staged["step"]
+    if _is_published(store, step) or saver is None:
+        return None
+    console.print(
+        f"SIGKILL when step {step} was staged and not published; the saver, process {saver}, lives on", soft_wrap=True
+    )
+    prove("the saver outlives the trainer", _is_running(saver))
+    began = time.perf_counter()
+    while _is_running(saver):
+        if time.perf_counter() - began > SAVER_SECONDS_MAX:
+            raise DemoError(f"the saver, process {saver}, still runs")
+        time.sleep(0.001)
+    waited = time.perf_counter() - began
+    prove(f"it published step {step}, and ended, {1e3 * waited:.0f} ms later", _is_published(store, step))
+    return staged
+
+
+def _child_of(pid: int) -> int | None:
+    """Return the process that a process has started, if there is one."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    return int(children[0]) if children else None
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()[0]
+    except OSError:
+        return False
+    # One that has ended and that nobody has asked for is a zombie.
+    return state not in {"Z", "X"}
+
+
+def _is_published(store: Path, step: int) -> bool:
+    """Say whether there is a manifest of a step; a name is ``<seq>-<step>.<generation>.ckm``."""
+    names = [path.name for path in (store / "manifests" / RUN).glob("*.ckm")]
+    return any(int(name.split("-")[1].split(".")[0]) == step for name in names)
 
 
 def kill_in_commit(trainer: Process, store: Path, *, after_commits: int) -> str | None:
@@ -191,7 +247,7 @@ def show_commits(commits: list[Event]) -> None:
     """Print one row a commit."""
     seconds = {stage: None for commit in commits for stage in commit["seconds"] if stage != "total"}
     table = Table(title="what was committed", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    for heading in ("step", "state", "stored", "new", "reused", *seconds, "total"):
+    for heading in ("step", "state", "stored", "new", "reused", *seconds, "total", "waited"):
         table.add_column(heading, justify="right")
     for commit in commits:
         table.add_row(
@@ -202,10 +258,54 @@ def show_commits(commits: list[Event]) -> None:
             str(commit["chunks_reused"]),
             *(f"{1e3 * commit['seconds'].get(stage, 0.0):.0f}" for stage in seconds),
             f"{1e3 * commit['wall_seconds']:.0f}",
+            f"{1e3 * commit['stall_seconds']:.0f}",
         )
     console.print(table)
     engine = commits[-1]["engine"]
-    console.print(f"state and stored in MB; new and reused chunks; stages in ms; engine {engine}", style="dim")
+    console.print(
+        "state and stored in MB; new and reused chunks; stages in ms, the last is what training waited for; "
+        f"engine {engine}",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def prove_published(staged: Event, killed: list[Process], resumed: Process) -> None:
+    """Hold what the next process restored against what was staged when its predecessor died."""
+    _wait_for(resumed, lambda: bool(resumed.said("restored")))
+    restored, step = resumed.said("restored")[0], staged["step"]
+    begun = {told["step"]: told["digest"] for process in killed for told in process.said("commit begins")}
+    prove(
+        f"a second process restores it, bit for bit, although nobody was told of it: step {step}, {begun[step]}",
+        (restored["step"], restored["digest"]) == (step, begun[step]),
+        f"restored was step {restored['step']}, {restored['digest']}",
+    )
+
+
+def play(store: Path, started: list[Process], arguments: list[str], *, commits: int) -> list[Process]:
+    """Start trainers and kill them: one when a state of it was staged, the next in a commit; return those killed."""
+    killed: list[Process] = []
+
+    def start(name: str, *more: str) -> Process:
+        if len(killed) >= 2 * TRIES_MAX:
+            raise DemoError("so many commits in a row were over before the kill arrived")
+        started.append(Process.start(name, "--store", str(store), *arguments, *more))
+        return started[-1]
+
+    staged: Event | None = None
+    while staged is None:
+        killed.append(start("trainer"))
+        staged = kill_when_staged(killed[-1], store, after_commits=commits if len(killed) == 1 else 1)
+    died: str | None = None
+    while died is None:
+        second = start("second", "--sync")
+        if staged is not None:
+            prove_published(staged, killed, second)
+            staged = None
+        killed.append(second)
+        died = kill_in_commit(second, store, after_commits=1)
+    console.print(f"SIGKILL in the commit of {died}", soft_wrap=True)
+    return killed
 
 
 def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
@@ -214,19 +314,10 @@ def run(store: Path, *, steps: int, every: int, model: list[str]) -> None:
     arguments = ["--steps", str(steps), "--every", str(every), "--run", RUN, *model]
     console.print(f"a small GPT learns the standard library's sources: {steps} steps, a commit every {every}")
     reference = Process.start("reference", *arguments)
-    killed: list[Process] = []
     started = [reference]
-    died: str | None = None
     try:
-        while died is None:
-            if len(killed) == 5:
-                raise DemoError("five commits in a row were over before the kill arrived")
-            killed.append(Process.start("trainer", "--store", str(store), *arguments))
-            started.append(killed[-1])
-            commits_at_most = max(1, (steps // every) // 2 - len(killed))
-            died = kill_in_commit(killed[-1], store, after_commits=commits_at_most if len(killed) == 1 else 1)
-        console.print(f"SIGKILL in the commit of {died}", soft_wrap=True)
-        console.print("a new process restores the newest checkpoint and trains on")
+        killed = play(store, started, arguments, commits=max(1, (steps // every) // 3))
+        console.print("a third process restores the newest checkpoint and trains on")
         resumed = Process.start("resumed", "--store", str(store), *arguments)
         started.append(resumed)
         for process in (resumed, reference):

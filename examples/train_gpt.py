@@ -9,6 +9,10 @@ state, and all of them change the losses: dropout draws from torch, the crop of 
 byte noise from numpy. A run that is killed and started again therefore prints the same losses, bit for bit,
 as one that never stopped, or something is wrong.
 
+Commits go into the background: training waits for a copy, and the saver process writes. Parameters and moments are
+copied while training goes on, because the optimizer is attached and its step waits for what is left. SIGTERM, which
+schedulers send before they kill, makes one last commit after the step that it interrupts.
+
 With ``--events`` every step and commit is told as a line of JSON on stdout; ``examples/demo.py`` listens.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import math
 import random
 import sys
@@ -232,7 +237,9 @@ def digest_of(state: object) -> str:
 
 def tell_events(event: str, **facts: object) -> None:
     """Print one line of JSON, for a program that listens."""
-    print(json.dumps({"event": event, **facts}), flush=True)
+    # In one piece: a commit that has ended is told from a thread.
+    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+    sys.stdout.flush()
 
 
 def tell_people(event: str, **facts: Any) -> None:
@@ -243,34 +250,72 @@ def tell_people(event: str, **facts: Any) -> None:
         print(f"step {facts['step']:5d}  loss {facts['loss']:.4f}")
     elif event == "committed":
         share = facts["bytes_written"] / max(1, facts["bytes_state"])
-        print(f"step {facts['step']:5d}  committed in {facts['wall_seconds']:.3f} s, {share:.0%} of the state written")
+        print(
+            f"step {facts['step']:5d}  waited {1e3 * facts['stall_seconds']:.1f} ms for its commit, durable after "
+            f"{facts['wall_seconds']:.3f} s, {share:.0%} of the state written"
+        )
 
 
-def train(trainer: Trainer, store: Any, *, steps: int, every: int, tell: Tell, digests: bool = True) -> None:
-    """Train up to ``steps``, committing to ``store`` (None: never) every few steps and at the end."""
-    while trainer.step_done < steps:
-        loss = trainer.train_one_step()
-        step = trainer.step_done
-        tell("trained", step=step, loss=loss, loss_hex=loss.hex())
-        if store is None or (step % every and step != steps):
-            continue
-        state = trainer.state()
-        tell("commit begins", step=step, digest=digest_of(state) if digests else "")
+class Commits:
+    """The commits of a run, every few steps and at the end, and what is told of them.
+
+    Args:
+        store: Where they go.
+        every: So many steps lie between two of them.
+        is_async: In the background; otherwise training waits until they are durable.
+        tell: Is told how they begin and end.
+        tells_all: Tell digests too, and wait until a commit is staged to tell that; only a demonstration wants to know.
+    """
+
+    def __init__(self, store: Any, *, every: int, is_async: bool, tell: Tell, tells_all: bool) -> None:
+        self.store, self.every, self.is_async = store, every, is_async
+        self.tell, self.tells_all = tell, tells_all
+
+    def commit(self, trainer: Trainer, loss: float) -> None:
+        """Commit the whole state of a run."""
+        state, step = trainer.state(), trainer.step_done
+        self.tell("commit begins", step=step, digest=digest_of(state) if self.tells_all else "")
         began = time.perf_counter()
-        receipt = store.commit(state, step, metrics={"loss": loss})
-        tell(
+        if not self.is_async:
+            receipt = self.store.commit(state, step, metrics={"loss": loss})
+            self._tell_end(receipt, began, receipt.seconds["total"])
+            return
+        pending = self.store.commit_async(state, step, metrics={"loss": loss})
+        pending.when_done(lambda ended: self._tell_pending(ended, began))
+        if self.tells_all and pending.wait_staged():
+            self.tell("staged", step=step)
+
+    def _tell_pending(self, pending: Any, began: float) -> None:
+        receipt = pending.receipt_or_none()
+        if receipt is not None:
+            self._tell_end(receipt, began, pending.stall_seconds)
+
+    def _tell_end(self, receipt: Any, began: float, stall_seconds: float) -> None:
+        self.tell(
             "committed",
-            step=step,
+            step=receipt.step,
             seq=receipt.seq,
             bytes_state=receipt.bytes_state,
             bytes_written=receipt.bytes_written,
             chunks_new=receipt.chunks_new,
             chunks_reused=receipt.chunks_reused,
             seconds=dict(receipt.seconds),
+            stall_seconds=stall_seconds,
             wall_seconds=time.perf_counter() - began,
             engine=receipt.engine,
             warnings=[str(warning) for warning in receipt.warnings],
         )
+
+
+def train(trainer: Trainer, commits: Commits | None, *, steps: int, tell: Tell, check: Callable[[int], object]) -> None:
+    """Train up to ``steps``; after each, ``check`` may commit once more and end the run."""
+    while trainer.step_done < steps:
+        loss = trainer.train_one_step()
+        step = trainer.step_done
+        tell("trained", step=step, loss=loss, loss_hex=loss.hex())
+        if commits is not None and (step % commits.every == 0 or step == steps):
+            commits.commit(trainer, loss)
+        check(step)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -285,20 +330,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=usual.layers)
     parser.add_argument("--width", type=int, default=usual.width)
     parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--sync", action="store_true", help="wait for each commit until it is durable")
     parser.add_argument("--events", action="store_true", help="JSON lines on stdout")
     given = parser.parse_args(arguments)
     tell: Tell = tell_events if given.events else tell_people
     trainer = Trainer(Settings(layers=given.layers, width=given.width, threads=given.threads, seed=given.seed))
     if given.store is None:
-        train(trainer, None, steps=given.steps, every=given.every, tell=tell)
+        train(trainer, None, steps=given.steps, tell=tell, check=lambda step: None)
     else:
         import ckstore
 
+        logging.basicConfig(format="%(message)s")
         with ckstore.open(given.store, run=given.run) as store:
             if store.latest() is not None:
                 trainer.load(store.restore())
                 tell("restored", step=trainer.step_done, digest=digest_of(trainer.state()))
-            train(trainer, store, steps=given.steps, every=given.every, tell=tell)
+            store.attach(trainer.optimizer)
+            commits = Commits(store, every=given.every, is_async=not given.sync, tell=tell, tells_all=given.events)
+            with store.commit_on_signal(trainer.state) as last:
+                train(trainer, commits, steps=given.steps, tell=tell, check=last.check)
     tell("finished", step=trainer.step_done, digest=digest_of(trainer.state()))
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import threading
 import time
 
@@ -26,6 +27,11 @@ NOTHING_SKIPPED = "CKSTORE_TEST_NOTHING_SKIPPED"
 
 
 TOLD = "covered"
+
+
+def pytest_configure():
+    # A shell that was told to go on in the background ignores Ctrl-C, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

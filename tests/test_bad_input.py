@@ -273,8 +273,8 @@ def test_files_are_for_their_owner_only(disk_store, folder):
 
 
 def test_address_that_is_no_folder_is_unsupported():
-    with pytest.raises(ckstore.UnsupportedError, match="s3://"):
-        ckstore.open("s3://bucket/run")
+    with pytest.raises(ckstore.UnsupportedError, match="ftp://"):
+        ckstore.open("ftp://host/run")
 
 
 def test_file_url_is_a_folder(tmp_path):

@@ -6,9 +6,11 @@ import importlib.util
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ckstore
+from ckstore.distance import distance_of
 from ckstore.testing.states import difference
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -60,11 +62,36 @@ def test_differences_and_roundings_of_a_golden_store_restore_bit_for_bit(golden)
         assert store._parts.manifests.load(store._parts.manifests.listing().names[-1]).header.depth_max >= 2
 
 
+def test_codes_of_a_golden_store_restore_as_far_off_as_was_recorded(golden):
+    with ckstore.open(golden, run="lossy", create=False) as store:
+        if "lossy" not in store.runs():
+            assert store._parts.record.format_version < 3, "later versions can lose something"
+            return
+        methods = set()
+        for step in store.steps():
+            found, committed = store.restore(step), _maker().lossy_state(step)
+            flat, losses = dict(_arrays(found)), store.contents(step).losses
+            for path, array in _arrays(committed):
+                lost = next((loss for loss in losses if loss.path == path), None)
+                made = distance_of(array, flat[path])
+                assert made.max_abs == pytest.approx(0.0 if lost is None else lost.max_abs, rel=1e-5)
+            methods.update(loss.method for loss in losses)
+        assert methods >= {"grid", "log", "ternary", "rank1", "dropped", "codebook", "rounded"}
+
+
+def _arrays(state, path=""):
+    if isinstance(state, dict):
+        for key, part in state.items():
+            yield from _arrays(part, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, np.ndarray):
+        yield path, state
+
+
 def test_a_golden_store_verifies_clean(golden):
     with ckstore.open(golden, create=False) as store:
         report = store.verify("decode")
         assert report.damage == []
-        assert report.checkpoint_count == 5 + 3 * ("moving" in store.runs())
+        assert report.checkpoint_count == 5 + 3 * ("moving" in store.runs()) + 6 * ("lossy" in store.runs())
 
 
 def test_a_golden_store_can_be_written_on(golden):

@@ -23,7 +23,9 @@ ALLOWED = {
     "errors": set(),
     "clock": set(),
     "ids": {"errors"},
-    "config": {"errors"},
+    # What a policy may lose is told in the quantizers' own settings, which import errors only.
+    "config": {"errors", "quant"},
+    "policies": {"errors", "config", "quant"},
     "tree": {"errors"},
     "values": {"errors", "tree"},
     "tensor": {"errors", "tree", "values"},
@@ -39,8 +41,11 @@ ALLOWED = {
     "quant": GROUND | {"kernels"},
     "store": GROUND | {"format", "io"},
     "plan": GROUND | {"format"},
-    # How one chunk can be stored: the one place where codecs and deltas meet.
-    "forms": GROUND | {"codec", "delta", "kernels"},
+    # How one chunk can be stored: the two places where codecs, deltas and quantizers meet.
+    "forms": GROUND | {"codec", "delta", "kernels", "lossy_forms"},
+    "lossy_directions": GROUND | {"codec", "quant", "kernels"},
+    "lossy_payload": GROUND | {"codec", "quant", "kernels"},
+    "lossy_forms": GROUND | {"lossy_directions", "lossy_payload", "codec", "quant", "kernels"},
     "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
     # Parts of the two stories, in files of their own.
     "workers": set(),
@@ -51,35 +56,82 @@ ALLOWED = {
     "choice": GROUND,
     "bases": CORE | {"choice"},
     "masters": CORE,
+    "pairing": {"errors", "tree", "values", "tensor"},
+    "train_state": {"errors", "capture"},
+    "distance": GROUND,
+    "lossy": CORE | {"bases", "pairing"},
+    "fates": CORE | {"lossy", "pairing"},
     "survey": CORE | {"choice", "bases"},
-    "basing": CORE | {"capture", "choice", "bases", "masters", "survey"},
+    "basing": CORE | {"capture", "choice", "bases", "masters", "survey", "lossy"},
     "decoder": CORE,
     "chain_reader": CORE | {"decoder"},
     "restore_plan": CORE,
     "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
+    "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "distance", "fates"},
+    "lossy_chunks": CORE | {"chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"},
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
-    "commit": CORE | {"chunks", "receipt", "stale", "bases", "basing"},
+    "commit": CORE | {"chunks", "lossy_chunks", "lossy", "fates", "receipt", "stale", "bases", "basing"},
     "restore": CORE | {"fetch", "chain_reader", "decoder", "restore_plan"},
     "history": CORE,
+    # Rules and plans know no files; the collector knows no rules; they meet in ``collection``.
+    "retention": GROUND,
+    # Other tiers: buckets, other folders.
+    "push": CORE,
+    "pull": CORE,
+    "mirror": CORE,
+    "tiering": CORE | {"handle", "retention", "push", "pull", "mirror"},
+    "collection": CORE | {"retention"},
+    "keeping": CORE | {"retention", "collection", "automatic_gc", "handle", "info"},
+    "automatic_gc": CORE | {"retention", "collection"},
     # What is stored, seen as a state; and what is told of it, or made of it anew.
     "stored_state": CORE | {"chain_reader", "decoder"},
-    "coding": CORE | {"info"},
+    "coding": CORE | {"info", "lossy_forms"},
     "stats": CORE | {"coding", "info", "stored_state"},
     "repack_ledger": CORE,
     "repack_sketch": CORE | {"bases", "basing", "choice", "repack_ledger", "stored_state"},
     "repack_plan": CORE | {"bases", "basing", "repack_ledger", "repack_sketch"},
     "repack": CORE | {"bases", "basing", "chunks", "repack_plan", "repack_sketch", "stored_state"},
+    "diff": CORE | {"info", "stored_state", "distance"},
+    "demote_plan": CORE,
+    "demote": CORE
+    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"},
+    "demoting": CORE | {"background", "demote", "demote_plan", "diff"},
+    # What other tools have saved, and what is left of what was damaged.
+    "importing": CORE | {"adapters", "capture", "info", "receipt"},
+    "importer": CORE | {"arguments", "background", "commit", "importing", "info", "receipt"},
+    "repair_search": CORE,
+    "repair_plan": CORE | {"repair_search"},
+    "repair_copies": CORE | {"repair_plan", "repair_search"},
+    "repair": CORE | {"repair_copies", "repair_plan", "repair_search"},
+    "repairing": CORE | {"background", "decoder", "repair"},
+    # A page of what manifests say.
+    "report": CORE | {"collection", "info", "listing", "stats"},
+    "reporting": CORE | {"collection", "handle", "report"},
     # It tells the story of a commit in another process, with what a handle remembers in this one.
-    "saver": GROUND | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history"},
+    "saver": GROUND
+    | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history", "policies"},
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
-    "pending": {"errors", "receipt"},
+    "pending": {"clock", "errors", "receipt"},
     "handover": CORE | {"pending", "receipt", "saver", "staging"},
-    "background": CORE | {"adapters", "arguments", "bases", "handle", "handover", "pending", "saver", "stale"},
+    # When to commit: arithmetic, what it is fed with, and signals.
+    "advice": {"errors"},
+    "interval": {"advice", "arguments", "clock", "errors"},
+    "signals": {"advice", "arguments", "clock", "errors"},
+    "advising": {"advice", "errors", "handle", "interval", "signals", "store"},
+    "background": CORE
+    | {"adapters", "advising", "arguments", "bases", "handle", "handover", "pending", "saver", "stale"},
     "handle": CORE | {"contents", "coding", "stats", "info", "decoder", "chain_reader"},
     "api": CORE
     | {
         "arguments",
+        "demoting",
+        "importer",
+        "keeping",
+        "repairing",
+        "reporting",
+        "tiering",
+        "background",
         "bases",
         "handle",
         "contents",
@@ -102,9 +154,13 @@ ALLOWED = {
     "outfile": GROUND | {"io"},
     "cli": GROUND
     | {"api", "adapters", "info", "receipt", "listing", "contents", "diagnosis", "outfile"}
-    | {"coding", "stats", "repack"},
+    | {"keeping", "collection", "retention"}
+    | {"importer", "importing", "repair", "store"}
+    | {"coding", "stats", "repack", "demote", "demote_plan", "diff", "quant"},
     "__main__": {"cli"},
-    "__init__": {"api", "config", "errors", "info", "receipt", "values"},
+    "__init__": {"retention"}
+    | {"advice", "interval"}
+    | {"quant", "train_state", "api", "config", "errors", "info", "receipt", "retention", "values"},
 }
 """Part to parts it may import, from the table of STYLE.md; a part is the first name below ``ckstore``."""
 
@@ -121,7 +177,8 @@ DOORS = {
     "torch": {"adapters/", "kernels/on_gpu.py"},
     "safetensors": {"adapters/"},
     "time": {"clock.py"},
-    "datetime": {"cli/"},
+    # obstore takes its patience as timedeltas; nobody looks at a clock there.
+    "datetime": {"cli/", "io/remote.py"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),
@@ -129,7 +186,7 @@ DOORS = {
     "cloudpickle": set(),
     "asyncio": set(),
 }
-LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging")} | {("adapters", "api")}
+LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
 """Imports that may stand inside functions only."""
 
 

@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckstore.advice import Advice
     from ckstore.api import Store, open
-    from ckstore.config import Policy, RepackPolicy
+    from ckstore.config import DemotePolicy, Policy, RepackPolicy
     from ckstore.errors import (
         BackendError,
         BoundError,
@@ -29,18 +30,30 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckstore.info import Info
+    from ckstore.interval import AutoInterval
+    from ckstore.pending import Pending
+    from ckstore.quant.settings import Residual
     from ckstore.receipt import Receipt
+    from ckstore.retention.policy import Retention
+    from ckstore.train_state import TrainState
     from ckstore.values import register_converter
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "Retention": "retention.policy",
     "Store": "api",
     "open": "api",
+    "Advice": "advice",
+    "AutoInterval": "interval",
+    "Pending": "pending",
+    "DemotePolicy": "config",
     "Policy": "config",
     "RepackPolicy": "config",
     "Info": "info",
     "Receipt": "receipt",
+    "Residual": "quant.settings",
+    "TrainState": "train_state",
     "register_converter": "values",
     **dict.fromkeys(
         (
@@ -65,6 +78,8 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "Advice",
+    "AutoInterval",
     "BackendError",
     "BoundError",
     "CapacityError",
@@ -72,17 +87,22 @@ __all__ = [
     "CkstoreError",
     "ConflictError",
     "CorruptError",
+    "DemotePolicy",
     "Info",
     "LeafTypeError",
     "LockHeldError",
     "MalformedError",
     "MissingChunkError",
     "NotFoundError",
+    "Pending",
     "Policy",
     "Receipt",
     "RepackPolicy",
+    "Residual",
+    "Retention",
     "SaverError",
     "Store",
+    "TrainState",
     "UnsupportedError",
     "UsageError",
     "open",

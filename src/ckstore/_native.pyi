@@ -72,3 +72,91 @@ def decode_plane_portably(payload: Buffer, plane: Buffer) -> bool:
 
 def coder_variant() -> str:
     """Return which loops code planes on this processor: ``"avx512"`` or ``"portable"``."""
+
+def float_values(source: Buffer, out: Buffer, kind: int) -> bool:
+    """Write the elements as fp32; return whether all are finite."""
+
+def float_changes(source: Buffer, base: Buffer, out: Buffer, kind: int) -> bool:
+    """Write the elements less those of the base; return whether all of the three are finite."""
+
+def float_quotients(first: Buffer, second: Buffer, out: Buffer, kind: int, clip: float) -> bool:
+    """Write the first moments over the roots of the second, within ``clip``; 0 where the first is."""
+
+def sums_of_values(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int, phase: int, squared: bool) -> None:
+    """Write the sums of each row and of each column as fp64, of squares if ``squared``."""
+
+def quantize_values(
+    values: Buffer, inverses: Buffer, out: Buffer, row: int, phase: int, bias: float, level_max: int
+) -> None:
+    """Write 128 plus or minus the level of each value: ``|value| * inverse of its row + bias``, cut to an integer."""
+
+def bin_values(values: Buffer, rows: Buffer, cols: Buffer, bounds: Buffer, out: Buffer, row: int, phase: int) -> None:
+    """Write how many of the ascending bounds are at most each value times the factors of its row and its column."""
+
+def sums_of_levels(
+    values: Buffer, symbols: Buffer, rows: Buffer, cols: Buffer, out: Buffer, row: int, phase: int
+) -> None:
+    """Write for each of 256 symbols how often it occurs, and the sum of its values times their factors: 512 fp64."""
+
+def finish_values(
+    symbols: Buffer,
+    rows: Buffer,
+    cols: Buffer,
+    codebook: Buffer,
+    base: Buffer,
+    destination: Buffer,
+    row: int,
+    phase: int,
+    kind: int,
+    rule: int,
+    floor: float,
+) -> None:
+    """Write the elements that symbols stand for."""
+
+def measure_values(source: Buffer, made: Buffer, kind: int) -> tuple[float, float, float]:
+    """Return the greatest difference, the sum of its squares and that of the values' squares, in fp64."""
+
+def multiply_floats(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
+    """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``."""
+
+def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:
+    """Write the eigenvectors of a symmetric matrix of fp64 as rows, and their values; the matrix is used up."""
+
+def finish_outer(
+    product: Buffer,
+    rows: Buffer,
+    cols: Buffer,
+    base: Buffer,
+    destination: Buffer,
+    row: int,
+    phase: int,
+    kind: int,
+    rule: int,
+    scale: float,
+    limit: float,
+) -> float:
+    """Write the elements that a product stands for, and return the greatest quotient."""
+
+def class_counts(symbols: Buffer, row_classes: Buffer, col_classes: Buffer, out: Buffer, row: int, phase: int) -> None:
+    """Write how often each of 256 symbols occurs under each sum of row and column class: 31 times 256 uint32."""
+
+def stream_sizes(
+    row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, out: Buffer, count: int, row: int, phase: int
+) -> None:
+    """Write how many elements belong to each of 16 streams (uint64): that of the sum of their classes."""
+
+def split_streams(
+    symbols: Buffer, row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, out: Buffer, row: int, phase: int
+) -> None:
+    """Write the symbols of each stream, one stream after another: by rows, in a row by the columns' classes."""
+
+def merge_streams(
+    streams: Buffer, row_classes: Buffer, col_classes: Buffer, stream_of: Buffer, out: Buffer, row: int, phase: int
+) -> None:
+    """Write the symbols whose streams are given; the inverse of ``split_streams``."""
+
+def pack_symbols(symbols: Buffer, out: Buffer, lowest: int, alphabet: int, per_byte: int) -> None:
+    """Write ``per_byte`` symbols into each byte: digits to the base ``alphabet``, the first one the lowest."""
+
+def unpack_symbols(packed: Buffer, out: Buffer, lowest: int, alphabet: int, per_byte: int) -> bool:
+    """Write the symbols of a packed stream; return whether every byte holds digits, and the last no more than that."""

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckstore import history
 from ckstore.arguments import check_metrics, check_step
+from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName, Limits, Policy, RepackPolicy
-from ckstore.errors import CkstoreError, NotFoundError
-from ckstore.handle import Handle
-from ckstore.info import Info
+from ckstore.demoting import Demoting
+from ckstore.errors import CkstoreError, MissingChunkError, NotFoundError
+from ckstore.importer import Importing
+from ckstore.info import Info, require_exact
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
+from ckstore.keeping import Keeping
+from ckstore.repairing import Repairing
+from ckstore.reporting import Reporting
 from ckstore.store.parts import Parts, create_store, read_store_record
 from ckstore.store.references import (
     Reference,
@@ -28,13 +33,14 @@ from ckstore.store.references import (
     resolve,
 )
 from ckstore.tensor import LeafAdapter
+from ckstore.tiering import Tiering
 
 # The stories and all they need are imported by the verbs that tell them: listing and tagging start at once.
 if TYPE_CHECKING:
-    from ckstore.bases import Bases
+    from ckstore.format.manifest import Manifest
     from ckstore.receipt import Receipt
     from ckstore.repack import RepackReport
-    from ckstore.stale import Fingerprint
+    from ckstore.retention.policy import Retention
 
 _log = logging.getLogger("ckstore")
 
@@ -45,6 +51,8 @@ def open(
     run: str = "main",
     create: bool = True,
     policy: Policy | None = None,
+    retention: Retention | None = None,
+    gc_every: int = 10,
     engine: EngineName = "auto",
     allow_shared_folder: bool = False,
     clock: Clock = SYSTEM_CLOCK,
@@ -56,6 +64,9 @@ def open(
         run: The run to work in; letters, digits, ``.``, ``_`` and ``-``.
         create: Make the store if there is none; False: never.
         policy: How commits are stored unless a commit says otherwise.
+        retention: Drop what these rules do not keep, and free space, after every so many commits: in a process of its
+            own, so that no commit waits.
+        gc_every: After how many.
         engine: What moves packs: ``"auto"`` takes io_uring where it works, else pwrite.
         allow_shared_folder: Accept a folder that others may write.
         clock: Where time comes from.
@@ -72,21 +83,18 @@ def open(
         if not create:
             raise
         record = create_store(backend, clock, Limits())
-    return Store(Parts(backend, record, run, clock=clock), policy or Policy())
+    store = Store(Parts(backend, record, run, clock=clock), policy or Policy())
+    if retention is not None:
+        store._collect_after(retention, gc_every)
+    return store
 
 
-class Store(Handle):
+class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
     """A run of a store, to commit to and restore from; made by ``ckstore.open``.
 
     A handle may be used from several threads, one verb at a time. It is not for a forked child: open the
     store again there.
     """
-
-    def __init__(self, parts: Parts, policy: Policy) -> None:
-        super().__init__(parts, policy)
-        self._parent: int | None = None
-        self._fingerprint: Fingerprint | None = None
-        self._bases: Bases | None = None
 
     # Writing
 
@@ -125,9 +133,11 @@ class Store(Handle):
             check_tag_name(name)
         with self._lock:
             self._check_open()
+            self._come_home()
+            self._parts.lease.wait_for_orphan()
             watch = Stopwatch(self._parts.clock)
             with watch("stage"):
-                captured = capture(state, _adapters())
+                captured = capture(state, loaded_adapters())
             request = Request(
                 captured=captured,
                 step=number,
@@ -142,16 +152,12 @@ class Store(Handle):
             self._parent, self._fingerprint = receipt.seq, committed.fingerprint
             untagged = [warning for name in tags if (warning := self._tag_or_warning(name, receipt.seq))]
             receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
+            self._went_on()
+            self._committed()
+            self._costs.note(number, receipt.seconds["total"])
         for warning in receipt.warnings:
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt
-
-    def _known_bases(self) -> Bases:
-        from ckstore.bases import Bases
-
-        if self._bases is None:
-            self._bases = Bases()
-        return self._bases
 
     def _tag_or_warning(self, name: str, seq: int) -> str:
         try:
@@ -166,6 +172,7 @@ class Store(Handle):
         check_tag_name(name)
         with self._lock:
             self._check_open()
+            self._settle()
             self._parts.manifests.make_folders()
             history.tag(self._parts, name, ref)
 
@@ -179,10 +186,12 @@ class Store(Handle):
         """Publish an entry again as the newest, so that a crash before the next commit resumes from it."""
         with self._lock:
             self._check_open()
+            self._come_home()
             manifest = history.rewind(self._parts, ref)
             self._parts.known.pin(manifest)
             self._known_bases().follow(manifest)
             self._parent = manifest.header.seq
+            self._went_on()
             return self._info(manifest.header)
 
     def delete(self, ref: Reference) -> history.Deleted:
@@ -194,6 +203,7 @@ class Store(Handle):
         """
         with self._lock:
             self._check_open()
+            self._settle()
             return history.delete(self._parts, ref)
 
     def repack(
@@ -206,7 +216,7 @@ class Store(Handle):
         """Store the checkpoints of the run anew: the newest for fast restores, older ones in fewer bytes.
 
         What they hold, and their ids, stay. Readers are not disturbed. The disk space of what is stored no more is
-        not freed by this version.
+        freed by ``gc``.
 
         Args:
             policy: What they shall become; one keyframe, otherwise, and differences behind it.
@@ -222,7 +232,9 @@ class Store(Handle):
 
         with self._lock:
             self._check_open()
+            self._settle()
             if not dry_run:
+                self._come_home()
                 # What the next commit is coded against is looked up again.
                 self._bases = None
             return repack(self._parts, policy or RepackPolicy(), self._policy, dry_run=dry_run, on_progress=on_progress)
@@ -236,9 +248,10 @@ class Store(Handle):
         into: Any = None,
         only: str | Sequence[str] | None = None,
         device: Any = None,
+        exact: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Any:
-        """Return a state, bit for bit as it was committed, or raise.
+        """Return a state as it was committed, bit for bit unless its fidelity says otherwise, or raise.
 
         Args:
             ref: Which checkpoint; None: the newest that is whole.
@@ -247,6 +260,7 @@ class Store(Handle):
             only: Globs over dotted leaf paths, where ``*`` crosses dots; only their bytes are read. What
                 comes back is nested dicts, lists whole.
             device: Where tensors go; the CPU otherwise.
+            exact: Refuse a checkpoint that was stored with a loss.
             on_progress: Called now and then, from any thread, with bytes restored and bytes in all.
 
         Raises:
@@ -254,44 +268,74 @@ class Store(Handle):
             CorruptError: Stored bytes are damaged; names pack, offset and tensor. ``into`` may then be
                 partly overwritten.
             UsageError: ``into`` has other leaves, shapes or dtypes; nothing was written.
+            BoundError: ``exact`` was asked for, and it is not.
         """
+        with self._lock:
+            self._check_open()
+            self._settle()
+            last: tuple[int, int] | None = None
+            while True:
+                manifest, passed_over = self._chosen(ref)
+                if exact:
+                    require_exact(manifest.header, self._parts.backend.root)
+                try:
+                    return self._restore_from(manifest, passed_over, into, only, device, on_progress)
+                except MissingChunkError:
+                    # It may have been replaced, and its packs freed, since its manifest was read.
+                    found = (manifest.header.seq, manifest.header.generation)
+                    if found == last:
+                        raise
+                    last = found
+
+    def _restore_from(
+        self,
+        manifest: Manifest,
+        passed_over: list[str],
+        into: Any,
+        only: str | Sequence[str] | None,
+        device: Any,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> Any:
         from ckstore.placement import libraries_needed, prepare_restore
         from ckstore.restore import restore
 
-        with self._lock:
-            self._check_open()
-            if ref is None:
-                manifest, passed_over = newest_whole(self._parts)
-                for sentence in passed_over:
-                    _log.warning("%s", sentence)
-            else:
-                manifest, passed_over = load_whole(self._parts, resolve(self._parts, ref)), []
-            needs_torch = "torch" in libraries_needed(manifest.tree, manifest.tensors)
-            placement = prepare_restore(
-                manifest.tree,
-                manifest.tensors,
-                manifest.storages,
-                into=into,
-                only=only,
-                device=device,
-                adapters=_adapters(needs_torch=needs_torch),
-            )
-            state = restore(self._parts, manifest, placement, self._policy, on_progress=on_progress)
-            for sentence in placement.warnings:
-                _log.warning("%s", sentence)
-            self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
-            if only is None:
-                self._parts.known.pin(manifest)
-                self._known_bases().follow(manifest)
-                self._parent = manifest.header.seq
-                self._fingerprint = None
-            return state
+        needs_torch = "torch" in libraries_needed(manifest.tree, manifest.tensors)
+        placement = prepare_restore(
+            manifest.tree,
+            manifest.tensors,
+            manifest.storages,
+            into=into,
+            only=only,
+            device=device,
+            adapters=_adapters(needs_torch=needs_torch),
+        )
+        state = restore(self._parts, manifest, placement, self._policy, on_progress=on_progress)
+        for sentence in placement.warnings:
+            _log.warning("%s", sentence)
+        self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
+        if only is None:
+            self._parts.known.pin(manifest)
+            self._known_bases().follow(manifest)
+            self._parent = manifest.header.seq
+            self._fingerprint = None
+            self._went_on()
+        return state
+
+    def _chosen(self, ref: Reference | None) -> tuple[Manifest, list[str]]:
+        """Return the checkpoint to restore, and why newer ones were passed over."""
+        if not str(ref).startswith(("seq:", "id:")):
+            # Whatever else names a checkpoint may mean the one that is about to be published.
+            self._parts.lease.wait_for_orphan()
+        if ref is not None:
+            return load_whole(self._parts, resolve(self._parts, ref)), []
+        manifest, passed_over = newest_whole(self._parts)
+        for sentence in passed_over:
+            _log.warning("%s", sentence)
+        return manifest, passed_over
 
 
-def _adapters(*, needs_torch: bool = False) -> list[LeafAdapter]:
-    """Return the tensor libraries to ask; torch only where it is loaded already, or needed and installed."""
-    if "torch" not in sys.modules and not (needs_torch and importlib.util.find_spec("torch")):
-        return []
-    from ckstore.adapters.torch_state import TorchAdapter
-
-    return [TorchAdapter()]
+def _adapters(*, needs_torch: bool) -> list[LeafAdapter]:
+    """Return the tensor libraries to ask; torch also where it is not loaded, but needed and installed."""
+    if needs_torch and importlib.util.find_spec("torch"):
+        importlib.import_module("torch")
+    return loaded_adapters()

@@ -51,6 +51,7 @@ class Bases:
         self.choices: Choices | None = None
         self._previous: dict[Place, BaseChunk] = {}
         self._choice_at: dict[Path, StorageChoice] = {}
+        self._hops_at: dict[Path, int] = {}
         self._samples: dict[ChunkId, bytes] = {}
         self._roots: dict[ChunkId, ChunkId] = {}
         self._held: dict[ChunkId, _Held] = {}
@@ -80,6 +81,7 @@ class Bases:
         self._previous = dict(_places(manifest, paths))
         storages = manifest.choices.storages if manifest.choices is not None else ()
         self._choice_at = {paths[index]: choice for index, choice in enumerate(storages) if index in paths}
+        self._hops_at = {paths[loss.storage]: loss.hops for loss in manifest.losses if loss.storage in paths}
         self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
@@ -112,6 +114,10 @@ class Bases:
     def choice_at(self, path: Path) -> StorageChoice | None:
         """Return what was chosen last time for the storage of a path."""
         return self._choice_at.get(path)
+
+    def hops_at(self, path: Path | None) -> int:
+        """Return how many commits with a loss lie between the storage of a path and when it was exact; 0: none."""
+        return 0 if path is None else self._hops_at.get(path, 0)
 
     def sample_of(self, chunk_id: ChunkId) -> bytes | None:
         """Return the sample of a chunk, if it was taken."""
@@ -165,7 +171,11 @@ def first_paths(tree: Node, storage_of: list[int]) -> dict[int, Path]:
 
 
 def _places(manifest: Manifest, paths: dict[int, Path]) -> Iterator[tuple[Place, BaseChunk]]:
+    # Nothing is gained from moments that were quantized: they are not told as differences, and exact ones are noise.
+    moments = {loss.storage for loss in manifest.losses if loss.role in ("first", "second")}
     for index, storage in enumerate(manifest.storages):
+        if index in moments:
+            continue
         position = 0
         for piece in storage.pieces:
             spec = manifest.chunks[piece.chunk]

@@ -12,9 +12,10 @@ from ckstore.bases import Bases, first_paths
 from ckstore.capture import Captured
 from ckstore.choice import Verdict, View, decide
 from ckstore.config import Limits, Policy
-from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL, UNSAMPLED, Choices, StorageChoice
+from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL, RESIDUAL, UNSAMPLED, Choices, StorageChoice
 from ckstore.format.manifest import Manifest
 from ckstore.ids import ChunkId
+from ckstore.lossy import Candidates, LossyPlan, plan_lossy
 from ckstore.masters import masters_of
 from ckstore.plan import CommitPlan
 from ckstore.store.known import Known, KnownFrame
@@ -50,12 +51,14 @@ class Basing:
         verdict: The base, and why.
         surveyed: What was sampled; empty where nothing was to be decided.
         seqs: For each view, the checkpoint that the bases belong to.
+        lossy: What is stored with a loss; None: nothing.
     """
 
     forms: tuple[Form, ...]
     verdict: Verdict
     surveyed: tuple[Surveyed, ...] = ()
     seqs: dict[View, int | None] = field(default_factory=dict)
+    lossy: LossyPlan | None = None
 
     def remember(self, bases: Bases, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
         """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
@@ -70,12 +73,14 @@ class Basing:
             return None
         view = self.verdict.view
         views = self.verdict.views
+        lost = "" if self.lossy is None else self.lossy.reason
+        told = f"{lost}; the rest: {self.verdict.reason}" if lost else self.verdict.reason
         by_storage = {each.unit.storage: (each, view) for each, view in zip(self.surveyed, views, strict=True)}
         return Choices(
             base=self.verdict.base,
             base_seq=None if view is None else self.seqs[view],
             keyframe_seq=None if view is None else self.seqs["keyframe"],
-            reason=self.verdict.reason,
+            reason=told,
             storages=tuple(
                 storage_choice(*by_storage[index], mode, came_out[index] if came_out else None)
                 if index in by_storage
@@ -86,18 +91,42 @@ class Basing:
 
 
 def choose_forms(
-    captured: Captured, plan: CommitPlan, known: Known, bases: Bases, policy: Policy, limits: Limits
+    captured: Captured,
+    plan: CommitPlan,
+    known: Known,
+    bases: Bases,
+    policy: Policy,
+    limits: Limits,
+    candidates: Candidates | None = None,
 ) -> Basing:
-    """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store."""
-    whole = Basing((WHOLE,) * len(plan.chunks), Verdict((), "keyframe: the policy codes nothing"))
-    if policy.compression == "none":
-        return whole
-    masters = masters_of(plan, captured.storages)
-    if not policy.delta:
-        return Basing(_forms(plan, [], whole.verdict, masters, is_held=frozenset()), whole.verdict)
+    """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store.
+
+    Args:
+        captured: The state.
+        plan: How it is cut into chunks.
+        known: Where chunks lie.
+        bases: What the previous checkpoint holds.
+        policy: How it is to be stored.
+        limits: Bounds of the store.
+        candidates: What of it may be stored with a loss.
+    """
+    masters = {} if policy.compression == "none" else masters_of(plan, captured.storages)
     paths = first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
+    lossy: LossyPlan | None = None
+    if candidates is not None:
+        amplification = policy.read_amplification_max
+        lossy = plan_lossy(candidates, plan, paths, masters, known, bases, limits, read_amplification_max=amplification)
+    quantized = frozenset() if lossy is None else lossy.chunks
+    if policy.compression == "none" or not policy.delta:
+        reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
+        verdict = Verdict((), reason)
+        return Basing(_forms(plan, [], verdict, masters, is_held=frozenset()), verdict, lossy=lossy)
     surveyor = Surveyor(plan, captured.storages, paths, known, bases, limits.chunk_nbytes_max)
-    surveyed = [surveyor.survey(unit) for unit in units_of(plan) if not all(chunk in masters for chunk in unit.chunks)]
+    surveyed = [
+        surveyor.survey(unit)
+        for unit in units_of(plan)
+        if not all(chunk in masters or chunk in quantized for chunk in unit.chunks)
+    ]
     verdict = decide(
         [each.estimate for each in surveyed],
         read_amplification_max=policy.read_amplification_max,
@@ -105,7 +134,18 @@ def choose_forms(
     )
     is_held = frozenset(_held(surveyed, verdict)) if policy.base_cache == "memory" else frozenset()
     forms = _forms(plan, surveyed, verdict, masters, is_held=is_held)
-    return Basing(forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq})
+    if lossy is not None:
+        forms = _with_bases(forms, lossy, is_held=policy.base_cache == "memory")
+    return Basing(forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy)
+
+
+def _with_bases(forms: tuple[Form, ...], lossy: LossyPlan, *, is_held: bool) -> tuple[Form, ...]:
+    """Return forms by which weights are stored if they are exact after all, and held if they are not."""
+    found = list(forms)
+    for task in lossy.tasks:
+        if task.weight >= 0:
+            found[task.weight] = Form(task.base, is_tried=True, is_held=is_held)
+    return tuple(found)
 
 
 def _forms(
@@ -138,8 +178,10 @@ def _held(surveyed: Sequence[Surveyed], verdict: Verdict) -> list[int]:
     return found
 
 
-def mode_of(*, has_estimate: bool, is_new: bool, has_base: bool, is_derived: bool) -> int:
+def mode_of(*, has_estimate: bool, is_new: bool, has_base: bool, is_derived: bool, is_lossy: bool = False) -> int:
     """Return the mode of a storage from what became of its chunks."""
+    if is_lossy:
+        return RESIDUAL
     if not is_new:
         return IDENTICAL
     if is_derived:

@@ -20,7 +20,7 @@ from ckstore.config import MIB, Limits, Policy, fit_memory
 from ckstore.decoder import FrameDecoder
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
-from ckstore.format.manifest import FrameRef, PackRef
+from ckstore.format.manifest import FrameRef, Loss, PackRef
 from ckstore.forms import Encoded
 from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
@@ -55,6 +55,7 @@ class Stored:
         payload_nbytes: Payload bytes of all new frames.
         nbytes_written: Bytes of the packs.
         warnings: What the caller should look at.
+        losses: What is not stored as it was.
     """
 
     frames: list[KnownFrame]
@@ -63,28 +64,34 @@ class Stored:
     chunks_new: int
     chunks_delta: int
     chunks_derived: int
+    chunks_lossy: int
     payload_nbytes: int
     nbytes_written: int
     pack_names: list[str]
     warnings: list[str]
+    losses: tuple[Loss, ...] = ()
 
 
-@dataclass(slots=True)
-class _NewFrame:
+@dataclass(slots=True, eq=False)
+class NewFrame:
+    """A frame that this commit writes, and the one that it needs as base."""
+
     place: FramePlace
     chunk_id: ChunkId
-    base: KnownFrame | _NewFrame | None
+    base: KnownFrame | NewFrame | None
     is_derived: bool
+    is_lossy: bool
 
 
 @dataclass(slots=True)
-class _Coded:
+class Coded:
     """An encoded chunk with the base that it needs: its frame, and its plain bytes for the check."""
 
     encoded: Encoded
-    base: KnownFrame | _NewFrame | None = None
+    base: KnownFrame | NewFrame | None = None
     base_plain: memoryview | None = None
     is_derived: bool = False
+    is_lossy: bool = False
 
     @property
     def base_id(self) -> ChunkId:
@@ -92,9 +99,9 @@ class _Coded:
         return NO_BASE if self.base is None else frame_id(self.base)
 
 
-def frame_id(frame: KnownFrame | _NewFrame) -> ChunkId:
+def frame_id(frame: KnownFrame | NewFrame) -> ChunkId:
     """Return the chunk that a frame holds."""
-    return frame.chunk_id if isinstance(frame, _NewFrame) else frame.frame.chunk_id
+    return frame.chunk_id if isinstance(frame, NewFrame) else frame.frame.chunk_id
 
 
 @dataclass(slots=True, eq=False)
@@ -107,22 +114,22 @@ class ChunkWriter:
     policy: Policy
     forms: Sequence[Form]
     bases: Bases
-    _results: list[KnownFrame | _NewFrame | None] = field(init=False)
-    _placed: dict[ChunkId, _NewFrame] = field(init=False, default_factory=dict)
-    _workers: list[_Thread | None] = field(init=False)
+    _results: list[KnownFrame | NewFrame | None] = field(init=False)
+    _placed: dict[ChunkId, NewFrame] = field(init=False, default_factory=dict)
+    _workers: list[CodingThread | None] = field(init=False)
     _thread_count: int = field(init=False)
     _packer: Packer = field(init=False)
     _pool: BufferPool = field(init=False)
     _warnings: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        policy, limits = self.policy, self.parts.limits
+        policy = self.policy
         has_bases = any(form.base for form in self.forms)
         # A thread that reads a base back waits for the disk; one more keeps the cores busy meanwhile.
         is_waiting = has_bases and policy.threads is None and policy.base_cache == "none"
         self._thread_count, block_count = fit_memory(
             policy.thread_count + is_waiting,
-            thread_nbytes(limits, has_bases=has_bases),
+            self._thread_nbytes(has_bases=has_bases),
             WRITE_BLOCK_NBYTES,
             buffers_wanted=WRITE_BLOCKS,
             buffers_min=WRITE_BLOCKS_MIN,
@@ -139,17 +146,25 @@ class ChunkWriter:
             copy=kernels.copy_bytes,
         )
 
+    def _thread_nbytes(self, *, has_bases: bool) -> int:
+        """Return the memory that one thread may use."""
+        return thread_nbytes(self.parts.limits, has_bases=has_bases)
+
     def run(self) -> None:
         """Hash, encode, check and write every chunk."""
         indices = range(len(self.plan.chunks))
         try:
-            # A rounding is stored when it is settled where its master lies.
-            self._run([index for index in indices if self.forms[index].master is None])
-            self._run([index for index in indices if self.forms[index].master is not None])
+            self._store(indices)
         finally:
             for thread in self._workers:
                 if thread is not None:
                     thread.reader.close()
+
+    def _store(self, indices: Sequence[int]) -> None:
+        """Store chunks as their forms say."""
+        # A rounding is stored when it is settled where its master lies.
+        self._run([index for index in indices if self.forms[index].master is None])
+        self._run([index for index in indices if self.forms[index].master is not None])
 
     def _run(self, indices: Sequence[int]) -> None:
         turns = Turns()
@@ -167,17 +182,19 @@ class ChunkWriter:
         frames, is_new, is_derived = [], [], []
         for result in self._results:
             assert result is not None, "a chunk was neither found nor written"
-            frames.append(_located(result, refs, new) if isinstance(result, _NewFrame) else result)
-            is_new.append(isinstance(result, _NewFrame))
-            is_derived.append(isinstance(result, _NewFrame) and result.is_derived)
-        placed = self._placed.values()
+            frames.append(_located(result, refs, new) if isinstance(result, NewFrame) else result)
+            is_new.append(isinstance(result, NewFrame))
+            is_derived.append(isinstance(result, NewFrame) and result.is_derived)
+        # What nobody refers to stays in its pack, unseen: codes of a tensor that is stored exactly after all.
+        placed = [frame for chunk_id, frame in self._placed.items() if chunk_id in new]
         return Stored(
             frames=frames,
             is_new=is_new,
             is_derived=is_derived,
             chunks_new=len(placed),
-            chunks_delta=sum(frame.base is not None and not frame.is_derived for frame in placed),
+            chunks_delta=sum(frame.base is not None and not (frame.is_derived or frame.is_lossy) for frame in placed),
             chunks_derived=sum(frame.is_derived for frame in placed),
+            chunks_lossy=sum(frame.is_lossy for frame in placed),
             payload_nbytes=sum(frame.place.stored_nbytes for frame in placed),
             nbytes_written=sum(ref.nbytes for ref in refs.values()),
             pack_names=self._packer.pack_names,
@@ -190,9 +207,7 @@ class ChunkWriter:
         self._pool.close()
 
     def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
-        thread = self._workers[thread_index]
-        if thread is None:
-            thread = self._workers[thread_index] = _Thread.of(self.parts)
+        thread = self._thread(thread_index)
         chunk, form, worker = self.plan.chunks[index], self.forms[index], thread.worker
         plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
         chunk_id = chunk_id_of(plain)
@@ -210,15 +225,28 @@ class ChunkWriter:
                 self._results[index] = known
             return
         with turn:
-            # An earlier chunk with the same bytes may have been placed while this one was encoded.
-            frame = self._placed.get(chunk_id)
-            is_first = frame is None
-            if frame is None:
-                place = self._packer.place(coded.encoded.nbytes)
-                frame = self._placed[chunk_id] = _NewFrame(place, chunk_id, coded.base, coded.is_derived)
-            self._results[index] = frame
+            frame, is_first = self._take_place(index, chunk_id, coded)
         if is_first:
             self._fill(frame, coded, worker, chunk)
+
+    def _thread(self, index: int) -> CodingThread:
+        """Return what one thread has of its own; made when it is first wanted."""
+        thread = self._workers[index]
+        if thread is None:
+            thread = self._workers[index] = CodingThread.of(self.parts)
+        return thread
+
+    def _take_place(self, index: int, chunk_id: ChunkId, coded: Coded) -> tuple[NewFrame, bool]:
+        """Give a chunk, whose turn it is, its place; say whether it is the first with these bytes."""
+        # An earlier chunk with the same bytes may have been placed while this one was encoded.
+        frame = self._placed.get(chunk_id)
+        is_first = frame is None
+        if frame is None:
+            place = self._packer.place(coded.encoded.nbytes)
+            frame = NewFrame(place, chunk_id, coded.base, coded.is_derived, coded.is_lossy)
+            self._placed[chunk_id] = frame
+        self._results[index] = frame
+        return frame, is_first
 
     def _is_outlived(self, known: KnownFrame, form: Form) -> bool:
         """Whether a rounding is stored of a master that is no part of this state any more.
@@ -242,21 +270,21 @@ class ChunkWriter:
             return np.empty(chunk.nbytes, np.uint8).data
         return None if self.policy.verify_encoded else worker.buffer("gathered")
 
-    def _encode(self, plain: memoryview, chunk: ChunkPlan, form: Form, thread: _Thread) -> _Coded:
+    def _encode(self, plain: memoryview, chunk: ChunkPlan, form: Form, thread: CodingThread) -> Coded:
         worker, compression = thread.worker, self.policy.compression
-        coded: _Coded | None = None
+        coded: Coded | None = None
         if form.master is not None:
             coded = self._encode_rounded(plain, form.master, worker)
         elif form.base is not None:
             base_plain = self._base_plain(form.base, chunk.nbytes, thread)
             if base_plain is not None and (not form.is_tried or worker.prefers_delta(plain, base_plain, chunk)):
                 encoded = worker.encode_delta(plain, base_plain, chunk, compression)
-                coded = None if encoded is None else _Coded(encoded, form.base, base_plain)
-        return coded or _Coded(worker.encode(plain, chunk, compression))
+                coded = None if encoded is None else Coded(encoded, form.base, base_plain)
+        return coded or Coded(worker.encode(plain, chunk, compression))
 
-    def _encode_rounded(self, plain: memoryview, master: int, worker: ChunkWorker) -> _Coded | None:
+    def _encode_rounded(self, plain: memoryview, master: int, worker: ChunkWorker) -> Coded | None:
         frame = self._results[master]
-        if frame is None or _depth(frame) >= self.parts.limits.depth_max:
+        if frame is None or depth_of(frame) >= self.parts.limits.depth_max:
             return None
         # A copy, whose identity is compared: the frame must decode from what is stored of the master.
         master_chunk = self.plan.chunks[master]
@@ -265,9 +293,9 @@ class ChunkWriter:
         if encoded is None:
             return None
         require_identity(chunk_id_of(base_plain), frame_id(frame))
-        return _Coded(encoded, frame, base_plain, is_derived=True)
+        return Coded(encoded, frame, base_plain, is_derived=True)
 
-    def _base_plain(self, base: KnownFrame, nbytes: int, thread: _Thread) -> memoryview | None:
+    def _base_plain(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
         """Return the plain bytes of a base: from memory if they are held there, else from the store."""
         held = self.bases.held(base.frame.chunk_id)
         if held is not None and len(held) == nbytes:
@@ -282,7 +310,7 @@ class ChunkWriter:
             return None
         return destination
 
-    def _fill(self, frame: _NewFrame, coded: _Coded, worker: ChunkWorker, chunk: ChunkPlan) -> None:
+    def _fill(self, frame: NewFrame, coded: Coded, worker: ChunkWorker, chunk: ChunkPlan) -> None:
         encoded = coded.encoded
         header = FrameHeader(
             chunk_id=frame.chunk_id,
@@ -309,14 +337,14 @@ class ChunkWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Thread:
+class CodingThread:
     """What one thread has of its own."""
 
     worker: ChunkWorker
     reader: ChainReader
 
     @classmethod
-    def of(cls, parts: Parts) -> _Thread:
+    def of(cls, parts: Parts) -> CodingThread:
         """Make it; memory is taken when it is first needed."""
         worker = ChunkWorker(parts.limits.chunk_nbytes_max)
         # Bases are read before their chunk is coded, so that both can use the same scratch.
@@ -329,16 +357,17 @@ def thread_nbytes(limits: Limits, *, has_bases: bool) -> int:
     return worker_nbytes(limits.chunk_nbytes_max) + (chain_reader_nbytes(limits) if has_bases else 0)
 
 
-def _depth(frame: KnownFrame | _NewFrame) -> int:
+def depth_of(frame: KnownFrame | NewFrame) -> int:
+    """Return how many bases a frame needs."""
     if isinstance(frame, KnownFrame):
         return frame.frame.depth
-    return 0 if frame.base is None else _depth(frame.base) + 1
+    return 0 if frame.base is None else depth_of(frame.base) + 1
 
 
-def _located(frame: _NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, KnownFrame]) -> KnownFrame:
+def _located(frame: NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, KnownFrame]) -> KnownFrame:
     if frame.chunk_id in done:
         return done[frame.chunk_id]
-    base = _located(frame.base, refs, done) if isinstance(frame.base, _NewFrame) else frame.base
+    base = _located(frame.base, refs, done) if isinstance(frame.base, NewFrame) else frame.base
     # The numbers of the pack and of the base are given when the manifest is put together.
     ref = FrameRef(
         frame.chunk_id,

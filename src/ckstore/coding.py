@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckstore import lossy_forms
 from ckstore.codec.registry import CODECS
 from ckstore.delta import derived, ordered
 from ckstore.format.choices import StorageChoice
@@ -18,9 +19,14 @@ from ckstore.store.packs import open_pack
 from ckstore.store.parts import Parts
 from ckstore.tree import Path, TensorNode, format_path, leaves_of
 
-CodingKind = Literal["plain", "coded", "delta", "rounded"]
+CodingKind = Literal["plain", "coded", "delta", "rounded", "quantized"]
 
-NAMES = {ordered.CODEC_ID: ordered.NAME, derived.CODEC_ID: derived.NAME, **{k: c.name for k, c in CODECS.items()}}
+NAMES = {
+    ordered.CODEC_ID: ordered.NAME,
+    derived.CODEC_ID: derived.NAME,
+    **{codec_id: codec.name for codec_id, codec in CODECS.items()},
+    **lossy_forms.NAMES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,8 @@ class TensorCoding:
         elements: How many.
         nbytes: Plain bytes.
         stored_nbytes: Its share of the frames of its chunks.
-        mode: What was chosen for it: ``"full"``, ``"delta"``, ``"derived"``, ``"identical"`` (nothing was written) or
-            ``"unsampled"``; how it lies now where the manifest does not say.
+        mode: What was chosen for it: ``"full"``, ``"delta"``, ``"derived"``, ``"identical"`` (nothing was written),
+            ``"residual"`` (with a loss) or ``"unsampled"``; how it lies now where the manifest does not say.
         steps: The codecs of its chunks, each combination once.
         depth: Bases to be decoded before it, at most.
         full_bits: What coding it whole was to take, in bits per element; None where that was not estimated, here and
@@ -157,11 +163,13 @@ def _chunk_coding(frame: FrameRef, header: FrameHeader) -> ChunkCoding:
         kind = "delta"
     elif ids[:1] == [derived.CODEC_ID]:
         kind = "rounded"
+    elif ids and ids[0] in lossy_forms.LOSSY_STEPS:
+        kind = "quantized"
     steps = "+".join(NAMES.get(codec_id, f"codec {codec_id}") for codec_id in ids)
     return ChunkCoding(steps or "plain", kind, frame, frame.frame_nbytes)
 
 
-_MODES = {"plain": "full", "coded": "full", "delta": "delta", "rounded": "derived"}
+_MODES = {"plain": "full", "coded": "full", "delta": "delta", "rounded": "derived", "quantized": "residual"}
 
 
 def _tensor_coding(

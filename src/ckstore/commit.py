@@ -16,8 +16,10 @@ from ckstore.capture import Captured
 from ckstore.chunks import ChunkWriter, Stored
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
+from ckstore.fates import fidelity_of
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
+from ckstore.lossy import Candidates
 from ckstore.plan import CommitPlan, plan_commit
 from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
@@ -57,6 +59,7 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
         CapacityError: The disk is full; earlier checkpoints are intact, nothing of this one is visible.
         ConflictError: Another live writer has the run, or packs vanished twice under this commit.
         BackendError: The medium failed twice.
+        BoundError: The policy allows no loss that fits into its bounds, and nothing exact instead.
     """
     parts.prepare_run()
     parts.lease.take()  # 1
@@ -72,8 +75,7 @@ def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
         request.bases.follow(parts.newest)
     for _ in range(2):  # again at most once, without the packs that were collected
         with watch("plan"):
-            plan = plan_commit(request.captured.storages, parts.limits)
-            basing = choose_forms(request.captured, plan, parts.known, request.bases, request.policy, parts.limits)  # 2
+            plan, basing = _planned(parts, request)  # 2
         stored = _store_chunks_durably(parts, plan, basing, request, watch)  # 3-7
         name, manifest = _publish(parts, Drafted(plan, basing, stored), request, watch)  # 8
         with watch("verify"):
@@ -93,6 +95,14 @@ def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     )
 
 
+def _planned(parts: Parts, request: Request) -> tuple[CommitPlan, Basing]:
+    captured, policy = request.captured, request.policy
+    candidates = None if policy.residual is None else Candidates(captured, policy.residual)
+    apart = frozenset[int]() if candidates is None else candidates.apart
+    plan = plan_commit(captured.storages, parts.limits, apart=apart)
+    return plan, choose_forms(captured, plan, parts.known, request.bases, policy, parts.limits, candidates)
+
+
 def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Stored, watch: Stopwatch) -> Committed:
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
@@ -109,6 +119,7 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
         warnings=warnings,
         chunks_delta=stored.chunks_delta,
         chunks_derived=stored.chunks_derived,
+        chunks_lossy=stored.chunks_lossy,
     )
     return Committed(receipt, fingerprint)
 
@@ -116,7 +127,7 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
 def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:
     """Write what is not known yet into packs that survive a power cut when this returns."""
     for attempt in range(2):
-        writer = ChunkWriter(parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
+        writer = _writer(parts, plan, basing, request)
         try:
             with watch("write"):
                 writer.run()
@@ -133,6 +144,16 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, reques
             writer.abandon()
             raise
     raise AssertionError("unreachable")
+
+
+def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) -> ChunkWriter:
+    what = (parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
+    if basing.lossy is None or not basing.lossy.tasks:
+        return ChunkWriter(*what)
+    # Quantizers are wanted by those who lose something only.
+    from ckstore.lossy_chunks import LossyChunkWriter
+
+    return LossyChunkWriter(*what, lossy=basing.lossy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +174,10 @@ def _publish(parts: Parts, drafted: Drafted, request: Request, watch: Stopwatch)
             parts.note_seq(seq)
             manifest = _manifest_of(parts, drafted, request, seq)
             return parts.manifests.publish(manifest), manifest  # 8b-8d: the commit point
-        except BaseException:
-            _remove_unpublished(parts, drafted.stored, seq)
+        except BaseException as error:
+            # A server that gave no answer may still make the manifest appear; then its packs are needed.
+            if seq is None or not (isinstance(error, BackendError) and error.facts.get("is_uncertain")):
+                _remove_unpublished(parts, drafted.stored, seq)
             raise
 
 
@@ -181,7 +204,7 @@ def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> 
         parent=request.parent,
         origin_id=None,
         is_archival=False,
-        fidelity=request.policy.fidelity,
+        fidelity=fidelity_of(request.policy.residual, stored.losses),
         metrics=request.metrics,
         tree=request.captured.tree,
         tensors=request.captured.tensors,
@@ -195,6 +218,7 @@ def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> 
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
         choices=drafted.basing.choices(_modes(drafted), _bits(drafted)),
+        losses=stored.losses,
     )
 
 
@@ -212,8 +236,9 @@ def _bits(drafted: Drafted) -> list[float | None]:
 def _modes(drafted: Drafted) -> list[int]:
     """Return the mode that each storage came out with."""
     stored, has_estimate = drafted.stored, bool(drafted.basing.surveyed)
+    lost = {loss.storage for loss in stored.losses}
     modes = []
-    for storage in drafted.plan.storages:
+    for index, storage in enumerate(drafted.plan.storages):
         new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
         modes.append(
             mode_of(
@@ -221,6 +246,7 @@ def _modes(drafted: Drafted) -> list[int]:
                 is_new=bool(new),
                 has_base=any(stored.frames[chunk].base is not None for chunk in new),
                 is_derived=any(stored.is_derived[chunk] for chunk in new),
+                is_lossy=index in lost,
             )
         )
     return modes

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckstore.errors import UsageError
+from ckstore.quant.settings import Residual
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
 Compression = Literal["none", "fast", "best"]
-Fidelity = Literal["exact"]
+Fidelity = Literal["exact"] | Residual
 BaseCache = Literal["none", "memory"]
 EngineName = Literal["auto", "uring", "pwrite"]
+OnBusy = Literal["wait", "skip", "replace"]
+
+STAGING_THREADS_MAX = 8
+"""More threads than this gain nothing: a few fill the memory's bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class Policy:
         read_amplification_max: Bound on the bytes that a restore reads, in those of a checkpoint stored whole.
         base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
             of those that the next commit will want: up to the size of the state, twice that while a commit runs.
-        fidelity: ``"exact"``: what is restored equals what was committed, bit for bit.
+        fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
+            ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded.
         verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
             Without it faulty memory and coders are found out by a restore, not by the commit.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
@@ -48,6 +54,15 @@ class Policy:
         threads: Threads that hash and code; None: one per core, at most eight.
         memory_nbytes_max: Bound on buffers and scratch space, beyond the state itself; bases that are kept and samples
             (0.4% of the state each, for the last commit and its keyframe) come on top.
+        on_busy: What a background commit does while an earlier one is still being written: ``"wait"`` for it;
+            ``"skip"``, which stores nothing and says so; ``"replace"`` a staged one that still waits for its turn, for
+            which there is room for two states.
+        staging_threads: Threads that copy the state for a background commit, the caller's included; None: as many as
+            reach the memory's bandwidth, at most eight.
+        arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs.
+        saver_nice: Added to the niceness of the saver process, so that training comes first.
+        debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
+            a commit whose state was changed in between fails and names the tensor.
 
     Raises:
         UsageError: A field has a value that it cannot have.
@@ -62,8 +77,14 @@ class Policy:
     verify_restored: Literal["blake3", "xxh3"] = "blake3"
     threads: int | None = None
     memory_nbytes_max: int = 192 * MIB
+    on_busy: OnBusy = "wait"
+    staging_threads: int | None = None
+    arena_nbytes_max: int | None = None
+    saver_nice: int = 10
+    debug_guard: bool = False
 
     def __post_init__(self) -> None:
+        self._check_background()
         _check_choice("compression", self.compression, ("none", "fast", "best"))
         _check_choice("base_cache", self.base_cache, ("none", "memory"))
         if not 1 <= self.read_amplification_max <= 1000:
@@ -71,7 +92,8 @@ class Policy:
                 "read_amplification_max must be between 1 and 1000",
                 where=f"Policy(read_amplification_max={self.read_amplification_max!r})",
             )
-        _check_choice("fidelity", self.fidelity, ("exact",))
+        if not isinstance(self.fidelity, Residual):
+            _check_choice("fidelity", self.fidelity, ("exact",))
         _check_choice("verify_restored", self.verify_restored, ("blake3", "xxh3"))
         if self.threads is not None and not 1 <= self.threads <= 256:
             raise UsageError("threads must be between 1 and 256", where=f"Policy(threads={self.threads!r})")
@@ -80,6 +102,31 @@ class Policy:
                 "memory_nbytes_max must be at least 56 MiB",
                 where=f"Policy(memory_nbytes_max={self.memory_nbytes_max!r})",
             )
+
+    def _check_background(self) -> None:
+        _check_choice("on_busy", self.on_busy, ("wait", "skip", "replace"))
+        if self.staging_threads is not None and not 1 <= self.staging_threads <= 64:
+            raise UsageError(
+                "staging_threads must be between 1 and 64", where=f"Policy(staging_threads={self.staging_threads!r})"
+            )
+        if not 0 <= self.saver_nice <= 19:
+            raise UsageError("saver_nice must be between 0 and 19", where=f"Policy(saver_nice={self.saver_nice!r})")
+        if self.arena_nbytes_max is not None and self.arena_nbytes_max <= 0:
+            raise UsageError(
+                "arena_nbytes_max must be positive", where=f"Policy(arena_nbytes_max={self.arena_nbytes_max!r})"
+            )
+
+    @property
+    def staging_thread_count(self) -> int:
+        """Threads that copy a state for a background commit, the caller's included."""
+        if self.staging_threads is not None:
+            return self.staging_threads
+        return max(1, min(STAGING_THREADS_MAX, len(os.sched_getaffinity(0))))
+
+    @property
+    def residual(self) -> Residual | None:
+        """What may be lost; None: nothing."""
+        return self.fidelity if isinstance(self.fidelity, Residual) else None
 
     @property
     def thread_count(self) -> int:
@@ -116,6 +163,36 @@ class RepackPolicy:
         _check_range("saving_min", self.saving_min, 0, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class DemotePolicy:
+    """Which checkpoints of a run ``demote`` stores anew with a loss; tagged ones and the newest one never are.
+
+    Args:
+        keep_newest: So many of the newest checkpoints stay exact.
+        keep_every: Of the others, those stay exact whose number in the run (seq) is a multiple of this; 0: none.
+        fidelity: How the others are stored.
+        compression: How much time is spent on what stays exact in them.
+        saving_min: The share of its bytes that demoting a checkpoint must save; what saves less stays as it is.
+
+    Raises:
+        UsageError: A field has a value that it cannot have.
+    """
+
+    keep_newest: int = 3
+    keep_every: int = 10
+    fidelity: Residual = field(default_factory=Residual.small)
+    compression: Literal["fast", "best"] = "fast"
+    saving_min: float = 0.03
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fidelity, Residual):
+            raise UsageError("fidelity must be a Residual", where=f"DemotePolicy(fidelity={self.fidelity!r})")
+        _check_choice("compression", self.compression, ("fast", "best"), "DemotePolicy")
+        _check_range("keep_newest", self.keep_newest, 1, 1_000_000, "DemotePolicy")
+        _check_range("keep_every", self.keep_every, 0, 1_000_000, "DemotePolicy")
+        _check_range("saving_min", self.saving_min, 0, 1, "DemotePolicy")
+
+
 READ_BUFFERS, READ_BUFFERS_MIN = 20, 4
 """Read buffers wanted, and the fewest that keep a disk and one decoder busy. Measured: 20 gain 3 to 5% over 12."""
 
@@ -149,12 +226,12 @@ def fit_memory(
     return threads, max(buffers_min, min(buffers_wanted, spare // buffer_nbytes))
 
 
-def _check_choice(field: str, given: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, given: object, choices: tuple[str, ...], kind: str = "Policy") -> None:
     if given not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise UsageError(f"{field} must be one of {listed}", where=f"Policy({field}={given!r})")
+        raise UsageError(f"{name} must be one of {listed}", where=f"{kind}({name}={given!r})")
 
 
-def _check_range(field: str, given: float, least: float, most: float) -> None:
+def _check_range(name: str, given: float, least: float, most: float, kind: str = "RepackPolicy") -> None:
     if not least <= given <= most:
-        raise UsageError(f"{field} must be between {least} and {most}", where=f"RepackPolicy({field}={given!r})")
+        raise UsageError(f"{name} must be between {least} and {most}", where=f"{kind}({name}={given!r})")

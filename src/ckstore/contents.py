@@ -57,8 +57,37 @@ class PackRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LossRow:
+    """A tensor that is not what was committed, and how far it is off.
+
+    Attributes:
+        path: Its dotted path.
+        role: What it was taken for: ``"weight"``, ``"first"`` or ``"second"`` moment, ``"rounded"``.
+        method: How it was quantized.
+        numbers: The method's parameters.
+        bits: Stored bits per element when it was committed.
+        max_abs: Greatest error of any element.
+        rel_rms: RMS error in the RMS of the values; infinite where those are all zero.
+        kept: Share of the elements whose code is not zero.
+        hops: Checkpoints with a loss since it was exact, this one included.
+        spike: Largest |update| / lr that a next step of Adam could make; None where that is not known.
+    """
+
+    path: str
+    role: str
+    method: str
+    numbers: dict[str, float]
+    bits: float
+    max_abs: float
+    rel_rms: float
+    kept: float
+    hops: int
+    spike: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
-    """A checkpoint's facts, tensors in their order, groups by first key, and packs.
+    """A checkpoint's facts, tensors in their order, groups by first key, packs, and what was lost.
 
     ``base_nbytes`` are the bytes of frames that hold no chunk of the state and are needed as bases.
     """
@@ -68,13 +97,37 @@ class Contents:
     groups: tuple[GroupRow, ...]
     packs: tuple[PackRow, ...]
     base_nbytes: int
+    losses: tuple[LossRow, ...] = ()
 
 
 def contents_of(manifest: Manifest, info: Info) -> Contents:
     """Return what a manifest says of its checkpoint."""
     own = {chunk.chunk_id for chunk in manifest.chunks}
     base_nbytes = sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id not in own)
-    return Contents(info, _tensor_rows(manifest), _group_rows(manifest), _pack_rows(manifest), base_nbytes)
+    tensors, groups, packs = _tensor_rows(manifest), _group_rows(manifest), _pack_rows(manifest)
+    return Contents(info, tensors, groups, packs, base_nbytes, _loss_rows(manifest))
+
+
+def _loss_rows(manifest: Manifest) -> tuple[LossRow, ...]:
+    path_of: dict[int, str] = {}
+    for path, leaf in leaves_of(manifest.tree) if manifest.losses else ():
+        if isinstance(leaf, TensorNode):
+            path_of.setdefault(manifest.tensors[leaf.tensor].storage, format_path(path))
+    return tuple(
+        LossRow(
+            path=path_of.get(loss.storage, ""),
+            role=loss.role,
+            method=loss.method,
+            numbers=dict(loss.numbers),
+            bits=loss.bits,
+            max_abs=loss.max_abs,
+            rel_rms=loss.rel_rms,
+            kept=loss.kept,
+            hops=loss.hops,
+            spike=loss.spike,
+        )
+        for loss in manifest.losses
+    )
 
 
 def _stored_by_chunk(manifest: Manifest) -> dict[bytes, int]:

@@ -23,10 +23,10 @@ from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_m
 from ckstore.decoder import FrameDecoder, decoder_nbytes
 from ckstore.errors import BackendError
 from ckstore.format.manifest import PackRef
-from ckstore.io.backend import Backend, ReadFile, ReadRequest, ReadResult
+from ckstore.io.backend import Backend, Fetching, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.restore_plan import AsideRead, FrameGroup, FrameRead, RestorePlan
-from ckstore.store.packs import open_pack, read_buffer_nbytes, read_in_halves
+from ckstore.store.packs import open_pack, read_buffer_nbytes, read_in_halves, read_ranges
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
 
@@ -104,10 +104,13 @@ def fetch(
     waiting = set(range(len(groups)))
     try:
         requests = (ReadRequest(files[group.pack], group.offset, group.nbytes, tag) for tag, group in enumerate(groups))
-        for result in backend.read_ranges(requests, pool):
+        for result in read_ranges(backend, requests, pool):
             waiting.discard(result.tag)
             yield result
     except BackendError as error:
+        if any(isinstance(files[groups[tag].pack], Fetching) for tag in waiting):
+            # A server was asked again and again; no half of a range comes where the whole does not.
+            raise
         _log.warning("a read failed (%s); reading one range at a time", error)
         for tag in sorted(waiting):
             yield _fetch_alone(groups[tag], files[groups[tag].pack], tag, pool)

@@ -1,7 +1,8 @@
 """How one chunk can be stored: coded, as a residual of its base, or as a rounding of it; and back.
 
 A frame names its steps in the order in which they made the payload. Coded: none, or one step of ``codec``.
-Residual: ``delta``, then one step of ``codec`` for the words that it leaves. Rounded: that one step.
+Residual: ``delta``, then one step of ``codec`` for the words that it leaves. Rounded: that one step. With a loss: one
+step of ``lossy_forms``, whose chunk is the reconstruction and not what was given.
 
 Invariants:
 - What is encoded decodes to itself, with the same base; no form is larger than the plain bytes.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckstore import kernels
+from ckstore import kernels, lossy_forms
 from ckstore.codec import chain
 from ckstore.codec.base import CodecStep
 from ckstore.codec.chain import Encoded, Scratch, encode, scratch_nbytes
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 NO_BYTES = memoryview(b"")
+
+_WITH_BASE = (ordered.CODEC_ID, derived.CODEC_ID, *lossy_forms.STEPS_WITH_BASE)
 
 
 def encode_delta(
@@ -99,6 +102,8 @@ def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
     if chain_of_ids == (derived.CODEC_ID,):
         derived.require_known(steps[0][1])
         return 2 * plain_nbytes
+    if chain_of_ids[:1] and chain_of_ids[0] in lossy_forms.LOSSY_STEPS:
+        return lossy_forms.base_nbytes_of(steps, plain_nbytes)
     is_delta = chain_of_ids[:1] == (ordered.CODEC_ID,)
     if len(chain_of_ids) != 2 if is_delta else len(chain_of_ids) > 1:
         raise UnsupportedError(f"chain of codecs {chain_of_ids}", todo="upgrade ckstore")
@@ -126,8 +131,8 @@ def decode(
         width: Bytes of an element.
         destination: Where the chunk goes.
         scratch: Memory of this thread.
-        base: The plain bytes of the base, ``base_nbytes`` of them, if the steps need one. That of a delta may be the
-            very memory of ``destination``; otherwise they do not overlap.
+        base: The plain bytes of the base, ``base_nbytes`` of them, if the steps need one. One that is as long as the
+            chunk may be the very memory of ``destination``; otherwise they do not overlap.
 
     Raises:
         CorruptError: The payload does not decode to that many bytes, or the base is missing, superfluous or of
@@ -140,14 +145,17 @@ def decode(
         raise UsageError(f"{destination.nbytes} bytes are more than the scratch is made for")
     needed = base_nbytes(steps, destination.nbytes)
     codec_id, config = steps[0] if steps else (0, b"")
-    if (base is not None) != (codec_id in (ordered.CODEC_ID, derived.CODEC_ID)):
+    if (base is not None) != (codec_id in _WITH_BASE):
         raise MalformedError("a chunk has a base that it does not need, or needs one that it does not have")
+    base = None if base is None else _flat(base)
+    if base is not None and base.nbytes != needed:
+        raise MalformedError(f"the base has {base.nbytes} bytes instead of {needed}")
+    if codec_id in lossy_forms.LOSSY_STEPS:
+        lossy_forms.decode(payload, steps, width=width, destination=destination, scratch=scratch, base=base)
+        return
     if base is None:
         chain.decode(payload, steps, width=width, destination=destination, scratch=scratch)
         return
-    base = _flat(base)
-    if base.nbytes != needed:
-        raise MalformedError(f"the base has {base.nbytes} bytes instead of {needed}")
     if codec_id == derived.CODEC_ID:
         derived.round_base(payload, base, destination, width=width, config=config)
         return

@@ -17,7 +17,14 @@ from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.header import ManifestHeader
 from ckstore.info import Info
 from ckstore.store.parts import Parts
-from ckstore.store.references import Reference, header_or_none, headers_newest_first, newest_whole, resolve
+from ckstore.store.references import (
+    Reference,
+    header_or_none,
+    headers_newest_first,
+    newest_whole,
+    resolve,
+    tiers_of,
+)
 
 if TYPE_CHECKING:
     from ckstore.coding import Coding
@@ -57,6 +64,7 @@ class Handle:
         """Return the newest checkpoint that is whole, or None in an empty run."""
         with self._lock:
             self._check_open()
+            self._parts.lease.wait_for_orphan()
             try:
                 manifest, passed_over = newest_whole(self._parts)
             except NotFoundError:
@@ -85,12 +93,16 @@ class Handle:
             for name, record in self._parts.tags.all().items():
                 by_seq.setdefault(record.seq, []).append(name)
             headers = headers_newest_first(self._parts.manifests)
-            return [Info.of(header, tags=sorted(by_seq.get(header.seq, ()))) for header in headers]
+            return [
+                Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers_of(self._parts.manifests, header))
+                for header in headers
+            ]
 
     def steps(self) -> list[int]:
         """Return the steps that can be restored, each once, ascending."""
         with self._lock:
             self._check_open()
+            self._parts.lease.wait_for_orphan()
             return sorted({name.step for name in self._parts.manifests.listing().names})
 
     def tags(self) -> dict[str, int]:
@@ -157,6 +169,7 @@ class Handle:
         level: str = "read",
         *,
         ref: Reference | None = None,
+        remote: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Report:
         """Read everything, believe nothing, and report; nothing is changed.
@@ -165,6 +178,7 @@ class Handle:
             level: ``"quick"``: manifests and directories; ``"read"``: every stored byte; ``"decode"``:
                 everything a restore would find.
             ref: One checkpoint; None: the whole store, all runs.
+            remote: Look at packs that lie in other tiers, too.
             on_progress: Called now and then with bytes read and bytes in all.
         """
         from ckstore.decoder import FrameDecoder, decoder_nbytes
@@ -180,6 +194,7 @@ class Handle:
                 make_check=lambda: FrameDecoder(self._parts.limits.chunk_nbytes_max).check_frame,
                 check_nbytes=decoder_nbytes(self._parts.limits.chunk_nbytes_max),
                 policy=self._policy,
+                is_remote=remote,
                 on_progress=on_progress,
             )
 
@@ -199,8 +214,12 @@ class Handle:
     ) -> None:
         self.close()
 
+    def _committed(self, count: int = 1) -> None:
+        """Take note of acknowledged commits."""
+
     def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
-        return Info.of(header, tags=self._parts.tags.names_of(header.seq), warnings=warnings)
+        tags, tiers = self._parts.tags.names_of(header.seq), tiers_of(self._parts.manifests, header)
+        return Info.of(header, tags=tags, warnings=warnings, tiers=tiers)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -51,7 +51,7 @@ def rewind(parts: Parts, reference: Reference) -> Manifest:
     parts.note_seq(seq)
     manifest = republished(entry, seq=seq, time_ns=parts.clock.now_ns(), is_archival=False)
     name = parts.manifests.publish(manifest)
-    gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})
+    gone = parts.lost_packs(manifest.packs)
     if gone:
         parts.manifests.withdraw(name)
         raise ConflictError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckstore.errors import BoundError
 from ckstore.format.header import ManifestHeader
 
 
@@ -22,7 +23,7 @@ class Info:
         origin_id: The checkpoint id this entry was made from by rewind, undelete or demote, or None.
         generation: How often its manifest was replaced.
         is_archival: It was brought back from the trash; ``latest`` skips it.
-        fidelity: ``"exact"``, or how a residual checkpoint was made.
+        fidelity: ``"exact"``, or the name of the policy by which it was stored with a loss; ``contents`` says how much.
         metrics: As given to commit.
         tags: Names that people gave it, sorted.
         bytes_state: Plain bytes of all tensors.
@@ -34,6 +35,7 @@ class Info:
         chunks_reused: Chunks that were there already.
         depth_max: Longest chain of bases; 0 for a keyframe.
         warnings: What restoring it met; empty otherwise.
+        tiers: Where its packs lie; ``"local"`` is the store itself.
     """
 
     step: int
@@ -57,9 +59,17 @@ class Info:
     chunks_reused: int
     depth_max: int
     warnings: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ("local",)
 
     @classmethod
-    def of(cls, header: ManifestHeader, *, tags: Sequence[str] = (), warnings: Sequence[str] = ()) -> Info:
+    def of(
+        cls,
+        header: ManifestHeader,
+        *,
+        tags: Sequence[str] = (),
+        warnings: Sequence[str] = (),
+        tiers: Sequence[str] = ("local",),
+    ) -> Info:
         """Make it from a manifest's header."""
         return cls(
             step=header.step,
@@ -83,4 +93,20 @@ class Info:
             chunks_reused=header.chunks_reused,
             depth_max=header.depth_max,
             warnings=tuple(warnings),
+            tiers=tuple(tiers),
+        )
+
+
+def require_exact(header: ManifestHeader, where: object) -> None:
+    """Refuse a checkpoint that is not, bit for bit, what was committed.
+
+    Raises:
+        BoundError: It is not.
+    """
+    if header.fidelity != "exact":
+        raise BoundError(
+            f"step {header.step} (seq {header.seq}) was stored with a loss: its fidelity is {header.fidelity!r}",
+            where=where,
+            todo="restore it without exact=True, or another checkpoint; `ckstore ls` shows the fidelity of each",
+            fidelity=header.fidelity,
         )

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError
 from ckstore.format import layout
+from ckstore.format.header import ManifestHeader
 from ckstore.info import Info
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
 from ckstore.store.parts import Parts, read_store_record
-from ckstore.store.references import header_or_none
+from ckstore.store.references import looked_at, tiers_of
 
 UNREADABLE = (CorruptError, UnsupportedError, BackendError)
 
@@ -84,18 +85,26 @@ def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
     tags, damaged_tags = _tags_by_seq(parts)
     names = parts.manifests.listing().names
     entries: list[Entry] = []
-    for name in reversed(names):
+    newest_first = names[::-1]
+    headers = looked_at(parts.manifests, newest_first)
+    for name, header in zip(newest_first, headers, strict=False):
+        if isinstance(header, UNREADABLE):
+            entries.append(Entry(name.seq, name.step, None, str(header)))
+        elif isinstance(header, Exception):
+            raise header
+        elif header is not None:
+            entries.append(_entry(parts, header, sorted(tags.get(header.seq, ()))))
         if limit is not None and len(entries) >= limit:
             break
-        try:
-            header = header_or_none(parts.manifests, name)
-        except UNREADABLE as error:
-            entries.append(Entry(name.seq, name.step, None, str(error)))
-            continue
-        if header is not None:
-            info = Info.of(header, tags=sorted(tags.get(header.seq, ())))
-            entries.append(Entry(header.seq, header.step, info))
     return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags))
+
+
+def _entry(parts: Parts, header: ManifestHeader, tags: list[str]) -> Entry:
+    try:
+        tiers = tiers_of(parts.manifests, header)
+    except UNREADABLE as error:
+        return Entry(header.seq, header.step, None, str(error))
+    return Entry(header.seq, header.step, Info.of(header, tags=tags, tiers=tiers))
 
 
 def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], list[tuple[str, str]]]:

@@ -17,6 +17,24 @@ from ckstore.forms import Encoded, Scratch
 from ckstore.ids import ChunkId, chunk_id_of
 from ckstore.plan import ChunkPlan
 
+BufferPurpose = Literal[
+    "gathered",
+    "base",
+    "whole",
+    "decoded",
+    # Of chunks that are stored with a loss, plain and as they will be decoded.
+    "weight plain",
+    "weight",
+    "rounded plain",
+    "rounded",
+    "second plain",
+    "second",
+    "first plain",
+    "first",
+    "keep",
+]
+"""What a thread holds a chunk for."""
+
 
 class ByteSource(Protocol):
     """Bytes of one storage, as they are in the trainer's memory."""
@@ -49,7 +67,7 @@ class ChunkWorker:
         """The coders' memory; what was encoded last lies in it."""
         return self._scratch
 
-    def buffer(self, purpose: Literal["gathered", "base", "whole", "decoded"]) -> memoryview:
+    def buffer(self, purpose: BufferPurpose) -> memoryview:
         """Return this worker's memory for one purpose, as long as the longest chunk."""
         if purpose not in self._buffers:
             self._buffers[purpose] = memoryview(bytearray(self._chunk_nbytes_max))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckstore.clock import Clock
 from ckstore.format.manifest import Manifest
+from ckstore.tree import TensorNode, format_path, leaves_of
 
 
 class Stopwatch:
@@ -46,6 +47,12 @@ class Receipt:
         chunks_reused: Chunks that an earlier checkpoint, or an earlier place in this state, had already.
         chunks_delta: New chunks stored as the difference from a base.
         chunks_derived: New chunks stored as the rounding of another one of the same state.
+        chunks_lossy: New chunks stored as codes, with a loss.
+        fidelity: ``"exact"``, or the name of the policy by which something was lost.
+        lossy_count: Storages that are not what was committed.
+        worst_rel_rms: The greatest RMS error of any of them, in the RMS of its values.
+        worst_path: The tensor that has it.
+        worst_spike: Largest |update| / lr that a next step of Adam could make; 0.0 where that is not known.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
         engine: What wrote the packs: ``"uring"`` or ``"pwrite"``.
         warnings: What the caller should look at, each a sentence.
@@ -63,6 +70,17 @@ class Receipt:
     seconds: dict[str, float]
     engine: str
     warnings: tuple[str, ...] = ()
+    chunks_lossy: int = 0
+    fidelity: str = "exact"
+    lossy_count: int = 0
+    worst_rel_rms: float = 0.0
+    worst_path: str = ""
+    worst_spike: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller the commit was than the state; infinite where nothing had to be written."""
+        return self.bytes_state / self.bytes_written if self.bytes_written else float("inf")
 
     @classmethod
     def of(
@@ -74,9 +92,11 @@ class Receipt:
         warnings: Sequence[str],
         chunks_delta: int,
         chunks_derived: int,
+        chunks_lossy: int = 0,
     ) -> Receipt:
         """Make the receipt of a published manifest."""
         header = manifest.header
+        worst = max(manifest.losses, key=lambda loss: loss.rel_rms, default=None)
         return cls(
             step=header.step,
             seq=header.seq,
@@ -90,4 +110,18 @@ class Receipt:
             seconds={**watch.seconds, "total": watch.total()},
             engine=engine,
             warnings=tuple(warnings),
+            chunks_lossy=chunks_lossy,
+            fidelity=header.fidelity,
+            lossy_count=len(manifest.losses),
+            worst_rel_rms=0.0 if worst is None else worst.rel_rms,
+            worst_path="" if worst is None else _path_of(manifest, worst.storage),
+            worst_spike=max((loss.spike or 0.0 for loss in manifest.losses), default=0.0),
         )
+
+
+def _path_of(manifest: Manifest, storage: int) -> str:
+    """Return the path of the first tensor that views a storage."""
+    for path, leaf in leaves_of(manifest.tree):
+        if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage == storage:
+            return format_path(path)
+    return ""

@@ -24,7 +24,7 @@ from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, build_manifest
 from ckstore.repack_plan import Action, Member, RepackPlan, Rewrite, plan_repack
 from ckstore.repack_sketch import Placed, roots_of
-from ckstore.store.known import locate
+from ckstore.store.known import Known, locate
 from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
 from ckstore.store.replace import finish_replacements, settle
@@ -161,12 +161,12 @@ def _report(parts: Parts, plan: RepackPlan, done: dict[int, _Done], *, is_dry_ru
     return RepackReport(parts.run, is_dry_run, entries, plan.packs_before, after, written)
 
 
-class _Aside(Parts):
+class Aside(Parts):
     """The same store with frames of its own to know, so that the handle's are left alone."""
 
-    def __init__(self, parts: Parts, placed: Placed) -> None:
+    def __init__(self, parts: Parts, known: Known) -> None:
         super().__init__(parts.backend, parts.record, parts.run, clock=parts.clock)
-        self.known = placed
+        self.known = known
         self.nbytes_planned = 0
 
     def nbytes_expected(self, nbytes: int) -> int:
@@ -181,7 +181,7 @@ class _Repacker:
         self._parts = parts
         self._plan = plan
         self._placed = Placed()
-        self._aside = _Aside(parts, self._placed)
+        self._aside = Aside(parts, self._placed)
         # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
         spare = policy.memory_nbytes_max
         per_thread = reader_nbytes(parts.limits) + thread_nbytes(parts.limits, has_bases=True)
@@ -298,6 +298,7 @@ def _replacement(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> Manife
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
         choices=rewrite.basing.choices(_modes(manifest, rewrite, stored)),
+        losses=manifest.losses,
     )
     assert replacement.checkpoint_id == manifest.checkpoint_id, "a repack never changes what a checkpoint is"
     return replacement

@@ -272,6 +272,9 @@ class _Planner:
 
     def _refusal(self, found: Sketch, *, is_forced: bool) -> str | None:
         """Return why a checkpoint stays as it is whatever its group does, or None."""
+        if found.manifest.losses:
+            # Coded without a loss, a reconstruction takes as much as what it stands for.
+            return "it was stored with a loss, and stays as it is"
         least = 1 - self._wanted.saving_min
         if needs_others(found.manifest):
             is_faster = found.read_after <= least * found.read_before

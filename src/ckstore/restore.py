@@ -15,13 +15,15 @@ from ckstore import kernels
 from ckstore.chain_reader import ChainReader, at_frame
 from ckstore.config import MIB, Policy
 from ckstore.decoder import Check, Expected
-from ckstore.errors import ChecksumError, CkstoreError, MalformedError, UnsupportedError
+from ckstore.errors import ChecksumError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.fetch import Tools, decode_all, group_nbytes_max
 from ckstore.format.manifest import Manifest
 from ckstore.ids import ChunkId
 from ckstore.placement import Placement
 from ckstore.restore_plan import AsideRead, FrameRead, Target, base_id_of, chain_of, packs_of, plan_restore
 from ckstore.store.damage import tensor_paths
+from ckstore.store.lost import refuse_lost
+from ckstore.store.packs import distant_packs
 from ckstore.store.parts import Parts
 
 WAVE_NBYTES = 256 * MIB
@@ -43,17 +45,23 @@ def restore(
         MissingChunkError: A pack is missing.
         UnsupportedError: A codec of a newer version is needed.
     """
+    refuse_lost(manifest, placement.storages)
     plan = plan_restore(
         manifest,
         placement.storages,
         group_nbytes_max=group_nbytes_max(parts.limits),
         wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
+        distant=distant_packs(parts, manifest.packs),
     )
     filler = _Filler(parts, manifest, placement, policy.verify_restored, on_progress)
     for read in plan.reads:
         if read.master is not None:
             filler.hold(read.master.storage)
-    decode_all(parts, plan, manifest.packs, packs_of(manifest, plan), filler, policy=policy)
+    try:
+        decode_all(parts, plan, manifest.packs, packs_of(manifest, plan), filler, policy=policy)
+    except CorruptError:
+        parts.tiers.forget_ranges(manifest.packs)
+        raise
     return placement.finish()
 
 

@@ -13,16 +13,21 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckstore.config import KIB
 from ckstore.errors import MalformedError
+from ckstore.format.frame import FRAME_ALIGN
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.format.wire import align_up
 from ckstore.ids import NO_BASE, ChunkId
 
 GAP_NBYTES_MAX = 64 * KIB
 """Reading this much for nothing costs less than a read of its own on every device we measured."""
+
+WASTE_MAX = 1 / 8
+"""Of what is read from afar, bytes for nothing to bytes that are needed: there requests are many at a time."""
 
 PLACES_MAX = 8
 """Places that one read of a base may fill: zeros may be the base of everything, and nothing waits long for one read."""
@@ -103,7 +108,12 @@ class RestorePlan:
 
 
 def plan_restore(
-    manifest: Manifest, storages: Iterable[int], *, group_nbytes_max: int, wave_nbytes: int | None = None
+    manifest: Manifest,
+    storages: Iterable[int],
+    *,
+    group_nbytes_max: int,
+    wave_nbytes: int | None = None,
+    distant: Container[int] = (),
 ) -> RestorePlan:
     """List what must be read for these storages.
 
@@ -113,6 +123,7 @@ def plan_restore(
         group_nbytes_max: The longest range of one read.
         wave_nbytes: Bring the state to its end in waves of about so many bytes, one after another, because the
             memory of a storage is given back when it is complete; None: all of it level by level.
+        distant: Packs that are far away, by their index: of these, little is read that is not needed.
 
     Raises:
         MalformedError: Chunks of different lengths are residuals of one.
@@ -122,7 +133,7 @@ def plan_restore(
     drafts = sorted(planner.drafts(), key=lambda draft: draft.key)
     index_of = {id(draft): index for index, draft in enumerate(drafts)}
     reads = [draft.frozen(index_of) for draft in drafts]
-    groups = _group(reads, [draft.key[:2] for draft in drafts], group_nbytes_max)
+    groups = _group(reads, [draft.key[:2] for draft in drafts], group_nbytes_max, distant)
     return RestorePlan(tuple(groups), tuple(planner.asides))
 
 
@@ -290,10 +301,13 @@ def _batches(users: Sequence[_Draft]) -> Iterator[list[_Draft]]:
 
 
 def _group(
-    reads: Sequence[FrameRead], levels: Sequence[tuple[int, int]], group_nbytes_max: int
+    reads: Sequence[FrameRead],
+    levels: Sequence[tuple[int, int]],
+    group_nbytes_max: int,
+    distant: Container[int],
 ) -> Iterator[FrameGroup]:
     """Join what lies close together, within one wave and depth; a frame that is read again is not joined."""
-    first = begin = end = 0
+    first = begin = end = used = 0
     for index, read in enumerate(reads):
         frame = read.ref
         frame_end = frame.offset + frame.frame_nbytes
@@ -305,12 +319,16 @@ def _group(
             and last.offset < frame.offset
             and frame.offset - end <= GAP_NBYTES_MAX
             and max(end, frame_end) - begin <= group_nbytes_max
+            and (frame.pack not in distant or frame.offset - begin <= used * (1 + WASTE_MAX))
         )
         if index > first and not fits:
             yield FrameGroup(last.pack, begin, end - begin, tuple(reads[first:index]))
             first = index
         if index == first:
             begin = end = frame.offset
+            used = 0
         end = max(end, frame_end)
+        # Behind a frame there is padding anyway.
+        used += align_up(frame.frame_nbytes, FRAME_ALIGN)
     if reads:
         yield FrameGroup(reads[first].ref.pack, begin, end - begin, tuple(reads[first:]))

@@ -6,6 +6,7 @@ and a thread that waits for its turn never waits for one that has not begun.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,26 +122,35 @@ def run_aside(step: Callable[[], Result], *, on_interrupt: Callable[[BaseExcepti
     """
     results: list[Result] = []
     failures: list[BaseException] = []
-    ended = threading.Semaphore(0)
+    ended = threading.Event()
+    # Who takes it first decides whether the step runs: the thread, or whatever interrupts the caller while it starts.
+    chance = threading.Lock()
 
     def work() -> None:
+        if not chance.acquire(blocking=False):
+            return
         try:
             results.append(step())
         except BaseException as error:
             failures.append(error)
         finally:
-            ended.release()
+            ended.set()
 
-    thread = threading.Thread(target=work, name="ckstore-aside", daemon=True)
     try:
-        thread.start()
-        ended.acquire()
+        threading.Thread(target=work, name="ckstore-aside", daemon=True).start()
+        ended.wait()
     except BaseException as error:
-        on_interrupt(error)
+        if not chance.acquire(blocking=False):
+            on_interrupt(error)
+            _wait_in_any_case(ended)
         raise
-    finally:
-        if thread.ident is not None:
-            thread.join()
     if failures:
         raise failures[0]
     return results[0]
+
+
+def _wait_in_any_case(event: threading.Event) -> None:
+    """Wait for what comes soon; whoever interrupts the wait has interrupted the caller before, and is told by that."""
+    while not event.is_set():
+        with contextlib.suppress(BaseException):
+            event.wait()

@@ -12,7 +12,7 @@ import ckstore
 INFO_KEYS = {
     *("step", "seq", "checkpoint_id", "run", "time_ns", "time", "parent", "origin_id", "generation", "is_archival"),
     *("fidelity", "metrics", "tags", "bytes_state", "bytes_stored", "bytes_written", "tensor_count", "chunk_count"),
-    *("chunks_new", "chunks_reused", "depth_max", "warnings"),
+    *("chunks_new", "chunks_reused", "depth_max", "warnings", "tiers"),
 }
 
 
@@ -100,7 +100,7 @@ def test_show_lists_tensors_groups_and_packs(call, shelf):
     code, out, _ = call("show", shelf, "good", "--json")
     shown = json.loads(out)
     assert code == 0
-    assert set(shown) == INFO_KEYS | {"groups", "tensors", "packs", "base_nbytes"}
+    assert set(shown) == INFO_KEYS | {"groups", "tensors", "packs", "base_nbytes", "losses"}
     tensors = {row["path"]: row for row in shown["tensors"]}
     assert tensors["model.weights"]["nbytes"] == 200_000
     assert tensors["model.tied"]["shares_with"] == "model.weights"

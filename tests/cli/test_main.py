@@ -46,11 +46,23 @@ def test_no_command_loads_torch_and_ls_loads_next_to_nothing(store, tmp_path):
         "verify": [store, "--level", "decode"],
         "restore": [store, "-o", tmp_path / "x.npz"],
         "export": [store, "latest", "-o", tmp_path / "x.safetensors"],
+        "import": [tmp_path / "imported", tmp_path / "x.safetensors", "--step", "1"],
         "tag": [store, "latest", "x"],
         "untag": [store, "x"],
         "delete": [store, "100", "--yes"],
         "rewind": [store, "200"],
         "repack": [store],
+        "diff": [store, "200"],
+        "demote": [store],
+        "gc": [store, "--keep-last", "2"],
+        "trash": ["ls", store],
+        "undelete": [store, "100"],
+        "push": [store, tmp_path / "tier"],
+        "pull": [store],
+        "mirror": [store, tmp_path / "copy"],
+        "quarantine": [store],
+        "repair": [store],
+        "report": [store, "-o", tmp_path / "x.html"],
         "doctor": [store],
         "bench": [tmp_path, "--size", "16"],
     }
@@ -66,7 +78,7 @@ def test_every_help_fits_eighty_columns_and_cuts_no_sentence(call, name):
     assert out.startswith(f"Usage: ckstore{' ' if name else ''}{name}")
     assert max(map(len, out.splitlines())) <= 80
     assert "\\b" not in out
-    assert "..." not in out.split("Commands:")[-1] or name == "delete"
+    assert "..." not in out.split("Commands:")[-1] or name in ("delete", "demote", "pull", "trash", "undelete")
 
 
 def test_no_arguments_print_help_and_fail(call):

@@ -17,6 +17,9 @@ import numpy as np
 
 import ckstore
 from ckstore.io.local import LocalBackend
+from ckstore.keeping import Keeping
+from ckstore.retention.policy import Retention
+from ckstore.store.parts import Parts
 from ckstore.testing.faults import ForgetfulBackend
 from ckstore.testing.model import difference
 
@@ -126,6 +129,27 @@ def repack(place, ack):
         commit(store, 2004, 83, ack)
 
 
+def collect(place, ack):
+    """Drop by rules, rewrite what is left of packs, bring a dropped one back, free the trash; then commit on top."""
+    plain = replace(QUIET_POLICY, compression="none")
+    with open_store(place) as store:
+        for step, number in ((80, 2006), (81, 2009), (82, 2012)):
+            # They share one chunk, which the first of them has written.
+            commit(store, number, step, ack, policy=plain)
+        seqs = sorted(info.seq for info in store.log())
+        for seq in seqs[:-2]:
+            ack(f"deleting {seq}")
+        keeping = Keeping(Parts(store._parts.backend, store._parts.record, RUN), QUIET_POLICY)
+        report = keeping.gc(Retention(keep_last=2), min_age=0)
+        for name in report.done.dropped:
+            ack(f"deleted {name.seq}")
+        ack(f"replaced {report.done.repacked.manifests}")
+        ack(f"undeleted {keeping.undelete(f'seq:{seqs[-3]}').seq} 80 2006")
+        report = keeping.gc(min_age=0, now=True)
+        ack(f"freed {report.done.freed_files}")
+        commit(store, 2015, 83, ack)
+
+
 def stream(place, ack):
     """Commit one new state after another, until something ends it."""
     with open_store(place) as store:
@@ -155,6 +179,7 @@ SCENARIOS = {
     "recommit": recommit,
     "maintain": maintain,
     "repack": repack,
+    "collect": collect,
     "read": read,
     "stream": stream,
     "large": large,
@@ -177,16 +202,18 @@ class Promises:
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
     doubtful: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
+    archival: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(acks):
         promises = Promises()
         for line in acks:
             verb, *facts = line.split()
-            if verb == "commit":
+            if verb in ("commit", "undeleted"):
                 seq, step, number = map(int, facts)
                 assert seq not in promises.held, f"seq {seq} was acknowledged twice"
                 promises.held[seq] = step, number
+                promises.archival |= {seq} if verb == "undeleted" else set()
             elif verb == "deleting":
                 promises.doubtful.add(int(facts[0]))
             elif verb == "deleted":
@@ -195,7 +222,7 @@ class Promises:
 
     @property
     def latest(self):
-        return max((seq for seq in self.held if seq not in self.gone | self.doubtful), default=-1)
+        return max((seq for seq in self.held if seq not in self.gone | self.doubtful | self.archival), default=-1)
 
 
 def check_kept(store, promises):

@@ -123,7 +123,7 @@ def test_a_right_seal_does_not_make_a_wrong_header_right(encoded):
         decode_frame_header(encoded)
 
 
-@pytest.mark.parametrize(("at", "content"), [(8, b"\3\0"), (10, b"\1\0")], ids=["version", "flags"])
+@pytest.mark.parametrize(("at", "content"), [(8, b"\xff\0"), (10, b"\1\0")], ids=["version", "flags"])
 def test_newer_frames_are_unsupported(at, content):
     with pytest.raises(UnsupportedError):
         decode_frame_header(forge(CODED, at, content))

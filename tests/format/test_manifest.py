@@ -225,7 +225,7 @@ def test_a_header_larger_than_any_is_refused_before_it_is_read():
 def test_newer_manifests_are_unsupported():
     with pytest.raises(UnsupportedError):
         decode_manifest(forged(preamble={"mandatory_flags": 1}))
-    newer = sealed(ENCODED[:8] + b"\3\0" + ENCODED[10 : PREAMBLE_NBYTES - 8], PREAMBLE_NBYTES)
+    newer = sealed(ENCODED[:8] + b"\xff\0" + ENCODED[10 : PREAMBLE_NBYTES - 8], PREAMBLE_NBYTES)
     for decode in (decode_header, decode_manifest):
         with pytest.raises(UnsupportedError):
             decode(newer + ENCODED[PREAMBLE_NBYTES:])

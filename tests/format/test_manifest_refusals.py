@@ -16,6 +16,7 @@ from ckstore.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckstore.format.fidelity import encode_losses
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -43,6 +44,7 @@ from ckstore.testing.format_samples import OTHER_PACK_ID, PACK_ID, STORE_ID, sam
 from ckstore.tree import DictNode, ListNode, TensorNode, ValueNode
 
 SAMPLE = sample_manifest()
+LOSSES = encode_losses(SAMPLE.losses)
 
 
 ENCODED = encode_manifest(SAMPLE)
@@ -193,7 +195,7 @@ def test_other_magics_are_refused_behind_right_checksums():
 @pytest.mark.parametrize(("count", "cause"), [(3, "more pieces"), (1, "left over")])
 def test_pieces_belong_to_exactly_one_storage(count, cause):
     logical = bytearray(encode_logical(encode_inner({}), SAMPLE.logical))
-    storages = len(logical) - 2 * 40 - 3 * 12 - 3 * 16
+    storages = len(logical) - len(LOSSES) - 2 * 40 - 3 * 12 - 3 * 16
     assert logical[storages + 8 : storages + 12] == b"\2\0\0\0"
     logical[storages + 8] = count
     # The last storage gives up its piece, or not.
@@ -224,7 +226,7 @@ def test_reserved_bytes_and_tier_tables_are_refused_behind_right_digests():
         with pytest.raises(MalformedError):
             decode_manifest(forged(location=wrong_table))
     without = encode_location(SAMPLE.packs, SAMPLE.frames)
-    for at, value in ((len(location) - 1, None), (len(without), 0xFF), (len(location) - 10, 5), (len(location) - 9, 3)):
+    for at, value in ((len(location) - 1, None), (len(without), 0xFF), (len(location) - 10, 6), (len(location) - 9, 3)):
         wrong = bytearray(location)
         if value is None:
             del wrong[at]
@@ -233,7 +235,7 @@ def test_reserved_bytes_and_tier_tables_are_refused_behind_right_digests():
         with pytest.raises(MalformedError):
             decode_manifest(forged(location=bytes(wrong)))
     logical = bytearray(encode_logical(encode_inner({}), SAMPLE.logical))
-    logical[-1] = 1
+    logical[-1 - len(LOSSES)] = 1
     with pytest.raises(MalformedError, match="reserved"):
         decode_manifest(forged(logical=bytes(logical)))
 

@@ -109,7 +109,7 @@ def resealed(block, at, content):
     return sealed(bytes(body), len(block))
 
 
-@pytest.mark.parametrize(("at", "content"), [(8, b"\3\0"), (16, b"\1")], ids=["version", "mandatory flag"])
+@pytest.mark.parametrize(("at", "content"), [(8, b"\xff\0"), (16, b"\1")], ids=["version", "mandatory flag"])
 def test_newer_packs_are_unsupported(at, content):
     with pytest.raises(UnsupportedError):
         decode_superheader(resealed(PACK[:SUPERHEADER_NBYTES], at, content))

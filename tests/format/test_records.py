@@ -91,7 +91,7 @@ def test_trailing_bytes_and_long_files_are_refused():
 
 def test_a_newer_store_is_unsupported_whatever_else_it_says():
     for changes in (
-        {"format_version": 3, "new_field": 1},
+        {"format_version": 255, "new_field": 1},
         {"mandatory_features": ["sharding"]},
         {"hash_name": "sha3"},
         {"block_nbytes": 65_536},

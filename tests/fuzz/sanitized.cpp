@@ -15,6 +15,7 @@
 #include "delta.hpp"
 #include "estimate.hpp"
 #include "planes.hpp"
+#include "quant.hpp"
 #include "rans.hpp"
 #include "rounding.hpp"
 #include "sparse.hpp"
@@ -167,6 +168,96 @@ void look_at_bytes() {
     require(source.nbytes() < 300 || !ckstore::is_constant(source.data(), source.nbytes()), "noise is constant");
 }
 
+// Exactly so many numbers.
+template <class Number>
+class Numbers {
+public:
+    explicit Numbers(std::size_t count) : numbers_(new Number[count]()), count_(count) {}
+
+    Number *data() const { return numbers_.get(); }
+    Number &operator[](std::size_t at) const { return numbers_[at]; }
+    std::size_t count() const { return count_; }
+
+private:
+    std::unique_ptr<Number[]> numbers_;
+    std::size_t count_;
+};
+
+Numbers<float> floats(std::size_t count) {
+    Numbers<float> made(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        made[i] = (static_cast<float>(below(2001)) - 1000.0f) * 0.001f;
+    }
+    return made;
+}
+
+Numbers<std::uint8_t> numbers_below(std::size_t count, std::size_t bound) {
+    Numbers<std::uint8_t> made(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        made[i] = static_cast<std::uint8_t>(below(bound));
+    }
+    return made;
+}
+
+// Values of any kind through every loop of the quantizers; hostile elements and symbols are as good as others.
+void quantize_and_finish(int kind) {
+    const ckstore::Matrix whole{below(5000), 16 + below(300), 0};
+    const ckstore::Matrix matrix{whole.count, whole.row, below(whole.row)};
+    const std::size_t rows = matrix.row_count(), nbytes = matrix.count * ckstore::value_width(kind);
+    const Heap plain = noise(nbytes), base = noise(nbytes), made(nbytes);
+    const Numbers<float> values(matrix.count), above = floats(rows), beside = floats(matrix.row), book = floats(256);
+    const ckstore::Scales scales{above.data(), beside.data()};
+    ckstore::float_changes(plain.data(), base.data(), values.data(), matrix.count, kind);
+    ckstore::float_quotients(plain.data(), base.data(), values.data(), matrix.count, kind, 3.0f);
+    ckstore::float_values(plain.data(), values.data(), matrix.count, kind);
+    ckstore::measure_values(plain.data(), base.data(), matrix.count, kind);
+    const Numbers<double> row_sums(rows), col_sums(matrix.row), totals(512);
+    ckstore::sums_of_values(values.data(), row_sums.data(), col_sums.data(), matrix, below(2) == 0);
+    const Numbers<std::uint8_t> symbols(matrix.count);
+    ckstore::quantize_values(values.data(), above.data(), symbols.data(), matrix, 0.4f, 1 + static_cast<int>(below(127)));
+    const Numbers<float> bounds = floats(below(256));
+    std::sort(bounds.data(), bounds.data() + bounds.count());
+    ckstore::bin_values(values.data(), scales, bounds.data(), bounds.count(), symbols.data(), matrix);
+    ckstore::sums_of_levels(values.data(), symbols.data(), scales, totals.data(), matrix);
+    for (int rule = ckstore::kFinishAdd; rule <= ckstore::kFinishPlain; ++rule) {
+        const bool has_base = rule == ckstore::kFinishAdd || rule == ckstore::kFinishRoot;
+        ckstore::finish_values(symbols.data(), scales, book.data(), has_base ? base.data() : nullptr, made.data(), matrix,
+                               kind, rule, 0.001f);
+    }
+    ckstore::finish_values(symbols.data(), scales, book.data(), base.data(), base.data(), matrix, kind, 0, 0.0f);
+}
+
+// Symbols into streams and bytes and back; bytes that hold no symbols are told.
+void pack_and_unpack() {
+    const std::size_t row = 16 + below(300);
+    const ckstore::Matrix matrix{below(5000), row, below(row)};
+    const unsigned alphabet = 2 + static_cast<unsigned>(below(255));
+    const unsigned lowest = static_cast<unsigned>(below(257 - alphabet));
+    unsigned most = 1;
+    for (unsigned power = alphabet * alphabet; power <= 256 && most < 8; power *= alphabet) {
+        ++most;
+    }
+    const unsigned per_byte = 1 + static_cast<unsigned>(below(most));
+    Numbers<std::uint8_t> symbols = numbers_below(matrix.count, alphabet);
+    for (std::size_t i = 0; i < matrix.count; ++i) {
+        symbols[i] = static_cast<std::uint8_t>(symbols[i] + lowest);
+    }
+    const Numbers<std::uint8_t> above = numbers_below(matrix.row_count(), 16), beside = numbers_below(row, 16);
+    const Numbers<std::uint8_t> stream_of = numbers_below(ckstore::kClassSums, 1 + below(16));
+    const ckstore::Classes classes{above.data(), beside.data(), stream_of.data()};
+    const Numbers<std::uint8_t> split(matrix.count), merged(matrix.count), back(matrix.count);
+    const Numbers<std::uint32_t> counts(ckstore::kClassSums * ckstore::kCodes);
+    const Numbers<std::uint8_t> packed((matrix.count + per_byte - 1) / per_byte);
+    ckstore::class_counts(symbols.data(), classes, counts.data(), matrix);
+    ckstore::split_streams(symbols.data(), classes, split.data(), matrix);
+    ckstore::pack_symbols(split.data(), matrix.count, packed.data(), lowest, alphabet, per_byte);
+    require(ckstore::unpack_symbols(packed.data(), back.data(), matrix.count, lowest, alphabet, per_byte), "own symbols");
+    ckstore::merge_streams(back.data(), classes, merged.data(), matrix);
+    require(std::equal(merged.data(), merged.data() + matrix.count, symbols.data()), "symbols came back");
+    const Heap hostile = noise(packed.count());
+    ckstore::unpack_symbols(hostile.data(), back.data(), matrix.count, lowest, alphabet, per_byte);
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -181,6 +272,8 @@ int main(int argc, char **argv) {
         }
         round_and_compare(round % 2 == 0 ? ckstore::kBf16 : ckstore::kFp16);
         look_at_bytes();
+        quantize_and_finish(static_cast<int>(round % 3));
+        pack_and_unpack();
     }
     std::printf("%ld rounds, %zu hostile payloads, loops: %s and portable\n", rounds, hostile, ckstore::rans_variant());
     return 0;

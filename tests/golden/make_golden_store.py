@@ -21,6 +21,15 @@ import numpy as np
 
 import ckstore
 from ckstore.format.version import FORMAT_VERSION
+from ckstore.quant.settings import (
+    FirstMomentSettings,
+    LowRank,
+    PrunedMoments,
+    PrunedWeights,
+    SecondMomentSettings,
+    TensorSettings,
+    WeightSettings,
+)
 
 HERE = Path(__file__).parent
 
@@ -74,6 +83,35 @@ def moving_state(step: int) -> dict[str, object]:
     return {"half": master.astype(np.float16), "master": master, "counts": np.arange(40_000, dtype=np.int64) + step}
 
 
+def lossy_state(step: int) -> dict[str, object]:
+    """Return a state of which weights and both moments are quantized; it must never change."""
+    noise = np.random.Generator(np.random.PCG64(13))
+    start = noise.integers(-(2**20), 2**20, (100, 160)).astype(np.float64) / 2**24
+    moves = [noise.integers(-(2**10), 2**10, (100, 160)).astype(np.float64) / 2**24 for _ in range(step)]
+    second = (noise.integers(1, 2**20, (100, 160)).astype(np.float64) / 2**50).astype(np.float32)
+    first = (noise.integers(-(2**8), 2**8, (100, 160)) / 2**9).astype(np.float32) * np.sqrt(second)
+    weights = (start + sum(moves)).astype(np.float32)
+    entry = {"step": np.array(step + 1.0, np.float32), "exp_avg": first, "exp_avg_sq": second}
+    groups = [{"betas": (0.9, 0.999), "params": [0]}]
+    return {
+        "model": {"w": weights, "bias": weights[0].copy(), "half": weights.astype(np.float16)},
+        "optimizer": {"state": {0: entry}, "param_groups": groups},
+    }
+
+
+def lossy_policies() -> list[ckstore.Residual]:
+    """Return a way to lose something for each form of frame, whatever the policies with names are today."""
+    grid = TensorSettings(WeightSettings(), FirstMomentSettings(), SecondMomentSettings("log"))
+    ternary = TensorSettings(WeightSettings(step=2.0), FirstMomentSettings("ternary"), SecondMomentSettings("rank1"))
+    few = LowRank(error_max=1.0)
+    outer = TensorSettings(
+        WeightSettings(low_rank=few), FirstMomentSettings(low_rank=few), SecondMomentSettings(low_rank=few)
+    )
+    dropped = TensorSettings(WeightSettings(), FirstMomentSettings("dropped"), SecondMomentSettings())
+    pruned = TensorSettings(PrunedWeights(), PrunedMoments(), PrunedMoments())
+    return [ckstore.Residual("golden", tensors) for tensors in (grid, grid, ternary, outer, dropped, pruned)]
+
+
 def make_store(folder: Path) -> None:
     """Commit with every kind of compression, and use every verb that leaves a trace."""
     with ckstore.open(folder, run="main", clock=FixedClock(), engine="pwrite") as store:
@@ -91,6 +129,10 @@ def make_store(folder: Path) -> None:
             receipt = store.commit(moving_state(step), step, policy=ckstore.Policy(read_amplification_max=9, threads=1))
             assert receipt.chunks_derived == 1, "the golden store must hold a rounding"
             assert receipt.chunks_delta == 2 * (step > 0), "the golden store must hold differences"
+    with ckstore.open(folder, run="lossy", clock=FixedClock(), engine="pwrite") as store:
+        for step, fidelity in enumerate(lossy_policies()):
+            receipt = store.commit(lossy_state(step), step, policy=ckstore.Policy(fidelity=fidelity, threads=1))
+            assert receipt.lossy_count >= 2 + 2 * (step > 0), "the golden store must hold codes"
 
 
 def main() -> int:

@@ -147,9 +147,9 @@ def test_counts_of_a_logical_section_allocate_nothing(count, field):
 
 
 @pytest.mark.parametrize("count", LARGE)
-@pytest.mark.parametrize(("version", "field"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("version", "field"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 3)])
 def test_counts_of_a_location_section_allocate_nothing(count, version, field):
-    counts = [1, 0, 0, 0][: version + 2]
+    counts = [1, 0, 0, 0][: min(version, 2) + 2]
     counts[field] = count
     section = memoryview(struct.pack(f"<{len(counts)}Q", *counts) + b"\x90" * 100)
     with within(MIB, 2), pytest.raises(CorruptError):

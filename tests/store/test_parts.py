@@ -230,7 +230,7 @@ def store_json(**facts):
 
 
 @pytest.mark.parametrize(
-    "facts", [{"format_version": 3}, {"mandatory_features": ("erasure-codes",)}, {"hash_name": "blake4"}], ids=str
+    "facts", [{"format_version": 255}, {"mandatory_features": ("erasure-codes",)}, {"hash_name": "blake4"}], ids=str
 )
 def test_newer_format_is_refused_and_says_to_upgrade(backend, facts):
     backend.create("store.json", store_json(**facts), sync=True)

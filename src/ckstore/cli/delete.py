@@ -41,7 +41,7 @@ def run(
     """Delete checkpoints, after asking.
 
     What would go is shown first. Tagged checkpoints are refused. Nothing is deleted unless every REF is found and
-    free of tags. This version cannot free their disk space yet.
+    free of tags. `ckstore gc` frees their disk space.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         doomed = _doomed(store, refs)
@@ -53,7 +53,9 @@ def run(
         output.print_json({"run": run, "deleted": [{"seq": info.seq, "step": info.step} for info in doomed]})
         return
     plural = "" if len(doomed) == 1 else "s"
-    output.say(f"Deleted {len(doomed)} checkpoint{plural}. This version cannot free their disk space yet.")
+    output.say(
+        f"Deleted {len(doomed)} checkpoint{plural}. `ckstore gc` frees their disk space; `undelete` brings them back."
+    )
 
 
 def _doomed(store: Store, refs: list[str]) -> list[Info]:

@@ -28,9 +28,11 @@ _COLUMNS = (
     Column("new/reused", is_number=True, worth=1),
     Column("metrics", worth=6, is_elastic=True),
     Column("tags", worth=9, is_elastic=True),
-    Column("fidelity", worth=0),
+    Column("fidelity", worth=5),
     Column("parent", is_number=True, worth=2),
+    Column("lies in", worth=5),
 )
+_HERE = ("local",)
 
 
 def quick(arguments: Sequence[str]) -> bool:
@@ -107,7 +109,10 @@ def _print(log: RunLog) -> None:
     if not log.entries:
         output.say(title)
     else:
-        output.print_table(_COLUMNS, [_row(entry) for entry in log.entries], title=title)
+        # Where everything lies here, nobody asks where.
+        is_all_here = all(entry.info is None or entry.info.tiers == _HERE for entry in log.entries)
+        columns = _COLUMNS[:-1] if is_all_here else _COLUMNS
+        output.print_table(columns, [_row(entry)[: len(columns)] for entry in log.entries], title=title)
     missing = log.count - len(log.entries)
     if missing > 0:
         output.say(f"... and {missing} older; --limit 0 shows all")
@@ -121,7 +126,7 @@ def _print(log: RunLog) -> None:
 def _row(entry: Entry) -> list[str]:
     info = entry.info
     if info is None:
-        return [str(entry.seq), str(entry.step), "DAMAGED", *[NOTHING] * 9]
+        return [str(entry.seq), str(entry.step), "DAMAGED", *[NOTHING] * 10]
     fidelity = f"{info.fidelity}, archival" if info.is_archival else info.fidelity
     return [
         str(info.seq),
@@ -136,4 +141,5 @@ def _row(entry: Entry) -> list[str]:
         ", ".join(info.tags) or NOTHING,
         fidelity,
         NOTHING if info.parent is None else str(info.parent),
+        ", ".join(info.tiers) or NOTHING,
     ]

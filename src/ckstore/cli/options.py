@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from ckstore.api import Store
 
-StorePath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the store, or a file:// URL.")]
+StorePath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the store, or s3://bucket/prefix (gs, az).")]
 Ref = Annotated[
     str,
     typer.Argument(

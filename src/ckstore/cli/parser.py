@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -16,15 +17,27 @@ COMMANDS = (
     "init",
     "ls",
     "show",
+    "diff",
     "stats",
     "verify",
     "restore",
     "export",
+    "import",
     "tag",
     "untag",
     "delete",
     "rewind",
     "repack",
+    "demote",
+    "gc",
+    "trash",
+    "undelete",
+    "quarantine",
+    "repair",
+    "report",
+    "push",
+    "pull",
+    "mirror",
     "doctor",
     "bench",
 )
@@ -35,7 +48,8 @@ A checkpoint (REF) is named by a step (3000), a tag, latest, best:METRIC[:min|ma
 `ckstore ls PATH` shows them all.
 
 Exit codes: 0 done; 1 unforeseen error; 2 wrong usage; 10 not found; 11 conflict; 12 damage found;
-13 not supported here; 14 disk or memory full; 15 the disk failed; 130 interrupted.
+13 not supported here; 14 disk or memory full; 15 disk or server failed; 16 a bound is not met;
+17 the saver died; 130 interrupted.
 """
 
 
@@ -77,7 +91,8 @@ def _app(names: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        app.command(name)(importlib.import_module(f"ckstore.cli.{name}").run)
+        module = f"{name}_" if keyword.iskeyword(name) else name
+        app.command(name)(importlib.import_module(f"ckstore.cli.{module}").run)
     return app
 
 

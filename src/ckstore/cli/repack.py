@@ -55,7 +55,7 @@ def run(
 
     The newest checkpoints become keyframes, for fast restores; older ones differences from newer ones. What they hold
     and their ids stay; restores may go on meanwhile, commits to this run may not. The old packs
-    stay: this version cannot free disk space yet, so a repack needs more of it.
+    stay. Disk space is freed by `ckstore gc`; until then a repack needs more of it.
 
     \b
     stored  bytes that hold the checkpoint's own chunks

@@ -11,7 +11,7 @@ from ckstore.cli.coded import ROWS_ON_TERMINAL, show_coding
 from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
 from ckstore.cli.output import NOTHING, Column
 from ckstore.cli.shown import json_of, metrics_of
-from ckstore.contents import Contents, TensorRow
+from ckstore.contents import Contents, LossRow, TensorRow
 from ckstore.info import Info
 
 _TENSORS = (
@@ -29,6 +29,17 @@ _GROUPS = (
     Column("bytes", is_number=True),
     Column("stored", is_number=True),
     Column("ratio", is_number=True),
+)
+_LOSSES = (
+    Column("path", is_elastic=True),
+    Column("as"),
+    Column("method"),
+    Column("bits", is_number=True),
+    Column("rms error", is_number=True),
+    Column("max error", is_number=True, worth=2),
+    Column("kept", is_number=True, worth=1),
+    Column("hops", is_number=True, worth=0),
+    Column("next step", is_number=True, worth=3),
 )
 _PACKS = (
     Column("pack"),
@@ -59,8 +70,11 @@ def run(
     """Show what one checkpoint holds; no tensor is read.
 
     \b
-    stored  bytes on disk; "-" where a tensor shares a stored chunk with others
-    used    how much of a pack this checkpoint needs
+    stored     bytes on disk; "-" where a tensor shares a stored chunk with others
+    used       how much of a pack this checkpoint needs
+    rms error  of a tensor that was stored with a loss, in the RMS of its values
+    hops       checkpoints with a loss since the tensor was exact
+    next step  the largest that Adam could make from here, in learning rates
 
     \b
     With --codec, in bits per element:
@@ -82,6 +96,7 @@ def run(
     output.print_facts(_facts(contents.info, contents.base_nbytes))
     _print_groups(contents)
     _print_tensors(contents, limit or len(contents.tensors))
+    _print_losses(contents, limit or len(contents.losses))
     output.say("")
     packs = [
         [pack.pack_id, output.size(pack.nbytes), output.size(pack.used_nbytes), str(pack.frame_count), pack.tier]
@@ -107,6 +122,7 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
         ("bases", f"{output.size(base_nbytes)} of it, of chunks that are not its own" if base_nbytes else NOTHING),
         ("written", f"{output.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
         ("depth", str(info.depth_max)),
+        ("lies in", ", ".join(info.tiers) or NOTHING),
     ]
     if info.origin_id is not None:
         facts.append(("made from", f"id {info.origin_id}"))
@@ -143,6 +159,29 @@ def _print_tensors(contents: Contents, limit: int) -> None:
         output.say(f"... and {len(contents.tensors) - len(shown)} more; --limit 0 shows all")
 
 
+def _print_losses(contents: Contents, limit: int) -> None:
+    if not contents.losses:
+        return
+    output.say("")
+    output.print_table(_LOSSES, [_loss_cells(row) for row in contents.losses[:limit]], title="stored with a loss")
+    if limit < len(contents.losses):
+        output.say(f"... and {len(contents.losses) - limit} more; --limit 0 shows all")
+
+
+def _loss_cells(row: LossRow) -> list[str]:
+    return [
+        row.path or "(the state itself)",
+        row.role,
+        row.method,
+        f"{row.bits:.2f}",
+        f"{row.rel_rms:.3g}",
+        f"{row.max_abs:.3g}",
+        f"{row.kept:.1%}",
+        str(row.hops),
+        NOTHING if row.spike is None else f"{row.spike:.3g}",
+    ]
+
+
 def _cells(row: TensorRow) -> list[str]:
     return [
         row.path or "(the state itself)",
@@ -161,6 +200,7 @@ def _json_of(contents: Contents) -> dict[str, Any]:
         "tensors": [_fields(tensor) for tensor in contents.tensors],
         "packs": [_fields(pack) for pack in contents.packs],
         "base_nbytes": contents.base_nbytes,
+        "losses": [_fields(loss) for loss in contents.losses],
     }
 
 

@@ -25,6 +25,7 @@ def run(
         typer.Option("--level", metavar="LEVEL", help="quick, read or decode: how much is looked at; see above."),
     ] = "read",
     run: Run = "main",
+    remote: Annotated[bool, typer.Option("--remote", help="Look at packs that lie in other tiers, too.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -43,7 +44,7 @@ def run(
         output.progress("verifying") as on_progress,
     ):
         # At level quick almost nothing of a pack is read, so that bytes would show no progress.
-        report = store.verify(level, ref=ref, on_progress=None if level == "quick" else on_progress)
+        report = store.verify(level, ref=ref, remote=remote, on_progress=None if level == "quick" else on_progress)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(path, report, seconds))
@@ -67,6 +68,7 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
         "pack_count": report.pack_count,
         "frame_count": report.frame_count,
         "bytes_read": report.bytes_read,
+        "packs_elsewhere": report.packs_elsewhere,
         "seconds": seconds,
         "damage": [
             {
@@ -84,6 +86,8 @@ def _print(report: Report, seconds: float) -> None:
     looked_at = f"{report.checkpoint_count} checkpoints, {report.pack_count} packs"
     if report.level != "quick":
         looked_at += f", {report.frame_count} frames"
+    if report.packs_elsewhere:
+        looked_at += f" ({report.packs_elsewhere} packs of other tiers were not looked at: --remote)"
     spent = f"{output.size(report.bytes_read)} in {output.duration(seconds)}"
     if report.level != "quick":
         spent += f" ({output.rate(report.bytes_read, seconds)})"

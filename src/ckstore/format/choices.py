@@ -15,8 +15,8 @@ from ckstore.format.layout import SEQ_MAX
 from ckstore.format.records import ChoicesRecord, decode_inner, encode_inner
 from ckstore.format.wire import Reader
 
-UNSAMPLED, FULL, DELTA, DERIVED, IDENTICAL = range(5)
-MODE_NAMES = ("unsampled", "full", "delta", "derived", "identical")
+UNSAMPLED, FULL, DELTA, DERIVED, IDENTICAL, RESIDUAL = range(6)
+MODE_NAMES = ("unsampled", "full", "delta", "derived", "identical", "residual")
 BASES = ("none", "previous", "keyframe", "mixed")
 VIEWS = BASES[:3]
 """What one storage is coded against."""
@@ -36,7 +36,8 @@ class StorageChoice:
     """How one storage was to be stored, and what a sample of it promised, in bits per element.
 
     Args:
-        mode: Unsampled, full, delta, derived (the rounding of another storage) or identical (to the base's).
+        mode: Unsampled, full, delta, derived (the rounding of another storage), identical (to the base's), or residual
+            (with a loss).
         full_bits: Without a base; None where nothing was estimated, here and below.
         previous_bits: Against the previous commit.
         keyframe_bits: Against the keyframe.

@@ -24,6 +24,9 @@ LEASES_FOLDER = "leases"
 TRASH_FOLDER = "trash"
 QUARANTINE_FOLDER = "quarantine"
 TMP_FOLDER = "tmp"
+CACHE_FOLDER = "cache"
+"""Made when it is first needed, and nobody's loss when it is removed."""
+
 TOP_FOLDERS = (
     PACKS_FOLDER,
     MANIFESTS_FOLDER,

@@ -22,9 +22,10 @@ from ckstore.ids import DIGEST_NBYTES, NO_BASE, PACK_ID_NBYTES, ChunkId, PackId
 
 TIER_COUNT_MAX = 256
 
-_HEADS = {1: struct.Struct("<QQQ"), 2: struct.Struct("<QQQQ")}
+_HEADS = {1: struct.Struct("<QQQ"), 2: struct.Struct("<QQQQ"), 3: struct.Struct("<QQQQ")}
 _PACK = struct.Struct("<16s32sQHHI")
 _FRAME = struct.Struct("<32sQIIII")
+PACK_ROW_NBYTES, FRAME_ROW_NBYTES = _PACK.size, _FRAME.size
 _NO_BASE_INDEX = 0xFFFFFFFF
 _PACK_NBYTES_MIN = SUPERHEADER_NBYTES + PACK_ALIGN + TAIL_NBYTES
 
@@ -101,14 +102,8 @@ def decode_location(
     Raises:
         MalformedError: Lengths or indexes contradict each other; frames overlap, repeat or lie where none can be.
     """
-    reader = Reader(section, "a manifest's location section", where)
-    head = _HEADS[version]
-    tiers_nbytes, pack_count, frame_count, *rest = head.unpack(reader.take(head.size))
-    tiers = decode_inner(reader.take(tiers_nbytes), list[str], where=where)
-    pack_rows = reader.take(_PACK.size * pack_count)
-    frame_rows = reader.take(_FRAME.size * frame_count)
-    choices = decode_choices(reader.take(rest[0]) if rest else memoryview(b""), where=where)
-    reader.done()
+    tiers, pack_rows, frame_rows, choices_table = split_location(section, version=version, where=where)
+    choices = decode_choices(choices_table, where=where)
     packs = tuple(_packs(pack_rows, tiers, where))
     if tiers != sorted({pack.tier for pack in packs}):
         raise MalformedError("tiers of a manifest repeat, or none of its packs lies there", where=where)
@@ -122,11 +117,53 @@ def decode_location(
     return packs, frames, choices
 
 
+def split_location(
+    section: memoryview, *, version: int, where: object = None
+) -> tuple[list[str], memoryview, memoryview, memoryview]:
+    """Return the tiers, and rows of packs, rows of frames and choices as they are encoded.
+
+    Raises:
+        MalformedError: Lengths contradict each other.
+    """
+    reader = Reader(section, "a manifest's location section", where)
+    head = _HEADS[version]
+    tiers_nbytes, pack_count, frame_count, *rest = head.unpack(reader.take(head.size))
+    tiers = decode_inner(reader.take(tiers_nbytes), list[str], where=where)
+    pack_rows = reader.take(_PACK.size * pack_count)
+    frame_rows = reader.take(_FRAME.size * frame_count)
+    choices_table = reader.take(rest[0]) if rest else memoryview(b"")
+    reader.done()
+    return tiers, pack_rows, frame_rows, choices_table
+
+
+def decode_tiers(begin: bytes, *, version: int, where: object = None) -> tuple[str, ...]:
+    """Read the names of tiers from the first bytes of a section; no digest is checked, so that a listing can do it.
+
+    Raises:
+        MalformedError: They are no names, or more than the bytes at hand.
+    """
+    head = _HEADS[version]
+    if len(begin) < head.size:
+        raise MalformedError("a manifest's location section is torn", where=where)
+    end = head.size + head.unpack_from(begin)[0]
+    if end > len(begin):
+        raise MalformedError("a manifest names more tiers than a listing reads", where=where)
+    tiers = decode_inner(begin[head.size : end], list[str], where=where)
+    if not all(is_name(tier) for tier in tiers):
+        raise MalformedError("a manifest names a tier by no name", where=where)
+    return tuple(tiers)
+
+
 def _packs(pack_rows: memoryview, tiers: list[str], where: object) -> Iterator[PackRef]:
     for pack_id, digest, nbytes, tier, reserved, reserved_too in _PACK.iter_unpack(pack_rows):
         if reserved or reserved_too or tier >= len(tiers):
             raise MalformedError("a pack of a manifest names no tier, or reserved fields are set", where=where)
         yield PackRef(pack_id, nbytes, digest, tiers[tier])
+
+
+def decode_pack_row(row: bytes, tiers: list[str], *, where: object = None) -> PackRef:
+    """Read one row of the table of packs; raises MalformedError."""
+    return next(_packs(memoryview(row), tiers, where))
 
 
 def check_location(packs: Sequence[PackRef], frames: Sequence[FrameRef], limits: Limits, where: object) -> None:

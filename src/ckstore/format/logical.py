@@ -1,7 +1,8 @@
 """The logical section of a manifest: what the checkpoint is, whatever form and place its bytes have.
 
 Its BLAKE3 is the checkpoint id. It holds a record of scalars, the state tree, tensors, storages, pieces and chunks,
-each announced by the lengths at its front. Where frames lie is not in it, so a repack leaves the id alone.
+each announced by the lengths at its front, and at its end what was lost, if anything was. Where frames lie is not in
+it, so a repack leaves the id alone; and what is exact has the same id in every format version.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 
 from ckstore.config import Limits
 from ckstore.errors import MalformedError
+from ckstore.format.fidelity import Loss, check_losses, decode_losses, encode_losses
 from ckstore.format.frame import ELEMENT_WIDTHS
 from ckstore.format.nodes import decode_tree, encode_tree
 from ckstore.format.records import TensorRow, decode_inner, encode_inner
+from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import Reader
 from ckstore.ids import NO_BASE
 from ckstore.tensor import ChunkSpec, Piece, StorageSpec, TensorSpec, check_layout
@@ -27,6 +30,9 @@ _PIECE = struct.Struct("<III")
 _CHUNK = struct.Struct("<32sIB3s")
 _IS_FLOAT = {b"\0\0\0": False, b"\1\0\0": True}
 """The last three bytes of a storage or chunk; all others are reserved."""
+
+LOSSY_VERSION = 3
+"""The first format version that can say what was lost."""
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]([biufcSVmM])([0-9]{1,9})(?:\[[0-9a-zA-Z]+\])?", re.ASCII)
 _NUMPY_TEXT = re.compile(r"[<>|=]U([0-9]{1,9})", re.ASCII)
@@ -54,6 +60,7 @@ class Logical:
     tensors: tuple[TensorSpec, ...]
     storages: tuple[StorageSpec, ...]
     chunks: tuple[ChunkSpec, ...]
+    losses: tuple[Loss, ...] = ()
 
 
 def encode_logical(record: bytes, logical: Logical) -> bytes:
@@ -73,6 +80,7 @@ def encode_logical(record: bytes, logical: Logical) -> bytes:
             ),
             *(_PIECE.pack(piece.chunk, piece.offset, piece.nbytes) for piece in pieces),
             *(_CHUNK.pack(chunk.chunk_id, chunk.nbytes, chunk.element_width, _flag(chunk)) for chunk in logical.chunks),
+            encode_losses(logical.losses),
         )
     )
 
@@ -94,8 +102,10 @@ def _row_of(tensor: TensorSpec) -> TensorRow:
     )
 
 
-def decode_logical(section: memoryview, *, limits: Limits, where: object = None) -> tuple[memoryview, Logical]:
-    """Read the section; return its record, still encoded, and the rest.
+def decode_logical(
+    section: memoryview, *, limits: Limits, version: int = FORMAT_VERSION, where: object = None
+) -> tuple[memoryview, Logical]:
+    """Read the section of a manifest of this format version; return its record, still encoded, and the rest.
 
     Raises:
         MalformedError: Lengths, indexes or sums contradict each other.
@@ -110,6 +120,7 @@ def decode_logical(section: memoryview, *, limits: Limits, where: object = None)
     storage_rows = reader.take(_STORAGE.size * storage_count)
     piece_rows = reader.take(_PIECE.size * piece_count)
     chunk_rows = reader.take(_CHUNK.size * chunk_count)
+    losses = reader.take(reader.remaining) if version >= LOSSY_VERSION else memoryview(b"")
     reader.done()
     tree = decode_tree(tree_bytes, tensor_count=len(rows), where=where)
     try:
@@ -122,7 +133,8 @@ def decode_logical(section: memoryview, *, limits: Limits, where: object = None)
         )
     except KeyError:
         raise MalformedError("reserved fields of a storage or chunk are set", where=where) from None
-    logical = Logical(tree, tuple([_tensor_of(row) for row in rows]), storages, chunks)
+    tensors = tuple([_tensor_of(row) for row in rows])
+    logical = Logical(tree, tensors, storages, chunks, decode_losses(losses, where=where))
     check_logical(logical, limits, where)
     return record, logical
 
@@ -155,6 +167,7 @@ def check_logical(logical: Logical, limits: Limits, where: object) -> None:
     _check_chunks(logical.chunks, limits, where)
     _check_storages(logical.storages, logical.chunks, where)
     _check_tensors(logical, where)
+    check_losses(logical.losses, logical.storages, where)
 
 
 def _check_tensors(logical: Logical, where: object) -> None:

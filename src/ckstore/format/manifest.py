@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError
 from ckstore.format.choices import Choices
+from ckstore.format.fidelity import EXACT_FIDELITY, Loss, check_fidelity
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -42,6 +43,7 @@ __all__ = [
     "Choices",
     "ChunkSpec",
     "FrameRef",
+    "Loss",
     "Manifest",
     "ManifestHeader",
     "PackRef",
@@ -70,6 +72,8 @@ class Manifest:
     frames: tuple[FrameRef, ...]
     choices: Choices | None = None
     """Why it is stored so; None where the writer chose nothing, and before format version 2."""
+    losses: tuple[Loss, ...] = ()
+    """What it lost, by storage; empty for an exact one."""
 
     @property
     def store_id(self) -> bytes:
@@ -84,7 +88,7 @@ class Manifest:
     @property
     def logical(self) -> Logical:
         """What the checkpoint id covers, but for the scalars in the header."""
-        return Logical(self.tree, self.tensors, self.storages, self.chunks)
+        return Logical(self.tree, self.tensors, self.storages, self.chunks, self.losses)
 
 
 def build_manifest(
@@ -106,9 +110,10 @@ def build_manifest(
     generation: int = 0,
     origin_id: bytes | None = None,
     is_archival: bool = False,
-    fidelity: str = "exact",
+    fidelity: str = EXACT_FIDELITY,
     metrics: Mapping[str, float] | None = None,
     choices: Choices | None = None,
+    losses: Sequence[Loss] = (),
 ) -> Manifest:
     """Make a manifest, and compute what follows from its parts.
 
@@ -116,7 +121,7 @@ def build_manifest(
     the pieces of the storages are numbered anew.
     """
     distinct, renumbered = distinct_chunks(chunks, storages)
-    logical = Logical(tree, tuple(tensors), renumbered, distinct)
+    logical = Logical(tree, tuple(tensors), renumbered, distinct, tuple(losses))
     facts = LogicalRecord(
         run=run,
         seq=seq,
@@ -138,7 +143,8 @@ def build_manifest(
         **{name: getattr(facts, name) for name in LogicalRecord.__struct_fields__},
         **_computed(logical, frames),
     )
-    return Manifest(header, tree, logical.tensors, renumbered, distinct, tuple(packs), tuple(frames), choices)
+    places = tuple(packs), tuple(frames)
+    return Manifest(header, tree, logical.tensors, renumbered, distinct, *places, choices, logical.losses)
 
 
 def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -> Manifest:
@@ -164,6 +170,7 @@ def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -
         fidelity=header.fidelity,
         metrics=header.metrics,
         choices=entry.choices,
+        losses=entry.losses,
     )
 
 
@@ -220,11 +227,12 @@ def decode_manifest(
     header = decode_header_section(view, preamble, expect=expect, where=where)
     logical_end = preamble.head_nbytes + preamble.logical_nbytes
     section = view[preamble.head_nbytes : logical_end]
-    record, logical = decode_logical(section, limits=limits, where=where)
+    record, logical = decode_logical(section, limits=limits, version=preamble.version, where=where)
     packs, frames, choices = decode_location(
         view[logical_end:-TRAILER_NBYTES], version=preamble.version, limits=limits, where=where
     )
-    manifest = Manifest(header, logical.tree, logical.tensors, logical.storages, logical.chunks, packs, frames, choices)
+    parts = logical.tree, logical.tensors, logical.storages, logical.chunks
+    manifest = Manifest(header, *parts, packs, frames, choices, logical.losses)
     if record != _logical_record(header):
         raise MalformedError("the header of a manifest contradicts its logical section", where=where)
     _check_header(manifest, section, where)
@@ -260,6 +268,7 @@ def _check_header(manifest: Manifest, logical_section: Buffer, where: object) ->
     said = _computed(manifest.logical, manifest.frames)
     if any(getattr(header, name) != value for name, value in said.items()):
         raise MalformedError("the header of a manifest contradicts its sections", where=where)
+    check_fidelity(header.fidelity, manifest.losses, where)
     _check_frames(manifest, where)
     if manifest.choices is not None and len(manifest.choices.storages) != len(manifest.storages):
         raise MalformedError("a manifest has choices for another number of storages", where=where)

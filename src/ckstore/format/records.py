@@ -164,6 +164,22 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     requires_grad: bool
 
 
+class LossRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What one storage lost, as MessagePack array; see format/fidelity.py."""
+
+    storage: Count
+    role: ShortText
+    method: ShortText
+    bits: float
+    max_abs: float
+    rms_error: float
+    rms_value: float
+    kept: float
+    hops: Count
+    spike: float | None
+    numbers: dict[ShortText, float]
+
+
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kind: str
     xxh3: str | None = None

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 
 from ckstore.errors import UnsupportedError
 
-FORMAT_VERSION = 2
-"""What is written. Version 2 added bases: delta and rounded frames, and the choices of a manifest."""
+FORMAT_VERSION = 3
+"""What is written. Version 2 added bases: delta and rounded frames, and the choices of a manifest. Version 3 added
+loss: frames of codes, and what a manifest says of them."""
 
-READABLE_VERSIONS = (1, 2)
+READABLE_VERSIONS = (1, 2, 3)
 
 MANDATORY_FEATURES: dict[str, int] = {}
 """Names in ``store.json`` and bits in packs and manifests; none is defined yet."""

@@ -1,0 +1,200 @@
+"""What commits in the background cost beside synchronous ones: time until durable, memory, a thousand in a row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import background, histories, machine
+from bench.measure import Participant, Result, Sample, interleave
+from bench.workbench import Bench, facts_of, open_store
+
+MIB = 1 << 20
+VARIANTS = ("none", "fast")
+SAMPLE_SECONDS = 0.004
+
+
+def async_wall(bench: Bench) -> Result:
+    """Commit a state that is wholly new in the background, until it is durable, and in this process."""
+    result = bench.result("async_wall", "s", is_higher_better=False)
+    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore"] = bench.has_ckstore
+        return result
+    machine.check_space(folder, int(2.5 * nbytes))
+
+    def committing(compression: str, *, is_async: bool) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "store"
+            with open_store(place, compression) as store:
+                if is_async:
+                    store.prewarm(state)
+                began = time.perf_counter()
+                receipt = store.commit_async(state, 1).result() if is_async else store.commit(state, 1)
+                seconds = time.perf_counter() - began
+            machine.remove_tree(place)
+            return Sample(seconds, facts_of(receipt))
+
+        return run
+
+    participants = {
+        f"{verb} {name}": committing(name, is_async=verb == "commit_async")
+        for name in VARIANTS
+        for verb in ("commit", "commit_async")
+    }
+    interleave(result, participants, bench.rounds)
+    for name in VARIANTS:
+        result.add_ratios([f"commit {name}"], [f"commit_async {name}"])
+        rounds = result.ratios.get(f"commit {name} / commit_async {name}")
+        if rounds:
+            times = statistics.median(rounds)
+            result.notes.append(f"{name}: in the background it takes {times:.2f} times as long as a synchronous commit")
+    return result
+
+
+def async_memory(bench: Bench) -> Result:
+    """Measure what trainer and saver need together beyond state and arena, at the highest, over three commits."""
+    result = Result("async_memory", "MiB", is_higher_better=False)
+    result.setting = {"state_nbytes": bench.nbytes, "rounds": bench.rounds}
+    result.columns = ("arena", "trainer", "saver")
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore"] = bench.has_ckstore
+        return result
+    if not bench.is_small:
+        bench.training.facts()
+
+    def in_process(compression: str) -> Participant:
+        command = [sys.executable, "-m", "bench.cases_async", "--compression", compression]
+        command += ["--size", str(bench.nbytes), "--dir", str(bench.folder), "--cache", str(bench.cache)]
+
+        def run() -> Sample:
+            done = subprocess.run(
+                command + (["--small"] if bench.is_small else []), capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+            found = json.loads(done.stdout.splitlines()[-1])
+            return Sample(found["trainer"] + found["saver"], found)
+
+        return run
+
+    interleave(result, {f"ckstore {name}": in_process(name) for name in VARIANTS}, bench.rounds)
+    result.notes.append(
+        "sampled every few ms: anonymous and file-backed pages of both, the trainer's above what it had"
+    )
+    return result
+
+
+def async_thousand(bench: Bench) -> Result:
+    """Commit a small state many times in a row in the background, and look what grows on either side."""
+    result = Result("async_thousand", "ms", is_higher_better=False)
+    result.setting = {"checkpoints": bench.count, "state": "1 MB in 294 tensors, one of them changed"}
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore"] = bench.has_ckstore
+        return result
+    state = histories.gpt_state(1_000_000, donors=histories.synthetic_donors())
+    changing = next(tensor for _, tensor in histories.tensors_of(state))
+    place, part = bench.folder / "store", max(1, min(50, bench.count // 4))
+    seconds, usages = [], {}
+    with open_store(place, "fast") as store:
+        for step in range(bench.count):
+            changing.add_(1e-3)
+            began = time.perf_counter()
+            pending = store.commit_async(state, step, metrics={"loss": 1.0 / (step + 1)})
+            returned = time.perf_counter() - began
+            pending.result()
+            seconds.append((time.perf_counter() - began, returned))
+            if step in (part, bench.count - 1):
+                sides = {"trainer": os.getpid(), "saver": store._handover.saver_pid}
+                usages[step] = {side: dict(background.usage_of(pid)) for side, pid in sides.items()}
+    parts = {"first": seconds[1 : part + 1], "last": seconds[-part:]}
+    for name, some in parts.items():
+        samples = [Sample(1e3 * wall, {"return_ms": 1e3 * returned}) for wall, returned in some]
+        result.samples[f"ckstore, {name} {part} commits"] = samples
+    result.columns = ("return_ms",)
+    first, last = (statistics.median(wall for wall, _ in some) for some in parts.values())
+    result.notes.append(f"median of the last {part} commits / of the first {part}: {last / first:.2f}")
+    before, after = usages[part], usages[bench.count - 1]
+    for side, had in before.items():
+        grown = {name: after[side][name] - value for name, value in had.items()}
+        memory = (grown.pop("RssAnon") + grown.pop("RssFile")) / MIB
+        more = ", ".join(f"{count} {name.lower()}" for name, count in grown.items())
+        result.setting[f"{side}_grew_mib"] = round(memory, 1)
+        result.notes.append(f"from commit {part} on the {side} has grown by {memory:.1f} MiB, {more}")
+    machine.remove_tree(place)
+    return result
+
+
+def peaks_while(work: Callable[[], object], pids: dict[str, int]) -> dict[str, int]:
+    """Return the highest that each process had of memory of its own and of files, while this worked, in bytes."""
+    highest = dict.fromkeys(pids, 0)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(SAMPLE_SECONDS):
+            for name, pid in pids.items():
+                highest[name] = max(highest[name], _own_nbytes(pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        is_over.set()
+        watcher.join()
+    return highest
+
+
+def _own_nbytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile") if name in fields)
+
+
+def main() -> int:
+    """Measure one way of compressing in this process, the trainer, and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--compression", required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--small", action="store_true")
+    given = parser.parse_args()
+    donors = histories.synthetic_donors() if given.small else histories.trained_donors(given.cache)
+    state = histories.gpt_state(given.size, donors=donors)
+    before = _own_nbytes(os.getpid())
+    place = given.dir / "memory"
+    try:
+        with open_store(place, given.compression) as store:
+            store.prewarm(state)
+
+            def commit() -> None:
+                for step in range(3):
+                    background.change(state)
+                    store.commit_async(state, step).result()
+
+            peaks = peaks_while(commit, {"trainer": os.getpid(), "saver": store._handover.saver_pid})
+            found = {"trainer": (peaks["trainer"] - before) / MIB, "saver": peaks["saver"] / MIB}
+            found["arena"] = store.arena_nbytes / MIB
+    finally:
+        machine.remove_tree(place)
+    print(json.dumps(found))
+    return 0
+
+
+CASES: dict[str, Callable[[Bench], Result]] = {
+    "async_wall": async_wall,
+    "async_memory": async_memory,
+    "async_thousand": async_thousand,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

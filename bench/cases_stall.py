@@ -1,0 +1,292 @@
+"""How long training waits for a commit in the background, and what it loses while that is being written."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import background, histories, machine
+from bench.measure import Participant, Result, Sample, interleave
+from bench.workbench import Bench, facts_of, open_store
+
+VARIANTS = ("none", "fast")
+COMMITS = 3
+STEPS_A_COMMIT = 4
+QUIET_SECONDS = 2.0
+NICENESSES = (0, 5, 10, 19)
+
+
+def stall_blocking(bench: Bench) -> Result:
+    """Wait until a state may be changed again, nothing guarded, beside a plain copy of the same memory."""
+    result = bench.result("stall_blocking", "s", is_higher_better=False)
+    result.columns = ("durable_seconds",)
+    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    threads = len(os.sched_getaffinity(0))
+    found, reasons = background.find(_trial(), folder, bench.tools)
+    result.unusable |= reasons
+    machine.check_space(folder, int(2.5 * nbytes))
+    copies = background.Copies(state, threads)
+
+    def copying() -> Sample:
+        ways = copies.seconds()
+        return Sample(min(ways.values()), {"ways": ways})
+
+    def by(rival: background.Rival) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "rival"
+            place.mkdir()
+            began = time.perf_counter()
+            finish = rival.begin(state, place)
+            stall = time.perf_counter() - began
+            finish()
+            durable = time.perf_counter() - began
+            del finish
+            machine.remove_tree(place)
+            return Sample(stall, {"durable_seconds": durable})
+
+        return run
+
+    def by_ckstore(compression: str) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "store"
+            with open_store(place, compression) as store:
+                store.prewarm(state)
+                began = time.perf_counter()
+                pending = store.commit_async(state, 1)
+                stall = time.perf_counter() - began
+                receipt = pending.result()
+                durable = time.perf_counter() - began
+            machine.remove_tree(place)
+            return Sample(stall, {"durable_seconds": durable, **facts_of(receipt)})
+
+        return run
+
+    copy = f"a copy on {threads} threads"
+    participants: dict[str, Participant] = {copy: copying, **{rival.name: by(rival) for rival in found}}
+    mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
+    interleave(result, participants | _if_possible(bench, result, mine), bench.rounds)
+    copies.close()
+    result.add_ratios(list(mine), list(participants))
+    _note_stalls(result, list(mine), list(participants))
+    result.notes.append("every tool has saved before; its buffers are used again where it can do that")
+    return result
+
+
+def _note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
+    for name in mine:
+        for other in others:
+            rounds = result.ratios.get(f"{name} / {other}")
+            if rounds:
+                times, won = 1 / statistics.median(rounds), sum(ratio > 1 for ratio in rounds)
+                result.notes.append(
+                    f"{name}: {times:.2f} times the stall of {other}; shorter in {won} of {len(rounds)} rounds"
+                )
+
+
+def stall_guarded(bench: Bench) -> Result:
+    """Train with real forward and backward passes, commit behind the guard of the optimizer, and look what is lost."""
+    cores = len(os.sched_getaffinity(0))
+    loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
+    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
+    result = Result("stall_guarded", "s a step", is_higher_better=False)
+    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "steps": COMMITS * STEPS_A_COMMIT}
+    result.setting |= {"commits": COMMITS, "cores": cores}
+    result.columns = ("lost_share", "return_ms", "stall_ms")
+    machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
+    before = torch.get_num_threads()
+    threads_of = {f"training on {count} of {cores} cores": count for count in sorted({max(1, cores // 2), cores})}
+    participants: dict[str, Participant] = {}
+    for name, threads in threads_of.items():
+        participants[f"{name}, no commits"] = partial(_train, bench, loop, threads, None)
+        if bench.has_ckstore is None:
+            for compression in VARIANTS:
+                participants[f"{name}, ckstore {compression}"] = partial(_train, bench, loop, threads, compression)
+    interleave(result, participants, bench.rounds)
+    torch.set_num_threads(before)
+    for name in threads_of:
+        quiet = result.samples.get(f"{name}, no commits", [])
+        for compression in VARIANTS:
+            mine = result.samples.get(f"{name}, ckstore {compression}", [])
+            pairs = zip(mine, quiet, strict=False)
+            lost = [STEPS_A_COMMIT * (one.value - other.value) / other.value for one, other in pairs]
+            for sample, share in zip(mine, lost, strict=False):
+                sample.facts["lost_share"] = share
+            if lost:
+                result.notes.append(
+                    f"{name}, ckstore {compression}: a commit costs {statistics.median(lost):.1%} of a step "
+                    f"({min(lost):.1%} to {max(lost):.1%})"
+                )
+    result.notes.append(
+        f"{STEPS_A_COMMIT} steps follow each commit; one that finds the last not written yet waits for it"
+    )
+    return result
+
+
+def _train(bench: Bench, loop: background.Loop, threads: int, compression: str | None) -> Sample:
+    """Train some steps with commits between them; a sample is seconds a step."""
+    torch.set_num_threads(threads)
+    if compression is None:
+        loop.train_one_step()
+        began = time.perf_counter()
+        for _ in range(COMMITS * STEPS_A_COMMIT):
+            loop.train_one_step()
+        return Sample((time.perf_counter() - began) / (COMMITS * STEPS_A_COMMIT))
+    returns: list[float] = []
+    pendings: list[Any] = []
+    late = 0
+    place = bench.folder / "store"
+    with open_store(place, compression) as store:
+        store.attach(loop.optimizer)
+        store.prewarm(loop.state)
+        loop.train_one_step()
+        began = time.perf_counter()
+        for number in range(COMMITS * STEPS_A_COMMIT):
+            if number % STEPS_A_COMMIT == 0:
+                late += bool(pendings) and not pendings[-1].is_done
+                called = time.perf_counter()
+                pendings.append(store.commit_async(loop.state, loop.step))
+                returns.append(1e3 * (time.perf_counter() - called))
+            loop.train_one_step()
+        seconds = (time.perf_counter() - began) / (COMMITS * STEPS_A_COMMIT)
+        late += not pendings[-1].is_done
+        receipts = [pending.result() for pending in pendings]
+        stalls = [1e3 * pending.stall_seconds for pending in pendings]
+    machine.remove_tree(place)
+    facts: dict[str, object] = {"return_ms": statistics.median(returns), "stall_ms": statistics.median(stalls)}
+    facts |= {"returns_ms": returns, "stalls_ms": stalls, "not_written_in_time": late, **facts_of(receipts[-1])}
+    return Sample(seconds, facts)
+
+
+def stall_python_loop(bench: Bench) -> Result:
+    """Run a loop of pure Python while a state is being saved, beside the same loop alone."""
+    result = bench.result("stall_python_loop", "rounds/s", is_higher_better=True)
+    result.columns = ("kept_share", "durable_seconds")
+    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    found, reasons = background.find(_trial(), folder, bench.tools)
+    result.unusable |= reasons
+    machine.check_space(folder, int(2.5 * nbytes))
+
+    def alone() -> Sample:
+        until = time.perf_counter() + QUIET_SECONDS
+        return Sample(background.count_in_python(lambda: time.perf_counter() >= until))
+
+    def by(rival: background.Rival) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "rival"
+            place.mkdir()
+            began = time.perf_counter()
+            rate, ended = _counting(rival.begin(state, place))
+            machine.remove_tree(place)
+            return Sample(rate, {"durable_seconds": ended - began})
+
+        return run
+
+    def by_ckstore(compression: str) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "store"
+            with open_store(place, compression) as store:
+                store.prewarm(state)
+                began = time.perf_counter()
+                pending = store.commit_async(state, 1)
+                rate = background.count_in_python(lambda: pending.is_done)
+                seconds = time.perf_counter() - began
+                pending.result()
+            machine.remove_tree(place)
+            return Sample(rate, {"durable_seconds": seconds})
+
+        return run
+
+    participants: dict[str, Participant] = {"alone": alone, **{rival.name: by(rival) for rival in found}}
+    mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
+    interleave(result, participants | _if_possible(bench, result, mine), bench.rounds)
+    result.add_ratios([name for name in result.samples if name != "alone"], ["alone"])
+    for name, samples in result.samples.items():
+        for sample, kept in zip(samples, result.ratios.get(f"{name} / alone", []), strict=False):
+            sample.facts["kept_share"] = kept
+    result.notes.append("the loop runs from when the call has returned until the save is durable")
+    return result
+
+
+def stall_nice(bench: Bench) -> Result:
+    """Run a loop of pure Python on every core while the saver writes, with more and less niceness of the saver."""
+    result = bench.result("stall_nice", "share kept", is_higher_better=True)
+    result.columns = ("durable_seconds",)
+    state, folder = bench.state, bench.folder
+    machine.check_space(folder, int(2.5 * histories.nbytes_of(state)))
+    others = len(os.sched_getaffinity(0)) - 1
+
+    def rate_until(is_over: Callable[[], bool]) -> float:
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
+        try:
+            return background.count_in_python(is_over)
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+
+    def committing(nice: int) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "store"
+            until = time.perf_counter() + QUIET_SECONDS
+            alone = rate_until(lambda: time.perf_counter() >= until)
+            with open_store(place, "fast", saver_nice=nice) as store:
+                store.prewarm(state)
+                began = time.perf_counter()
+                pending = store.commit_async(state, 1)
+                kept = rate_until(lambda: pending.is_done) / alone
+                seconds = time.perf_counter() - began
+            machine.remove_tree(place)
+            return Sample(kept, {"durable_seconds": seconds})
+
+        return run
+
+    mine: dict[str, Participant] = {f"saver_nice={nice}": committing(nice) for nice in NICENESSES}
+    return interleave(result, _if_possible(bench, result, mine), bench.rounds)
+
+
+def _counting(finish: background.Finish) -> tuple[float, float]:
+    """Run the loop while something finishes on a thread; return its speed and when it was over."""
+    ended: list[float] = []
+
+    def wait() -> None:
+        finish()
+        ended.append(time.perf_counter())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    rate = background.count_in_python(lambda: bool(ended))
+    thread.join()
+    return rate, ended[0]
+
+
+def _trial() -> histories.State:
+    return histories.gpt_state(8_000_000, donors=histories.synthetic_donors())
+
+
+def _if_possible(bench: Bench, result: Result, mine: dict[str, Any]) -> dict[str, Participant]:
+    if bench.has_ckstore is None:
+        return mine
+    result.unusable["ckstore"] = bench.has_ckstore
+    return {}
+
+
+CASES: dict[str, Callable[[Bench], Result]] = {
+    "stall_blocking": stall_blocking,
+    "stall_guarded": stall_guarded,
+    "stall_python_loop": stall_python_loop,
+    "stall_nice": stall_nice,
+}

@@ -1,0 +1,218 @@
+"""What residuals are compared with: ExCP as it was published, plain block-wise quantization, and yardsticks.
+
+ExCP (Li et al., ICML 2024) is re-created from the description in the paper and of its code, with an entropy coder
+that it does not have: ideal, order 0, each code told only where the others leave it open (moments only where the
+weight was kept, second moments only where first ones were). Variants: ``factor`` is the multiple of the median below
+which a change is pruned, 2.5 or ``min(2.5, alpha / sqrt(mean(v)))``; codebooks are fp32 (as coded: fp16, in which
+small second moments vanish); k-means by Lloyd's iteration on a histogram.
+
+A baseline turns a state into another one, given the one that was made of the checkpoint before, and says how many
+bits it took, by role. Tensors of one dimension stay exact for everybody and are counted with ``EXACT_BITS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.resume_training import ROLES
+from bench.training import Arrays
+
+Bits = dict[str, float]
+"""Role (``w``, ``m``, ``v``) or ``exact`` -> bits of a whole state."""
+Maker = Callable[[Arrays, Arrays], tuple[Arrays, Bits]]
+"""(state, the previous reconstruction) -> (reconstruction, bits)."""
+
+EXACT_BITS = 66.0
+"""Of a parameter and its moments, stored exactly by the lossless coder."""
+CODEBOOK_BITS = 32
+BLOCK = 256
+HISTOGRAM_BINS = 8192
+LLOYD_STEPS = 25
+
+
+def names_of(state: Arrays) -> list[str]:
+    """Return the names of the parameters."""
+    return [path[2:] for path in state if path.startswith("w/")]
+
+
+def is_exact(values: np.ndarray) -> bool:
+    """Return whether a tensor is stored exactly by every policy."""
+    return values.ndim < 2
+
+
+def entropy_bits(codes: np.ndarray) -> float:
+    """Return the bits of codes under their own frequencies, a table of 16 bits a symbol included."""
+    if codes.size == 0:
+        return 0.0
+    counts = np.bincount(codes.reshape(-1).astype(np.int64))
+    counts = counts[counts > 0]
+    return float(counts @ np.log2(counts.sum() / counts)) + 16.0 * counts.size
+
+
+def clusters(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the centres of one-dimensional k-means, by Lloyd's iteration on a histogram."""
+    low, high = float(values.min()), float(values.max())
+    weights, edges = np.histogram(values, HISTOGRAM_BINS, range=(low, high))
+    middles = (edges[1:] + edges[:-1]) / 2
+    below = np.concatenate([[0], np.cumsum(weights)])
+    moments = np.concatenate([[0.0], np.cumsum(weights * middles)])
+    centres = np.interp((np.arange(count) + 0.5) / count * below[-1], below[1:], middles)
+    for _ in range(LLOYD_STEPS):
+        cuts = np.searchsorted(middles, (centres[1:] + centres[:-1]) / 2)
+        first, last = np.concatenate([[0], cuts]), np.concatenate([cuts, [middles.size]])
+        members = below[last] - below[first]
+        means = (moments[last] - moments[first]) / np.maximum(members, 1)
+        centres = np.sort(np.where(members > 0, means, centres))
+    found: np.ndarray = centres.astype(np.float32)
+    return found
+
+
+@dataclass(frozen=True)
+class Excp:
+    """The published method.
+
+    Args:
+        factor: The multiple of the median that a change must exceed, or the greatest one if there is an alpha.
+        alpha: The multiple is this over the root of the mean second moment.
+        beta: First moments of at most this many times their mean magnitude are pruned.
+        levels: Of a codebook, zero not counted.
+    """
+
+    factor: float = 2.5
+    alpha: float | None = None
+    beta: float = 2.0
+    levels: int = 15
+
+    def __call__(self, state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+        """Prune, cluster, and count."""
+        made: Arrays = {}
+        bits: Bits = dict.fromkeys((*ROLES, "exact"), 0.0)
+        for name in names_of(state):
+            weight, first, second = (state[f"{role}/{name}"] for role in ROLES)
+            if is_exact(weight):
+                made |= {f"{role}/{name}": state[f"{role}/{name}"] for role in ROLES}
+                bits["exact"] += EXACT_BITS * weight.size
+                continue
+            change = weight - before[f"w/{name}"]
+            factor = self.factor
+            if self.alpha is not None:
+                factor = min(factor, self.alpha / math.sqrt(float(second.mean())))
+            is_kept = np.abs(change) > factor * np.median(np.abs(change))
+            has_moments = is_kept & (np.abs(first) > self.beta * np.abs(first).mean())
+            near_change, codes = self._clustered(change, is_kept)
+            bits["w"] += entropy_bits(codes) + CODEBOOK_BITS * self.levels
+            made[f"w/{name}"] = before[f"w/{name}"] + near_change
+            for role, values, known in (("m", first, is_kept), ("v", second, has_moments)):
+                made[f"{role}/{name}"], codes = self._clustered(values, has_moments)
+                bits[role] += entropy_bits(codes[known]) + CODEBOOK_BITS * self.levels
+        return made, bits
+
+    def _clustered(self, values: np.ndarray, is_kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        near, codes = np.zeros_like(values), np.zeros(values.shape, np.uint8)
+        kept = values[is_kept]
+        if kept.size <= self.levels:
+            near[is_kept] = kept
+            codes[is_kept] = 1 + np.arange(kept.size)
+            return near, codes
+        centres = clusters(kept, self.levels)
+        labels = np.searchsorted((centres[1:] + centres[:-1]) / 2, kept)
+        near[is_kept], codes[is_kept] = centres[labels], labels + 1
+        return near, codes
+
+
+def block_wise(bits: int) -> Maker:
+    """Return the maker that rounds weights and moments to so many bits, scaled by the greatest of each 256 values."""
+
+    def make(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+        return _each(state, lambda role, values: (_blocks(values, bits, role == "v"), bits + 32 / BLOCK))
+
+    return make
+
+
+def moments_8_bit(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+    """Round first moments and the roots of second ones to 8 bits, block-wise; weights stay exact."""
+
+    def change(role: str, values: np.ndarray) -> tuple[np.ndarray, float]:
+        if role == "w":
+            return values, 32.0
+        if role == "m":
+            return _blocks(values, 8, False), 8 + 32 / BLOCK
+        roots = _blocks(np.sqrt(values), 8, True)
+        return roots * roots, 8 + 32 / BLOCK
+
+    return _each(state, change)
+
+
+def weights_bf16(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+    """Round weights to bf16; moments stay exact."""
+
+    def change(role: str, values: np.ndarray) -> tuple[np.ndarray, float]:
+        if role != "w":
+            return values, 32.0
+        words = values.view(np.uint32)
+        rounded = (words + 0x7FFF + ((words >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return rounded.astype(np.uint32).view(np.float32), 16.0
+
+    return _each(state, change)
+
+
+def weights_one_ulp(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+    """Move each weight to one of its neighbours, or not."""
+    rng = np.random.default_rng(11)
+
+    def change(role: str, values: np.ndarray) -> tuple[np.ndarray, float]:
+        if role != "w":
+            return values, 32.0
+        moved = values.view(np.int32) + rng.integers(-1, 2, values.shape, np.int32)
+        return moved.view(np.float32), 32.0
+
+    return _each(state, change)
+
+
+def no_moments(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+    """Begin with an optimizer that has seen nothing, but for its step."""
+    return _each(state, lambda role, values: (values, 32.0) if role == "w" else (np.zeros_like(values), 0.0))
+
+
+def stale_weights(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+    """Take the weights of the checkpoint before, and exact moments."""
+    made = {path: before[path] if path.startswith("w/") else values for path, values in state.items()}
+    return made, {"w": 0.0, "m": 32.0 * _count(state), "v": 32.0 * _count(state), "exact": 0.0}
+
+
+def exact(state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+    """Change nothing."""
+    return _each(state, lambda role, values: (values, 32.0))
+
+
+def _blocks(values: np.ndarray, bits: int, is_positive: bool) -> np.ndarray:
+    padded = np.zeros(-(-values.size // BLOCK) * BLOCK, np.float32)
+    padded[: values.size] = values.reshape(-1)
+    rows = padded.reshape(-1, BLOCK)
+    top = (1 << bits) - 1 if is_positive else (1 << (bits - 1)) - 1
+    scales = np.abs(rows).max(axis=1, keepdims=True) / top
+    near = np.rint(np.divide(rows, scales, out=np.zeros_like(rows), where=scales > 0)) * scales
+    found: np.ndarray = near.reshape(-1)[: values.size].reshape(values.shape).astype(np.float32)
+    return found
+
+
+def _each(state: Arrays, change: Callable[[str, np.ndarray], tuple[np.ndarray, float]]) -> tuple[Arrays, Bits]:
+    made: Arrays = {}
+    bits: Bits = dict.fromkeys((*ROLES, "exact"), 0.0)
+    for path, values in state.items():
+        role = path[0]
+        if is_exact(values):
+            made[path] = values
+            bits["exact"] += EXACT_BITS / 3 * values.size
+            continue
+        made[path], each = change(role, values)
+        bits[role] += each * values.size
+    return made, bits
+
+
+def _count(state: Arrays) -> int:
+    return sum(values.size for path, values in state.items() if path.startswith("w/"))

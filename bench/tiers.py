@@ -1,0 +1,113 @@
+"""Push, pull and restore through a bucket, beside what obstore alone reaches for the same bytes and server.
+
+Run it as ``python bench/tiers.py [--mib 256] [--rounds 3]``: it starts a server on the loopback and prints medians of
+interleaved rounds. Compare only within one run. The server is the bottleneck, and reads an object whole for each range
+of it that is asked for: ratios between equal requests are what this shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import obstore
+from obstore.store import from_url
+
+import ckstore
+from ckstore.testing.s3_server import S3Server, s3_server
+
+TENSORS = 8
+RANGE = 4 << 20
+DONE = ("obstore put", "push", "obstore get", "pull", "obstore ranges", "restore", "restore one tensor")
+
+
+def timed(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def with_obstore(address: str, files: list[Path], folder: Path) -> dict[str, float]:
+    """Do by obstore alone what push, pull and restore do: parts up, a durable file down, ranges into memory."""
+    store = from_url(address, client_options={"allow_http": True})
+    up = timed(lambda: [obstore.put(store, path.name, path, use_multipart=True) for path in files])
+
+    def to_disk() -> None:
+        for path in files:
+            with (folder / "copy").open("wb") as file:
+                for piece in obstore.get(store, path.name).stream(min_chunk_size=4 << 20):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def ranges() -> None:
+        wanted = [(path.name, at) for path in files for at in range(0, path.stat().st_size - RANGE, RANGE)]
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(lambda each: obstore.get_range(store, each[0], start=each[1], length=RANGE), wanted))
+
+    return {"obstore put": up, "obstore get": timed(to_disk), "obstore ranges": timed(ranges)}
+
+
+def measure(folder: Path, server: S3Server, mib: int, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of each round, by what was done."""
+    seconds: dict[str, list[float]] = {name: [] for name in DONE}
+    for number in range(rounds):
+        path = folder / f"store-{number}"
+        with ckstore.open(path, policy=ckstore.Policy(compression="none")) as store:
+            source = np.random.default_rng(number)
+            shape = (mib << 20) // 4 // TENSORS
+            tensors = {f"w{index}": source.standard_normal(shape, np.float32) for index in range(TENSORS)}
+            store.commit({"model": tensors}, 1)
+            files = list(path.glob("packs/*/*.pack"))
+            for name, value in with_obstore(server.new_address(), files, folder).items():
+                seconds[name].append(value)
+            address = server.new_address()
+            seconds["push"].append(timed(lambda store=store, address=address: store.push(address, keep_local=0)))
+            for file in files:
+                file.unlink()
+            seconds["restore one tensor"].append(timed(lambda store=store: store.restore(1, only="model.w3")))
+            for file in (path / "cache").glob("*/*"):
+                file.unlink()
+            seconds["restore"].append(timed(lambda store=store: store.restore(1)))
+            for file in (path / "cache").glob("*/*"):
+                file.unlink()
+            seconds["pull"].append(timed(store.pull))
+    return seconds
+
+
+def main() -> None:
+    """Print medians as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with s3_server() as server, tempfile.TemporaryDirectory() as folder:
+        os.environ.update(server.environment)
+        seconds = measure(Path(folder), server, arguments.mib, arguments.rounds)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rates = {name: arguments.mib / value for name, value in medians.items() if name != "restore one tensor"}
+    print(
+        json.dumps(
+            {
+                "mib": arguments.mib,
+                "seconds": seconds,
+                "mib_per_second": rates,
+                "push / obstore put": rates["push"] / rates["obstore put"],
+                "pull / obstore get": rates["pull"] / rates["obstore get"],
+                "restore / obstore ranges": rates["restore"] / rates["obstore ranges"],
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

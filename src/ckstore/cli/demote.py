@@ -1,0 +1,117 @@
+"""``ckstore demote``: store old checkpoints anew with a loss, after saying which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.output import NOTHING, Column
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckstore.demote_plan import DemoteEntry, DemoteReport
+
+_COLUMNS = (
+    Column("seq", is_number=True),
+    Column("step", is_number=True),
+    Column("action"),
+    Column("fidelity", worth=3),
+    Column("state", is_number=True, worth=1),
+    Column("stored now", is_number=True),
+    Column("then", is_number=True),
+    Column("rms error", is_number=True, worth=2),
+    Column("why", is_elastic=True, worth=0),
+)
+
+
+def run(
+    path: StorePath,
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF]...", help="Demote these and no others, the newest one too. [default: by age]"),
+    ] = None,
+    run: Run = "main",
+    fidelity: Annotated[str, typer.Option("--fidelity", metavar="NAME", help="near, or small.")] = "small",
+    keep_newest: Annotated[int, typer.Option("--keep-newest", min=1, metavar="N", help="The newest N stay exact.")] = 3,
+    keep_every: Annotated[
+        int,
+        typer.Option("--keep-every", min=0, metavar="M", help="Seqs that M divides stay exact; 0: none."),
+    ] = 10,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Store old checkpoints anew, smaller, with a loss.
+
+    The newest, every M-th of the others, and all that carry a tag stay exact. Steps, seqs and metrics stay; ids do not:
+    `ckstore show` names the exact one that a checkpoint was made from. Commits to this run have to wait. The old packs
+    are freed by `ckstore gc`, unless a checkpoint that stays exact is stored as a difference from what lies in them:
+    `ckstore repack` stores it whole.
+
+    \b
+    near       for resuming: about 20 times smaller than the state
+    small      for history and evaluation: 50 times and more
+    rms error  the greatest of any tensor, in the RMS of its values
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    from ckstore.config import DemotePolicy
+    from ckstore.quant.settings import Residual
+
+    makers = {"near": Residual.near, "small": Residual.small}
+    if fidelity not in makers:
+        raise UsageError("a fidelity is near or small", where=f"--fidelity {fidelity}")
+    policy = DemotePolicy(keep_newest=keep_newest, keep_every=keep_every, fidelity=makers[fidelity]())
+    begun = SYSTEM_CLOCK.monotonic()
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json(_json_of(report, seconds))
+    else:
+        _print(report, seconds)
+
+
+def _print(report: DemoteReport, seconds: float) -> None:
+    if not report.entries:
+        output.say(f"Run {report.run} has no checkpoint.")
+        return
+    chosen = [entry for entry in report.entries if (entry.action == "demote" if report.is_dry_run else entry.is_done)]
+    would = "would be" if report.is_dry_run else "were"
+    title = f"run {report.run}: {len(chosen)} of {len(report.entries)} checkpoints {would} demoted"
+    output.print_table(_COLUMNS, [_cells(entry, is_dry_run=report.is_dry_run) for entry in report.entries], title=title)
+    if report.is_dry_run or not chosen:
+        return
+    output.say("")
+    packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after"
+    output.say(f"{packs}; {output.size(report.bytes_written)} written in {output.duration(seconds)}.")
+    output.say("`ckstore gc` frees what is needed no more.")
+
+
+def _cells(entry: DemoteEntry, *, is_dry_run: bool) -> list[str]:
+    is_open = is_dry_run and entry.action == "demote"
+    return [
+        str(entry.seq),
+        str(entry.step),
+        entry.action,
+        entry.fidelity,
+        output.size(entry.bytes_state),
+        output.size(entry.stored_before),
+        NOTHING if is_open else output.size(entry.stored_after),
+        f"{entry.worst_rel_rms:.3g}" if entry.worst_rel_rms else NOTHING,
+        entry.reason,
+    ]
+
+
+def _json_of(report: DemoteReport, seconds: float) -> dict[str, Any]:
+    return {
+        "run": report.run,
+        "is_dry_run": report.is_dry_run,
+        "packs_before": report.packs_before,
+        "packs_after": report.packs_after,
+        "bytes_written": report.bytes_written,
+        "seconds": seconds,
+        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
+    }

@@ -1,0 +1,80 @@
+"""``ckstore mirror``: keep a second copy of a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Shared, StorePath, opened
+from ckstore.cli.output import Column
+from ckstore.clock import SYSTEM_CLOCK
+
+if TYPE_CHECKING:
+    from ckstore.mirror import MirrorReport, MirrorRun
+
+_COLUMNS = (
+    Column("run", is_elastic=True),
+    Column("checkpoints", is_number=True),
+    Column("copied", is_number=True),
+    Column("partial", is_number=True, worth=0),
+    Column("only there", is_number=True, worth=1),
+    Column("tags", is_number=True, worth=2),
+)
+
+
+def run(
+    path: StorePath,
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Where the copy is: s3://bucket/prefix (gs, az), or a folder.")
+    ],
+    read_back: Annotated[
+        bool, typer.Option("--read-back", help="Read every pack that is copied back, and compare.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would be copied.")] = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Keep a second copy of a store, all runs of it, elsewhere.
+
+    The copy is a store of its own: `ckstore ls ADDRESS`, `ckstore verify ADDRESS`. Nothing here changes, and nothing
+    there is removed: what was deleted here stays there.
+
+    \b
+    copied      checkpoints that were not there, or in an older form
+    partial     those of which parts are lost: they are left out
+    only there  those that are not here any more
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    begun = SYSTEM_CLOCK.monotonic()
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        report = store.mirror(address, read_back=read_back, dry_run=dry_run)
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json(_json_of(report, seconds))
+    else:
+        _print(report, seconds)
+
+
+def _print(report: MirrorReport, seconds: float) -> None:
+    if not report.runs:
+        output.say("No checkpoint yet: nothing was committed to this store.")
+        return
+    would = "would be copied" if report.is_dry_run else "copied"
+    output.print_table(_COLUMNS, [_cells(each) for each in report.runs], title=f"{would} to {report.address}")
+    if not report.is_dry_run:
+        plural = "" if report.packs_copied == 1 else "s"
+        spent = f"{output.size(report.bytes_copied)} in {output.duration(seconds)}"
+        output.say("")
+        output.say(f"{report.packs_copied} pack{plural} copied, {spent}.")
+
+
+def _cells(each: MirrorRun) -> list[str]:
+    counts = (each.checkpoint_count, each.copied_count, each.partial_count, each.kept_count, each.tag_count)
+    return [each.run, *(str(count) for count in counts)]
+
+
+def _json_of(report: MirrorReport, seconds: float) -> dict[str, Any]:
+    facts = {name: getattr(report, name) for name in type(report).__slots__ if name != "runs"}
+    runs = [{name: getattr(each, name) for name in type(each).__slots__} for each in report.runs]
+    return {**facts, "seconds": seconds, "runs": runs}

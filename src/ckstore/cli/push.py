@@ -1,0 +1,102 @@
+"""``ckstore push``: move old checkpoints to a bucket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.output import Column
+from ckstore.clock import SYSTEM_CLOCK
+
+if TYPE_CHECKING:
+    from ckstore.push import PushEntry, PushReport
+
+_COLUMNS = (
+    Column("seq", is_number=True),
+    Column("step", is_number=True),
+    Column("action"),
+    Column("packs here", is_number=True),
+    Column("why", is_elastic=True, worth=0),
+)
+
+
+def run(
+    path: StorePath,
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="ADDRESS",
+            help="Where they go: s3://bucket/prefix (gs, az), or an absolute path. [default: the tier of the store]",
+        ),
+    ] = None,
+    run: Run = "main",
+    keep_local: Annotated[
+        int, typer.Option("--keep-local", min=0, metavar="N", help="So many of the newest stay here.")
+    ] = 1,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="SPAN", help="Only what is older goes: 12h, 7d, 2w.")
+    ] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", metavar="NAME", help="What the place is called, or shall be.")
+    ] = None,
+    read_back: Annotated[
+        bool, typer.Option("--read-back", help="Read every pack there whole before anything is let go of.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Move old checkpoints of a run to a bucket.
+
+    They stay in the history and restore as before, from there. Nothing here is let go of before it was seen there;
+    `ckstore gc` then frees its space. Commits may go on meanwhile. Credentials come from the environment, a profile or
+    the machine's role.
+    """
+    begun = SYSTEM_CLOCK.monotonic()
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, output.progress("pushing") as tell:
+        report = store.push(
+            address,
+            keep_local=keep_local,
+            older_than=older_than,
+            tier=tier,
+            read_back=read_back,
+            dry_run=dry_run,
+            on_progress=tell,
+        )
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json(_json_of(report, seconds))
+    else:
+        _print(report, seconds)
+
+
+def _print(report: PushReport, seconds: float) -> None:
+    if not report.entries:
+        output.say(f"Run {report.run} has no checkpoint.")
+        return
+    would = "would go" if report.is_dry_run else "went"
+    title = f"run {report.run}: {len(report.pushed)} of {len(report.entries)} checkpoints {would} to {report.address}"
+    output.print_table(_COLUMNS, [_cells(entry) for entry in report.entries], title=title)
+    output.say("")
+    if report.is_dry_run:
+        output.say(f"At most {output.size(report.bytes_to_push)} to copy: what lies there already is not copied again.")
+        return
+    plural = "" if report.packs_copied == 1 else "s"
+    output.say(
+        f"{report.packs_copied} pack{plural} copied, {output.size(report.bytes_copied)} in {output.duration(seconds)}."
+    )
+    if report.pushed:
+        output.say("`ckstore gc` frees what nobody needs here any more.")
+
+
+def _cells(entry: PushEntry) -> list[str]:
+    return [str(entry.seq), str(entry.step), entry.action, output.size(entry.packs_nbytes), entry.reason]
+
+
+def _json_of(report: PushReport, seconds: float) -> dict[str, Any]:
+    facts = {name: getattr(report, name) for name in type(report).__slots__ if name != "entries"}
+    entries = [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries]
+    return {**facts, "seconds": seconds, "checkpoints": entries}

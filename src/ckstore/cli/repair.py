@@ -1,0 +1,108 @@
+"""``ckstore repair``: mend a damaged store from what is left, after saying how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Shared, StorePath, opened
+from ckstore.cli.quarantine import Apply
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import CorruptError
+
+if TYPE_CHECKING:
+    from ckstore.repair import RepairEntry, RepairReport
+
+_DONE = {
+    "heal": ("would be whole again", "is whole again"),
+    "partial": ("would be partial", "is partial"),
+    "quarantine": ("has a manifest that would be put aside", "has a manifest that was put aside"),
+    "revive": ("would get its earlier manifest back", "has its earlier manifest back"),
+    "bring back": ("would get its manifest from a copy", "has its manifest from a copy"),
+}
+
+
+def run(
+    path: StorePath,
+    apply: Apply = False,
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="PATH", help="A copy of this store to take from; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Mend a damaged store; without --apply it is only said how.
+
+    Every frame that a checkpoint of any run names is read. What is damaged or missing is looked for in all packs, in
+    the trash, in quarantine, and in --from.
+
+    \b
+    whole again  everything was found
+    partial      some tensors are lost: a full restore names them and fails,
+                 --only gives the rest; when the same bytes are committed
+                 again, another repair makes it whole
+
+    Damaged files go to quarantine/ in the store; nothing is removed. Nobody may commit meanwhile to a run that is
+    mended. Exit code 12 when something is lost, or would be.
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    begun = SYSTEM_CLOCK.monotonic()
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        report = store.repair(dry_run=not apply, sources=sources or ())
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json(_json_of(path, report, seconds))
+    else:
+        _print(report, seconds)
+    lost = sum(entry.action in ("partial", "quarantine") for entry in report.entries)
+    if lost:
+        raise CorruptError(
+            f"{lost} {'checkpoint has' if lost == 1 else 'checkpoints have'} lost something",
+            where=path,
+            todo="bring a copy of the store, and repair with --from; or restore other checkpoints",
+        )
+
+
+def _print(report: RepairReport, seconds: float) -> None:
+    if report.is_clean:
+        output.say(f"No damage; everything that is named was read in {output.duration(seconds)}.")
+        return
+    for entry in report.entries:
+        _print_entry(entry)
+    for pack_id, problem in report.packs.items():
+        output.say(f"pack {pack_id}: {problem}; it {'would be' if report.is_dry_run else 'was'} put aside")
+    for pack_id in report.packs_rescued:
+        output.say(f"pack {pack_id}: {'would be' if report.is_dry_run else 'was'} brought back from the trash")
+    for claim in report.claims_made:
+        output.say(f"claim {claim}: {'would be' if report.is_dry_run else 'was'} made again")
+    for sentence in report.left:
+        output.say(f"cannot be mended: {sentence}")
+    output.say("")
+    if report.is_dry_run:
+        output.say(f"{output.size(report.bytes_copied)} would be copied to new packs; --apply does all of this.")
+    else:
+        output.say(f"Repaired in {output.duration(seconds)}; {output.size(report.bytes_copied)} copied to new packs.")
+
+
+def _print_entry(entry: RepairEntry) -> None:
+    words = _DONE[entry.action][entry.is_done]
+    output.say(f"run {entry.run}, step {entry.step} (seq {entry.seq}) {words}: {entry.reason}")
+    if entry.tensors:
+        output.say(f"  lost tensors: {', '.join(entry.tensors)}")
+
+
+def _json_of(path: str, report: RepairReport, seconds: float) -> dict[str, Any]:
+    return {
+        "path": path,
+        "is_dry_run": report.is_dry_run,
+        "is_clean": report.is_clean,
+        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
+        "packs": report.packs,
+        "packs_rescued": report.packs_rescued,
+        "claims_made": report.claims_made,
+        "bytes_copied": report.bytes_copied,
+        "left": report.left,
+        "seconds": seconds,
+    }

@@ -1,0 +1,41 @@
+"""``ckstore report``: the store on one page of HTML."""
+
+from __future__ import annotations
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Force, OutFile, Shared, StorePath, opened
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import UsageError
+
+
+def run(
+    path: StorePath,
+    output_file: OutFile,
+    force: Force = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Show the store on one page of HTML.
+
+    The page needs no network and no other file: commits over time, bytes raw, stored and reused, sizes by tensor
+    group, chains of bases, where packs lie, what is kept and why, and what `ckstore gc` would free. It is made from
+    manifests; no tensor is read, and nothing is changed.
+    """
+    from ckstore.outfile import check_target, new_file
+
+    if output_file.suffix not in (".html", ".htm"):
+        raise UsageError("the name must end in .html", where=output_file)
+    check_target(output_file, force=force)
+    begun = SYSTEM_CLOCK.monotonic()
+    with (
+        opened(path, run="main", allow_shared_folder=allow_shared_folder) as store,
+        output.progress("reading manifests"),
+    ):
+        page = store.report().encode()
+    with new_file(output_file, force=force) as file:
+        file.write(page)
+    seconds = SYSTEM_CLOCK.monotonic() - begun
+    if as_json:
+        output.print_json({"file": str(output_file), "nbytes": len(page), "seconds": seconds})
+        return
+    output.say(f"Wrote {output_file}: {output.size(len(page))} in {output.duration(seconds)}. Open it in any browser.")

@@ -1,0 +1,125 @@
+"""``ckstore trash``: what was moved away and not yet freed; bring it back, or free it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Run, Shared, StorePath
+from ckstore.cli.output import NOTHING, Column
+from ckstore.cli.shown import json_of, name_of
+from ckstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckstore.keeping import Keeping, TrashEntry
+
+_COLUMNS = (
+    Column("id"),
+    Column("time (local)"),
+    Column("packs", is_number=True),
+    Column("size", is_number=True),
+    Column("checkpoints", is_elastic=True),
+)
+_ID_LETTERS = 8
+_SHOWN_MAX = 6
+
+
+def run(
+    action: Annotated[Literal["ls", "restore", "purge"], typer.Argument(help="What to do.")],
+    path: StorePath,
+    trash_ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID...", help="Which folders of the trash, by the first letters of their names."),
+    ] = None,
+    run: Run = "main",
+    everything: Annotated[bool, typer.Option("--all", help="For purge: the whole trash.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="For purge: do not ask.")] = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Look into the trash, bring back from it, or free it.
+
+    \b
+    ls       what lies there, a folder for each collection and each drop
+    restore  packs go back; dropped checkpoints are new entries, never latest
+    purge    what nothing names is freed, and cannot be brought back
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    from ckstore.keeping import keep
+
+    with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        if action == "ls":
+            _list(store, as_json=as_json)
+            return
+        if not trash_ids and not (everything and action == "purge"):
+            raise UsageError(f"trash {action} needs the ID of a folder", todo="`ckstore trash ls` shows them")
+        if action == "restore":
+            _restore(store, trash_ids or [], as_json=as_json)
+        else:
+            _purge(store, trash_ids or [], is_asked=not yes, as_json=as_json)
+
+
+def _list(store: Keeping, *, as_json: bool) -> None:
+    entries = store.trash()
+    if as_json:
+        output.print_json({"trash": [_json_of(entry) for entry in entries]})
+        return
+    if not entries:
+        output.say("The trash is empty.")
+        return
+    output.print_table(_COLUMNS, [_cells(entry) for entry in entries])
+
+
+def _cells(entry: TrashEntry) -> list[str]:
+    named = [f"{run} step {step} (seq:{seq})" for run, seq, step, _ in entry.manifests]
+    more = f" and {len(named) - _SHOWN_MAX} more" if len(named) > _SHOWN_MAX else ""
+    return [
+        entry.trash_id[:_ID_LETTERS],
+        NOTHING if entry.time_ns is None else output.local_time(entry.time_ns),
+        str(entry.pack_count),
+        output.size(entry.nbytes),
+        ", ".join(named[:_SHOWN_MAX]) + more or NOTHING,
+    ]
+
+
+def _json_of(entry: TrashEntry) -> dict[str, object]:
+    names = ("run", "seq", "step", "generation")
+    return {
+        "trash_id": entry.trash_id,
+        "time": None if entry.time_ns is None else output.iso_time(entry.time_ns),
+        "packs": entry.pack_count,
+        "nbytes": entry.nbytes,
+        "manifests": [dict(zip(names, manifest, strict=True)) for manifest in entry.manifests],
+    }
+
+
+def _restore(store: Keeping, trash_ids: list[str], *, as_json: bool) -> None:
+    restored = [store.restore_from_trash(trash_id) for trash_id in trash_ids]
+    undeleted = [info for each in restored for info in each.undeleted]
+    troubles = [trouble for each in restored for trouble in each.troubles]
+    packs = sum(each.packs for each in restored)
+    if as_json:
+        infos = [json_of(info) for info in undeleted]
+        output.print_json({"packs": packs, "undeleted": infos, "troubles": troubles})
+        return
+    output.say(f"{packs} packs are in place again.")
+    for info in undeleted:
+        output.say(f"Brought back: {name_of(info)} of run {info.run}.")
+    for trouble in troubles:
+        output.say(f"Not brought back: {trouble}")
+
+
+def _purge(store: Keeping, trash_ids: list[str], *, is_asked: bool, as_json: bool) -> None:
+    if is_asked:
+        if as_json or not sys.stdin.isatty():
+            raise UsageError("nobody is there to confirm; nothing was freed", todo="say --yes if you mean it")
+        if not typer.confirm("Free it? What was dropped cannot be brought back then."):
+            output.say("Nothing was freed.")
+            raise typer.Exit(1)
+    freed = sum(store.purge(trash_id) for trash_id in trash_ids) if trash_ids else store.purge()
+    if as_json:
+        output.print_json({"freed_nbytes": freed})
+    else:
+        output.say(f"{output.size(freed)} freed.")

@@ -1,0 +1,200 @@
+"""Protects ``gc``, ``trash`` and ``undelete``: what they print is what they do, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.cli.gc import nbytes_of
+from ckstore.errors import UsageError
+
+
+@pytest.fixture
+def store(store):
+    """Two checkpoints more, of which the older shares nothing."""
+    with ckstore.open(store) as opened:
+        for step in (400, 500):
+            opened.commit({"own": np.random.default_rng(step).standard_normal(9000)}, step, metrics={"loss": 0.5})
+    return store
+
+
+def documents(call, *arguments):
+    code, out, err = call(*arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def steps_of(path):
+    with ckstore.open(path, create=False) as store:
+        return store.steps()
+
+
+def test_dry_run_prints_the_plan_that_is_carried_out(call, store):
+    rules = ("gc", store, "--run", "main", "--keep-last", "1")
+    dry = documents(call, *rules, "--dry-run")
+    assert steps_of(store) == [100, 200, 300, 400, 500]
+    real = documents(call, *rules)
+    assert (dry["is_dry_run"], real["is_dry_run"]) == (True, False)
+    assert dry["runs"] == real["runs"]
+    assert {**dry["plan"], "drafts": []} == {**real["plan"], "drafts": []}
+    assert real["done"]["dropped"] == dry["plan"]["drops"]
+    assert [name["step"] for name in dry["plan"]["drops"]] == [100, 300, 400]
+    assert steps_of(store) == [200, 500], "step 200 carries a tag"
+    assert real["later_nbytes"] > 0
+    assert real["later_time"] is not None
+
+
+def test_table_tells_reasons_of_what_is_kept_and_dropped(call, store):
+    code, out, _ = call("gc", store, "--keep-last", "1", "--keep-best", "loss:1:max", "--dry-run")
+    assert code == 0
+    assert "run main: 3 kept, 2 dropped by keep_last 1, keep_best loss:1:max" in out
+    assert "tag good" in out
+    assert "3 is number 1" in out
+    code, out, _ = call("gc", store, "--keep-last", "1", "--dry-run")
+    assert "drop  keep_last 1: number 3 from the newest" in out
+    assert "3 checkpoints would be dropped." in out
+    assert "would go to the trash" in out
+
+
+def test_it_says_what_was_moved_what_was_freed_and_when_the_rest_will_be(call, store):
+    code, out, _ = call("gc", store, "--keep-last", "1")
+    assert code == 0
+    assert "3 checkpoints dropped" in out
+    assert "moved to the trash" in out
+    assert "0 B freed." in out
+    assert "frees all of it, --now frees it at once." in out
+    code, out, _ = call("gc", store, "--now")
+    assert "No rules: nothing is dropped" in out
+    assert "freed." in out
+    assert "0 B freed." not in out
+    code, out, _ = call("gc", store, "--dry-run")
+    assert "Nothing to do." in out
+
+
+def test_rules_are_applied_to_every_run_or_to_one(call, store):
+    with ckstore.open(store, run="other") as other:
+        other.commit({"n": 1}, 8)
+    call("gc", store, "--run", "other", "--keep-last", "1")
+    assert steps_of(store) == [100, 200, 300, 400, 500]
+    assert [plan["run"] for plan in documents(call, "gc", store, "--keep-last", "1")["runs"]] == ["main", "other"]
+    assert steps_of(store) == [200, 500]
+
+
+def test_policy_is_saved_used_and_forgotten(call, store):
+    code, _, err = call("gc", store, "--save-policy")
+    assert (code, "needs rules" in err) == (2, True)
+    call("gc", store, "--keep-last", "1", "--save-policy", "--dry-run")
+    assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == ""
+    call("gc", store, "--keep-last", "4", "--keep-best", "loss", "--save-policy")
+    assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == "keep_last 4, keep_best loss:1:min"
+    assert documents(call, "gc", store, "--keep-every", "7", "--dry-run")["runs"][0]["rules"] == "keep_every 7"
+    call("gc", store, "--forget-policy")
+    assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == ""
+    assert call("verify", store)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--keep-lst", "3"], "--keep-last"),
+        (["--keep-best", "loss:2:mn"], "Did you mean 'min'"),
+        (["--keep-within", "soon"], "no span of time"),
+        (["--time-zone", "CET", "--keep-daily", "3"], "fixed offset"),
+        (["--keep-last", "0"], "keep-last"),
+        (["--repack-max", "much"], "no size"),
+        (["--time-zone", "UTC"], "needs a rule"),
+        (["--keep-last", "1", "--max-delete", "0"], "max_delete is 0"),
+        (["--run", "none", "--keep-last", "1"], "there is no run 'none'"),
+    ],
+)
+def test_mistakes_are_named_and_change_nothing(call, store, arguments, said):
+    code, _, err = call("gc", store, *arguments)
+    assert code == (10 if arguments[0] == "--run" else 2)
+    assert said in err
+    assert "Traceback" not in err
+    assert steps_of(store) == [100, 200, 300, 400, 500]
+
+
+def test_damage_is_told_and_ends_with_its_exit_code(call, store):
+    manifest = next((store / "manifests" / "main").glob("00000000-*"))
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    code, out, err = call("gc", store, "--keep-last", "1")
+    assert code == 12
+    assert "packs were left alone" in err
+    assert "nothing of this run goes" in out
+    (store / "manifests" / "main" / manifest.name).unlink()
+    tag = store / "tags" / "main" / "good"
+    tag.write_bytes(b"{}")
+    code, _, err = call("gc", store, "--keep-last", "1")
+    assert code == 12
+    assert "nothing of run main was dropped" in err
+
+
+def test_trash_is_listed_restored_and_purged(call, store):
+    assert "The trash is empty." in call("trash", "ls", store)[1]
+    call("gc", store, "--keep-last", "1")
+    listed = documents(call, "trash", "ls", store)["trash"]
+    assert any(manifest["step"] == 100 for entry in listed for manifest in entry["manifests"])
+    code, out, _ = call("trash", "ls", store)
+    assert "main step 100 (seq:0)" in out
+    identities = [entry["trash_id"][:12] for entry in listed]
+    restored = documents(call, "trash", "restore", store, *identities)
+    assert [info["step"] for info in restored["undeleted"]] == [100, 300, 400]
+    assert steps_of(store) == [100, 200, 300, 400, 500]
+    code, _, err = call("trash", "purge", store, "--all")
+    assert (code, "nobody is there to confirm" in err) == (2, True)
+    assert documents(call, "trash", "purge", store, "--all", "--yes")["freed_nbytes"] > 0
+    assert documents(call, "trash", "ls", store)["trash"] == []
+    assert call("verify", store, "--level", "decode")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["restore"], 2),
+        (["purge", "--yes"], 2),
+        (["restore", "ffff"], 10),
+        (["purge", "ffff", "--yes"], 10),
+        (["burn"], 2),
+    ],
+)
+def test_mistakes_with_the_trash_are_named(call, store, arguments, code):
+    action, *rest = arguments
+    assert call("trash", action, store, *rest)[0] == code
+
+
+def test_undelete_brings_back_what_delete_took(call, store):
+    call("delete", store, "100", "--yes")
+    code, out, _ = call("undelete", store, "100")
+    assert (code, out) == (0, "Brought back: step 100 (seq 5).\n")
+    assert documents(call, "undelete", store, "seq:0")["undeleted"][0]["is_archival"] is True
+    assert "archival" in call("ls", store)[1]
+    code, _, err = call("undelete", store, "999")
+    assert code == 10
+    assert "100" in err, "it names what there is"
+
+
+def test_sizes_are_read():
+    assert [nbytes_of(text) for text in ("0", "4G", "512MiB", "1k", "3 TB", "7b")] == [
+        0, 4 << 30, 512 << 20, 1 << 10, 3 << 40, 7
+    ]  # fmt: skip
+    for text in ("", "-1", "1.5G", "G", "1P"):
+        with pytest.raises(UsageError, match="no size"):
+            nbytes_of(text)
+
+
+def test_collecting_loads_no_torch(store):
+    from stores import environment
+
+    program = (
+        "import sys; from ckstore.cli.main import run\n"
+        f"code = run(['gc', {str(store)!r}, '--keep-last', '1', '--dry-run'])\n"
+        "assert 'torch' not in sys.modules, 'torch was loaded'\nsys.exit(code)"
+    )
+    import subprocess
+    import sys
+
+    assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == 0

@@ -1,0 +1,151 @@
+"""What ``import``, ``quarantine``, ``repair`` and ``report`` print, write and exit with."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.adapters.safetensors import export_safetensors
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder of safetensors files, of which numpy alone is needed."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    weights = np.random.default_rng(0).standard_normal(60_000).astype(np.float32)
+    for step in (100, 200, 1000):
+        name = f"model_step{step}-loss={step / 100}.safetensors"
+        export_safetensors({"w": weights, "step": np.array([step])}, folder / name)
+    return folder
+
+
+def test_import_prints_how_much_smaller_the_history_became(call, source, tmp_path):
+    code, out, err = call("import", tmp_path / "new", source)
+    assert (code, err) == (0, "")
+    assert out.startswith("run main: 3 of 3 checkpoints were imported")
+    assert "times smaller." in out
+    assert "loss=10" in out
+    with ckstore.open(tmp_path / "new", create=False) as store:
+        assert store.steps() == [100, 200, 1000]
+        assert store.restore(200)["step"][0] == 200
+
+
+def test_import_in_a_dry_run_makes_no_store(call, source, tmp_path):
+    code, out, _ = call("import", tmp_path / "new", source, "--dry-run")
+    assert code == 0
+    assert "would be imported" in out
+    assert "nothing was changed" in out
+    assert not (tmp_path / "new").exists()
+
+
+def test_import_a_second_time_skips_everything(call, source, tmp_path):
+    call("import", tmp_path / "new", source)
+    code, out, _ = call("import", tmp_path / "new", source)
+    assert code == 0
+    assert out.startswith("run main: 0 of 3 checkpoints were imported")
+    assert out.count("skip") == 3
+
+
+def test_import_speaks_json(call, source, tmp_path):
+    found = json.loads(call("import", tmp_path / "new", source, "--json", "--exclude", "*step100-*")[1])
+    assert [(each["step"], each["action"], each["seq"]) for each in found["checkpoints"]] == [
+        (200, "import", 0), (1000, "import", 1)
+    ]  # fmt: skip
+    assert found["ratio"] == pytest.approx(found["bytes_before"] / found["bytes_stored"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere"], 10, "no such file"),
+        (["source", "--step", "5"], 2, "one step was given, and there are 3"),
+        (["source", "--exclude", "*"], 10, "no checkpoint in the folder"),
+    ],
+)
+def test_import_says_what_is_wrong(call, source, tmp_path, arguments, code, words):
+    found, _, err = call("import", tmp_path / "new", tmp_path / arguments[0], *arguments[1:])
+    assert found == code
+    assert words in err
+
+
+def damage(store):
+    """Flip a byte in the pack of the first commit, and tear the manifest of the second."""
+    first = min(store.glob("packs/*/*.pack"), key=os.path.getmtime)
+    content = bytearray(first.read_bytes())
+    content[6000] ^= 1
+    first.chmod(0o600)
+    first.write_bytes(content)
+    torn = next(store.glob("manifests/main/00000001-*"))
+    torn.chmod(0o600)
+    torn.write_bytes(torn.read_bytes()[:-3])
+
+
+def test_repair_tells_first_and_acts_on_demand(call, store):
+    damage(store)
+    code, out, err = call("repair", store)
+    assert code == 12
+    assert "step 200 (seq 1) has a manifest that would be put aside" in out
+    assert "would be partial" in out
+    assert "lost tensors:" in out
+    assert "--apply does all of this." in out
+    assert "have lost something" in err
+    assert not list(store.glob("quarantine/*/*"))
+    code, out, _ = call("repair", store, "--apply")
+    assert code == 12
+    assert "step 200 (seq 1) has a manifest that was put aside" in out
+    assert "is partial" in out
+    assert list(store.glob("quarantine/packs/*.pack"))
+    again = json.loads(call("repair", store, "--json")[1])
+    assert (again["checkpoints"], again["packs"]) == ([], {})
+
+
+def test_repair_takes_from_a_copy(call, store, shelf):
+    damage(store)
+    code, out, _ = call("repair", store, "--apply", "--from", shelf)
+    # The torn manifest is told of, although the copy gives it back.
+    assert code == 12
+    assert "has its manifest from a copy" in out
+    assert call("verify", store, "--level", "decode")[0] == 0
+
+
+def test_repair_of_a_whole_store_says_so(call, store):
+    code, out, err = call("repair", store)
+    assert (code, err) == (0, "")
+    assert out.startswith("No damage;")
+
+
+def test_quarantine_tells_first_and_moves_on_demand(call, store):
+    damage(store)
+    code, out, _ = call("quarantine", store)
+    assert code == 0
+    assert "1 files would be moved" in out
+    code, out, _ = call("quarantine", store, "--apply")
+    assert "1 files were moved" in out
+    assert len(list(store.glob("quarantine/manifests/main/*.ckm"))) == 1
+    assert call("quarantine", store)[1].startswith("Nothing to put aside")
+    assert call("ls", store)[0] == 0
+
+
+def test_partial_checkpoint_restores_by_only_and_names_what_is_lost(call, store, tmp_path):
+    damage(store)
+    call("repair", store, "--apply")
+    code, _, err = call("restore", store, "100", "-o", tmp_path / "all.npz")
+    assert code == 12
+    assert "are lost:" in err
+    assert call("restore", store, "100", "-o", tmp_path / "some.npz", "--only", "note")[0] == 0
+
+
+def test_report_writes_a_page_and_replaces_none(call, store, tmp_path):
+    page = tmp_path / "report.html"
+    code, out, err = call("report", store, "-o", page)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Wrote {page}: ")
+    assert page.read_text().startswith("<!doctype html>")
+    assert call("report", store, "-o", page)[0] == 2
+    assert json.loads(call("report", store, "-o", page, "--force", "--json")[1])["nbytes"] == page.stat().st_size
+    assert call("report", store, "-o", tmp_path / "report.txt")[0] == 2

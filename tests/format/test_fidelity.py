@@ -1,0 +1,101 @@
+"""Protects those who must know what was lost: a table of losses that lies is neither written nor believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckstore.config import Limits
+from ckstore.errors import MalformedError
+from ckstore.format.fidelity import check_losses, decode_losses, encode_losses
+from ckstore.format.logical import decode_logical, encode_logical
+from ckstore.format.manifest import decode_manifest, encode_manifest
+from ckstore.format.records import encode_inner
+from ckstore.ids import digest_of
+from ckstore.testing.format_samples import sample_loss, sample_manifest
+
+SAMPLE = sample_manifest()
+LOSS = sample_loss()
+
+
+def test_losses_come_back_as_they_were_written():
+    losses = (LOSS, replace(LOSS, storage=7, role="first", method="ternary", spike=1.5, numbers={}))
+    assert decode_losses(memoryview(encode_losses(losses))) == losses
+    assert decode_manifest(encode_manifest(SAMPLE)).losses == (LOSS,)
+
+
+def test_what_is_exact_has_no_table_and_the_identity_of_earlier_versions():
+    exact = replace(SAMPLE.logical, losses=())
+    section = encode_logical(b"", exact)
+    assert encode_logical(b"", SAMPLE.logical) == section + encode_losses([LOSS])
+    for version in (1, 2, 3):
+        assert decode_logical(memoryview(section), limits=Limits(), version=version)[1].losses == ()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_that_cannot_lose_anything_refuse_a_table(version):
+    section = memoryview(encode_logical(b"", SAMPLE.logical))
+    with pytest.raises(MalformedError, match="trailing"):
+        decode_logical(section, limits=Limits(), version=version)
+
+
+WRONG = {
+    "no storage": {"storage": 3},
+    "an empty storage": {"storage": 1},
+    "a storage of integers": {"storage": 2},
+    "an unknown role": {"role": "third"},
+    "a method that is no word": {"method": "Grid 2"},
+    "no number": {"max_abs": float("nan")},
+    "infinite bits": {"bits": float("inf")},
+    "a negative error": {"rms_error": -1.0},
+    "an RMS above the maximum": {"rms_error": 0.2},
+    "more than all kept": {"kept": 1.5},
+    "no hop": {"hops": 0},
+    "a negative spike": {"spike": -0.5},
+    "too many numbers": {"numbers": {f"n{number}": 0.0 for number in range(17)}},
+    "a number that is none": {"numbers": {"step": float("nan")}},
+    "a nameless number": {"numbers": {"": 1.0}},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
+def test_losses_that_cannot_be_are_refused_by_writers_and_readers(changes):
+    wrong = replace(LOSS, **changes)
+    with pytest.raises(MalformedError):
+        check_losses([wrong], SAMPLE.storages, None)
+    with pytest.raises(MalformedError):
+        encode_manifest(replace(SAMPLE, losses=(wrong,)))
+
+
+def test_a_storage_loses_once():
+    with pytest.raises(MalformedError, match="twice"):
+        check_losses([LOSS, LOSS], SAMPLE.storages, None)
+
+
+def test_a_table_without_rows_and_rows_of_other_shapes_are_refused():
+    for rows in ([], [[1, 2]], {"storage": 0}, [[0, "weight", "grid", 1, 1.0, 1.0, 1.0, 1.0, 1, None]]):
+        with pytest.raises(MalformedError):
+            decode_losses(memoryview(encode_inner(rows)))
+
+
+@pytest.mark.parametrize(("fidelity", "losses"), [("exact", (LOSS,)), ("near", ()), ("", (LOSS,)), ("Near!", (LOSS,))])
+def test_a_header_that_denies_a_loss_or_invents_one_is_refused(fidelity, losses):
+    manifest = replace(SAMPLE, header=replace(SAMPLE.header, fidelity=fidelity), losses=losses)
+    with pytest.raises(MalformedError):
+        # The id is made to fit, so that nothing else can be what is refused.
+        encode_manifest(with_right_id(manifest))
+    assert decode_manifest(encode_manifest(with_right_id(SAMPLE))).losses == (LOSS,)
+
+
+def with_right_id(manifest):
+    from ckstore.format.manifest import _logical_record
+
+    section = encode_logical(_logical_record(manifest.header), manifest.logical)
+    return replace(manifest, header=replace(manifest.header, checkpoint_id=digest_of(section)))
+
+
+def test_errors_are_told_in_the_size_of_the_values():
+    assert LOSS.rel_rms == 0.0625 / 1.5
+    assert replace(LOSS, rms_error=0.0, rms_value=0.0).rel_rms == 0
+    assert replace(LOSS, rms_value=0.0).rel_rms == float("inf")

@@ -1,0 +1,82 @@
+"""What the tests of collections share: histories of small states, and looks at what is in place."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ckstore
+from ckstore.format import layout
+from ckstore.keeping import Keeping
+from ckstore.retention.policy import Retention
+from ckstore.testing.model import difference
+
+LAST_ONE = Retention(keep_last=1)
+
+
+def state_of(number):
+    """Return a state: a large part that all share, and one of its own."""
+    rng = np.random.default_rng(number)
+    return {
+        "shared": np.arange(70_000, dtype=np.int32),
+        "own": rng.standard_normal((40, 31)).astype(np.float32),
+        "number": number,
+    }
+
+
+def commit_all(store, steps, **options):
+    """Commit a state of its own number for each step."""
+    return [store.commit(state_of(step), step, **options) for step in steps]
+
+
+def keeper(store, run=None):
+    """Return what collects in the store of a handle, as another process would."""
+    parts = store._parts
+    again = type(parts)(parts.backend, parts.record, run or parts.run, clock=parts.clock)
+    return Keeping(again, store._policy)
+
+
+def check_restores(store, steps):
+    """Check that these steps, and no other, come back bit for bit."""
+    assert store.steps() == sorted(steps)
+    for step in steps:
+        found = difference(store.restore(step), state_of(step))
+        assert found is None, f"step {step}: {found}"
+
+
+def packs_in_place(backend):
+    """Return the names of all packs in place."""
+    return {
+        f"packs/{folder}/{file}"
+        for folder in backend.list_names(layout.PACKS_FOLDER)
+        for file in backend.list_names(f"packs/{folder}")
+    }
+
+
+def files_of(backend, folder=""):
+    """Return every name in a backend, with the bytes of its file, but for leases."""
+    found = {}
+    for name in backend.list_names(folder):
+        path = f"{folder}/{name}" if folder else name
+        if backend.list_names(path):
+            found |= files_of(backend, path)
+        elif not path.startswith("leases"):
+            info = backend.stat(path)
+            found[path] = None if info is None else info.nbytes
+    return found
+
+
+def pack_of(store, step):
+    """Return the name of the pack that only this step's commit has written."""
+    name = next(name for name in store._parts.manifests.listing().names if name.step == step)
+    header = store._parts.manifests.load(name)
+    newest = header.packs[-1] if len(header.packs) > 1 else header.packs[0]
+    return layout.pack_name(newest.pack_id)
+
+
+def damage(backend, path, at=200):
+    """Flip a bit of a file in memory."""
+    backend._files[path].content[at] ^= 1
+
+
+def reopened(backend, clock, run="main"):
+    return ckstore.open(backend, run=run, clock=clock)

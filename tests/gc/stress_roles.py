@@ -1,0 +1,364 @@
+"""What each process of the stress test does, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import logging
+import os
+import pkgutil
+import random
+import signal
+import time
+import traceback
+
+import numpy as np
+
+import ckstore
+import ckstore.collection
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
+from ckstore.format import layout
+from ckstore.io.local import LocalBackend
+from ckstore.keeping import Keeping
+from ckstore.retention.policy import Retention
+from ckstore.store import gc
+from ckstore.store.gc_survey import Survey
+from ckstore.store.parts import Parts
+from ckstore.store.references import load_whole
+from ckstore.store.trash import Trash
+from ckstore.testing.model import difference
+
+POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
+KEPT_LAST, KEPT_EVERY = 6, 25
+RETENTION = Retention(keep_last=KEPT_LAST, keep_every=KEPT_EVERY)
+KINDS = ("<f4", "<f8", "<i4", "<u1", "<i8", "<f2", "<u2")
+"""Small tensors share a chunk with others of their kind, so that each kind is a chunk of its own."""
+
+POOL = 4
+"""Values that each kind may have: few, so that bytes that were dropped come again, in any run."""
+
+BACKLOG_MAX = 60
+"""Entries of a run beyond those that retention keeps, at which its writer waits: on a busy machine collectors would
+fall behind without end, and a storm in which nothing is collected proves nothing."""
+
+ERA_STEPS, ERA_SHIFT = 10, 16
+"""A part of the state stays for so many steps: what is kept of them needs a little of a pack whose rest is dropped."""
+
+PR_SET_PDEATHSIG = 1
+TRIES_MAX = 10
+
+
+def state_of(number):
+    """Return the state that a number stands for: most parts from the pool, one of its era, one of its own if odd."""
+    rng = random.Random(number)
+    state = {}
+    for kind in KINDS:
+        value = rng.randrange(POOL)
+        state[kind[1:]] = np.random.default_rng(value).integers(0, 256, 12_000, dtype=np.uint8).view(kind)
+    if number % 2:
+        # Large enough that, once it is dropped, its pack is worth writing anew for what others need of it.
+        state["f4"] = np.random.default_rng(number).standard_normal(30_000).astype("<f4")
+    era = number >> ERA_SHIFT
+    state["i8"] = np.random.default_rng(era).integers(0, 2**62, 1500)
+    return {**state, "number": number}
+
+
+def new_number(run, step, rng):
+    """Return what a commit's state is made from: its era, which a few commits in a row have in common, and chance."""
+    return (step // ERA_STEPS * 8 + int(run[1:])) << ERA_SHIFT | rng.randrange(1 << ERA_SHIFT)
+
+
+def die_with_parent():
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def prepare(folder):
+    """Make a store, and import all that children need, once for all of them."""
+    for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
+        if module.name.split(".")[1] not in ("cli", "adapters", "testing", "_native", "__main__", "saver"):
+            importlib.import_module(module.name)
+    (folder / "acks").mkdir()
+    ckstore.open(LocalBackend(folder / "store", engine="pwrite"), policy=POLICY).close()
+
+
+def open_store(folder, run):
+    return ckstore.open(LocalBackend(folder / "store", engine="pwrite"), run=run, create=False, policy=POLICY)
+
+
+def keeper(store):
+    parts = store._parts
+    return Keeping(type(parts)(parts.backend, parts.record, parts.run, clock=parts.clock), POLICY)
+
+
+def run(role, index, folder, rng):
+    """Play a role until someone ends it; never returns."""
+    fd = os.open(folder / "acks" / f"{role}-{index}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(line):
+        os.write(fd, f"{line}\n".encode())
+
+    logging.disable(logging.CRITICAL)
+    try:
+        ROLES[role](folder, f"w{index}", rng, note)
+    except BaseException as error:
+        note(f"FAIL {role} {index} died: {error!r} {' '.join(traceback.format_tb(error.__traceback__)[-3:])!r}")
+    os._exit(0)
+
+
+# Writers
+
+
+def write(folder, run, rng, note):
+    remove_unacknowledged(folder, run, note)
+    while True:
+        # A new handle now and then: what it knows it has to learn from the store.
+        with open_store(folder, run) as store:
+            for _ in range(rng.randrange(5, 60)):
+                try:
+                    write_once(store, run, rng, note)
+                except ConflictError as error:
+                    # Packs vanished twice under one commit, or the lease is still held: loud, not lost.
+                    note(f"conflict {type(error).__name__} {error.what[:60]!r}")
+
+
+def remove_unacknowledged(folder, run, note):
+    """Do as an operator does with what a killed writer has published and not verified, while its packs were freed."""
+    acks = (folder / "acks" / f"writer-{run[1:]}").read_text().splitlines()
+    acked = {int(line.split()[2]) for line in acks if line.startswith("commit ")}
+    with open_store(folder, run) as store:
+        for name in store._parts.manifests.listing().names:
+            try:
+                load_whole(store._parts, name)
+            except NotFoundError:
+                continue
+            except CorruptError as error:
+                if name.seq in acked and not is_dropped(store, name.seq):
+                    note(f"FAIL {run} seq {name.seq} was acknowledged: {error!r}")
+                note(f"deleting {run} {name.seq}")
+                with contextlib.suppress(NotFoundError, ConflictError):
+                    store.delete(f"seq:{name.seq}")
+                    note(f"removed {run} {name.seq}")
+
+
+def wait_for_collectors(store):
+    """Return the entries of a run, once they are not many more than rules keep."""
+    while True:
+        names = store._parts.manifests.listing().names
+        last = max((name.step for name in names), default=0)
+        if len(names) <= KEPT_LAST + last // KEPT_EVERY + BACKLOG_MAX:
+            return names
+        time.sleep(0.01)
+
+
+def write_once(store, run, rng, note):
+    chance, names = rng.random(), wait_for_collectors(store)
+    if names and chance < 0.02:
+        seq = rng.choice(names).seq
+        note(f"deleting {run} {seq}")
+        with contextlib.suppress(NotFoundError, ConflictError):
+            store.delete(f"seq:{seq}")
+            note(f"deleted {run} {seq}")
+    elif names and chance < 0.04:
+        with contextlib.suppress(NotFoundError, ConflictError):
+            name = rng.choice(names)
+            store.tag(f"seq:{name.seq}", f"t{rng.randrange(3)}")
+            note(f"tagged {run} {name.seq}")
+    elif names and chance < 0.05:
+        with contextlib.suppress(NotFoundError, ConflictError, CorruptError):
+            store.repack()
+            note(f"repacked {run} 0")
+    elif names and chance < 0.07:
+        with contextlib.suppress(NotFoundError, ConflictError, CorruptError):
+            # Whatever it meant is dropped, or was torn by a writer that died, or is there.
+            state = store.restore(f"seq:{rng.choice(names).seq}")
+            info = store.rewind(f"seq:{store.restored.seq}")
+            note(f"commit {run} {info.seq} {info.step} {state['number']}")
+    else:
+        step = max((name.step for name in names), default=-1) + 1
+        number = new_number(run, step, rng)
+        receipt = store.commit(state_of(number), step)
+        note(f"commit {run} {receipt.seq} {step} {number}")
+
+
+# Collectors
+
+
+def collect(folder, run, rng, note):
+    # Two of them shall meet.
+    ckstore.collection.collector_lock = lambda *args, **options: contextlib.nullcontext()
+    while True:
+        with open_store(folder, "w0") as store:
+            try:
+                report = keeper(store).gc(
+                    RETENTION,
+                    all_runs=True,
+                    now=rng.random() < 0.5,
+                    min_age=rng.choice([0, 0.05, 0.3]),
+                    trash_for=rng.choice([0, 0.1, 0.5]),
+                    waste_max=rng.choice([0.01, 0.25]),
+                    repack_nbytes_max=rng.choice([0, 1 << 30]),
+                )
+            except ConflictError as error:
+                note(f"conflict {error.what[:60]!r}")
+                continue
+            done = report.done
+            is_blocked = any(plan.blocked for plan in report.runs)
+            counts = len(done.dropped), done.moved_packs, done.freed_files, done.rescued, done.repacked.manifests
+            note(f"collected {' '.join(map(str, counts))} {int(is_blocked)}")
+            if rng.random() < 0.1:
+                undelete_one(keeper(store), rng, note)
+
+
+def undelete_one(keeping, rng, note):
+    dropped = [manifest for entry in keeping.trash() for manifest in entry.manifests if manifest[0] == keeping.run]
+    if dropped:
+        run, seq, *_ = rng.choice(dropped)
+        with contextlib.suppress(NotFoundError, CorruptError, ConflictError):
+            info = keeping.undelete(f"seq:{seq}")
+            note(f"undeleted {run} {info.seq}")
+
+
+# Readers
+
+
+def read(folder, run, rng, note):
+    while True:
+        with open_store(folder, f"w{rng.randrange(8)}") as store:
+            for _ in range(20):
+                names = store._parts.manifests.listing().names
+                if not names:
+                    break
+                read_once(store, rng.choice(names).seq, note)
+                if rng.random() < 0.3:
+                    read_newest(store, note)
+
+
+def read_once(store, seq, note):
+    """Restore one checkpoint: it is right, or dropped; what another replaces just now is there at the next try."""
+    error = None
+    for _ in range(TRIES_MAX):
+        try:
+            state = store.restore(f"seq:{seq}")
+        except CkstoreError as failure:
+            error = failure
+            if is_dropped(store, seq):
+                return
+            continue
+        found = difference(state, state_of(state["number"]))
+        if found:
+            note(f"FAIL reader: {store.run} seq {seq}: {found}")
+        note("read")
+        return
+    # An unacknowledged manifest may be withdrawn while it is looked at; one in place that never comes back is lost.
+    if store._parts.manifests.is_visible(seq) and not is_dropped(store, seq):
+        note(f"unreadable {store.run} {seq} {error!r}"[:300])
+
+
+def read_newest(store, note):
+    with contextlib.suppress(NotFoundError, CorruptError):
+        state = store.restore()
+        found = difference(state, state_of(state["number"]))
+        if found:
+            note(f"FAIL reader: newest of {store.run}: {found}")
+
+
+def is_dropped(store, seq):
+    return store._parts.backend.stat(layout.drop_mark_name(store.run, seq)) is not None
+
+
+# Protocols with a step left out: what the test must find
+
+
+def without_verify():
+    """Acknowledge without looking whether all packs are still there."""
+    Parts.rescue_packs = lambda self, packs: set()
+
+
+def without_recheck():
+    """Empty the trash without looking what manifests name by now."""
+    whole = gc.purge
+
+    def purge(parts, folders, look):
+        return whole(parts, folders, dataclasses.replace(look, named=frozenset()))
+
+    gc.purge = purge
+    Survey.trashed_and_named = lambda self: []
+
+
+def without_trash():
+    """Unlink packs where they are."""
+
+    def move_packs(self, pack_ids, gc_id):
+        return [pack_id for pack_id in pack_ids if self.unlink(layout.pack_name(pack_id))]
+
+    Trash.move_packs = move_packs
+
+
+BROKEN = {"verify": without_verify, "recheck": without_recheck, "trash": without_trash}
+
+
+ROLES = {"writer": write, "collector": collect, "reader": read}
+
+
+# Afterwards
+
+
+def check(folder, acks, counters):
+    """Return what was lost: acknowledged and neither dropped nor there, or dropped although it had to stay."""
+    held, doubtful, failures = {}, set(), []
+    for line in acks:
+        verb, *facts = line.split()
+        if verb == "commit":
+            run, seq, step, number = facts[0], *map(int, facts[1:])
+            if (run, seq) in held:
+                failures.append(f"seq {seq} of {run} was given twice")
+            held[run, seq] = step, number
+        elif verb == "deleting":
+            doubtful.add((facts[0], int(facts[1])))
+    for run in sorted({run for run, _ in held}):
+        remove_unacknowledged(folder, run, failures.append)
+    failures = [failure for failure in failures if failure.startswith("FAIL") or "given twice" in failure]
+    with open_store(folder, "w0") as store:
+        for _ in range(2):
+            report = keeper(store).gc(None, now=True, all_runs=True, min_age=0)
+        blocked = [f"{plan.run}: {plan.blocked}" for plan in report.runs if plan.blocked]
+        failures += [f"blocked after all have ended: {each}" for each in (*blocked, report.done.stop) if each]
+        report = store.verify("decode")
+        failures += [f"damage: {damage.what} {damage.where}" for damage in report.damage]
+    for run in sorted({run for run, _ in held}):
+        mine = {seq: facts for (each, seq), facts in held.items() if each == run}
+        failures += check_run(folder, run, mine, {seq for each, seq in doubtful if each == run}, counters)
+    return failures
+
+
+def check_run(folder, run, held, doubtful, counters):
+    failures = []
+    newest_of_step = {held[seq][0]: seq for seq in sorted(held)}
+    with open_store(folder, run) as store:
+        listing = store._parts.manifests.listing()
+        present = {name.seq for name in listing.names}
+        # What a killed writer had published and not noted any more counted among the last ones, too.
+        newest = set(sorted(held.keys() | present | doubtful)[-KEPT_LAST:])
+        tagged = {record.seq for record in store._parts.tags.all().values()}
+        for seq, (step, number) in held.items():
+            if seq in listing.dropped:
+                counters["gone by rule or by hand"] += 1
+                is_every = step % KEPT_EVERY == 0 and newest_of_step[step] == seq
+                if seq not in doubtful and (seq in newest or is_every or seq in tagged):
+                    failures.append(f"{run} seq {seq} (step {step}) was dropped although it had to stay")
+            elif seq not in present:
+                failures.append(f"{run} seq {seq} (step {step}) was acknowledged, never dropped, and is not there")
+            else:
+                counters["restored"] += 1
+                found = difference(store.restore(f"seq:{seq}"), state_of(number))
+                if found:
+                    failures.append(f"{run} seq {seq}: {found}")
+        for seq in present - held.keys():
+            # Published by one that died before it could say so, or brought back.
+            state = store.restore(f"seq:{seq}")
+            found = difference(state, state_of(state["number"]))
+            if found:
+                failures.append(f"{run} seq {seq}, not acknowledged: {found}")
+    return failures

@@ -1,0 +1,164 @@
+"""Protects collections that follow commits: they run elsewhere, cost a commit nothing, and tell when they fail."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+from gc_rig import LAST_ONE, commit_all, keeper
+
+import ckstore
+from ckstore.automatic_gc import AutomaticGc
+from ckstore.errors import UsageError
+from ckstore.io.local import LocalBackend
+from ckstore.retention.policy import Retention
+
+
+@pytest.fixture
+def automatic(disk_store):
+    made = AutomaticGc(disk_store._parts, LAST_ONE, every=2)
+    yield made
+    made.wait(60)
+    made.close()
+
+
+def test_every_second_commit_starts_a_collection_in_another_process(disk_store, automatic):
+    commit_all(disk_store, [1])
+    automatic.after_commit()
+    assert not automatic.is_running
+    commit_all(disk_store, [2])
+    automatic.after_commit()
+    assert automatic.is_running
+    automatic.wait(60)
+    assert disk_store.steps() == [2]
+    assert disk_store.restore(2)["number"] == 2
+
+
+def test_every_rule_reaches_the_other_process(disk_store):
+    commit_all(disk_store, range(6), metrics={"loss": 1.0})
+    disk_store.tag(1, "release-1")
+    policy = Retention(
+        keep_last=1, keep_every=4, keep_within="1s", keep_daily=1, keep_best=("loss:1", "none:1:max"),
+        keep_tag="release-*", time_zone="-03:00",
+    )  # fmt: skip
+    made = AutomaticGc(disk_store._parts, policy)
+    made.after_commit()
+    made.wait(60)
+    assert disk_store.steps() == list(range(6)), "none has the metric 'none', so all are kept"
+    made = AutomaticGc(disk_store._parts, Retention(keep_last=1, keep_every=4, time_zone="-03:00"))
+    made.after_commit()
+    made.wait(60)
+    assert disk_store.steps() == [0, 1, 4, 5]
+    made.close()
+
+
+def test_commit_does_not_wait_for_a_collection(disk_store, automatic):
+    commit_all(disk_store, [1, 2])
+    begun = time.monotonic()
+    automatic.after_commit(2)
+    assert automatic.is_running
+    took = time.monotonic() - begun
+    commit_all(disk_store, [3])
+    automatic.after_commit(2)
+    # A process is forked and begins to run; nothing of the collection is waited for.
+    assert took < 2
+
+
+def test_one_collection_at_a_time_and_none_is_owed(disk_store, automatic):
+    commit_all(disk_store, [1, 2])
+    for _ in range(5):
+        automatic.after_commit(2)
+    automatic.wait(60)
+    automatic.after_commit(0)
+    assert automatic.is_running, "what was not begun while one was busy begins with the next commit"
+
+
+def test_collection_that_fails_is_told_and_raises_nothing(disk_store, automatic, caplog):
+    commit_all(disk_store, [1, 2])
+    (tag,) = [disk_store.tag(1, "good")] and ["tags/main/good"]
+    place = disk_store._parts.backend._path(tag)
+    place.write_bytes(b"{}")
+    with caplog.at_level(logging.WARNING, logger="ckstore"):
+        automatic.after_commit(2)
+        automatic.wait(60)
+    assert "ended with code 12" in caplog.text
+    assert "nothing of run main was dropped" in caplog.text
+    assert disk_store.steps() == [1, 2]
+
+
+def test_collection_that_cannot_begin_is_told_and_raises_nothing(disk_store, automatic, monkeypatch, caplog):
+    def refused(*args, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("ckstore.automatic_gc.subprocess.Popen", refused)
+    with caplog.at_level(logging.WARNING, logger="ckstore"):
+        automatic.after_commit(2)
+    assert "did not begin" in caplog.text
+
+
+def test_busy_collector_elsewhere_is_no_failure(disk_store, automatic, caplog):
+    commit_all(disk_store, [1, 2])
+    lock = LocalBackend(disk_store._parts.backend.root).try_lock("gc.lock")
+    with caplog.at_level(logging.WARNING, logger="ckstore"):
+        automatic.after_commit(2)
+        automatic.wait(60)
+    lock.close()
+    assert caplog.text == ""
+
+
+def test_store_in_memory_is_collected_at_once(store):
+    commit_all(store, [1, 2])
+    made = AutomaticGc(store._parts, LAST_ONE)
+    made.after_commit()
+    assert not made.is_running
+    assert store.steps() == [2]
+    made.close()
+
+
+def test_other_runs_are_left_alone(folder, disk_store):
+    commit_all(disk_store, [1, 2])
+    with ckstore.open(folder, run="other") as other:
+        other.commit({"w": np.arange(4)}, 1)
+        other.commit({"w": np.arange(5)}, 2)
+        made = AutomaticGc(other._parts, LAST_ONE)
+        made.after_commit()
+        made.wait(60)
+        made.close()
+        assert other.steps() == [2]
+        assert disk_store.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
+def test_number_of_commits_is_checked(store, every):
+    with pytest.raises(UsageError, match="gc_every"):
+        AutomaticGc(store._parts, LAST_ONE, every=every)
+
+
+def test_collection_that_is_let_go_of_ends_by_itself(disk_store):
+    commit_all(disk_store, [1, 2])
+    made = AutomaticGc(disk_store._parts, LAST_ONE)
+    made.after_commit()
+    child = made._child[0]
+    made.close()
+    made.close()
+    deadline = time.monotonic() + 60
+    while disk_store.steps() != [2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert disk_store.steps() == [2]
+    child.returncode = None
+    child.wait(60)
+
+
+def test_handle_collects_after_the_commits_it_is_told_of(disk_store):
+    keeping = keeper(disk_store)
+    keeping._committed()
+    keeping._collect_after(LAST_ONE, 3)
+    commit_all(disk_store, [1, 2, 3])
+    for _ in range(3):
+        keeping._committed()
+    keeping._automatic.wait(60)
+    assert disk_store.steps() == [3]
+    keeping.close()
+    keeping.close()

@@ -1,0 +1,68 @@
+"""Protects everything that is acknowledged from collections that run beside it: real processes, killed and stopped.
+
+``CKSTORE_TEST_STRESS_COUNT`` sets how many commits the long run takes; ``python tests/gc/stress.py`` runs it by hand.
+The negative controls leave a step of the protocol out, and must be found: else the test has gone blind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COUNT = int(os.environ.get("CKSTORE_TEST_STRESS_COUNT", "5000"))
+FOLDER = Path(__file__).parent
+
+
+def stress(count, *, seed, without=None):
+    """Run the programme; return its exit status, its counters, and what it said."""
+    path = os.pathsep.join([str(FOLDER.parents[1] / "src"), str(FOLDER)])
+    command = [sys.executable, "-W", "ignore", str(FOLDER / "stress.py"), "--count", str(count), "--seed", str(seed)]
+    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    if without is not None:
+        command += ["--without", without]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode in (0, 1), done.stderr
+    *lines, last = done.stdout.splitlines()
+    return done.returncode, json.loads(last), lines
+
+
+def in_words(counters):
+    shown = ("commits", "lives", "dropped", "packs moved", "files freed", "rescued", "manifests replaced", "read")
+    return ", ".join(f"{counters.get(name, 0)} {name}" for name in shown)
+
+
+def test_nothing_is_lost_in_a_short_storm():
+    code, counters, lines = stress(120, seed=7)
+    assert code == 0, "\n".join(lines)
+    assert counters["commits"] >= 120
+    assert counters["restored"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_nothing_is_lost_in_a_long_storm(tell):
+    code, counters, lines = stress(COUNT, seed=COUNT)
+    tell(f"stress, 8 writers, 2 collectors, 2 readers: seed {COUNT}, {in_words(counters)}, {counters['failures']} lost")
+    assert code == 0, "\n".join(lines)
+    assert counters["commits"] >= COUNT
+    # A storm in which little is collected and nobody dies proves nothing.
+    assert counters["packs moved"] > COUNT // 10
+    assert counters["manifests replaced"] > 0
+    assert counters["lives"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
+def test_storm_finds_a_protocol_without_one_of_its_steps(without):
+    for seed in range(1, 6):
+        code, _, lines = stress(600, seed=seed, without=without)
+        if code:
+            assert any("acknowledged" in line for line in lines)
+            return
+    raise AssertionError("no seed has found it")

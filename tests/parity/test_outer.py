@@ -1,0 +1,117 @@
+"""Protects products of narrow matrices: exact on both twins, and the same elements made of them, bit for bit."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from ckstore.kernels import on_numpy
+
+on_native = pytest.importorskip("ckstore.kernels.on_native", reason="the extension is not built")
+
+KINDS = {0: "<f4", 1: "<u2", 2: "<f2"}
+SHAPES = [(0, 16, 3), (1, 16, 15), (300, 16, 5), (1000, 33, 32), (70_001, 513, 300), (66_000, 65_536, 65_000)]
+BOTH = pytest.mark.parametrize("loops", [on_numpy, on_native], ids=["numpy", "native"])
+TINY = np.float32(2.0**-126)
+
+
+def stored(values: np.ndarray, kind: int) -> np.ndarray:
+    if kind == 1:
+        return (values.astype("<f4").view("<u4") >> 16).astype("<u2")
+    return values.astype(KINDS[kind])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("rows", "inner", "cols"),
+    [(1, 1, 1), (4, 256, 32), (5, 257, 33), (64, 3, 700), (13, 600, 1), (2, 0, 40), (0, 5, 7)],
+)
+def test_products_of_integers_are_exact(loops: ModuleType, rows: int, inner: int, cols: int) -> None:
+    rng = np.random.default_rng(rows)
+    left, right = rng.integers(-99, 100, (rows, inner)), rng.integers(-99, 100, (inner, cols))
+    out = np.full((rows, cols), 7, np.float32)
+    loops.multiply_floats(left.astype(np.float32), right.astype(np.float32), out, rows, inner, cols)
+    assert np.array_equal(out, left @ right)
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 72])
+@pytest.mark.parametrize("case", ["full", "diagonal", "low rank", "nearly constant", "zero"])
+def test_eigenvectors_are_those_of_the_matrix(loops: ModuleType, count: int, case: str) -> None:
+    rng = np.random.default_rng(count)
+    narrow = rng.normal(size=(count, max(1, count // 3)))
+    wide = rng.normal(size=(count, 2 * count))
+    matrix = {
+        "full": wide @ wide.T,
+        "diagonal": np.diag(rng.normal(size=count)),
+        "low rank": narrow @ narrow.T,
+        # Rank one, and rounding errors of fp32.
+        "nearly constant": np.outer(wide[:, 0], wide[:, 0]).astype(np.float32).astype(np.float64),
+        "zero": np.zeros((count, count)),
+    }[case]
+    vectors, values = np.empty((count, count)), np.empty(count)
+    assert loops.symmetric_eigen(matrix.copy(), vectors, values, np.empty(3 * count))
+    assert vectors @ vectors.T == pytest.approx(np.eye(count), abs=1e-12)
+    size = max(1.0, float(np.abs(matrix).max()))
+    assert vectors @ matrix == pytest.approx(values[:, None] * vectors, abs=1e-12 * count * size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", [0, 1, 2])
+@pytest.mark.parametrize(("count", "row", "phase"), SHAPES)
+def test_elements_are_the_same_bit_for_bit(count: int, row: int, phase: int, rule: int, kind: int) -> None:
+    rng = np.random.default_rng(count + rule)
+    row_count = -(-(phase + count) // row) if count else 0
+    product = rng.integers(-(2**20), 2**20, row_count * row).astype(np.float32)
+    rows, cols = (np.exp2(rng.integers(-60, 20, size)).astype(np.float32) for size in (row_count, row))
+    rows[::3], cols[::5] = 0, 0
+    base = np.abs(rng.normal(size=count)).astype(np.float32) * np.float32(1e-3)
+    base[::7] *= np.float32(1e-36)
+    given = stored(base, kind)
+    sides = (rows, cols, b"") if rule == 2 else (b"", b"", given)
+    made = []
+    for loops in (on_numpy, on_native):
+        out = np.full(count, 7, KINDS[kind])
+        greatest = loops.finish_outer(product, *sides, out, row, phase, kind, rule, 3e-7, 0.25)
+        made.append((greatest, out.tobytes()))
+        if rule != 2:
+            place = given.copy()
+            loops.finish_outer(product, b"", b"", place, place, row, phase, kind, rule, 3e-7, 0.25)
+            assert place.tobytes() == out.tobytes()
+    assert made[0] == made[1]
+    if rule == 1 and count > 100:
+        assert made[0][0] == 0.25
+
+
+@BOTH
+def test_second_moments_never_vanish_but_where_a_row_or_column_does(loops: ModuleType) -> None:
+    product = np.full(64, -1000, np.float32)
+    rows, cols = np.full(4, 1e-30, np.float32), np.full(16, 1e-12, np.float32)
+    rows[2] = 0
+    out = np.empty(64, np.float32)
+    loops.finish_outer(product, rows, cols, b"", out, 16, 0, 0, 2, 1.0, 0.0)
+    assert np.array_equal(out.reshape(4, 16)[[0, 1, 3]], np.full((3, 16), TINY))
+    assert not out.reshape(4, 16)[2].any()
+
+
+@BOTH
+def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
+    product, plain, side = np.zeros(64, np.float32), np.zeros(64, np.float32), np.zeros(16, np.float32)
+    square, few = np.zeros((4, 4)), np.zeros(12)
+    for call in (
+        lambda: loops.multiply_floats(side, side, np.empty(16, np.float32), 4, 4, 5),
+        lambda: loops.multiply_floats(side, side, np.empty(15, np.float32), 4, 4, 4),
+        lambda: loops.symmetric_eigen(square, np.empty((4, 4)), np.empty(4), few[:11]),
+        lambda: loops.symmetric_eigen(square, np.empty((4, 3)), np.empty(4), few),
+        lambda: loops.finish_outer(product, b"", b"", plain, np.empty(64, np.float32), 16, 0, 0, 3, 1.0, 1.0),
+        lambda: loops.finish_outer(product, b"", b"", plain, np.empty(63, np.float32), 16, 0, 0, 0, 1.0, 1.0),
+        lambda: loops.finish_outer(product, b"", b"", b"", np.empty(64, np.float32), 16, 0, 0, 0, 1.0, 1.0),
+        lambda: loops.finish_outer(product, side, side, plain, np.empty(64, np.float32), 16, 0, 0, 1, 1.0, 1.0),
+        lambda: loops.finish_outer(product, side, side, b"", np.empty(64, np.float32), 16, 0, 0, 2, 1.0, 1.0),
+        lambda: loops.finish_outer(product, b"", b"", plain, np.empty(64, np.float32), 16, 3, 0, 0, 1.0, 1.0),
+        lambda: loops.finish_outer(product, b"", b"", plain, np.empty(64, np.float32), 8, 0, 0, 0, 1.0, 1.0),
+    ):
+        with pytest.raises(ValueError):  # noqa: PT011
+            call()

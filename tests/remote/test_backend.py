@@ -1,0 +1,111 @@
+"""Protects the promises of a backend where it is a bucket: the suite that memory and folders run, against a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckstore.errors import BackendError, MissingChunkError, NotFoundError, UsageError
+from ckstore.io.address import backend_for
+from ckstore.io.backend import ReadRequest
+from ckstore.io.buffers import BufferPool
+from ckstore.io.remote_backend import RemoteBackend
+from ckstore.testing.suites import BLOCK, BackendSuite, write_pack
+
+
+class TestBucket(BackendSuite):
+    @pytest.fixture
+    def backend(self, address):
+        return RemoteBackend(address)
+
+    def test_missing_names_say_so(self, backend):
+        """As elsewhere, but for folders, which a bucket does not have."""
+        assert backend.stat("gone") is None
+        assert backend.list_names("gone") == []
+        for call in (
+            lambda: backend.read_bytes("gone", nbytes_max=1),
+            lambda: backend.read_head("gone", 1),
+            lambda: backend.unlink("gone"),
+            lambda: backend.link("gone", "other"),
+            lambda: backend.rename("gone", "other"),
+            lambda: backend.rename_new("gone", "other"),
+            lambda: backend.sync_file("gone"),
+            lambda: backend.open_read("gone"),
+        ):
+            with pytest.raises(FileNotFoundError):
+                call()
+
+    def test_folders_are_made_with_parents_and_listed_sorted(self, backend):
+        """A folder is there as long as something lies in it."""
+        assert backend.make_folder("a/b/c") is False
+        backend.create("a/z", b"", sync=False)
+        backend.create("a/0", b"", sync=False)
+        backend.create("a/b/c/d", b"", sync=False)
+        assert backend.list_names("a") == ["0", "b", "z"]
+        assert backend.list_names("") == ["a"]
+        backend.unlink("a/b/c/d")
+        assert backend.list_names("a") == ["0", "z"]
+
+    def test_open_file_outlives_its_name(self, backend):
+        """It does not in a bucket: reading says so, and what it says is damage, not a missing file."""
+        write_pack(backend, "x.pack", [b"gone" * 3000])
+        file = backend.open_read("x.pack")
+        backend.unlink("x.pack")
+        with BufferPool(BLOCK, 2) as pool:
+            with pytest.raises(MissingChunkError):
+                list(backend.read_ranges([ReadRequest(file, 1, 5000, 0)], pool))
+            assert pool.free_count == 2
+
+    def test_drafts_stay_in_memory_until_they_get_a_name(self, backend):
+        backend.create("tmp/draft.ckm", b"whole", sync=True)
+        assert backend.bucket.list_folder("") == []
+        assert backend.list_names("tmp") == ["draft.ckm"]
+        assert backend.read_bytes("tmp/draft.ckm", nbytes_max=5) == b"whole"
+        backend.link("tmp/draft.ckm", "manifests/main/x")
+        backend.unlink("tmp/draft.ckm")
+        assert backend.read_bytes("manifests/main/x", nbytes_max=5) == b"whole"
+        backend.rename("manifests/main/x", "tmp/withdrawn.ckm")
+        assert backend.bucket.list_folder("") == []
+        assert backend.read_bytes("tmp/withdrawn.ckm", nbytes_max=5) == b"whole"
+
+    def test_server_is_found_to_keep_conditions(self, backend):
+        backend.probe()
+        assert backend.honours_conditions()
+        assert backend.bucket.list_folder("") == [], "the probe is gone"
+
+
+def test_addresses_become_backends_and_have_one_spelling(address):
+    assert backend_for(f"{address}//deep/").root == f"{address}/deep"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:SECRET@bucket/x", "s3://bucket/x?secret=SECRET", "s3://bucket/x#SECRET", "s3://SECRET@bucket"]
+)
+def test_address_with_credentials_is_refused_and_not_repeated(url):
+    with pytest.raises(UsageError) as caught:
+        backend_for(url)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://bucket/../x"])
+def test_address_that_names_no_bucket_is_refused(url):
+    with pytest.raises(UsageError):
+        backend_for(url)
+
+
+def test_wrong_bucket_is_named(address):
+    backend = RemoteBackend("s3://there-is-no-such-bucket/x")
+    for call in (
+        lambda: backend.read_bytes("store.json", nbytes_max=100),
+        lambda: backend.create("store.json", b"x", sync=True),
+        lambda: backend.list_names(""),
+    ):
+        with pytest.raises(NotFoundError, match="no such bucket"):
+            call()
+
+
+def test_server_that_is_not_there_is_told_as_transient(address, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    backend = RemoteBackend(address)
+    with pytest.raises(BackendError) as caught:
+        backend.read_bytes("store.json", nbytes_max=100)
+    assert caught.value.is_transient

@@ -1,0 +1,124 @@
+"""Protects credentials: they come from the standard chain, and are in no file, no message, no log and no listing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import BackendError, CkstoreError, NotFoundError
+from ckstore.io.address import backend_for
+from ckstore.testing.fault_proxy import FAULTS, LEAK
+from ckstore.testing.s3_server import KEY_ID, SECRET
+
+STATE = {"w": np.arange(20_000)}
+
+
+def assert_no_secret(text):
+    if isinstance(text, str):
+        text = text.encode()
+    assert SECRET.encode() not in text
+    assert KEY_ID.encode() not in text
+
+
+def everything_in(backend, folder=""):
+    for name in backend.list_names(folder):
+        path = f"{folder}/{name}" if folder else name
+        if backend.bucket.head(path) is None:
+            yield from everything_in(backend, path)
+        else:
+            yield path, backend.read_bytes(path, nbytes_max=1 << 30)
+
+
+def test_credentials_are_nowhere_after_pushes_that_fail_and_succeed(folder, address, proxy, hasty, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    told = []
+    with ckstore.open(folder) as store:
+        store.commit(STATE, 1)
+        for fault in (LEAK, *(fault for fault in FAULTS if "silence" not in fault)):
+            for number in (0, 3, 6):
+                proxy.begin_at(number, fault, is_for_ever=True)
+                try:
+                    store.push(address, keep_local=0)
+                    store.pull()
+                except CkstoreError as error:
+                    told += [repr(store), repr(error), repr(error.facts), *traceback.format_exception(error)]
+        proxy.begin()
+        store.push(address, keep_local=0)
+        told += [repr(store), repr(store.tiers()), repr(store.info(1)), repr(backend_for(address))]
+    assert any("SignatureDoesNotMatch" in each for each in told), "the refusal itself is told"
+    assert_no_secret("".join(told))
+    assert_no_secret(caplog.text)
+    for path in Path(folder).rglob("*"):
+        assert_no_secret(str(path))
+        if path.is_file():
+            assert_no_secret(path.read_bytes())
+    found = dict(everything_in(backend_for(address)))
+    assert any(name.endswith(".ckm") for name in found)
+    for name, content in found.items():
+        assert_no_secret(name)
+        assert_no_secret(content)
+
+
+def test_refusal_names_what_to_check(folder, address, proxy):
+    with ckstore.open(folder) as store:
+        store.commit(STATE, 1)
+        proxy.begin_at(0, LEAK, is_for_ever=True)
+        with pytest.raises(BackendError, match="403 SignatureDoesNotMatch") as caught:
+            store.push(address, keep_local=0)
+        assert not caught.value.is_transient
+        assert "credentials" in str(caught.value)
+        assert len(proxy.seen) <= 3, "a refusal is not asked again and again"
+
+
+def test_command_line_shows_no_credentials_even_with_debug(folder, address, proxy):
+    with ckstore.open(folder) as store:
+        store.commit(STATE, 1)
+    proxy.begin_at(0, LEAK, is_for_ever=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ckstore", "--debug", "push", str(folder), address, "--keep-local", "0"],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 15
+    assert b"Traceback" in done.stderr
+    assert_no_secret(done.stdout + done.stderr)
+
+
+@pytest.fixture
+def no_keys(monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return tmp_path
+
+
+def test_profile_gives_keys_where_the_environment_does_not(address, proxy, no_keys, monkeypatch):
+    (no_keys / "credentials").write_text(f"[attic]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n")
+    (no_keys / "config").write_text("[profile attic]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_PROFILE", "attic")
+    backend = backend_for(address)
+    backend.create("note", b"hello", sync=True)
+    assert backend.read_bytes("note", nbytes_max=5) == b"hello"
+
+
+def test_profile_that_is_not_there_is_named(address, no_keys, monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "atic")
+    with pytest.raises(NotFoundError, match="atic"):
+        backend_for(address)
+
+
+def test_no_credentials_at_all_is_told(address, no_keys, hasty, monkeypatch):
+    # Nobody answers where a machine's role would be asked for.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(BackendError):
+        backend_for(address).read_bytes("store.json", nbytes_max=10)

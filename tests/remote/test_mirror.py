@@ -1,0 +1,100 @@
+"""Protects the second copy: a store of its own, complete, that takes up where it was interrupted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import CorruptError, UsageError
+
+
+def state_of(seed, count=30_000):
+    source = np.random.default_rng(seed)
+    return {"w": source.standard_normal(count).astype(np.float32), "step": seed}
+
+
+def assert_holds(store, *steps):
+    assert store.steps() == list(steps)
+    for step in steps:
+        assert np.array_equal(store.restore(step)["w"], state_of(step)["w"])
+    assert store.verify("decode").is_clean
+
+
+@pytest.fixture
+def filled(folder):
+    with ckstore.open(folder) as store:
+        for step in (1, 2):
+            store.commit(state_of(step), step, tags=["best"] if step == 1 else ())
+    with ckstore.open(folder, run="other") as store:
+        store.commit(state_of(7), 7)
+    return folder
+
+
+@pytest.mark.parametrize("is_bucket", [True, False])
+def test_copy_holds_all_runs_and_tags(filled, address, tmp_path, is_bucket):
+    place = address if is_bucket else str(tmp_path / "copy")
+    with ckstore.open(filled) as store:
+        report = store.mirror(place)
+        assert [(each.run, each.checkpoint_count, each.copied_count, each.tag_count) for each in report.runs] == [
+            ("main", 2, 2, 1),
+            ("other", 1, 1, 0),
+        ]
+        assert store.tiers() == {}
+        assert [{pack.tier for pack in store.contents(step).packs} for step in (1, 2)] == [{"local"}] * 2
+    with ckstore.open(place, create=False) as copy:
+        assert_holds(copy, 1, 2)
+        assert copy.tags() == {"best": 0}
+    with ckstore.open(place, run="other", create=False) as copy:
+        assert_holds(copy, 7)
+
+
+def test_second_time_copies_what_is_new_and_removes_nothing(filled, address):
+    with ckstore.open(filled) as store:
+        store.mirror(address)
+        store.untag("best")
+        store.delete(1)
+        store.commit(state_of(3), 3)
+        store.tag(3, "best")
+        planned = store.mirror(address, dry_run=True)
+        assert [each.copied_count for each in planned.runs] == [1, 0]
+        report = store.mirror(address, read_back=True)
+        assert report.packs_copied == 1
+        assert [(each.copied_count, each.kept_count, each.tag_count) for each in report.runs] == [(1, 1, 1), (0, 0, 0)]
+    with ckstore.open(address, create=False) as copy:
+        assert_holds(copy, 1, 2, 3)
+        assert copy.tags() == {"best": 2}
+
+
+def test_what_lies_in_a_bucket_is_copied_from_there(filled, address, tmp_path):
+    with ckstore.open(filled) as store:
+        store.push(address, keep_local=0)
+        for pack in (filled / "packs").glob("*/*.pack"):
+            if pack.stem in {row.pack_id for step in (1, 2) for row in store.contents(step).packs}:
+                pack.unlink()
+        store.mirror(str(tmp_path / "copy"))
+    with ckstore.open(tmp_path / "copy", create=False) as copy:
+        assert_holds(copy, 1, 2)
+
+
+def test_repacked_checkpoint_is_copied_in_its_new_form(filled, address):
+    with ckstore.open(filled) as store:
+        store.mirror(address)
+        # Bring generations on without changing what they hold.
+        store.push(str(filled.parent / "attic"), keep_local=0)
+        store.pull()
+        assert [each.copied_count for each in store.mirror(address).runs] == [2, 0]
+    with ckstore.open(address, create=False) as copy:
+        assert_holds(copy, 1, 2)
+
+
+def test_missing_pack_stops_a_mirror(filled, address):
+    with ckstore.open(filled) as store:
+        next((filled / "packs").glob("*/*.pack")).unlink()
+        with pytest.raises(CorruptError):
+            store.mirror(address)
+
+
+def test_store_is_no_copy_of_itself(filled, tmp_path):
+    with ckstore.open(filled) as store, pytest.raises(UsageError, match="itself"):
+        store.mirror(str(filled))

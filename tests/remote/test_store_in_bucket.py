@@ -1,0 +1,113 @@
+"""Protects stores whose only home is a bucket: everything but collection works there as in a folder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import CkstoreError, NotFoundError
+
+
+def state_of(seed, count=200_000):
+    source = np.random.default_rng(seed)
+    return {"model": {"w": source.standard_normal(count).astype(np.float32), "b": np.arange(7)}, "step": seed}
+
+
+def assert_equal(got, wanted):
+    assert np.array_equal(got["model"]["w"], wanted["model"]["w"])
+    assert np.array_equal(got["model"]["b"], wanted["model"]["b"])
+    assert got["step"] == wanted["step"]
+
+
+def test_what_was_committed_is_listed_and_restored(address):
+    with ckstore.open(address) as store:
+        for step in (1, 2, 3):
+            store.commit(state_of(step), step, metrics={"loss": 1 / step}, tags=["best"] if step == 2 else ())
+    with ckstore.open(address, create=False) as store:
+        assert [info.step for info in store.log()] == [3, 2, 1]
+        assert store.tags() == {"best": 1}
+        assert_equal(store.restore(), state_of(3))
+        assert_equal(store.restore("best"), state_of(2))
+        assert_equal(store.restore("best:loss:max"), state_of(1))
+        part = store.restore(1, only="model.b")
+        assert np.array_equal(part["model"]["b"], np.arange(7))
+        assert store.verify("decode").is_clean
+
+
+def test_empty_prefix_is_no_store(address):
+    with pytest.raises(NotFoundError):
+        ckstore.open(address, create=False)
+
+
+def test_two_writers_never_take_the_same_seq(address):
+    with ckstore.open(address, run="one") as first:
+        first.commit(state_of(1), 1)
+        first.close()
+    with ckstore.open(address, run="one") as first, ckstore.open(address, run="two") as second:
+        first.commit(state_of(2), 2)
+        second.commit(state_of(3), 3)
+        with pytest.raises(CkstoreError, match="being written"), ckstore.open(address, run="one") as third:
+            third.commit(state_of(4), 4)
+    with ckstore.open(address, run="one") as store:
+        assert store.steps() == [1, 2]
+
+
+def test_same_bytes_are_stored_once(address):
+    with ckstore.open(address) as store:
+        first = store.commit(state_of(1), 1)
+        again = store.commit(state_of(1), 2)
+    assert first.bytes_written > 500_000
+    assert again.chunks_new == 0
+
+
+def test_deleted_checkpoint_is_gone_and_its_seq_stays_taken(address):
+    with ckstore.open(address) as store:
+        store.commit(state_of(1), 1)
+        store.commit(state_of(2), 2)
+        store.delete(1)
+        assert store.steps() == [2]
+        store.commit(state_of(3), 3)
+        assert [info.seq for info in store.log()] == [2, 1]
+
+
+def test_manifest_that_appears_after_all_has_its_packs(address, proxy, hasty):
+    """The put of the manifest takes effect, and neither its answer nor any later one arrives."""
+    with ckstore.open(address) as store:
+        store.commit(state_of(1), 1)
+
+        def lost(number, method, path):
+            lost.is_on = lost.is_on or (method == "PUT" and path.endswith(".ckm"))
+            return "500-after" if lost.is_on else ""
+
+        lost.is_on = False
+        proxy.begin(lost)
+        with pytest.raises(CkstoreError) as caught:
+            store.commit(state_of(2), 2)
+        assert caught.value.is_uncertain
+        proxy.begin()
+    with ckstore.open(address, create=False) as store:
+        assert_equal(store.restore(), state_of(2))
+        assert store.verify("decode").is_clean
+
+
+def test_server_that_ignores_conditions_takes_copies_and_no_commits(address, proxy, folder, monkeypatch):
+    from ckstore.errors import UnsupportedError
+    from ckstore.io.remote import Bucket
+
+    put_once = Bucket._put_once
+
+    def replaces(bucket, key, content, mode, attempt):
+        put_once(bucket, key, content, "overwrite", attempt)
+
+    monkeypatch.setattr(Bucket, "_put_once", replaces)
+    with pytest.raises(UnsupportedError, match="If-None-Match"):
+        ckstore.open(address)
+    with ckstore.open(folder) as store:
+        store.commit(state_of(1), 1)
+        store.push(address, keep_local=0)
+        assert_equal(store.restore(1), state_of(1))
+    with ckstore.open(address) as store:
+        assert_equal(store.restore(1), state_of(1))
+        with pytest.raises(UnsupportedError, match="If-None-Match"):
+            store.commit(state_of(2), 2)

@@ -1,0 +1,132 @@
+"""A saver that is no process: it keeps what was staged, and ends tickets when a test says so."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from ckstore.errors import SaverError
+from ckstore.receipt import Receipt
+from ckstore.saver.arena import STAGED
+from ckstore.saver.head import decode_head
+from ckstore.staging import copying
+
+
+class PretendSaver:
+    """What ``saver.client.Saver`` offers to a handover."""
+
+    started: list[PretendSaver]
+    """All that were started; a fixture makes it anew for each test."""
+
+    def __init__(self, arena, options):
+        self.arena, self.options = arena, options
+        self.pid = os.getpid()
+        self.is_alive = True
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.begun, self.aborted = {}, []
+        self.is_quick = True
+        self.has_run = True
+        self.parents = []
+        self.calls = []
+
+    @classmethod
+    def start(cls, address, run, arena, **options):
+        saver = cls(arena, {"address": address, "run": run, **options})
+        cls.started.append(saver)
+        return saver
+
+    def begin(self, ticket, slot, head_place, head_nbytes, callbacks, *, parent=None, parent_ticket=0):
+        if not self.is_alive:
+            raise SaverError("the saver is dead")
+        room = self.arena.slots[slot]
+        head = decode_head(room.view(head_place, head_nbytes), slot_nbytes=room.nbytes)
+        assert room.ticket == ticket
+        assert room.is_staged(head_place, head_place + head_nbytes)
+        self.begun[ticket] = (room, head, callbacks)
+        self.parents.append((parent, parent_ticket))
+        self.calls.append("begin")
+        if self.has_run:
+            callbacks.on_began()
+
+    def staged(self, ticket):
+        room, head, _ = self.begun[ticket]
+        assert room.state == STAGED
+        assert all(room.is_staged(row.place, row.place + row.nbytes) for row in head.storages)
+        self.calls.append("staged")
+        if self.is_quick:
+            self.finish(ticket)
+
+    def abort(self, ticket):
+        self.aborted.append(ticket)
+        self.calls.append("abort")
+        if ticket in self.begun:
+            self.fail(ticket, SaverError("given up by the trainer"))
+
+    def content(self, ticket):
+        """Return the bytes of each storage, as they lie in the slot now."""
+        room, head, _ = self.begun[ticket]
+        return [bytes(room.view(row.place, row.nbytes)) for row in head.storages]
+
+    def head(self, ticket):
+        return self.begun[ticket][1]
+
+    def finish(self, ticket, warnings=()):
+        """End a ticket well."""
+        _, head, callbacks = self.begun[ticket]
+        receipt = Receipt(head.step, 100 + ticket, "00" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", tuple(warnings))
+        callbacks.on_began()
+        callbacks.on_progress("write", 1, 2)
+        callbacks.on_done(receipt)
+        callbacks.on_free()
+
+    def fail(self, ticket, error):
+        """End a ticket with an error."""
+        callbacks = self.begun[ticket][2]
+        callbacks.on_failed(error)
+        callbacks.on_free()
+
+    def die(self):
+        """End like a process that was killed."""
+        self.is_alive = False
+        for ticket in list(self.begun):
+            self.fail(ticket, SaverError("the saver was killed"))
+
+    def release_lease(self, timeout=None):
+        self.calls.append("release")
+        return True
+
+    def quit(self, timeout=None, *, is_waited=True):
+        self.calls.append("quit")
+        self.is_alive = False
+        return True
+
+    def wait(self, event, timeout, doing):
+        return event.wait(5 if timeout is None else timeout)
+
+
+class HeldCrew:
+    """Takes the place of ``HostCopy.send``: what a guard protects is copied when somebody waits for it, and not before.
+
+    So a state that is saved right was saved right because of the guard, not because copying was fast.
+    """
+
+    def __init__(self, monkeypatch):
+        self.held = 0
+        waiting = threading.local()
+        send, join = copying.HostCopy.send, copying.HostCopy.join
+
+        def held_send(copy, crew, count):
+            if copy.section.unit_count and not getattr(waiting, "is_on", False):
+                self.held += 1
+                return
+            send(copy, crew, count)
+
+        def noted_join(copy, crew):
+            waiting.is_on = True
+            try:
+                join(copy, crew)
+            finally:
+                waiting.is_on = False
+
+        monkeypatch.setattr(copying.HostCopy, "send", held_send)
+        monkeypatch.setattr(copying.HostCopy, "join", noted_join)

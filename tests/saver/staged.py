@@ -1,0 +1,53 @@
+"""One state on its way into a slot, for the tests of staging: what went where, and what was told."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from ckstore.capture import capture
+from ckstore.config import Limits
+from ckstore.saver.state import places_to_sample
+from ckstore.staging.devices import kinds_of
+from ckstore.staging.state import Staging
+from ckstore.staging.stowage import LAZY, NOW, stow
+
+
+def noise(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+class Staged:
+    """One state and its way into a slot, with what it told."""
+
+    def __init__(self, arena, crew, state, lazy=(), *, is_checked=False, captured=None, kinds=None):
+        self.captured = captured or capture(state)
+        kinds = kinds or [LAZY if index in lazy else NOW for index in range(len(self.captured.storages))]
+        sampled = places_to_sample(self.captured.storages, Limits())
+        self.stowage = stow(self.captured.storages, kinds, sampled)
+        self.slot = arena.slots[0]
+        self.slot.reserve(self.stowage.end)
+        self.slot.start(1, self.stowage.end)
+        self.told = []
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.staging = Staging(
+            self.captured,
+            self.stowage,
+            kinds_of(self.captured, ())[1],
+            self.slot,
+            crew,
+            bell=self.bell,
+            is_checked=is_checked,
+            on_staged=lambda: self.told.append("staged"),
+            on_failed=self.told.append,
+        )
+
+    def content(self):
+        return [
+            bytes(self.slot.view(place, storage.nbytes))
+            for place, storage in zip(self.stowage.places, self.captured.storages, strict=True)
+        ]
+
+    def close(self):
+        os.close(self.bell)

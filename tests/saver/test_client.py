@@ -1,0 +1,376 @@
+"""The trainer's end: every ticket ends once, a dead saver is noticed at once, and nothing is left behind.
+
+Forked children have no part in a saver, and keep nothing of it alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rig import SECONDS_MAX, Desk, noise, until
+
+import ckstore
+from ckstore.errors import MalformedError, SaverError, UsageError
+from ckstore.format import layout
+from ckstore.saver import client, messages
+from ckstore.saver.arena import Arena
+from ckstore.saver.client import Saver
+from ckstore.saver.process import Watch
+from ckstore.saver.tickets import Callbacks, Tickets
+from ckstore.store.lease import is_stopped, process_started
+
+
+@pytest.fixture
+def address(folder):
+    """A store on disk with nothing in it."""
+    ckstore.open(folder).close()
+    return str(folder)
+
+
+@pytest.fixture
+def desk(address):
+    made = Desk(address)
+    yield made
+    made.close()
+
+
+def steps(address):
+    with ckstore.open(address) as store:
+        return store.steps()
+
+
+def links(pid="self"):
+    """Return what the descriptors of a process are."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # The one that this folder is read by is gone.
+        with contextlib.suppress(OSError):
+            found.append(str(path.readlink()))
+    return found
+
+
+def fork(child):
+    """Run a function in a forked child; return its pid, and what makes it end."""
+    go_read, go_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_write)
+        code = 1
+        try:
+            code = child() or 0
+            os.read(go_read, 1)
+        finally:
+            os._exit(code)
+    os.close(go_read)
+
+    def end():
+        os.close(go_write)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return pid, end
+
+
+# Death
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["staging", "staged"])
+def test_killed_saver_is_noticed_within_a_second_and_the_next_one_works(desk, address, caplog, is_staged):
+    desk.commit(noise(1), 1)
+    handed = desk.begin(noise(2, 64 << 20), 2).stage(4)
+    assert handed.began.wait(SECONDS_MAX)
+    if is_staged:
+        os.kill(desk.saver.pid, signal.SIGSTOP)
+        handed.stage().finish()
+    begun = time.monotonic()
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    with caplog.at_level(logging.ERROR, "ckstore"), pytest.raises(SaverError, match="was killed by SIGKILL") as caught:
+        handed.wait()
+    assert time.monotonic() - begun < 1
+    assert handed.events == ["began", "failed", "free"]
+    assert (caught.value.pid, caught.value.saver_exit_code, caught.value.todo.split(":")[0]) == (
+        desk.saver.pid,
+        -signal.SIGKILL,
+        "commit again",
+    )
+    assert "killed by SIGKILL" in caplog.text
+    assert not desk.saver.is_alive
+    with pytest.raises(SaverError):
+        desk.begin(noise(2), 2)
+    assert steps(address) == [1]
+    desk.start()
+    # The dead one's lease is no obstacle, and its slot is as good as before.
+    assert desk.commit(noise(3), 3).seq == 1
+
+
+def test_dead_saver_is_no_zombie_and_holds_no_lease(desk):
+    desk.commit(noise(1), 1)
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    until(lambda: not desk.saver.is_alive)
+    assert not Path(f"/proc/{desk.saver.pid}").exists()
+    assert desk.saver.release_lease()
+    assert desk.saver.quit()
+
+
+def test_saver_that_cannot_start_is_an_error_of_the_ticket(address, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    desk = Desk(address)
+    try:
+        with pytest.raises(SaverError, match="ended with code 1"):
+            desk.commit(noise(1), 1)
+    finally:
+        desk.close()
+
+
+def test_no_interpreter_is_told_at_once(address, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = len(links())
+    arena = Arena.create()
+    with pytest.raises(SaverError, match="no saver can be started"):
+        Saver.start(address, "main", arena)
+    arena.close()
+    gc.collect()
+    assert len(links()) <= before
+
+
+def test_what_the_saver_said_before_it_died_counts(desk):
+    handed = desk.begin(noise(1), 1).stage().finish()
+    # The listener is kept busy while the saver publishes, says so, and dies.
+    blocked = threading.Event()
+    old = handed.callbacks()
+    desk.saver._tickets._callbacks[1] = Callbacks(
+        old.on_done, old.on_failed, old.on_free, lambda: (old.on_began(), blocked.wait(SECONDS_MAX))
+    )
+    with ckstore.open(desk.address) as store:
+        until(lambda: store.steps() == [1])
+    time.sleep(0.2)
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    blocked.set()
+    assert handed.wait().seq == 0
+    assert handed.events[-2:] == ["done", "free"]
+
+
+def test_stopped_saver_is_waited_for_and_talked_of(desk, caplog, monkeypatch):
+    monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.1)
+    desk.saver.wait_ready(SECONDS_MAX)
+    os.kill(desk.saver.pid, signal.SIGSTOP)
+    until(lambda: is_stopped(desk.saver.pid))
+    handed = desk.begin(noise(1), 1).stage().finish()
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        assert not desk.saver.wait(handed.free, 0.3, "publish step 1")
+    assert "still waiting for the saver" in caplog.text
+    assert "to publish step 1; it is stopped" in caplog.text
+    assert desk.saver.is_alive
+    os.kill(desk.saver.pid, signal.SIGCONT)
+    assert handed.wait().seq == 0
+
+
+def test_bells_and_messages_never_wait_for_a_stopped_saver(desk):
+    desk.saver.wait_ready(SECONDS_MAX)
+    os.kill(desk.saver.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    for _ in range(10_000):
+        desk.saver.ring()
+    for number in range(10_000):
+        desk.saver.abort(number)
+    assert time.monotonic() - begun < 10
+    os.kill(desk.saver.pid, signal.SIGCONT)
+
+
+def test_saver_that_says_what_nobody_understands_is_killed(address, caplog):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        watch = Watch(other.pid, process_started(other.pid))
+        saver = Saver(other, ours, os.eventfd(0), watch, ckstore.clock.SYSTEM_CLOCK)
+        with caplog.at_level(logging.ERROR, "ckstore"):
+            saver._listener.start()
+            theirs.send(b"\xffnonsense")
+            assert saver.quit(SECONDS_MAX)
+        assert other.returncode == -signal.SIGKILL
+    theirs.close()
+    assert "cannot be understood" in caplog.text
+    with pytest.raises(MalformedError):
+        saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
+
+
+def test_process_that_closed_its_socket_and_lives_on_is_killed(monkeypatch):
+    monkeypatch.setattr(client, "GRACE_SECONDS", 0.05)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        saver = Saver(
+            other, ours, os.eventfd(0), Watch(other.pid, process_started(other.pid)), ckstore.clock.SYSTEM_CLOCK
+        )
+        saver._listener.start()
+        theirs.close()
+        assert saver.quit(SECONDS_MAX)
+        assert other.returncode == -signal.SIGKILL
+
+
+# The end
+
+
+def test_quit_carries_through_what_has_begun(desk, address):
+    handed = desk.begin(noise(1), 1).stage(1)
+    assert handed.began.wait(SECONDS_MAX)
+    assert not desk.saver.quit(0.1)
+    handed.stage().finish()
+    assert desk.saver.quit(SECONDS_MAX)
+    assert handed.receipt.seq == 0
+    assert handed.events == ["began", "done", "free"]
+    assert not (Path(address) / layout.lease_name("main")).exists()
+
+
+def test_quit_that_is_not_waited_for_leaves_no_zombie(desk, address):
+    desk.commit(noise(1), 1)
+    desk.saver.quit(is_waited=False)
+    until(lambda: not Path(f"/proc/{desk.saver.pid}").exists(), "the end of the saver")
+    assert steps(address) == [1]
+
+
+def test_many_savers_leave_no_descriptor_thread_or_process(address):
+    def count():
+        gc.collect()
+        return len(links()), threading.active_count()
+
+    Desk(address).close()
+    before = count()
+    pids = []
+    for step in range(4):
+        desk = Desk(address)
+        desk.commit(noise(step, 1 << 20), step)
+        pids.append(desk.saver.pid)
+        if step % 2:
+            os.kill(desk.saver.pid, signal.SIGKILL)
+        desk.close()
+        del desk
+    until(lambda: count() <= before, "the end of threads and descriptors")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_many_commits_leave_no_descriptor_in_either_process(desk):
+    desk.commit(noise(0, 1 << 20), 0)
+
+    def count():
+        gc.collect()
+        return len(links()), len(links(desk.saver.pid))
+
+    before = count()
+    for step in range(1, 30):
+        desk.commit(noise(step, 1 << 20), step)
+    after = count()
+    # Fewer is well: what earlier tests left may be collected meanwhile.
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+
+
+def test_callback_that_raises_is_logged_and_nothing_more(desk, caplog):
+    handed = desk.begin(noise(1), 1)
+    old = handed.callbacks()
+
+    def fail():
+        raise ValueError("a fault of the caller")
+
+    desk.saver._tickets._callbacks[1] = Callbacks(old.on_done, old.on_failed, old.on_free, fail)
+    with caplog.at_level(logging.ERROR, "ckstore"):
+        handed.stage().finish().wait()
+    assert "a fault of the caller" in caplog.text
+    assert desk.commit(noise(2), 2).seq == 1
+
+
+def test_ticket_that_was_not_given_is_malformed():
+    tickets = Tickets()
+    with pytest.raises(MalformedError):
+        tickets.take(messages.SlotFree(1))
+    told = []
+    assert tickets.add(1, Callbacks(told.append, told.append, lambda: told.append("free")))
+    tickets.end(lambda: SaverError("dead"))
+    assert [str(each) for each in told] == ["dead", "free"]
+    assert not tickets.add(2, Callbacks(print, print, print))
+
+
+# Forked children
+
+
+def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk):
+    desk.commit(noise(1), 1)
+    bell = Path(f"/proc/self/fd/{desk.saver.bell}")
+    assert bell.exists()
+
+    def child():
+        # Other tests may have left eventfds of their own.
+        held = [link for link in links() if "arena" in link or "pidfd" in link] + [bell] * bell.exists()
+        held += [line for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line]
+        if held or desk.saver.is_alive or not desk.saver.quit():
+            return 3
+        try:
+            desk.saver.begin(9, 0, 0, 1, Callbacks(print, print, print))
+        except UsageError:
+            return 7
+        return 4
+
+    _, end = fork(child)
+    assert end() == 7
+    assert desk.commit(noise(2), 2).seq == 1
+
+
+def test_forked_child_does_not_hide_the_saver_s_death(desk):
+    desk.commit(noise(1), 1)
+    handed = desk.begin(noise(2), 2).stage(1)
+    assert handed.began.wait(SECONDS_MAX)
+    _, end = fork(lambda: 0)
+    try:
+        begun = time.monotonic()
+        os.kill(desk.saver.pid, signal.SIGKILL)
+        with pytest.raises(SaverError):
+            handed.wait()
+        assert time.monotonic() - begun < 1
+    finally:
+        end()
+
+
+# Watching a process
+
+
+def test_watch_sees_death_by_descriptor_and_by_start_time():
+    with subprocess.Popen(["sleep", "600"]) as other:
+        started = process_started(other.pid)
+        watch, blind, wrong = Watch(other.pid, started), Watch(other.pid, started), Watch(other.pid, "1")
+        blind.close()
+        assert (watch.is_alive, blind.is_alive, wrong.is_alive) == (True, True, False)
+        assert (watch.timeout_ms, blind.timeout_ms) == (None, 500)
+        os.kill(other.pid, signal.SIGSTOP)
+        assert watch.is_alive
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        # Not yet waited for: a zombie is dead.
+        assert (watch.is_alive, blind.is_alive) == (False, False)
+    watch.close()
+    wrong.close()
+    gone = Watch(other.pid, started)
+    assert not gone.is_alive
+    gone.close()
+
+
+def test_system_without_pidfds_is_watched_all_the_same(address, monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    desk = Desk(address)
+    try:
+        assert desk.commit(noise(1), 1).seq == 0
+        handed = desk.begin(noise(2), 2).stage(1)
+        assert handed.began.wait(SECONDS_MAX)
+        os.kill(desk.saver.pid, signal.SIGKILL)
+        with pytest.raises(SaverError):
+            handed.wait()
+    finally:
+        desk.close()

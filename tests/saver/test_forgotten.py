@@ -1,0 +1,30 @@
+"""Protects commits whose handle was forgotten: what was handed over is carried through, however the program ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import ckstore
+
+SOURCE = str(Path(ckstore.__file__).parent.parent)
+
+
+def test_a_program_that_forgets_its_store_has_its_last_commit(folder):
+    program = f"""
+import sys
+sys.path.insert(0, {SOURCE!r})
+import numpy as np, ckstore
+def main():
+    store = ckstore.open({str(folder)!r})
+    store.commit_async({{"w": np.arange(1 << 20)}}, 7)
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    with ckstore.open(folder) as store:
+        assert store.steps() == [7]
+        assert np.array_equal(store.restore("latest")["w"], np.arange(1 << 20))

@@ -1,0 +1,392 @@
+"""Protects the promise of the guard: what is saved is the state at ``commit_async``, whatever training does next.
+
+The saver is a pretended one. What a guard protects is copied when somebody waits for it and not a moment earlier, so
+a test that passes has been saved by the guard and not by a fast copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from pretend import HeldCrew, PretendSaver
+from torch import nn
+
+import ckstore
+from ckstore import handover
+from ckstore.capture import capture
+from ckstore.errors import CorruptError, UsageError
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+ADAMS = {
+    "for each": {"foreach": True},
+    "fused": {"fused": True},
+    "one by one": {"foreach": False, "fused": False},
+}
+
+
+@pytest.fixture
+def savers(monkeypatch):
+    """The savers that were started."""
+    PretendSaver.started = []
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    return PretendSaver.started
+
+
+@pytest.fixture
+def store(savers, folder):
+    with ckstore.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Copy nothing behind a guard before somebody waits."""
+    return HeldCrew(monkeypatch)
+
+
+@pytest.fixture
+def checked(store):
+    """Let the policy ask for the check of the guard."""
+    store._policy = ckstore.Policy(debug_guard=True)
+
+
+class Trainer:
+    """A model with buffers, an optimizer and a running average of the weights."""
+
+    def __init__(self, optimizer=torch.optim.AdamW, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(96, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 96))
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
+        self.optimizer = optimizer(self.model.parameters(), **options)
+        self.train()
+
+    def backward(self):
+        self.model(torch.randn(8, 96)).square().mean().backward()
+
+    def train(self):
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+        self.average.update_parameters(self.model)
+
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.state_dict(),
+        }
+
+
+def bytes_of(state):
+    """Return the bytes of each storage of a state, as a commit would take them now."""
+    from ckstore.adapters.torch_state import TorchAdapter
+
+    return [bytes(storage.read(0, storage.nbytes)) for storage in capture(state, [TorchAdapter()]).storages]
+
+
+def commit_and(store, state, then, step=1):
+    """Commit a state, do something at once, and return what was at the call and what was staged."""
+    wanted = bytes_of(state)
+    pending = store.commit_async(state, step)
+    then()
+    assert pending.wait_staged()
+    saver = PretendSaver.started[-1]
+    return wanted, saver.content(max(saver.begun))
+
+
+@pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
+def test_a_step_after_the_commit_changes_nothing_of_it(store, held, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    for step in range(3):
+        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        assert staged == wanted
+    assert held.held == 3
+
+
+@pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
+def test_without_the_guard_these_tests_would_fail(store, held, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    store._guarded._hooks[trainer.optimizer].remove()
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged != wanted
+    assert staged[-1] == wanted[-1], "the average belongs to no optimizer and was copied before"
+
+
+def test_an_optimizer_that_was_not_attached_is_copied_before_the_call_returns(store, held):
+    trainer = Trainer()
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 0
+
+
+def test_buffers_change_in_forward_and_are_copied_before(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    before = trainer.model[1].running_mean.clone()
+
+    def forward():
+        trainer.model(torch.randn(8, 96))
+
+    wanted, staged = commit_and(store, trainer.state(), forward)
+    assert staged == wanted
+    assert not torch.equal(before, trainer.model[1].running_mean)
+    assert held.held == 1
+
+
+def test_gradients_accumulate_between_commit_and_step(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+
+    def accumulate():
+        for _ in range(4):
+            trainer.backward()
+        trainer.optimizer.step()
+
+    state = {**trainer.state(), "gradients": [each.grad for each in trainer.model.parameters()]}
+    wanted, staged = commit_and(store, state, accumulate)
+    assert staged == wanted
+
+
+def test_either_of_two_optimizers_guards_both(store, held):
+    one, other = Trainer(), Trainer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    store.attach(one.optimizer)
+    store.attach(other.optimizer)
+    for steps in ((one.train, other.train), (other.train, one.train), (other.train,)):
+        state = {"a": one.state(), "b": other.state()}
+        wanted, staged = commit_and(store, state, lambda steps=steps: [step() for step in steps])
+        assert staged == wanted
+
+
+def test_one_attached_optimizer_of_two_protects_what_is_its_own(store, held):
+    one, other = Trainer(), Trainer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    store.attach(one.optimizer)
+    wanted, staged = commit_and(store, {"a": one.state(), "b": other.state()}, lambda: (other.train(), one.train()))
+    assert staged == wanted
+
+
+def test_a_parameter_that_no_optimizer_owns_may_be_changed_at_once(store, held):
+    trainer = Trainer()
+    frozen = nn.Parameter(torch.randn(300, 300), requires_grad=False)
+    store.attach(trainer.optimizer)
+
+    def change():
+        with torch.no_grad():
+            frozen.add_(1)
+        trainer.train()
+
+    wanted, staged = commit_and(store, {**trainer.state(), "frozen": frozen}, change)
+    assert staged == wanted
+
+
+def test_a_parameter_that_shares_its_memory_with_something_else_is_copied_before(store, held):
+    flat = torch.randn(1 << 16)
+    parameter = nn.Parameter(flat[: 1 << 15])
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    store.attach(optimizer)
+
+    def change():
+        flat[-1] += 1
+        with torch.no_grad():
+            parameter.add_(1)
+
+    wanted, staged = commit_and(store, {"parameter": parameter, "flat": flat}, change)
+    assert staged == wanted
+    assert held.held == 0
+
+
+def test_parameters_that_share_one_flat_memory_are_guarded_with_their_padding(store, held):
+    flat = torch.randn(3 << 16)
+    parameters = [nn.Parameter(flat[begin : begin + 60_000]) for begin in range(0, flat.numel(), 1 << 16)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    store.attach(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    wanted, staged = commit_and(store, parameters, optimizer.step)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_state_that_an_optimizer_makes_anew_is_found(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_the_guard_by_hand_protects_whatever_happens_inside(store, held):
+    trainer = Trainer()
+
+    def change():
+        with store.guard(trainer.optimizer), torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(0.5)
+
+    with store.guard(trainer.optimizer):
+        trainer.optimizer.step()
+    wanted, staged = commit_and(store, trainer.state(), change)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_attaching_twice_guards_once(store, held):
+    trainer = Trainer()
+    for _ in range(3):
+        store.attach(trainer.optimizer)
+    assert len(trainer.optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_a_wrapped_optimizer_is_guarded_where_it_steps(store, held):
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    trainer = Trainer()
+    store.attach(Wrapper(trainer.optimizer))
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_a_scheduler_on_top_changes_nothing(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.9**step)
+
+    def step():
+        trainer.train()
+        scheduler.step()
+
+    wanted, staged = commit_and(store, {**trainer.state(), "scheduler": scheduler.state_dict()}, step)
+    assert staged == wanted
+
+
+@pytest.mark.parametrize("thing", [None, nn.Linear(2, 2), {"state": {}, "param_groups": []}])
+def test_what_is_no_optimizer_is_refused(store, thing):
+    with pytest.raises(UsageError, match="is no optimizer"):
+        store.attach(thing)
+
+
+def test_an_optimizer_without_hooks_is_refused_and_told_what_to_do(store):
+    class Bare:
+        def __init__(self):
+            self.param_groups, self.state = [], {}
+
+    with pytest.raises(UsageError, match="cannot tell when it is going to step"):
+        store.attach(Bare())
+
+
+def test_optimizers_are_not_kept_alive(store):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    gone = weakref.ref(trainer.optimizer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+    assert store._guarded.spans() == []
+
+
+def test_a_closed_store_guards_no_longer(savers, folder):
+    trainer = Trainer()
+    store = ckstore.open(folder)
+    store.attach(trainer.optimizer)
+    store.commit_async(trainer.state(), 1)
+    store.close()
+    assert not trainer.optimizer._optimizer_step_pre_hooks
+    trainer.train()
+
+
+def test_a_forgotten_store_does_not_hold_up_a_step(savers, folder):
+    trainer = Trainer()
+    store = ckstore.open(folder)
+    store.attach(trainer.optimizer)
+    store.commit_async(trainer.state(), 1).result()
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+    trainer.train()
+
+
+def test_a_forked_child_steps_without_the_guard(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with torch.no_grad():
+                store._handover.guard()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pending.wait_staged()
+
+
+# The check
+
+
+def test_the_check_finds_nothing_where_the_guard_was_kept(store, held, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    for step in range(3):
+        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        assert staged == wanted
+
+
+def test_the_check_finds_a_parameter_that_was_changed_outside_of_its_optimizer(store, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    store._handover._outstanding[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
+    with torch.no_grad():
+        trainer.model[3].weight[5, 7] += 1
+    trainer.train()
+    with pytest.raises(CorruptError, match=r"model\.3\.weight") as caught:
+        pending.result()
+    assert caught.value.path == ("model", "3.weight")
+    saver = PretendSaver.started[-1]
+    assert "staged" not in saver.calls
+    assert saver.aborted == [1]
+    store.commit_async(trainer.state(), 2).result()
+
+
+def test_the_check_tells_the_next_commit_if_nobody_asks(store, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    store.commit_async(trainer.state(), 1)
+    store._handover._outstanding[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
+    with torch.no_grad():
+        trainer.model[0].bias += 1
+    trainer.train()
+    with pytest.raises(CorruptError, match=r"step 1 failed in the background.*changed between"):
+        store.commit_async(trainer.state(), 2)
+    store.commit_async(trainer.state(), 2).result()
+
+
+def test_checked_commits_are_staged_when_somebody_waits_even_without_a_step(store, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    assert not pending.is_staged
+    assert pending.result().step == 1
+
+
+def test_numpy_states_need_no_optimizer(store):
+    state = {"a": np.arange(100_000), "b": [np.ones(5)]}
+    wanted, staged = commit_and(store, state, lambda: state["a"].fill(0))
+    assert staged == wanted

@@ -1,0 +1,396 @@
+"""Protects what surrounds a background commit; the saver is a pretended one, which ends tickets when it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pretend import PretendSaver
+
+import ckstore
+from ckstore import handover
+from ckstore.config import MIB
+from ckstore.errors import BackendError, CapacityError, SaverError, UsageError
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.fixture
+def savers(monkeypatch):
+    PretendSaver.started = []
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    return PretendSaver.started
+
+
+@pytest.fixture
+def store(savers, folder):
+    opened = ckstore.open(folder)
+    yield opened
+    for saver in savers:
+        saver.is_quick = True
+        for ticket in list(saver.begun):
+            saver.finish(ticket)
+    opened.close()
+
+
+@pytest.fixture
+def policy(store):
+    """Return a function that sets fields of the store's policy."""
+
+    def choose(**fields):
+        store._policy = dataclasses.replace(store._policy, **fields)
+
+    return choose
+
+
+def state(seed, nbytes=5 * MIB):
+    return {"w": np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8), "seed": seed}
+
+
+class OwnerOfAll:
+    """Takes the place of attached optimizers: all memory is theirs."""
+
+    def spans(self):
+        return [(0, 1 << 62)]
+
+    def release(self):
+        """Do nothing."""
+
+
+def slow(savers):
+    """Let the last saver end nothing by itself."""
+    savers[-1].is_quick = False
+    return savers[-1]
+
+
+def test_the_saver_is_started_by_the_first_commit_and_kept(store, savers, folder):
+    assert savers == []
+    for step in range(3):
+        assert store.commit_async(state(step), step, metrics={"loss": 0.5}, tags=["best"]).result().step == step
+    (saver,) = savers
+    assert saver.options["address"] == str(folder)
+    assert saver.options["nice"] == ckstore.Policy().saver_nice
+    assert (saver.head(3).step, saver.head(3).metrics, saver.head(3).tags) == (2, {"loss": 0.5}, ["best"])
+
+
+def test_arguments_are_checked_before_anything_happens(store, savers):
+    with pytest.raises(UsageError):
+        store.commit_async(state(0), -1)
+    with pytest.raises(UsageError):
+        store.commit_async(state(0), 1, tags=["no/tag"])
+    with pytest.raises(UsageError):
+        store.commit_async({"a": object()}, 1)
+    assert savers == []
+
+
+def test_a_pending_commit_tells_how_far_it_is(store, savers):
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pending = store.commit_async(state(0), 4)
+    assert (pending.step, pending.is_done, pending.is_staged, pending.is_skipped) == (4, False, True, False)
+    assert pending.wait_staged(0)
+    with pytest.raises(TimeoutError, match="step 4"):
+        pending.result(timeout=0.01)
+    ended = []
+    pending.when_done(ended.append)
+    saver.finish(1)
+    pending.when_done(ended.append)
+    assert ended == [pending, pending]
+    assert pending.is_done
+    assert pending.result().seq == 101
+    assert pending.progress == ("write", 1, 2)
+    assert pending.stall_seconds > 0
+
+
+def test_the_default_waits_for_the_commit_before(store, savers):
+    store.prewarm(state(0))
+    saver = slow(savers)
+    first = store.commit_async(state(1), 1)
+    threading.Timer(0.2, saver.finish, [1]).start()
+    second = store.commit_async(state(2), 2)
+    assert first.is_done
+    assert not second.is_done
+    assert second.stall_seconds > 0.1
+    assert {room.index for room, _, _ in saver.begun.values()} == {0}
+
+
+def test_skip_leaves_the_state_out_and_says_so(store, savers, policy, caplog):
+    policy(on_busy="skip")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    second = store.commit_async(state(2), 2)
+    assert "step 2 is left out: step 1 is still being written" in caplog.text
+    assert second.is_skipped
+    assert second.is_done
+    assert not second.is_staged
+    assert not second.wait_staged()
+    with pytest.raises(SaverError, match="step 2 was left out"):
+        second.result()
+    saver.finish(1)
+    third = store.commit_async(state(3), 3)
+    assert not third.is_skipped
+    assert list(saver.begun) == [1, 2]
+    saver.finish(2)
+
+
+def test_replace_keeps_one_state_waiting_and_replaces_it(store, savers, policy, caplog):
+    policy(on_busy="replace")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pendings = [store.commit_async(state(step), step) for step in (1, 2, 3, 4)]
+    assert saver.aborted == [2, 3]
+    assert [each.is_skipped for each in pendings] == [False, True, True, False]
+    assert [room.index for room, _, _ in saver.begun.values()] == [0, 1, 1, 1]
+    assert saver.parents == [(None, 0), (None, 1), (None, 1), (None, 1)]
+    assert "step 3 replaces that of step 2" in caplog.text
+    with pytest.raises(SaverError, match="step 2 was left out: that of step 1"):
+        pendings[1].result()
+    saver.finish(1)
+    saver.finish(4)
+    store.wait()
+    assert pendings[3].result().step == 4
+    store.commit_async(state(5), 5)
+    assert saver.parents[-1] == (104, 0)
+    saver.finish(5)
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "replace"])
+def test_a_commit_that_nobody_waits_for_is_checked_by_the_next(store, savers, policy, on_busy):
+    policy(on_busy=on_busy, debug_guard=True)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store._guarded = OwnerOfAll()
+    pending = store.commit_async(state(1), 1)
+    assert not pending.is_staged
+    store.commit_async(state(2), 2)
+    assert pending.is_staged
+    saver.finish(1)
+
+
+def test_two_states_at_a_time_are_the_most_there_ever_are(store, savers, policy):
+    policy(on_busy="replace")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    for step in range(6):
+        store.commit_async(state(step), step)
+    assert store.arena_nbytes <= 2 * (5 + 8) * MIB
+    saver.finish(1)
+    saver.finish(6)
+
+
+def test_a_state_beyond_the_bound_is_refused_and_nothing_is_left_half(store, savers, policy):
+    policy(arena_nbytes_max=24 * MIB)
+    store.commit_async(state(0), 0).result()
+    with pytest.raises(CapacityError, match="the policy allows 25165824"):
+        store.commit_async(state(1, 30 * MIB), 1)
+    assert store.commit_async(state(2), 2).result().step == 2
+    assert "abort" not in savers[0].calls
+
+
+def test_the_parent_is_what_was_committed_or_restored_last(store, savers):
+    store.commit_async(state(0), 0).result()
+    store.commit_async(state(1), 1).result()
+    receipt = store.commit(state(2), 2)
+    store.commit_async(state(3), 3).result()
+    assert savers[0].parents == [(None, 0), (101, 0), (receipt.seq, 0)]
+    store.restore(f"seq:{receipt.seq}")
+    store.commit_async(state(4), 4).result()
+    assert savers[0].parents[-1] == (receipt.seq, 0)
+
+
+# Errors
+
+
+def test_an_error_is_raised_to_who_asks_and_then_to_nobody_else(store, savers, caplog):
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pending = store.commit_async(state(1), 1)
+    saver.fail(1, BackendError("the disk is on fire", is_transient=False))
+    assert "step 1 failed in the background: the disk is on fire" in caplog.text
+    with pytest.raises(BackendError, match="on fire"):
+        pending.result()
+    saver.is_quick = True
+    assert store.commit_async(state(2), 2).result().step == 2
+
+
+def test_an_error_that_nobody_asked_for_is_raised_by_the_next_commit_once(store, savers):
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    saver.fail(1, CapacityError("the disk is full", where="/store", todo="collect", nbytes=7))
+    with pytest.raises(CapacityError, match="step 1 failed in the background: the disk is full") as caught:
+        store.commit_async(state(2), 2)
+    assert (caught.value.where, caught.value.nbytes) == ("/store", 7)
+    saver.is_quick = True
+    assert store.commit_async(state(3), 3).result().step == 3
+
+
+@pytest.mark.parametrize("verb", ["commit", "wait", "close"])
+def test_other_verbs_raise_it_too(savers, folder, verb):
+    store = ckstore.open(folder)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    saver.fail(1, BackendError("on fire"))
+    with pytest.raises(BackendError, match="step 1 failed in the background"):
+        getattr(store, verb)(*([state(2), 2] if verb == "commit" else []))
+    store.close()
+
+
+def test_an_error_in_the_block_is_not_hidden_by_that_of_a_commit(savers, folder):
+    def train():
+        with ckstore.open(folder) as store:
+            store.prewarm(state(0))
+            saver = slow(savers)
+            store.commit_async(state(1), 1)
+            saver.fail(1, BackendError("on fire"))
+            raise KeyError("the user's")
+
+    with pytest.raises(KeyError, match="the user's"):
+        train()
+
+
+def test_a_saver_that_died_fails_its_commit_and_the_next_one_starts_another(store, savers):
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pending = store.commit_async(state(1), 1)
+    saver.die()
+    with pytest.raises(SaverError, match="was killed"):
+        pending.result()
+    assert store.commit_async(state(2), 2).result().step == 2
+    assert len(savers) == 2
+    assert savers[1].content(2) == [state(2)["w"].tobytes()]
+
+
+def test_a_saver_that_dies_unseen_is_replaced_within_the_commit(store, savers, monkeypatch):
+    store.commit_async(state(1), 1).result()
+    begin = PretendSaver.begin
+
+    def die_at_first(saver, *args, **options):
+        if saver is savers[0]:
+            saver.is_alive = False
+        return begin(saver, *args, **options)
+
+    monkeypatch.setattr(PretendSaver, "begin", die_at_first)
+    assert store.commit_async(state(2), 2).result().step == 2
+    assert len(savers) == 2
+
+
+def test_staging_that_fails_is_raised_and_the_ticket_given_up(store, savers, monkeypatch):
+    from ckstore.saver.arena import Slot
+
+    store.commit_async(state(0), 0).result()
+    populate = Slot.populate
+
+    def refuse(slot, offset, nbytes):
+        if nbytes > MIB:
+            raise CapacityError("no memory")
+        populate(slot, offset, nbytes)
+
+    monkeypatch.setattr(Slot, "populate", refuse)
+    with pytest.raises(CapacityError, match="no memory"):
+        store.commit_async(state(1, 40 * MIB), 1)
+    assert savers[0].aborted == [2]
+    monkeypatch.undo()
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    assert store.commit_async(state(2, 40 * MIB), 2).result().step == 2
+
+
+def test_another_priority_needs_another_saver_and_the_first_ends_before(store, savers, policy):
+    store.commit_async(state(0), 0).result()
+    policy(saver_nice=5)
+    store.commit_async(state(1), 1).result()
+    assert savers[0].calls[-1] == "quit"
+    assert savers[1].options["nice"] == 5
+
+
+def test_a_store_in_memory_has_no_saver(backend):
+    with ckstore.open(backend) as store, pytest.raises(UsageError, match="another process cannot open this store"):
+        store.commit_async(state(0), 0)
+
+
+# Memory and the end
+
+
+def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers):
+    store.prewarm(state(0, 40 * MIB))
+    slot = store._handover._dock.free_slot()
+    nbytes = store.arena_nbytes
+    assert nbytes >= 40 * MIB
+    assert slot.is_populated(0, 40 * MIB)
+    store.commit_async(state(0, 40 * MIB), 0).result()
+    assert store.arena_nbytes == nbytes
+
+
+def test_a_pending_commit_that_is_kept_keeps_no_memory(savers, folder):
+    with ckstore.open(folder) as store:
+        pending = store.commit_async(state(0), 0)
+        pending.result()
+    del store
+    savers.clear()
+    gc.collect()
+    assert "ckstore-arena" not in Path("/proc/self/maps").read_text()
+    assert pending.result().step == 0
+
+
+def test_closing_waits_for_what_is_pending(savers, folder):
+    store = ckstore.open(folder)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pending = store.commit_async(state(1), 1)
+    threading.Timer(0.2, saver.finish, [1]).start()
+    store.close()
+    assert pending.is_done
+    assert saver.calls[-1] == "quit"
+    store.close()
+    with pytest.raises(UsageError, match="closed"):
+        store.commit_async(state(2), 2)
+
+
+def test_a_forgotten_handle_lets_its_commit_be_carried_through(savers, folder):
+    store = ckstore.open(folder)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pending = store.commit_async(state(1), 1)
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+    assert saver.calls == ["begin", "staged", "quit"]
+    saver.finish(1)
+    assert pending.result().step == 1
+
+
+def test_many_commits_leave_no_descriptors_and_no_threads(store, savers):
+    for step in range(5):
+        store.commit_async(state(step), step).result()
+    before = (len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), store.arena_nbytes)
+    for step in range(200):
+        store.commit_async(state(step, MIB), step).result()
+    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), store.arena_nbytes) == before
+
+
+def test_warnings_of_a_receipt_are_logged(store, savers, caplog):
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    with caplog.at_level(logging.WARNING):
+        saver.finish(1, warnings=["the model did not change"])
+    assert "step 1: the model did not change" in caplog.text
+
+
+def test_verbs_that_look_at_the_newest_wait_for_it(store, savers):
+    store.commit(state(0), 0)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    threading.Timer(0.2, saver.finish, [1]).start()
+    store.restore()
+    assert saver.calls[-1] == "staged"

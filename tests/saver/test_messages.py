@@ -1,0 +1,299 @@
+"""What trainer and saver say to each other: it arrives as it was sent, or is refused; errors keep their class."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import socket
+
+import numpy as np
+import pytest
+
+from ckstore import errors
+from ckstore.capture import capture
+from ckstore.config import Policy
+from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, NotFoundError, SaverError
+from ckstore.format.records import encode_inner
+from ckstore.receipt import Receipt
+from ckstore.saver import messages
+from ckstore.saver.head import Head, SampleRow, StorageRow, decode_head, encode_head
+from ckstore.saver.messages import (
+    MESSAGE_NBYTES_MAX,
+    TEXT_NBYTES_MAX,
+    TO_SAVER,
+    TO_TRAINER,
+    decode_message,
+    encode_message,
+    error_of,
+    failed_of,
+)
+
+RECEIPT = Receipt(5, 3, "ab" * 32, 100, 50, 4, 1, 2, 1, {"write": 0.5, "total": 1.0}, "uring", ("look at this",))
+TO_SAVER_SAMPLES = [
+    messages.Hello("/a/store", "main", "auto", 77, "1234", 19, 20),
+    messages.Begin(4, 1, 8192, 300, None, 3),
+    messages.Begin(5, 0, 0, 1, 12, 0),
+    messages.Staged(4),
+    messages.Abort(4),
+    messages.Release(),
+    messages.Quit(),
+]
+TO_TRAINER_SAMPLES = [
+    messages.Ready(99),
+    messages.Began(4),
+    messages.Progress(4, "write", 10, 20),
+    messages.Done(4, RECEIPT),
+    messages.Failed(4, "BackendError", "it failed", None, "try again", {"is_transient": True, "ids": ["a", "b"]}),
+    messages.SlotFree(4),
+    messages.Released(),
+    messages.Log(30, "some text"),
+]
+
+
+@pytest.mark.parametrize("message", TO_SAVER_SAMPLES, ids=lambda message: type(message).__name__)
+def test_what_the_trainer_says_arrives_as_it_was(message):
+    assert decode_message(encode_message(message), TO_SAVER) == message
+
+
+@pytest.mark.parametrize("message", TO_TRAINER_SAMPLES, ids=lambda message: type(message).__name__)
+def test_what_the_saver_says_arrives_as_it_was(message):
+    arrived = decode_message(encode_message(message), TO_TRAINER)
+    assert arrived == message
+    assert type(arrived) is type(message)
+
+
+def test_samples_above_are_all_there_are():
+    assert {type(message) for message in TO_SAVER_SAMPLES} == set(TO_SAVER)
+    assert {type(message) for message in TO_TRAINER_SAMPLES} == set(TO_TRAINER)
+
+
+@pytest.mark.parametrize("message", TO_SAVER_SAMPLES, ids=lambda message: type(message).__name__)
+def test_nobody_accepts_what_only_the_other_side_may_say(message):
+    with pytest.raises(MalformedError):
+        decode_message(encode_message(message), TO_TRAINER)
+
+
+@pytest.mark.parametrize(
+    "message", [*TO_SAVER_SAMPLES, *TO_TRAINER_SAMPLES], ids=lambda message: type(message).__name__
+)
+def test_messages_with_more_or_fewer_bytes_are_refused(message):
+    packet = encode_message(message)
+    kinds = TO_SAVER if isinstance(message, TO_SAVER) else TO_TRAINER
+    for cut in range(len(packet)):
+        with pytest.raises(MalformedError):
+            decode_message(packet[:cut], kinds)
+    with pytest.raises(MalformedError):
+        decode_message(packet + b"\0", kinds)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        [4],
+        [4, 1, 8192, 300, None],
+        [4, 1, 8192, 300, None, 3, 0],
+        [-1, 1, 8192, 300, None, 3],
+        ["4", 1, 2, 3, 4, 5],
+    ],
+    ids=["none", "one", "one-less", "one-more", "negative", "text"],
+)
+def test_fields_of_other_number_type_or_range_are_refused(fields):
+    number = encode_message(messages.Begin(4, 1, 8192, 300, None, 3))[:1]
+    with pytest.raises(MalformedError):
+        decode_message(number + encode_inner(fields), TO_SAVER)
+
+
+def test_unknown_kinds_are_refused():
+    for number in (len(TO_SAVER) + len(TO_TRAINER), 255):
+        with pytest.raises(MalformedError):
+            decode_message(bytes((number,)) + encode_inner([]), (*TO_SAVER, *TO_TRAINER))
+
+
+def test_changed_packets_are_refused_or_mean_something():
+    # Deterministic, and never an exception of another kind: whoever reads must be able to end the connection.
+    source = random.Random(4)
+    for message in [*TO_SAVER_SAMPLES, *TO_TRAINER_SAMPLES]:
+        packet = bytearray(encode_message(message))
+        for _ in range(300):
+            changed = bytearray(packet)
+            changed[source.randrange(len(changed))] = source.randrange(256)
+            try:
+                decode_message(bytes(changed), (*TO_SAVER, *TO_TRAINER))
+            except MalformedError:
+                continue
+
+
+def test_messages_are_bounded():
+    with pytest.raises(SaverError, match="bytes"):
+        encode_message(messages.Log(30, "x" * MESSAGE_NBYTES_MAX))
+    assert len(encode_message(messages.log_of(30, "x" * MESSAGE_NBYTES_MAX))) < 2 * TEXT_NBYTES_MAX
+
+
+def test_receipts_with_many_warnings_still_fit():
+    many = Receipt(5, 3, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "uring", tuple("é" * 100_000 for _ in range(500)))
+    told = messages.done_of(1, many)
+    assert len(encode_message(told)) < MESSAGE_NBYTES_MAX
+    assert "488 more" in told.receipt.warnings[-1]
+    assert messages.done_of(1, RECEIPT).receipt == RECEIPT
+
+
+def test_packets_keep_their_borders_on_the_socket():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for message in TO_SAVER_SAMPLES:
+            messages.send(ours, message)
+        assert [messages.receive(theirs, TO_SAVER) for _ in TO_SAVER_SAMPLES] == TO_SAVER_SAMPLES
+        with pytest.raises(BlockingIOError):
+            messages.receive(theirs, TO_SAVER)
+        ours.close()
+        assert messages.receive(theirs, TO_SAVER) is None
+
+
+def test_sending_never_waits_for_a_reader():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def send_many():
+        for _ in range(100_000):
+            messages.send(ours, messages.Staged(1))
+
+    with ours, theirs, pytest.raises(BlockingIOError):
+        send_many()
+
+
+ERRORS = [
+    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CkstoreError)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_errors_keep_class_sentences_and_facts(kind):
+    error = kind("it went wrong", where="/a/place", todo="do this", pid=5, pack_id="ab", share=0.5, is_bad=True)
+    told = decode_message(encode_message(failed_of(7, error)), TO_TRAINER)
+    back = error_of(told)
+    assert type(back) is kind
+    assert str(back) == str(error)
+    assert (back.what, back.where, back.todo, back.exit_code) == (error.what, error.where, error.todo, kind.exit_code)
+    assert (back.pid, back.pack_id, back.share, back.is_bad) == (5, "ab", 0.5, True)
+    assert told.ticket == 7
+
+
+def test_transient_failures_stay_transient():
+    assert error_of(failed_of(1, BackendError("it failed", is_transient=True))).is_transient is True
+    assert error_of(failed_of(1, BackendError("it failed"))).is_transient is False
+
+
+def test_facts_of_any_kind_arrive_as_something_plain():
+    error = CapacityError("full", ids=["a", b"b"], big=1 << 80, path=("a", 1), other={"x": 1}, none=None)
+    back = error_of(decode_message(encode_message(failed_of(1, error)), TO_TRAINER))
+    assert back.ids == ["a", "b'b'"]
+    assert back.big == hex(1 << 80)
+    assert back.path == ["a", "1"]
+    assert back.other == "{'x': 1}"
+
+
+def test_long_errors_and_broken_text_still_arrive():
+    error = NotFoundError(
+        "x" * 1_000_000, where="/caf\udce9", todo="\ud800", **{f"fact{i}": "y" * 9999 for i in range(99)}
+    )
+    packet = encode_message(failed_of(1, error))
+    assert len(packet) <= MESSAGE_NBYTES_MAX
+    assert isinstance(error_of(decode_message(packet, TO_TRAINER)), NotFoundError)
+
+
+def test_errors_of_the_system_keep_their_class_too():
+    back = error_of(failed_of(1, OSError(28, "No space left on device")))
+    assert isinstance(back, OSError)
+    assert (back.errno, back.strerror) == (28, "No space left on device")
+    assert isinstance(error_of(failed_of(1, FileNotFoundError(2, "gone"))), FileNotFoundError)
+    assert isinstance(error_of(failed_of(1, MemoryError("out of memory"))), MemoryError)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("a chunk"), KeyError("x"), SystemExit(1), OSError("no number")], ids=repr
+)
+def test_our_own_bugs_become_saver_errors_that_name_them(error):
+    back = error_of(failed_of(1, error))
+    assert isinstance(back, SaverError)
+    assert type(error).__name__ in str(back)
+
+
+@pytest.mark.parametrize("name", ["annotations", "ClassVar", "_message", "Any", "nonsense", "CkstoreErrors"])
+def test_no_name_but_an_error_s_is_ever_called(name):
+    assert type(error_of(messages.Failed(1, name, "it failed", None, None, {}))) is SaverError
+
+
+# Heads
+
+STATE = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    "b": np.zeros(0),
+    "n": [1, None, "text"],
+    "x": b"y" * 70000,
+}
+
+
+def head_of(**changes):
+    captured = capture(STATE)
+    places = [4096 * index for index in range(len(captured.storages))]
+    facts = {"step": 5, "metrics": {"loss": 0.5}, "tags": ["best"], "policy": Policy(compression="none", threads=2)}
+    return captured, Head.of(captured, places, **{**facts, **changes})
+
+
+def test_heads_say_all_that_a_commit_wants_to_know():
+    captured, head = head_of(samples=[SampleRow(0, 0, 8, 0, 100, 8)])
+    back = decode_head(encode_head(head), slot_nbytes=1 << 20)
+    assert back.tree == captured.tree
+    assert back.tensors == captured.tensors
+    assert [(row.nbytes, row.element_width, row.is_float) for row in back.storages] == [
+        (storage.nbytes, storage.element_width, storage.is_float) for storage in captured.storages
+    ]
+    assert (back.step, back.metrics, back.tags, back.policy) == (5, {"loss": 0.5}, ["best"], head.policy)
+    assert back.samples == [SampleRow(0, 0, 8, 0, 100, 8)]
+
+
+def test_heads_that_reach_beyond_their_slot_are_refused():
+    _, head = head_of()
+    end = max(row.place + row.nbytes for row in head.storages)
+    assert decode_head(encode_head(head), slot_nbytes=end)
+    with pytest.raises(MalformedError, match="beyond the slot"):
+        decode_head(encode_head(head), slot_nbytes=end - 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        SampleRow(9, 0, 8, 0, 100, 8),
+        SampleRow(0, 0, 1 << 40, 0, 100, 8),
+        SampleRow(0, 0, 8, 0, 1 << 40, 8),
+        SampleRow(0, 0, 8, 0, 100, 4),
+    ],
+    ids=["no-storage", "beyond-storage", "beyond-slot", "shorter"],
+)
+def test_samples_that_do_not_fit_are_refused(row):
+    _, head = head_of(samples=[row])
+    with pytest.raises(MalformedError):
+        decode_head(encode_head(head), slot_nbytes=1 << 20)
+
+
+def test_heads_with_impossible_policies_are_refused():
+    content = encode_head(head_of()[1])
+    assert b"none" in content
+    with pytest.raises(MalformedError):
+        decode_head(content.replace(b"\xa4none", b"\xa4nope"), slot_nbytes=1 << 20)
+
+
+def test_damaged_heads_are_refused_or_mean_something():
+    content = encode_head(head_of()[1])
+    source = random.Random(5)
+    for _ in range(2000):
+        changed = bytearray(content)
+        changed[source.randrange(len(changed))] = source.randrange(256)
+        try:
+            decode_head(bytes(changed), slot_nbytes=1 << 20)
+        except MalformedError:
+            continue
+
+
+def test_storage_rows_are_plain():
+    assert StorageRow(1, 2, 4, True) == (1, 2, 4, True)

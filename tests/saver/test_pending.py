@@ -1,0 +1,66 @@
+"""Protects what a pending commit says of itself: staged means that it is published even if this process dies."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckstore.errors import SaverError
+from ckstore.pending import Pending
+from ckstore.receipt import Receipt
+
+RECEIPT = Receipt(3, 7, "00" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
+
+
+def test_staged_means_copied_and_that_the_saver_has_the_run():
+    pending = Pending(3)
+    pending.note_staged()
+    assert (pending.is_staged, pending.wait_staged(0.01)) == (False, False)
+    pending.note_began()
+    assert (pending.is_staged, pending.wait_staged()) == (True, True)
+
+
+def test_a_saver_that_has_the_run_is_not_enough():
+    pending = Pending(3)
+    pending.note_began()
+    assert (pending.is_staged, pending.wait_staged(0.01)) == (False, False)
+    pending.note_staged()
+    assert pending.wait_staged() is True
+
+
+def test_failing_ends_the_wait_and_is_not_staged():
+    pending = Pending(3)
+    pending.note_staged()
+    pending.note_failed(SaverError("it could not"))
+    assert pending.wait_staged() is False
+    with pytest.raises(SaverError, match="it could not"):
+        pending.result()
+
+
+def test_what_is_durable_was_staged():
+    pending = Pending(3)
+    pending.note_done(RECEIPT)
+    assert (pending.wait_staged(0), pending.is_staged, pending.is_done) == (True, True, True)
+    assert pending.result(0) is RECEIPT
+
+
+def test_a_timeout_is_for_both_waits_together():
+    pending = Pending(3)
+    waited = []
+
+    def wait(event, timeout, doing):
+        waited.append((timeout, doing))
+        return event.wait(timeout)
+
+    pending = Pending(3, wait=wait)
+    assert pending.wait_staged(0.05) is False
+    assert waited[0][0] <= 0.05
+    assert waited[1][0] <= 0.01
+    assert waited[0][1] == "take the commit of step 3"
+
+
+def test_what_comes_after_the_end_does_not_count():
+    pending = Pending(3)
+    pending.note_done(RECEIPT)
+    pending.note_failed(SaverError("too late"))
+    assert pending.result() is RECEIPT
+    assert pending.error_or_none() is None

@@ -1,0 +1,68 @@
+"""Protects the places in a slot: each byte has one, and what is wanted first is copied first."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckstore.config import KIB, MIB, Limits
+from ckstore.saver.arena import UNIT_NBYTES
+from ckstore.saver.state import places_to_sample
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, stow
+
+
+class Shape:
+    def __init__(self, nbytes, element_width=4, is_float=True):
+        self.nbytes, self.element_width, self.is_float = nbytes, element_width, is_float
+
+
+shapes = st.lists(
+    st.builds(
+        Shape,
+        st.sampled_from([0, 1, 4, 100, 64 * KIB, 300 * KIB, 4 * MIB, 4 * MIB + 8, 9 * MIB]),
+        st.sampled_from([1, 2, 4, 8]),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(shapes, st.data())
+def test_every_byte_has_one_place_and_no_row_crosses_a_unit(storages, data):
+    kinds = data.draw(st.lists(st.sampled_from([NOW, LAZY, DEVICE_NOW, DEVICE_LAZY]), min_size=len(storages)))
+    found = stow(storages, kinds[: len(storages)], places_to_sample(storages, Limits()))
+    taken, copied = [], {index: [] for index in range(len(storages))}
+    for kind, section in enumerate(found.sections):
+        assert section.begin % UNIT_NBYTES == 0
+        assert section.firsts[-1] == len(section.rows)
+        for unit in range(section.unit_count):
+            for index, offset, place, nbytes in section.rows_of(unit):
+                assert place // UNIT_NBYTES == (place + nbytes - 1) // UNIT_NBYTES == section.first_unit + unit
+                assert kinds[index] == kind
+                taken.append((place, place + nbytes))
+                if found.places[index] + offset == place:
+                    copied[index].append((offset, offset + nbytes))
+    taken.sort()
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))
+    assert not taken or taken[-1][1] <= found.end
+    for index, storage in enumerate(storages):
+        assert [offset for offset, _ in copied[index]] == [0, *(end for _, end in copied[index])][: len(copied[index])]
+        assert (copied[index][-1][1] if copied[index] else 0) == storage.nbytes
+
+
+def test_what_must_be_copied_now_comes_first_and_the_rest_in_the_order_of_the_plan():
+    found = stow([Shape(5 * MIB) for _ in range(6)], [LAZY, NOW, LAZY, NOW, LAZY, LAZY], [])
+    assert sorted(range(6), key=lambda index: found.places[index]) == [1, 3, 0, 2, 4, 5]
+    assert found.places[0] % UNIT_NBYTES == 0
+
+
+def test_samples_and_small_storages_are_copied_before_what_is_large():
+    storages = [Shape(9 * MIB), Shape(1000), Shape(9 * MIB), Shape(2000)]
+    found = stow(storages, [NOW] * 4, places_to_sample(storages, Limits()))
+    first = {index: place for place, index in sorted(zip(found.places, range(4), strict=True))}
+    samples = [row for row in found.samples if row.width]
+    assert samples
+    assert max(row.place for row in samples) < min(found.places)
+    assert max(first[1], first[3]) < min(first[0], first[2])

@@ -1,0 +1,113 @@
+"""A process that trains and listens to signals, for the tests of this folder.
+
+It updates two arrays one after the other, slowly, so that nearly every signal comes between the two.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckstore
+
+SOURCE = str(Path(ckstore.__file__).parent.parent)
+SECONDS_MAX = 60.0
+
+PROGRAM = """
+import logging, os, signal, sys, threading, time
+sys.path.insert(0, {source!r})
+import numpy as np, ckstore
+
+logging.basicConfig(format="%(message)s", level=logging.WARNING)
+say = lambda *words: print(*words, flush=True)
+aloud = logging.StreamHandler(sys.stdout)
+aloud.setFormatter(logging.Formatter("log %(message)s"))
+logging.getLogger().addHandler(aloud)
+state = {{"first": np.zeros(4096), "second": np.zeros(4096), "step": 0}}
+
+def train_one_step(seconds=0.02):
+    state["first"] += 1
+    time.sleep(seconds)
+    state["second"] += 1
+    state["step"] += 1
+
+store = ckstore.open({folder!r})
+{code}
+"""
+
+LOOP = """
+with store.commit_on_signal(lambda: state, **OPTIONS) as last:
+    say("ready")
+    for step in range(1, 100_000):
+        train_one_step()
+        COMMIT
+        last.check(step)
+"""
+
+
+class Trainer:
+    """A process that trains."""
+
+    def __init__(self, folder, code, **options):
+        self.folder = folder
+        program = PROGRAM.format(source=SOURCE, folder=str(folder), code=code)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        )
+
+    def hear(self, word):
+        for line in self.process.stdout:
+            if line.split()[0] == word:
+                return line.split()[1:]
+        raise AssertionError(f"it ended without saying {word!r}: {self.process.stderr.read()}")
+
+    def hear_told(self, text):
+        """Wait until something was logged."""
+        while text not in " ".join(self.hear("log")):
+            pass
+
+    def send(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+
+    def end(self):
+        """Return exit code and what was logged."""
+        out, told = self.process.communicate(timeout=SECONDS_MAX)
+        self.out = [line for line in out.splitlines() if not line.startswith("log ")]
+        return self.process.returncode, told
+
+    def restored(self):
+        """Return the newest checkpoint, which must be one of a whole step."""
+        with ckstore.open(self.folder, create=False) as store:
+            state = store.restore()
+            assert state["first"].min() == state["first"].max() == state["second"].min() == state["step"]
+            assert store.restored.step == state["step"]
+            return state
+
+
+@pytest.fixture
+def trainer(folder):
+    """Return what starts a trainer; none is left behind."""
+    started = []
+
+    def start(code, **options):
+        started.append(Trainer(folder, code, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+@pytest.fixture
+def loop():
+    """Return what makes the code of a training loop that commits as told and checks after each step."""
+    return _loop
+
+
+def _loop(commit="pass", **options):
+    return f"OPTIONS = {options!r}\n" + LOOP.replace("COMMIT", commit)

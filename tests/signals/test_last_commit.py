@@ -1,0 +1,271 @@
+"""Protects the last commit: real processes, real signals, at any time; what is committed is never torn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+import ckstore
+
+BY_SAVER = 'store.commit_async(state, step) if step % 5 == 1 else say("step", step)'
+IN_PROCESS = 'store.commit(state, step) if step % 5 == 1 else say("step", step)'
+
+
+@pytest.mark.parametrize("commit", [BY_SAVER, IN_PROCESS, 'say("step", step)'], ids=["saver", "process", "none"])
+def test_sigterm_in_the_middle_of_a_step_commits_the_whole_step(trainer, loop, commit):
+    run = trainer(loop(commit))
+    for _ in range(4):
+        step = int(run.hear("step")[0])
+    run.send()
+    code, told = run.end()
+    assert code == 143
+    assert run.restored()["step"] >= step
+    assert f"step {run.restored()['step']} is durable" in told
+    assert "Traceback" not in told
+
+
+def test_what_listened_before_is_called_and_may_let_the_run_end(trainer):
+    code = """
+def before(number, frame):
+    say("told", number)
+signal.signal(signal.SIGTERM, before)
+last = store.commit_on_signal(lambda: state, metrics=lambda: {"loss": 2.5}, tags=["preempted"])
+say("ready")
+for step in range(1, 100_000):
+    train_one_step()
+    if last.check(step):
+        break
+say("ended", step, last.signal.name, last.receipt.step, signal.getsignal(signal.SIGTERM) is before)
+"""
+    run = trainer(code)
+    run.hear("ready")
+    run.send()
+    assert run.hear("told") == ["15"]
+    step, name, committed, is_restored = run.hear("ended")
+    assert (name, committed, is_restored) == ("SIGTERM", step, "True")
+    assert run.end()[0] == 0
+    with ckstore.open(run.folder) as store:
+        assert store.info("preempted").step == int(step)
+        assert store.info("preempted").metrics == {"loss": 2.5}
+
+
+def test_the_caller_may_end_the_run_itself(trainer):
+    code = """
+with store.commit_on_signal(lambda: state, then="return", signals=[signal.SIGUSR1, signal.SIGTERM]) as last:
+    say("ready")
+    step = 0
+    while not last.check(step):
+        step += 1
+        train_one_step()
+    assert last.check(step), "it stays so"
+say("ended", step, last.signal.name)
+"""
+    run = trainer(code)
+    run.hear("ready")
+    run.send(signal.SIGUSR1)
+    step, name = run.hear("ended")
+    assert (run.end()[0], name, run.restored()["step"]) == (0, "SIGUSR1", int(step))
+
+
+def test_a_second_sigterm_does_not_disturb_the_last_commit(trainer, loop):
+    run = trainer(loop(BY_SAVER))
+    run.hear("step")
+    for _ in range(20):
+        with contextlib.suppress(ProcessLookupError):
+            run.send()
+        time.sleep(0.003)
+    # One that comes when all is over ends the process at once, as it would any.
+    assert run.end()[0] in (143, -signal.SIGTERM)
+    assert run.restored()["step"] > 0
+
+
+def test_ctrl_c_twice_ends_at_once(trainer, loop):
+    run = trainer(
+        loop('say("step", step)', signals=[int(signal.SIGINT)]).replace("train_one_step()", "train_one_step(30)")
+    )
+    run.hear("ready")
+    run.send(signal.SIGINT)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    run.send(signal.SIGINT)
+    code, told = run.end()
+    assert code in (1, -signal.SIGINT, 130)
+    assert "KeyboardInterrupt" in told
+    with ckstore.open(run.folder) as store:
+        assert store.steps() == []
+
+
+def test_no_step_in_time_commits_nothing_torn_and_a_later_signal_ends(trainer, loop):
+    code = loop(deadline_seconds=0.3).replace(
+        "train_one_step()", "(step == 2 and say('long'), train_one_step(0.02 if step < 2 else 60))"
+    )
+    run = trainer("store.commit_async(state, 0).result()\n" + code)
+    run.hear("long")
+    run.send()
+    run.hear_told("no step was checked within 0.3 s")
+    assert run.process.poll() is None
+    run.send()
+    assert run.end()[0] == -signal.SIGTERM
+    assert run.restored()["step"] == 0
+
+
+def test_a_step_that_ends_too_late_is_committed_all_the_same(trainer, loop):
+    run = trainer(loop(deadline_seconds=0.2).replace("train_one_step()", "train_one_step(1.5)"))
+    run.hear("ready")
+    run.send()
+    code, told = run.end()
+    assert (code, run.restored()["step"]) == (143, 1)
+    assert "no step was checked" in told
+
+
+def test_a_signal_during_a_commit_waits_for_it_and_does_not_repeat_it(trainer, loop):
+    code = """
+import ckstore.api
+original = ckstore.api.Store.commit_async
+def interrupted(self, *arguments, **options):
+    pending = original(self, *arguments, **options)
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pending
+ckstore.api.Store.commit_async = interrupted
+"""
+    run = trainer(code + loop("store.commit_async(state, step) if step % 3 == 0 else None"))
+    assert run.end()[0] == 143
+    with ckstore.open(run.folder) as store:
+        assert [entry.step for entry in store.log()] == [3]
+
+
+def test_a_saver_that_the_same_signal_ends_costs_nothing(trainer, loop):
+    """Schedulers send SIGTERM to every process of a job."""
+    run = trainer(loop('(store.commit_async(state, step), say("saver", store._handover.saver_pid))'))
+    saver = int(run.hear("saver")[0])
+    os.kill(saver, signal.SIGTERM)
+    run.send()
+    code, told = run.end()
+    assert code == 143, told
+    assert run.restored()["step"] > 0
+    assert f"step {run.restored()['step']} is durable" in told
+
+
+def test_an_earlier_commit_that_failed_does_not_cost_the_last_one(trainer, loop):
+    code = """
+def commit(step):
+    if step == 3:
+        os.kill(store._handover.saver_pid, signal.SIGKILL)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif step < 3:
+        store.commit_async(state, step)
+        if step == 2:
+            os.kill(store._handover.saver_pid, signal.SIGSTOP)
+"""
+    run = trainer(code + loop("commit(step)"))
+    code, told = run.end()
+    assert code == 143
+    assert "tried again" in told
+    assert run.restored()["step"] == 3
+
+
+def test_what_is_staged_when_the_trainer_is_killed_is_published(trainer, loop):
+    code = """
+from ckstore.pending import Pending
+state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 24 << 20, np.uint32)
+store.commit_async(state, 0).result()
+state["more"] += 1
+def result(self, timeout=None):
+    assert self.wait_staged(20)
+    os.kill(os.getpid(), signal.SIGKILL)
+Pending.result = result
+"""
+    run = trainer(code + loop())
+    run.hear("ready")
+    run.send()
+    assert run.end()[0] == -signal.SIGKILL
+    assert run.restored()["step"] > 0
+
+
+def test_a_commit_that_is_not_durable_in_time_is_left_to_the_saver(trainer, loop):
+    code = """
+def commit(step):
+    if step == 2:
+        os.kill(store._handover.saver_pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+store.commit_async(state, 0).result()
+"""
+    told = 'say("saver", store._handover.saver_pid)\n'
+    run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
+    saver = int(run.hear("saver")[0])
+    run.hear_told("not durable in time")
+    # It waits for the saver at exit, which only now goes on.
+    os.kill(saver, signal.SIGCONT)
+    code, told = run.end()
+    assert code == 143
+    assert run.restored()["step"] == 2
+
+
+def test_forked_children_end_by_sigterm_as_if_nobody_had_listened(trainer):
+    code = """
+import multiprocessing
+def work():
+    time.sleep(60)
+with store.commit_on_signal(lambda: state) as last:
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    time.sleep(0.2)
+    child.terminate()
+    child.join(20)
+    time.sleep(0.2)
+    say("child", child.exitcode, last.is_asked)
+"""
+    assert trainer(code).hear("child") == ["-15", "False"]
+
+
+def test_a_loop_on_another_thread_ends_the_process_too(trainer):
+    code = """
+last = store.commit_on_signal(lambda: state)
+def work():
+    step = 0
+    while not last.check(step):
+        step += 1
+        train_one_step()
+thread = threading.Thread(target=work)
+thread.start()
+say("ready")
+try:
+    while True:
+        time.sleep(0.05)
+finally:
+    thread.join()
+    say("cleaned")
+"""
+    run = trainer(code)
+    run.hear("ready")
+    time.sleep(0.2)
+    run.send()
+    run.hear("cleaned")
+    assert run.end()[0] == 143
+    assert run.restored()["step"] > 0
+
+
+WITH = "with store, store.commit_on_signal(lambda: state) as last:"
+WITHOUT = "with store:\n    last = store.commit_on_signal(lambda: state)"
+
+
+@pytest.mark.parametrize("begin", [WITH, WITHOUT], ids=["with", "without"])
+def test_a_signal_after_the_last_check_is_not_swallowed(trainer, begin):
+    code = """
+    train_one_step()
+    last.check(1)
+    pending = store.commit_async(state, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+say("never")
+"""
+    run = trainer(begin + code)
+    code, told = run.end()
+    assert (code, run.out) == (143, [])
+    assert "after the last step that was checked" in told
+    assert run.restored()["step"] == 1

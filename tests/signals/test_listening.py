@@ -1,0 +1,96 @@
+"""Protects who listens: what listened before is kept and told, nothing is left behind, misuse is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import UsageError
+
+
+def test_a_commit_of_the_same_number_from_before_does_not_count(disk_store):
+    """A run that went back and reached the step again has another state."""
+    state = {"w": np.arange(100)}
+    disk_store.commit(state, 7)
+    with disk_store.commit_on_signal(lambda: state, then="return") as last:
+        last.check(6)
+        signal.raise_signal(signal.SIGTERM)
+        state["w"] += 1
+        assert last.check(7)
+    assert last.receipt.chunks_new > 0
+    assert disk_store.restore()["w"][0] == 1
+
+
+def test_a_failing_last_commit_is_raised(disk_store):
+    def broken():
+        return {"x": object()}
+
+    with disk_store.commit_on_signal(broken) as last:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(ckstore.LeafTypeError, match="x"):
+            last.check(1)
+    assert disk_store.steps() == []
+
+
+def test_listening_ends_with_the_store_and_leaves_no_thread(folder, no_threads_left):
+    heard = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        ours = signal.getsignal(signal.SIGTERM)
+        with ckstore.open(folder) as store:
+            last = store.commit_on_signal(dict)
+            assert signal.getsignal(signal.SIGTERM) != ours
+        assert signal.getsignal(signal.SIGTERM) is ours
+        last.close()
+        # One who put itself over a listener that is closed meanwhile still reaches who was there before.
+        with ckstore.open(folder) as store:
+            last = store.commit_on_signal(dict)
+            under = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda number, frame: under(number, frame))
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_two_stores_both_commit(folder):
+    heard = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, previous)
+        stores = [stack.enter_context(ckstore.open(folder.with_name(name))) for name in ("a", "b")]
+        both = [stack.enter_context(store.commit_on_signal(lambda: {"a": 1})) for store in stores]
+        signal.raise_signal(signal.SIGTERM)
+        # The one that listened first is told by the other one.
+        assert [last.check(1) for last in both] == [False, True]
+        assert [last.check(2) for last in both] == [True, True]
+        assert heard == [signal.SIGTERM]
+        assert [store.steps() for store in stores] == [[2], [1]]
+
+
+def test_calls_that_cannot_work_are_refused(disk_store):
+    errors = []
+
+    def elsewhere():
+        try:
+            disk_store.commit_on_signal(dict)
+        except UsageError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+    before = signal.getsignal(signal.SIGTERM)
+    for wrong in ({"signals": [signal.SIGTERM, signal.SIGKILL]}, {"signals": [999]}, {"signals": []}):
+        with pytest.raises(UsageError, match="signal"):
+            disk_store.commit_on_signal(dict, **wrong)
+    for wrong in ({"deadline_seconds": 0.0}, {"then": "explode"}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            disk_store.commit_on_signal(dict, **wrong)
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,133 @@
+"""The bench of background commits measures what it says: copies are whole, rivals save what they got, all cases run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from bench import background, cases_async, histories, run  # noqa: E402
+from bench.cases import CASES  # noqa: E402
+from bench.workbench import Bench  # noqa: E402
+
+NBYTES = 1_500_000
+
+
+@pytest.fixture
+def state():
+    return histories.gpt_state(NBYTES, donors=histories.synthetic_donors())
+
+
+def bytes_of(state):
+    return b"".join(tensor.detach().numpy().tobytes() for _, tensor in histories.tensors_of(state))
+
+
+@pytest.mark.parametrize("way", ["_by_numpy", "_by_torch"])
+def test_both_reference_copies_copy_everything(state, way):
+    copies = background.Copies(state, threads=2)
+    assert copies.copied != bytes_of(state)
+    assert getattr(copies, way)() > 0
+    assert copies.copied == bytes_of(state)
+    copies.close()
+
+
+def test_a_changed_state_is_new_nearly_everywhere(state):
+    before = [tensor.clone() for _, tensor in histories.tensors_of(state)]
+    background.change(state)
+    pairs = zip(before, (tensor for _, tensor in histories.tensors_of(state)), strict=True)
+    changed = [(old != new).float().mean().item() for old, new in pairs]
+    assert min(changed) > 0.9
+
+
+def test_rivals_save_what_the_state_was_when_they_returned(state, tmp_path):
+    found, reasons = background.find(state, tmp_path, None)
+    assert {rival.name.split()[0] for rival in found} >= {"DCP", "clone,"}, reasons
+    assert list(tmp_path.iterdir()) == []
+    wanted = bytes_of(state)
+    rival = next(rival for rival in found if rival.name.startswith("clone"))
+    finish = rival.begin(state, tmp_path)
+    for _, tensor in histories.tensors_of(state):
+        tensor.zero_()
+    finish()
+    assert bytes_of(torch.load(tmp_path / "state.pt", weights_only=True)) == wanted
+
+
+def test_a_rival_that_is_not_there_has_a_reason(state, tmp_path, monkeypatch):
+    def missing():
+        raise ImportError("not installed")
+
+    monkeypatch.setitem(background.MAKERS, "DCP", missing)
+    found, reasons = background.find(state, tmp_path, ["DCP"])
+    assert (found, reasons) == ([], {"DCP": "ImportError: not installed"})
+
+
+def test_the_training_loop_is_of_the_size_and_learns():
+    loop = background.Loop(3_000_000, tokens=16)
+    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
+    assert 2_000_000 < nbytes < 9_000_000
+    before = bytes_of(loop.model.state_dict())
+    loop.train_one_step()
+    assert (loop.step, loop.state["step"]) == (2, 2)
+    assert bytes_of(loop.model.state_dict()) != before
+
+
+def test_memory_of_another_process_is_seen_while_it_has_it():
+    say, hear = "print(flush=True)", "sys.stdin.readline()"
+    program = "\n".join(["import sys", say, hear, "x = bytearray(50_000_000)", say, hear])
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        before = cases_async._own_nbytes(other.pid)
+
+        def let_it_grow():
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            other.stdout.readline()
+            time.sleep(0.05)
+
+        peaks = cases_async.peaks_while(let_it_grow, {"other": other.pid, "me": os.getpid()})
+        assert 48_000_000 < peaks["other"] - before < 60_000_000
+        assert peaks["me"] > 10_000_000
+        other.stdin.write(b"\n")
+
+
+def test_what_a_process_has_is_counted():
+    before = dict(background.usage_of(os.getpid()))
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    with Path(os.devnull).open() as _, subprocess.Popen(["sleep", "60"]) as child:
+        after = dict(background.usage_of(os.getpid()))
+        child.kill()
+    is_over.set()
+    thread.join()
+    grown = {name: after[name] - before[name] for name in ("descriptors", "Threads", "children")}
+    assert grown == {"descriptors": 1, "Threads": 1, "children": 1}
+    assert after["RssAnon"] > 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("stall_", "async_"))])
+def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
+    from bench import cases_stall
+
+    monkeypatch.setattr(run.measure.machine, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
+    # A saver with more niceness than that starves where others are at work too.
+    monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
+    (tmp_path / "work").mkdir()
+    bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=["torch.save"])
+    result = CASES[case](bench)
+    assert result.unusable == {}
+    assert sum("ckstore" in name or "saver" in name or "commit" in name for name in result.samples) >= 2
+    assert all(sample.value > 0 for samples in result.samples.values() for sample in samples)
+    assert not any((tmp_path / "work").iterdir())

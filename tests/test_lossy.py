@@ -1,0 +1,180 @@
+"""Protects those who store with a loss: what comes back is what was recorded, along every chain and on every way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import Policy, Residual
+from ckstore.distance import distance_of
+from ckstore.errors import BoundError
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.references import resolve
+from ckstore.testing.states import difference
+from ckstore.testing.trainings import LARGE, AdamRun, M, V, W, leaf, losses, lossy_policy
+
+NEAR = Residual.near()
+
+
+def manifest_of(store, ref="latest"):
+    return store._parts.manifests.load(resolve(store._parts, ref))
+
+
+@pytest.fixture
+def chain(store):
+    """A store with a chain of six, and the states that were committed."""
+    run, states = AdamRun(), []
+    for step in range(6):
+        states.append(run.train().state())
+        store.commit(states[-1], step, policy=lossy_policy())
+    return store, states
+
+
+def test_what_comes_back_is_as_far_off_as_was_recorded(chain):
+    store, states = chain
+    for step in range(1, 6):
+        found, told = store.restore(step), losses(store, step)
+        assert set(told) == {W, M, V}
+        for path, row in told.items():
+            made = distance_of(leaf(states[step], path), leaf(found, path))
+            assert math.isclose(made.max_abs, row.max_abs, rel_tol=1e-5), path
+            assert math.isclose(made.relative, row.rel_rms, rel_tol=1e-5), path
+            assert 0 < row.bits < 8
+        assert told[W].hops == step
+        for path in ("model.bias", "optimizer.state.0.step", "rng", "epoch"):
+            assert difference(leaf(found, path), leaf(states[step], path)) is None
+
+
+def test_errors_do_not_add_up_along_a_chain(store):
+    run, told = AdamRun(), []
+    for step in range(12):
+        store.commit(run.train().state(), step, policy=lossy_policy(replace(NEAR, keyframe_every=100)))
+        told.append(losses(store))
+    assert told[-1][W].hops == 11
+    assert told[-1][W].rel_rms < 2 * told[1][W].rel_rms
+
+
+def test_the_first_weights_and_every_keyframe_are_exact(store):
+    run, exact = AdamRun(), []
+    for step in range(7):
+        state = run.train().state()
+        store.commit(state, step, policy=lossy_policy(replace(NEAR, keyframe_every=3)))
+        exact.append(np.array_equal(store.restore(only=W)["model"]["w"], state["model"]["w"]))
+    assert exact == [True, False, False, True, False, False, True]
+    assert losses(store, 6).keys() == {M, V}, "moments have no chain"
+
+
+def test_a_checkpoint_says_that_it_is_not_exact(chain):
+    store, _ = chain
+    assert store.info(5).fidelity == "near"
+    store.restore(5)
+    assert store.restored.fidelity == "near"
+    with pytest.raises(BoundError, match="stored with a loss"):
+        store.restore(5, exact=True)
+    with pytest.raises(BoundError):
+        store.restore(exact=True)
+    store.commit(AdamRun(4).state(), 9, policy=Policy())
+    assert store.info(9).fidelity == "exact"
+    store.restore(9, exact=True)
+
+
+def test_a_receipt_says_what_was_lost(store):
+    run = AdamRun()
+    first = store.commit(run.train().state(), 0, policy=lossy_policy())
+    assert (first.fidelity, first.lossy_count) == ("near", 2)
+    receipt = store.commit(run.train().state(), 1, policy=lossy_policy())
+    worst = max(losses(store).values(), key=lambda row: row.rel_rms)
+    assert (receipt.lossy_count, receipt.worst_path) == (3, worst.path)
+    assert math.isclose(receipt.worst_rel_rms, worst.rel_rms)
+    assert receipt.chunks_lossy == 3
+    assert receipt.ratio == receipt.bytes_state / receipt.bytes_written > 4
+    assert 0 < receipt.worst_spike < 2
+    assert receipt.warnings == ()
+
+
+def test_every_level_of_verify_is_content(chain):
+    store, _ = chain
+    for level in ("quick", "read", "decode"):
+        assert store.verify(level).damage == []
+
+
+def test_restores_give_the_same_bits_every_time_and_on_every_way(chain, tmp_path):
+    store, _ = chain
+    first = store.restore(5)
+    assert difference(store.restore(5), first) is None
+    into = AdamRun(8).state()
+    assert difference(store.restore(5, into=into), first) is None
+    assert difference(store.restore(5, only=[V])["optimizer"]["state"][0]["exp_avg_sq"], leaf(first, V)) is None
+    assert difference(store.restore(5, only=[M])["optimizer"]["state"][0]["exp_avg"], leaf(first, M)) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"threads": 1}, {"threads": 5}, {"base_cache": "memory"}, {"verify_encoded": False}]
+)
+def test_however_it_is_committed_the_same_is_stored(changes):
+    found = []
+    for each in (lossy_policy(), replace(lossy_policy(), **changes)):
+        with ckstore.open(MemoryBackend()) as store:
+            run = AdamRun()
+            for step in range(4):
+                store.commit(run.train().state(), step, policy=each)
+            manifest = manifest_of(store)
+            found.append(([chunk.chunk_id for chunk in manifest.chunks], manifest.losses))
+            assert store.verify("decode").damage == []
+    assert found[0] == found[1]
+
+
+def test_a_handle_that_was_opened_again_goes_on_with_the_chain(tmp_path):
+    run, backend = AdamRun(), MemoryBackend()
+    for step in range(4):
+        with ckstore.open(backend) as store:
+            store.commit(run.train().state(), step, policy=lossy_policy())
+            assert losses(store).get(W, None) is None or losses(store)[W].hops == step
+    with ckstore.open(backend) as store:
+        assert losses(store)[W].hops == 3
+
+
+def test_exact_commits_and_those_with_a_loss_follow_each_other(store):
+    run = AdamRun(shape=LARGE)
+    for step, fidelity in enumerate((NEAR, NEAR, "exact", "exact", NEAR, "exact", Residual.small(), NEAR)):
+        state = run.train().state()
+        store.commit(state, step, policy=lossy_policy(fidelity))
+        if fidelity == "exact":
+            assert difference(store.restore(exact=True), state) is None
+        elif step:
+            assert losses(store)[W].hops == {1: 1, 4: 1, 6: 1, 7: 2}[step]
+    assert store.verify("decode").damage == []
+
+
+def test_what_was_restored_can_be_committed_exactly(store):
+    run = AdamRun(shape=LARGE)
+    for step in range(3):
+        store.commit(run.train().state(), step, policy=lossy_policy())
+    state = store.restore()
+    receipt = store.commit(state, 6, policy=Policy())
+    assert receipt.fidelity == "exact"
+    assert receipt.chunks_new <= 1, "the reconstruction is there already, whatever its frame is made of"
+    assert difference(store.restore(exact=True), state) is None
+
+
+def test_a_state_that_did_not_change_costs_nothing(store):
+    state = AdamRun().train().state()
+    store.commit(state, 0, policy=lossy_policy())
+    receipts = [store.commit(state, step, policy=lossy_policy()) for step in (1, 2)]
+    assert receipts[0].chunks_new == receipts[1].chunks_new == 0
+    assert np.array_equal(store.restore(only=W)["model"]["w"], state["model"]["w"])
+
+
+def test_tied_weights_lose_together_and_stay_tied(store):
+    run = AdamRun()
+    for step in range(2):
+        state = run.train().state()
+        state["model"]["tied"] = state["model"]["w"]
+        store.commit(state, step, policy=lossy_policy())
+    found = store.restore()["model"]
+    assert found["tied"] is found["w"]
+    assert set(losses(store)) == {W, M, V}

@@ -1,0 +1,166 @@
+"""Protects states that are not as they should be: what cannot be quantized is stored exactly, and told of."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ckstore import Residual
+from ckstore.distance import distance_of
+from ckstore.testing.states import difference
+from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+
+SHAPE = (96, 160)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("path", [W, M, V])
+def test_a_tensor_that_is_not_finite_is_exact_and_told_of(store, value, path):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy())
+    state = run.train().state()
+    leaf(state, path)[3, 5] = value
+    receipt = store.commit(state, 1, policy=lossy_policy())
+    found = store.restore()
+    assert difference(leaf(found, path), leaf(state, path)) is None
+    assert any(path in warning and "NaN or infinity" in warning for warning in receipt.warnings)
+    # Both moments or none.
+    assert set(losses(store)) == ({M, V} if path == W else {W})
+    receipt = store.commit(run.train().state(), 2, policy=lossy_policy())
+    assert receipt.warnings == () or path == W
+    assert store.verify("decode").damage == []
+
+
+def test_a_second_moment_that_is_negative_is_none(store):
+    state = AdamRun().train().state()
+    leaf(state, V)[0, 0] = -1e-9
+    receipt = store.commit(state, 0, policy=lossy_policy())
+    assert receipt.fidelity == "exact"
+    assert "no second moment" in receipt.warnings[0]
+    assert difference(store.restore(exact=True), state) is None
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 1e-30, 1e30])
+def test_constant_tensors_come_back_close(store, value):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy())
+    state = run.train().state()
+    leaf(state, W)[:] = value
+    leaf(state, M)[:] = 0
+    leaf(state, V)[:] = abs(value) * 1e-8
+    store.commit(state, 1, policy=lossy_policy())
+    found = store.restore()
+    for path, row in losses(store).items():
+        assert distance_of(leaf(state, path), leaf(found, path)).max_abs <= row.max_abs * (1 + 1e-6)
+    assert np.all(leaf(found, V) >= 0)
+    assert np.all(leaf(found, M) == 0)
+    assert store.verify("decode").damage == []
+
+
+def test_second_moments_that_are_denormal_stay_positive(store):
+    run = AdamRun()
+    state = run.train().state()
+    leaf(state, V)[:] = np.float32(1e-30) * np.exp(run.rng.standard_normal(SHAPE)).astype(np.float32)
+    leaf(state, V)[:2] = np.float32(1e-42)
+    leaf(state, M)[:] = np.sqrt(leaf(state, V)) * 0.5
+    receipt = store.commit(state, 0, policy=lossy_policy())
+    found = store.restore()
+    assert np.all(leaf(found, V) > 0)
+    quotient = np.abs(leaf(found, M)) / np.sqrt(leaf(found, V))
+    assert quotient.max() < 2
+    assert receipt.warnings == ()
+
+
+def test_empty_and_scalar_tensors_stay_exact(store):
+    state = {"empty": np.zeros((0, 7), np.float32), "scalar": np.float32(3), "0-d": np.array(2.5, np.float32)}
+    for step in range(2):
+        assert store.commit(state, step, policy=lossy_policy()).fidelity == "exact"
+    assert difference(store.restore(exact=True), state) is None
+
+
+def test_weights_of_two_bytes_are_quantized_too(store):
+    run = AdamRun(dtype=np.float16)
+    run.sizes *= 1e3
+    for step in range(3):
+        state = run.train().state()
+        store.commit(state, step, policy=lossy_policy())
+    assert losses(store)[W].bits < 8
+    assert leaf(store.restore(), W).dtype == np.float16
+    assert store.verify("decode").damage == []
+
+
+def test_a_rounding_of_a_weight_stays_the_rounding_of_what_it_became(store):
+    run = AdamRun(shape=(300, 500))
+    for step in range(3):
+        state = run.train().state()
+        state["half"] = {"w": state["model"]["w"].astype(np.float16)}
+        receipt = store.commit(state, step, policy=lossy_policy())
+        assert receipt.chunks_derived == 1
+    found = store.restore()
+    assert np.array_equal(found["half"]["w"], found["model"]["w"].astype(np.float16))
+    told = losses(store)["half.w"]
+    assert (told.role, told.method) == ("rounded", "rounded")
+    made = distance_of(state["half"]["w"], found["half"]["w"])
+    assert math.isclose(made.max_abs, told.max_abs)
+    assert store.verify("decode").damage == []
+
+
+def test_what_only_began_as_a_rounding_is_stored_by_itself(store):
+    run = AdamRun(shape=(300, 500))
+    for step in range(2):
+        state = run.train().state()
+        state["half"] = {"w": state["model"]["w"].astype(np.float16)}
+        state["half"]["w"][-1, -1] += 1
+        store.commit(state, step, policy=lossy_policy())
+    found = store.restore()
+    assert np.array_equal(found["half"]["w"], state["half"]["w"])
+    assert "half.w" not in losses(store)
+
+
+def test_shapes_that_changed_have_no_base(store):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy())
+    other = AdamRun(2, shape=(160, 96)).train().state()
+    store.commit(other, 1, policy=lossy_policy())
+    # As many bytes at the same place: the chunk is a base as good as any, and the rows are new.
+    wider = AdamRun(3, shape=(100, 170)).train().state()
+    store.commit(wider, 2, policy=lossy_policy())
+    assert W not in losses(store)
+    assert np.array_equal(store.restore(only=W)["model"]["w"], wider["model"]["w"])
+    assert store.verify("decode").damage == []
+
+
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg", "exp_avg_sq_row"])
+def test_optimizers_with_other_moments_are_weights_only(store, key):
+    run = AdamRun()
+    for step in range(2):
+        state = run.train().state()
+        state["optimizer"]["state"][0] = {"step": 3, key: run.m.copy()}
+        store.commit(state, step, policy=lossy_policy())
+    found = store.restore()
+    assert set(losses(store)) == {W}
+    assert difference(found["optimizer"], state["optimizer"]) is None
+
+
+def test_second_moments_that_nobody_told_us_of_never_become_negative(store):
+    rng = np.random.default_rng(5)
+    for step in range(4):
+        state = {"model": {"w": rng.standard_normal(SHAPE).astype(np.float32)}}
+        state["squares"] = (rng.standard_normal(SHAPE) ** 4).astype(np.float32)
+        store.commit(state, step, policy=lossy_policy(Residual.small()))
+    assert store.restore()["squares"].min() >= 0
+
+
+def test_strided_tensors_lose_no_more_than_others(store):
+    run = AdamRun()
+    for step in range(2):
+        state = run.train().state()
+        state["model"]["w"] = np.asfortranarray(state["model"]["w"])
+        state["model"]["cut"] = np.ones((200, 200), np.float32)[:, ::2]
+        store.commit(state, step, policy=lossy_policy())
+    found = store.restore()
+    assert set(losses(store)) == {W, M, V}
+    assert distance_of(state["model"]["w"], found["model"]["w"]).max_abs <= losses(store)[W].max_abs * (1 + 1e-6)
+    assert np.array_equal(found["model"]["cut"], state["model"]["cut"])

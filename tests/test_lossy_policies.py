@@ -1,0 +1,138 @@
+"""Protects what a policy asks for: rules, bounds and the guard of the next step hold, or nothing is lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ckstore import Policy, Residual
+from ckstore.errors import BoundError
+from ckstore.testing.states import difference
+from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+
+NEAR = Residual.near()
+
+
+def test_rules_choose_by_path(store):
+    exact_model = replace(NEAR, rules=(("model.*", "exact"),))
+    run = AdamRun()
+    for step in range(2):
+        store.commit(run.train().state(), step, policy=lossy_policy(exact_model))
+    # The moments of a weight that a rule names go with it.
+    assert losses(store) == {}
+    moments_only = replace(NEAR, tensors=replace(NEAR.tensors, weights="exact"))
+    store.commit(run.train().state(), 2, policy=lossy_policy(moments_only))
+    assert set(losses(store)) == {M, V}
+    first_only = replace(NEAR, tensors=replace(NEAR.tensors, weights="exact", second="exact"))
+    state = run.train().state()
+    store.commit(state, 3, policy=lossy_policy(first_only))
+    assert set(losses(store)) == {M}
+    assert np.array_equal(leaf(store.restore(), V), leaf(state, V))
+    assert store.verify("decode").damage == []
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"max_rel_rms": 1e-6}, {"max_abs": 1e-9}, {"bits_per_parameter": 0.01}],
+    ids=["relative", "greatest", "bits"],
+)
+def test_bounds_that_cannot_be_met_raise_or_are_exact_as_the_policy_says(store, bounds):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy(NEAR))
+    state = run.train().state()
+    with pytest.raises(BoundError) as caught:
+        store.commit(state, 1, policy=lossy_policy(replace(NEAR, on_bound="raise", **bounds)))
+    assert caught.value.path in (W, M, V)
+    assert [info.step for info in store.log()] == [0], "nothing was published"
+    receipt = store.commit(state, 1, policy=lossy_policy(replace(NEAR, on_bound="exact", **bounds)))
+    found = store.restore()
+    assert np.array_equal(leaf(found, W), leaf(state, W))
+    assert any("more than" in warning for warning in receipt.warnings)
+    assert store.verify("decode").damage == []
+
+
+def test_bounds_that_are_met_let_everything_stand(store):
+    run = AdamRun()
+    bounded = replace(NEAR, on_bound="raise", max_rel_rms=0.9, max_abs=1.0, bits_per_parameter=40.0)
+    for step in range(3):
+        receipt = store.commit(run.train().state(), step, policy=lossy_policy(bounded))
+    assert receipt.lossy_count == 3
+    for row in losses(store).values():
+        assert row.rel_rms <= 0.9
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+@pytest.mark.parametrize("residual", [NEAR, Residual.small()], ids=["near", "small"])
+def test_no_next_step_is_larger_than_the_guard_allows(store, betas, residual):
+    one, two = betas
+    natural = (1 - one) / math.sqrt((1 - two) * (1 - one * one / two))
+    run = AdamRun(betas=betas)
+    for step in range(3):
+        store.commit(run.train().state(), step, policy=lossy_policy(residual))
+    found, told = store.restore(), losses(store)
+    m, v = leaf(found, M).astype(np.float64), leaf(found, V).astype(np.float64)
+    worst = np.sqrt(one * one * (m * m / v).max() / two + (1 - one) ** 2 / (1 - two))
+    worst *= math.sqrt(1 - two ** (run.steps + 1)) / (1 - one ** (run.steps + 1))
+    assert math.isclose(told[M].spike, worst, rel_tol=1e-4)
+    assert told[M].spike == told[V].spike
+    assert worst <= min(10, 1.5 * natural) * 1.001
+
+
+def test_a_first_moment_that_stays_beside_a_vanished_second_one_makes_both_exact(store):
+    state = AdamRun().train().state()
+    leaf(state, V)[4] = 0.0
+    leaf(state, M)[4] = 1e-3
+    keep_first = replace(NEAR, tensors=replace(NEAR.tensors, first="exact"))
+    receipt = store.commit(state, 0, policy=lossy_policy(keep_first))
+    found = store.restore()
+    assert difference(found, state) is None
+    assert "the second one vanishes" in receipt.warnings[0]
+
+
+def test_the_published_method_is_there_for_comparison(store):
+    run = AdamRun()
+    for step in range(3):
+        state = run.train().state()
+        store.commit(state, step, policy=lossy_policy(Residual.excp()))
+    told = losses(store)
+    assert {row.method for row in told.values()} == {"codebook"}
+    assert store.info(2).fidelity == "excp"
+    assert told[M].kept < 0.5
+    assert store.verify("decode").damage == []
+
+
+def test_names_of_policies_become_words(store):
+    for name, word in (("My Own!", "my-own"), ("exact", "own"), ("é", "own"), ("x" * 90, "x" * 32)):
+        store.commit(AdamRun().train().state(), 0, policy=lossy_policy(replace(NEAR, name=name)))
+        assert store.info("latest").fidelity == word
+
+
+def test_only_what_is_asked_for_can_be_a_fidelity():
+    from ckstore.errors import UsageError
+
+    for wrong in ("lossy", None, 3, Residual):
+        with pytest.raises(UsageError):
+            Policy(fidelity=wrong)
+    assert Policy().residual is None
+    assert lossy_policy().residual == NEAR
+
+
+def test_policies_come_back_from_their_rows():
+    from ckstore.errors import MalformedError
+    from ckstore.policies import policy_of, policy_row
+
+    own = replace(NEAR, rules=(("a.*", "exact"), ("b.*", Residual.excp().tensors)), max_abs=0.5)
+    for each in (
+        Policy(),
+        lossy_policy(),
+        lossy_policy(Residual.small(), threads=3),
+        lossy_policy(Residual.excp()),
+        lossy_policy(own),
+    ):
+        assert policy_of(policy_row(each)) == each
+    for wrong in ({"fidelity": {"kind": "Nothing"}}, {"colour": 3}, {"threads": -1}, {"fidelity": {"step": 1}}):
+        with pytest.raises(MalformedError):
+            policy_of(wrong)
