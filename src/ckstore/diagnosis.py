@@ -20,10 +20,11 @@ from ckstore.errors import CkstoreError, NotFoundError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
 from ckstore.io.address import backend_for
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, Locking
 from ckstore.io.local import LocalBackend
 from ckstore.store.lease import STALE_SECONDS, boot_identity, process_started
 from ckstore.store.parts import Parts, read_store_record
+from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30
 
@@ -180,12 +181,11 @@ def _leftovers(backend: Backend, store_id: str, clock: Clock) -> Iterator[Findin
         yield Finding("tmp", found, "note")
     else:
         yield Finding("tmp", "empty")
-    trash = len(backend.list_names(layout.TRASH_FOLDER))
-    yield Finding("trash", f"folders: {trash}" if trash else "empty", _note(trash > 0))
+    yield _trash(backend)
     if backend.list_names(layout.QUARANTINE_FOLDER):
         yield Finding("quarantine", "holds damaged files", "warning")
-    if backend.stat(layout.GC_LOCK_FILE) is not None:
-        yield Finding("gc.lock", "present: a collection runs, or was ended hard", "note")
+    if _is_collected(backend):
+        yield Finding("gc.lock", "held: a collection is at work")
     foreign = [
         name
         for name in backend.list_names("")
@@ -193,3 +193,23 @@ def _leftovers(backend: Backend, store_id: str, clock: Clock) -> Iterator[Findin
     ]
     if foreign:
         yield Finding("foreign files", ", ".join(foreign[:5]), "note")
+
+
+def _trash(backend: Backend) -> Finding:
+    """Say what lies in the trash; folders that a collection has emptied stay for an hour, and are no news."""
+    folders = Trash(backend).contents()
+    files = sum(len(folder.packs) + len(folder.manifests) for folder in folders)
+    if not files:
+        return Finding("trash", "empty")
+    nbytes = sum(folder.nbytes for folder in folders)
+    return Finding("trash", f"{files} files of {nbytes / 2**20:.1f} MiB: ckstore trash ls tells of them", "note")
+
+
+def _is_collected(backend: Backend) -> bool:
+    """Whether somebody holds the lock of collections; its file stays when they have ended."""
+    if not isinstance(backend, Locking) or backend.stat(layout.GC_LOCK_FILE) is None:
+        return False
+    lock = backend.try_lock(layout.GC_LOCK_FILE)
+    if lock is not None:
+        lock.close()
+    return lock is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 
 import numpy as np
@@ -308,6 +309,25 @@ def test_doctor_names_the_live_writer(call, store):
         opened.commit({"a": np.arange(2)}, 1)
         found = [one["found"] for one in json.loads(call("doctor", store, "--json")[1])["findings"]]
     assert any("being written by pid" in text and "alive" in text for text in found)
+
+
+def test_doctor_tells_of_trash_and_of_collections_only_where_there_are(call, store):
+    def found():
+        return {one["topic"]: one["found"] for one in json.loads(call("doctor", store, "--json")[1])["findings"]}
+
+    with ckstore.open(store, create=False) as opened:
+        opened.delete(100)
+        opened.gc(min_age=0)
+        assert "MiB: ckstore trash ls" in found()["trash"]
+        opened.gc(now=True, min_age=0)
+    # Its file stays, and so do the folders of the trash for a while.
+    assert (store / "gc.lock").exists()
+    assert list((store / "trash").iterdir())
+    assert found()["trash"] == "empty"
+    assert "gc.lock" not in found()
+    with (store / "gc.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "a collection is at work" in found()["gc.lock"]
 
 
 def test_doctor_of_a_folder_without_store(call, tmp_path):
