@@ -116,7 +116,16 @@ def finish_values(
 def measure_values(source: Buffer, made: Buffer, kind: int) -> tuple[float, float, float]:
     """Return the greatest difference, the sum of its squares and that of the values' squares, in fp64."""
 
-def multiply_floats(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
+def multiply_floats(
+    left: Buffer,
+    right: Buffer,
+    out: Buffer,
+    rows: int,
+    inner: int,
+    cols: int,
+    right_is_turned: bool = False,
+    out_is_turned: bool = False,
+) -> None:
     """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``."""
 
 def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:

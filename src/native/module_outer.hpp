@@ -8,7 +8,7 @@
 namespace {
 
 void multiply_floats(nb::handle left, nb::handle right, nb::handle out, std::size_t rows, std::size_t inner,
-                     std::size_t cols) {
+                     std::size_t cols, bool right_is_turned, bool out_is_turned) {
     constexpr std::size_t kSideMax = std::size_t{1} << 31;
     Bytes one(left, false), other(right, false), to(out, true);
     require(rows < kSideMax && inner < kSideMax && cols < kSideMax, "a matrix has too many rows or columns");
@@ -18,7 +18,7 @@ void multiply_floats(nb::handle left, nb::handle right, nb::handle out, std::siz
     const float *a = numbers_of<float>(one), *b = numbers_of<float>(other);
     float *c = numbers_of<float>(to);
     InLoop loop;
-    ckstore::multiply_floats(a, b, c, rows, inner, cols);
+    ckstore::multiply_floats(a, b, c, rows, inner, cols, right_is_turned, out_is_turned);
 }
 
 bool symmetric_eigen(nb::handle matrix, nb::handle vectors, nb::handle values, nb::handle work) {
@@ -53,7 +53,8 @@ double finish_outer(nb::handle product, nb::handle rows, nb::handle cols, nb::ha
 
 void define_products(nb::module_ &module) {
     using namespace nb::literals;
-    module.def("multiply_floats", &multiply_floats, "left"_a, "right"_a, "out"_a, "rows"_a, "inner"_a, "cols"_a);
+    module.def("multiply_floats", &multiply_floats, "left"_a, "right"_a, "out"_a, "rows"_a, "inner"_a, "cols"_a,
+               "right_is_turned"_a = false, "out_is_turned"_a = false);
     module.def("symmetric_eigen", &symmetric_eigen, "matrix"_a, "vectors"_a, "values"_a, "work"_a);
     module.def("finish_outer", &finish_outer, "product"_a, "rows"_a, "cols"_a, "base"_a, "destination"_a, "row"_a,
                "phase"_a, "kind"_a, "rule"_a, "scale"_a, "limit"_a);

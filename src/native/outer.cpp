@@ -3,7 +3,7 @@
 #include "outer.hpp"
 
 #include <cmath>
-#include <cstring>
+#include <type_traits>
 
 #include "rounding.hpp"
 #include "values.hpp"
@@ -12,14 +12,12 @@ namespace ckstore {
 
 namespace {
 
-constexpr std::size_t kPart = 256;
 constexpr float kRatioMin = 1.0f / 16, kLeast = 1.17549435082228750797e-38f;
 
-// What a part of a row becomes; `others` are the elements of the base.
+// What a tile of a row becomes; `others` are the elements of the base. `greatest` are magnitudes of quotients.
 template <int kRule>
-CKSTORE_INLINE float finish_part(const float *product, float row, const float *cols, const float *others, float scale,
-                                 float limit, float *values, std::size_t count) {
-    float greatest = 0.0f;
+CKSTORE_INLINE void finish_tile(const float *product, float row, const float *cols, const float *others, float scale,
+                                float limit, float *values, float *greatest, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
         float value = product[i] * scale;
         if constexpr (kRule == kOuterAdd) {
@@ -28,7 +26,7 @@ CKSTORE_INLINE float finish_part(const float *product, float row, const float *c
             value = value < -limit ? -limit : value;
             value = value > limit ? limit : value;
             const float magnitude = std::fabs(value);
-            greatest = magnitude > greatest ? magnitude : greatest;
+            greatest[i] = magnitude > greatest[i] ? magnitude : greatest[i];
             value = value * std::sqrt(others[i]);
         } else {
             const float ratio = value + 1.0f;
@@ -38,45 +36,58 @@ CKSTORE_INLINE float finish_part(const float *product, float row, const float *c
         }
         values[i] = value;
     }
-    return greatest;
 }
 
-template <int kRule>
+template <int kRule, int kKind>
 CKSTORE_INLINE float finish_rows(const float *product, Scales scales, const std::uint8_t *base,
-                                 std::uint8_t *destination, Matrix matrix, int kind, float scale, float limit) {
-    float values[kPart] = {}, others[kPart] = {}, greatest = 0.0f;
+                                 std::uint8_t *destination, Matrix matrix, float scale, float limit) {
+    float greatest[kTile] = {};
     for_rows(matrix, [&](std::size_t row, std::size_t left, std::size_t start, std::size_t width) {
-        for (std::size_t at = 0; at < width; at += kPart) {
-            const std::size_t count = width - at < kPart ? width - at : kPart;
+        const float factor = kRule == kOuterSquare ? scales.rows[row] : 0.0f;
+        const float *of_row = product + row * matrix.row + left;
+        const auto finish = [&](std::size_t at, auto count) {
+            float values[kTile], others[kTile];
             if constexpr (kRule != kOuterSquare) {
-                kind == kValueFp32   ? load_values<kValueFp32>(base, start + at, others, count)
-                : kind == kValueBf16 ? load_values<kValueBf16>(base, start + at, others, count)
-                                     : load_values<kValueFp16>(base, start + at, others, count);
+                load_values<kKind>(base, start + at, others, count);
             }
-            const float factor = kRule == kOuterSquare ? scales.rows[row] : 0.0f;
             const float *cols = kRule == kOuterSquare ? scales.cols + left + at : others;
-            const float *of_row = product + row * matrix.row + left + at;
-            const float found = finish_part<kRule>(of_row, factor, cols, others, scale, limit, values, count);
-            greatest = found > greatest ? found : greatest;
-            std::uint32_t words[kPart];
-            std::memcpy(words, values, sizeof words);
-            std::uint8_t stored[4 * kPart];
-            store_tile(words, stored, count);
-            if (kind == kValueFp32) {
-                std::memcpy(destination + 4 * (start + at), stored, 4 * count);
-            } else {
-                round_floats(stored, destination + 2 * (start + at), count, kind);
+            finish_tile<kRule>(of_row + at, factor, cols, others, scale, limit, values, greatest, count);
+            std::uint32_t words[kTile];
+            for (std::size_t i = 0; i < count; ++i) {
+                words[i] = word_of(values[i]);
             }
+            if constexpr (kKind == kValueFp32) {
+                store_tile(words, destination + 4 * (start + at), count);
+            } else {
+                std::uint8_t stored[4 * kTile];
+                store_tile(words, stored, count);
+                round_floats(stored, destination + 2 * (start + at), count, kKind == kValueBf16 ? kBf16 : kFp16);
+            }
+        };
+        std::size_t at = 0;
+        for (; at + kTile <= width; at += kTile) {
+            finish(at, std::integral_constant<std::size_t, kTile>());
+        }
+        if (at < width) {
+            finish(at, width - at);
         }
     });
-    return greatest;
+    float most = 0.0f;
+    for (std::size_t i = 0; i < kTile; ++i) {
+        most = greatest[i] > most ? greatest[i] : most;
+    }
+    return most;
 }
 
 // One function for each rule, each in several versions.
 #define CKSTORE_RULE(NAME, RULE)                                                                                     \
     CKSTORE_CLONES float NAME(const float *product, Scales scales, const std::uint8_t *base,                         \
                               std::uint8_t *destination, Matrix matrix, int kind, float scale, float limit) {        \
-        return finish_rows<RULE>(product, scales, base, destination, matrix, kind, scale, limit);                    \
+        return kind == kValueFp32                                                                                    \
+                   ? finish_rows<RULE, kValueFp32>(product, scales, base, destination, matrix, scale, limit)         \
+               : kind == kValueBf16                                                                                  \
+                   ? finish_rows<RULE, kValueBf16>(product, scales, base, destination, matrix, scale, limit)         \
+                   : finish_rows<RULE, kValueFp16>(product, scales, base, destination, matrix, scale, limit);        \
     }
 
 CKSTORE_RULE(finish_add, kOuterAdd)

@@ -15,9 +15,10 @@ namespace ckstore {
 
 enum OuterRule : int { kOuterAdd = 0, kOuterRoot = 1, kOuterSquare = 2 };
 
-// Row-major matrices: left has `rows` x `inner`, right `inner` x `cols`, out `rows` x `cols` elements.
+// Row-major matrices: left has `rows` x `inner`, right `inner` x `cols`, out `rows` x `cols` elements; what is turned
+// lies by columns.
 void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
-                     std::size_t cols);
+                     std::size_t cols, bool right_is_turned, bool out_is_turned);
 
 // Writes the eigenvectors of a symmetric matrix of n x n elements as the rows of `vectors`, and their values; `work` has
 // 3 n elements, and the matrix is used up. Returns whether all were found.

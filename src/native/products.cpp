@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "outer.hpp"
 #include "target.hpp"
@@ -12,20 +13,36 @@ namespace ckstore {
 
 namespace {
 
-// 4 rows by 32 columns are eight vectors of 64 bytes, enough additions at a time to hide their latency.
-constexpr std::size_t kRows = 4, kCols = 32, kInner = 256;
+// A tile has as many sums as fit into the registers, more than enough to hide the latency of an addition.
+constexpr std::size_t kCols = 32, kInner = 256;
 
-CKSTORE_INLINE void pack_panel(const float *right, std::size_t cols, std::size_t inner, std::size_t width, float *panel) {
+// How many numbers lie between neighbours of a matrix.
+struct Strides {
+    std::size_t row, col;
+};
+
+// Columns of a part of the right matrix, one after another in each row.
+CKSTORE_INLINE void pack_panel(const float *right, Strides strides, std::size_t inner, std::size_t width, float *panel) {
+    if (strides.col != 1) {
+        for (std::size_t j = 0; j < kCols; ++j) {
+            const float *column = right + j * strides.col;
+            for (std::size_t k = 0; k < inner; ++k) {
+                panel[k * kCols + j] = j < width ? column[k * strides.row] : 0.0f;
+            }
+        }
+        return;
+    }
     for (std::size_t k = 0; k < inner; ++k) {
         for (std::size_t j = 0; j < kCols; ++j) {
-            panel[k * kCols + j] = j < width ? right[k * cols + j] : 0.0f;
+            panel[k * kCols + j] = j < width ? right[k * strides.row + j] : 0.0f;
         }
     }
 }
 
+// One tile. Every sum is made in the order of `k`, whatever the size of the tile: which one is taken changes no bit.
 template <std::size_t kCount>
 CKSTORE_INLINE void multiply_tile(const float *left, std::size_t stride, const float *panel, std::size_t inner,
-                                  float *out, std::size_t cols, std::size_t width, bool is_first) {
+                                  float *out, Strides strides, std::size_t width, bool is_first) {
     float sums[kCount][kCols] = {};
     for (std::size_t k = 0; k < inner; ++k) {
         for (std::size_t i = 0; i < kCount; ++i) {
@@ -35,32 +52,62 @@ CKSTORE_INLINE void multiply_tile(const float *left, std::size_t stride, const f
             }
         }
     }
+    if (strides.col != 1) {
+        for (std::size_t j = 0; j < width; ++j) {
+            float *column = out + j * strides.col;
+            for (std::size_t i = 0; i < kCount; ++i) {
+                column[i * strides.row] = is_first ? sums[i][j] : column[i * strides.row] + sums[i][j];
+            }
+        }
+        return;
+    }
     for (std::size_t i = 0; i < kCount; ++i) {
-        float *row = out + i * cols;
+        float *row = out + i * strides.row;
         for (std::size_t j = 0; j < width; ++j) {
             row[j] = is_first ? sums[i][j] : row[j] + sums[i][j];
         }
     }
 }
 
-CKSTORE_CLONES void multiply_panels(const float *left, const float *right, float *out, std::size_t rows,
-                                    std::size_t inner, std::size_t cols) {
+template <std::size_t kRows>
+CKSTORE_INLINE void multiply_panels(const float *left, const float *right, Strides of_right, float *out, Strides of_out,
+                                    std::size_t rows, std::size_t inner, std::size_t cols) {
     float panel[kInner * kCols];
     for (std::size_t k = 0; k < inner; k += kInner) {
         const std::size_t depth = inner - k < kInner ? inner - k : kInner;
         for (std::size_t j = 0; j < cols; j += kCols) {
             const std::size_t width = cols - j < kCols ? cols - j : kCols;
-            pack_panel(right + k * cols + j, cols, depth, width, panel);
+            pack_panel(right + k * of_right.row + j * of_right.col, of_right, depth, width, panel);
             std::size_t i = 0;
-            for (; i + kRows <= rows; i += kRows) {
-                multiply_tile<kRows>(left + i * inner + k, inner, panel, depth, out + i * cols + j, cols, width, k == 0);
-            }
-            for (; i < rows; ++i) {
-                multiply_tile<1>(left + i * inner + k, inner, panel, depth, out + i * cols + j, cols, width, k == 0);
-            }
+            const auto multiply = [&](auto count) {
+                constexpr std::size_t kCount = decltype(count)::value;
+                for (; i + kCount <= rows; i += kCount) {
+                    multiply_tile<kCount>(left + i * inner + k, inner, panel, depth,
+                                          out + i * of_out.row + j * of_out.col, of_out, width, k == 0);
+                }
+            };
+            multiply(std::integral_constant<std::size_t, kRows>());
+            multiply(std::integral_constant<std::size_t, 4>());
+            multiply(std::integral_constant<std::size_t, 1>());
         }
     }
 }
+
+CKSTORE_CLONES void multiply_narrow(const float *left, const float *right, Strides of_right, float *out, Strides of_out,
+                                    std::size_t rows, std::size_t inner, std::size_t cols) {
+    multiply_panels<4>(left, right, of_right, out, of_out, rows, inner, cols);
+}
+
+#if defined(CKSTORE_HAS_WIDE)
+// 12 rows by 32 columns are 24 of the 32 registers of 64 bytes.
+__attribute__((target("arch=x86-64-v4"))) void multiply_wide(const float *left, const float *right, Strides of_right,
+                                                             float *out, Strides of_out, std::size_t rows,
+                                                             std::size_t inner, std::size_t cols) {
+    multiply_panels<12>(left, right, of_right, out, of_out, rows, inner, cols);
+}
+
+bool has_wide() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"); }
+#endif
 
 // Turns the rows from `first` on of `z` by the reflection 1 - beta v v^T.
 CKSTORE_INLINE void reflect_rows(double *z, const double *v, double beta, std::size_t first, std::size_t n, double *sums) {
@@ -165,12 +212,19 @@ CKSTORE_CLONES void step_ql(double *z, double *d, double *e, std::size_t first, 
 }  // namespace
 
 void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
-                     std::size_t cols) {
+                     std::size_t cols, bool right_is_turned, bool out_is_turned) {
     if (inner == 0) {
         std::memset(out, 0, rows * cols * sizeof(float));
         return;
     }
-    multiply_panels(left, right, out, rows, inner, cols);
+    const Strides of_right = right_is_turned ? Strides{1, inner} : Strides{cols, 1};
+    const Strides of_out = out_is_turned ? Strides{1, rows} : Strides{cols, 1};
+#if defined(CKSTORE_HAS_WIDE)
+    if (has_wide()) {
+        return multiply_wide(left, right, of_right, out, of_out, rows, inner, cols);
+    }
+#endif
+    multiply_narrow(left, right, of_right, out, of_out, rows, inner, cols);
 }
 
 bool symmetric_eigen(double *matrix, double *vectors, double *values, double *work, std::size_t n) {

@@ -114,25 +114,38 @@ CKSTORE_INLINE void sum_all(const float *values, double *rows, double *cols, Mat
     });
 }
 
-// What is summed in each lane.
+// What is summed in each lane; of the greatest it does not matter in which.
 struct LaneSums {
-    double greatest[kLanes] = {}, errors[kLanes] = {}, squares[kLanes] = {};
+    double greatest[kTile] = {}, errors[kLanes] = {}, squares[kLanes] = {};
 };
+
+CKSTORE_INLINE void add_squares(const double *values, double *lanes) {
+    double squares[kTile];
+    for (std::size_t i = 0; i < kTile; ++i) {
+        squares[i] = values[i] * values[i];
+    }
+    for (std::size_t l = 0; l < kLanes; ++l) {
+        double sum = lanes[l];
+        for (std::size_t i = 0; i < kTile; i += kLanes) {
+            sum += squares[i + l];
+        }
+        lanes[l] = sum;
+    }
+}
 
 // Adds a tile; beyond the last element are zeros, which change no sum.
 CKSTORE_INLINE void add_tile(const float *given, const float *made, LaneSums &sums) {
-    LaneSums next = sums;
-    for (std::size_t i = 0; i < kTile; i += kLanes) {
-        for (std::size_t l = 0; l < kLanes; ++l) {
-            const double value = static_cast<double>(given[i + l]);
-            const double error = static_cast<double>(made[i + l]) - value;
-            const double size = std::fabs(error);
-            next.greatest[l] = size > next.greatest[l] ? size : next.greatest[l];
-            next.errors[l] += error * error;
-            next.squares[l] += value * value;
-        }
+    double values[kTile], errors[kTile];
+    for (std::size_t i = 0; i < kTile; ++i) {
+        values[i] = static_cast<double>(given[i]);
+        errors[i] = static_cast<double>(made[i]) - values[i];
     }
-    sums = next;
+    for (std::size_t i = 0; i < kTile; ++i) {
+        const double size = std::fabs(errors[i]);
+        sums.greatest[i] = size > sums.greatest[i] ? size : sums.greatest[i];
+    }
+    add_squares(errors, sums.errors);
+    add_squares(values, sums.squares);
 }
 
 template <int kKind>
@@ -152,8 +165,8 @@ CKSTORE_INLINE Measure measure_all(const std::uint8_t *source, const std::uint8_
         add_tile(a, b, sums);
     }
     double most = 0.0;
-    for (std::size_t l = 0; l < kLanes; ++l) {
-        most = sums.greatest[l] > most ? sums.greatest[l] : most;
+    for (std::size_t i = 0; i < kTile; ++i) {
+        most = sums.greatest[i] > most ? sums.greatest[i] : most;
     }
     return {most, folded(sums.errors, kLanes), folded(sums.squares, kLanes)};
 }

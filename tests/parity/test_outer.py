@@ -34,6 +34,24 @@ def test_products_of_integers_are_exact(loops: ModuleType, rows: int, inner: int
     out = np.full((rows, cols), 7, np.float32)
     loops.multiply_floats(left.astype(np.float32), right.astype(np.float32), out, rows, inner, cols)
     assert np.array_equal(out, left @ right)
+    turned, there = np.ascontiguousarray(right.T, np.float32), np.full((cols, rows), 7, np.float32)
+    loops.multiply_floats(left.astype(np.float32), turned, out, rows, inner, cols, True)
+    assert np.array_equal(out, left @ right)
+    loops.multiply_floats(left.astype(np.float32), turned, there, rows, inner, cols, True, True)
+    assert np.array_equal(there.T, left @ right)
+
+
+def test_sums_do_not_depend_on_the_tile_or_on_which_side_is_turned() -> None:
+    rng = np.random.default_rng(3)
+    left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((29, 700), (700, 77)))
+    out, turned = np.empty((29, 77), np.float32), np.empty((77, 29), np.float32)
+    on_native.multiply_floats(left, right, out, 29, 700, 77)
+    on_native.multiply_floats(left, np.ascontiguousarray(right.T), turned, 29, 700, 77, True, True)
+    assert np.array_equal(out, turned.T)
+    for row in range(29):
+        alone = np.empty(77, np.float32)
+        on_native.multiply_floats(left[row], right, alone, 1, 700, 77)
+        assert np.array_equal(alone, out[row]), "what is stored must not depend on how much is computed at once"
 
 
 @BOTH

@@ -24,13 +24,27 @@ _RATIO_MIN = np.float32(1 / 16)
 _LEAST = np.float32(2.0**-126)
 
 
-def multiply_floats(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
-    """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``."""
+def multiply_floats(
+    left: Buffer,
+    right: Buffer,
+    out: Buffer,
+    rows: int,
+    inner: int,
+    cols: int,
+    right_is_turned: bool = False,
+    out_is_turned: bool = False,
+) -> None:
+    """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``.
+
+    The right matrix and the product lie by columns where they are turned.
+    """
     one, other, target = elements_of(left, 0), elements_of(right, 0), writable(out, np.float32)
     require(min(rows, inner, cols) >= 0, "a matrix has too many rows or columns")
     require(one.size == rows * inner and other.size == inner * cols and target.size == rows * cols, "lengths differ")
+    beside = other.reshape(cols, inner).T if right_is_turned else other.reshape(inner, cols)
+    product = target.reshape(cols, rows).T if out_is_turned else target.reshape(rows, cols)
     with np.errstate(all="ignore"):
-        np.matmul(one.reshape(rows, inner), other.reshape(inner, cols), out=target.reshape(rows, cols))
+        np.matmul(one.reshape(rows, inner), beside, out=product)
 
 
 def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:

@@ -118,10 +118,8 @@ def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
     rows, cols = matrix.shape
     # More directions than this are no narrow matrices any more, whatever they would save.
     count = max(1, min(rank_max, RANK_MAX, rows * cols // (_NARROW * (rows + cols))))
-    left, sizes, right = _directions(matrix, count)
-    kept = int(np.count_nonzero(np.square(sizes) > _KEPT_FROM * (rows + cols) * step * step))
-    left, sizes, right = left[:, :kept], sizes[:kept], right[:kept]
-    if not kept:
+    left, sizes, right = _directions(matrix, count, _KEPT_FROM * (rows + cols) * step * step)
+    if not sizes.size:
         return nothing(rows, cols)
     shifts = np.rint(np.log2(sizes[0] / sizes))
     if shifts[-1] > SHIFT_MAX:
@@ -137,26 +135,33 @@ def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
     return found if found.is_exact() else None
 
 
-def _directions(matrix: Floats, count: int) -> tuple[Floats, NDArray[np.float64], Floats]:
+def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArray[np.float64], Floats]:
     """Return the first left directions, singular values and right directions, found by a randomized iteration.
 
     Halko, Martinsson and Tropp (SIAM Review 2011): random signs along the shorter side go through the matrix and back
     once; what they become spans its strongest directions. The signs are the same for every matrix.
+
+    Args:
+        matrix: Finite values.
+        count: Most directions.
+        least: Squares of singular values that are not above it are left out.
     """
     rows, cols = matrix.shape
 
     def to_long_side(vectors: Floats) -> Floats:
-        return _times(vectors, matrix) if rows <= cols else _times(matrix, vectors.T).T
+        return _times(vectors, matrix) if rows <= cols else _times_turned(matrix, vectors)
 
     def to_short_side(vectors: Floats) -> Floats:
-        return _times(matrix, vectors.T).T if rows <= cols else _times(vectors, matrix)
+        return _times_turned(matrix, vectors) if rows <= cols else _times(vectors, matrix)
 
     short = min(rows, cols)
     basis = _orthogonal(to_short_side(to_long_side(_sketch(min(count + _OVERSAMPLED, short), short))))
     inside = to_long_side(basis)
-    squares, vectors = _eigen(_times(inside, inside.T))
+    squares, vectors = _eigen(_gram(inside))
     sizes: NDArray[np.float64] = np.sqrt(np.maximum(squares[:count], _TINY))
-    turn: Floats = vectors[:count].astype(np.float32)
+    kept = int(np.count_nonzero(np.square(sizes) > least))
+    sizes = sizes[:kept]
+    turn: Floats = vectors[:kept].astype(np.float32)
     inverses: Floats = (1 / sizes).astype(np.float32)
     here, there = _times(turn, basis), _times(turn * inverses[:, None], inside)
     return (here.T, sizes, there) if rows <= cols else (there.T, sizes, here)
@@ -164,7 +169,7 @@ def _directions(matrix: Floats, count: int) -> tuple[Floats, NDArray[np.float64]
 
 def _orthogonal(wide: Floats) -> Floats:
     """Return orthogonal rows of length 1 that span what those of a matrix do, but for directions of no size."""
-    squares, turn = _eigen(_times(wide, wide.T))
+    squares, turn = _eigen(_gram(wide))
     kept = squares > _NO_SIZE * max(squares[0], _TINY)
     scales = turn[kept] / np.sqrt(squares[kept])[:, None]
     return _times(scales.astype(np.float32), wide)
@@ -174,8 +179,23 @@ def _times(left: Floats, right: Floats) -> Floats:
     """Return a product of matrices by the kernel, which takes one thread: the caller's."""
     rows, inner = left.shape
     out: Floats = np.empty((rows, right.shape[1]), np.float32)
-    left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     kernels.multiply_floats(left.data, right.data, out.data, rows, inner, right.shape[1])
+    return out
+
+
+def _times_turned(left: Floats, right: Floats) -> Floats:
+    """Return the product of the right matrix and the transpose of the left one."""
+    (rows, inner), cols = left.shape, len(right)
+    out: Floats = np.empty((cols, rows), np.float32)
+    kernels.multiply_floats(left.data, right.data, out.data, rows, inner, cols, True, True)
+    return out
+
+
+def _gram(wide: Floats) -> Floats:
+    """Return the products of a matrix's rows with each other."""
+    rows, inner = wide.shape
+    out: Floats = np.empty((rows, rows), np.float32)
+    kernels.multiply_floats(wide.data, wide.data, out.data, rows, inner, rows, True)
     return out
 
 

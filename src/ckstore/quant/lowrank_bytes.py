@@ -113,8 +113,8 @@ def _groups(vectors: Sequence[Integers], spreads: Sequence[float]) -> list[int]:
         joined = _zigzag(np.concatenate([vectors[index] for index in members[-1]]))
         counts.append(np.bincount(np.minimum(joined, 511), minlength=512))
     bits = [_bits(count) for count in counts]
+    merged = [_bits(one + other) for one, other in pairwise(counts)]
     while len(counts) > 1:
-        merged = [_bits(one + other) for one, other in pairwise(counts)]
         gains = [bits[index] + bits[index + 1] - both for index, both in enumerate(merged)]
         best = int(np.argmax(gains))
         if gains[best] <= 0 and len(counts) <= _GROUP_COUNT_MAX:
@@ -122,6 +122,9 @@ def _groups(vectors: Sequence[Integers], spreads: Sequence[float]) -> list[int]:
         bits[best : best + 2] = [merged[best]]
         counts[best : best + 2] = [counts[best] + counts[best + 1]]
         members[best : best + 2] = [members[best] + members[best + 1]]
+        # Only what is beside the new one has another neighbour.
+        around = range(max(0, best - 1), min(best + 1, len(counts) - 1))
+        merged[max(0, best - 1) : best + 2] = [_bits(counts[index] + counts[index + 1]) for index in around]
     group_of = [0] * len(vectors)
     for group, indices in enumerate(members):
         for index in indices:
