@@ -109,3 +109,21 @@ def test_server_that_is_not_there_is_told_as_transient(address, monkeypatch):
     with pytest.raises(BackendError) as caught:
         backend.read_bytes("store.json", nbytes_max=100)
     assert caught.value.is_transient
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_success_that_describes_no_object_is_no_object(proxy, address, is_there):
+    """An answer to HEAD has no body, so that an error in a success looks like an object of a few bytes, or none."""
+    backend = RemoteBackend(address)
+    if is_there:
+        backend.create("claims/main/00000001", b"ours", sync=True)
+    proxy.begin_at(0, "200-error")
+    found = backend.stat("claims/main/00000001")
+    assert [seen.fault for seen in proxy.seen] == ["200-error", ""], "it is asked again"
+    assert (found.nbytes if found else None) == (4 if is_there else None)
+    if is_there:
+        return
+    # What is put is looked at afterwards: what that look says is not somebody else's object either.
+    proxy.begin_at(1, "200-error")
+    backend.create("claims/main/00000001", b"ours", sync=True)
+    assert [seen.method for seen in proxy.seen[:3]] == ["PUT", "HEAD", "HEAD"]
