@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckstore.errors import NotFoundError, UnsupportedError, UsageError
 from ckstore.format.layout import CONFIG_FILE, ManifestName
 from ckstore.format.records import ConfigRecord
+from ckstore.ids import PackId
 from ckstore.io.backend import Distant
 from ckstore.retention.plan import Entry, RunPlan, plan_run
 from ckstore.retention.policy import Retention
@@ -23,6 +24,7 @@ from ckstore.store.gc_plan import GcLimits, GcPlan, make_plan
 from ckstore.store.gc_survey import RunFacts, Survey, survey
 from ckstore.store.known import LOST_TIER
 from ckstore.store.parts import Parts
+from ckstore.store.tier_proof import Unproven, unproven_packs
 
 if TYPE_CHECKING:
     # Only a type here: frames are counted with numpy, and only where packs may be rewritten.
@@ -55,6 +57,17 @@ class GcReport:
     def dropped_count(self) -> int:
         """Checkpoints that go, or went."""
         return len(self.plan.drops) if self.done is None else len(self.done.dropped)
+
+    @property
+    def unproven(self) -> dict[PackId, Unproven]:
+        """Packs that stay only because the tier that should have them does not, or does not answer."""
+        return {each.pack_id: each for each in self.plan.unproven} | ({} if self.done is None else self.done.unproven)
+
+    @property
+    def waits(self) -> tuple[tuple[str, str], ...]:
+        """Tiers that do not answer, and what they said."""
+        silent = {each.tier: each.problem for each in self.unproven.values() if not each.is_damage}
+        return tuple(sorted((silent | ({} if self.done is None else self.done.waits)).items()))
 
     @property
     def freed_nbytes(self) -> int:
@@ -150,7 +163,7 @@ def _planned(
     refused = ""
     if max_delete is not None and len(drops) > max_delete:
         refused = f"{len(drops)} checkpoints would be dropped, and max_delete is {max_delete}"
-    return GcReport(True, plans, _plan(marker, found, drops, limits), None, limits, refused)
+    return GcReport(True, plans, _plan(parts, marker, found, drops, limits), None, limits, refused)
 
 
 def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: frozenset[int]) -> RunPlan:
@@ -170,7 +183,7 @@ def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: froz
     return plan_run(facts.run, entries, policy, now_ns=now_ns, blocked=facts.blocked)
 
 
-def _plan(marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits) -> GcPlan:
+def _plan(parts: Parts, marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits) -> GcPlan:
     def count_uses(manifests: Iterable[Marked]) -> list[PackUse]:
         from ckstore.store.gc_waste import count_frames
 
@@ -180,7 +193,10 @@ def _plan(marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: 
             # Another replaces or drops checkpoints just now: what is wasted is for the next collection to find.
             return []
 
-    return make_plan(found, marker, drops, limits, count_uses)
+    def find_unproven(manifests: Iterable[Marked], pack_ids: Collection[PackId]) -> dict[PackId, Unproven]:
+        return unproven_packs(parts, marker, manifests, pack_ids)
+
+    return make_plan(found, marker, drops, limits, count_uses, find_unproven)
 
 
 # The policy that lives in the store

@@ -186,11 +186,7 @@ def _leftovers(backend: Backend, store_id: str, clock: Clock) -> Iterator[Findin
         yield Finding("quarantine", "holds damaged files", "warning")
     if _is_collected(backend):
         yield Finding("gc.lock", "held: a collection is at work")
-    foreign = [
-        name
-        for name in backend.list_names("")
-        if name not in (*layout.TOP_FOLDERS, layout.STORE_FILE, layout.CONFIG_FILE, layout.GC_LOCK_FILE)
-    ]
+    foreign = [name for name in backend.list_names("") if name not in (*layout.TOP_FOLDERS, *layout.TOP_FILES)]
     if foreign:
         yield Finding("foreign files", ", ".join(foreign[:5]), "note")
 

@@ -196,32 +196,36 @@ class Keeping(Handle):
     def purge(self, trash_id: str | None = None) -> int:
         """Free what lies in the trash, or in one folder of it, at once; return the bytes.
 
-        What manifests name is not freed but brought back.
+        What manifests name is not freed but brought back, and so is what a tier should have and has not.
 
         Raises:
             UnsupportedError: The store lies in a bucket.
             ConflictError: A manifest cannot be read, and may name anything: nothing was freed.
+            CorruptError: A tier lacks packs that manifests say are there; these lie in place again, the rest is freed.
             LockHeldError: A collection is at work.
         """
         from ckstore.collection import require_renames
-        from ckstore.store.gc import purge
         from ckstore.store.gc_lock import collector_lock
         from ckstore.store.gc_marks import Marker
+        from ckstore.store.gc_purge import purge
+        from ckstore.store.tier_proof import require_proof
 
         with self._lock:
             self._check_open()
             require_renames(self._parts)
             with collector_lock(self._parts.backend, self._parts.clock):
                 trash = self._parts.trash
-                folders = trash.contents() if trash_id is None else [self._trash_folder(trash_id)]
-                look = Marker(self._parts).look()
-                if look.unreadable:
-                    raise ConflictError(
-                        f"a manifest cannot be read, and may name any pack: {look.unreadable[0].problem}",
-                        where=self._parts.backend.location_of(look.unreadable[0].path),
-                        todo="nothing was freed; `ckstore verify` tells more",
-                    )
-                return purge(self._parts, folders, look).nbytes
+                chosen = trash.folders() if trash_id is None else [self._trash_folder(trash_id).gc_id]
+                purged = purge(self._parts, Marker(self._parts), chosen)
+            unreadable = purged.look.unreadable
+            if unreadable:
+                raise ConflictError(
+                    f"a manifest cannot be read, and may name any pack: {unreadable[0].problem}",
+                    where=self._parts.backend.location_of(unreadable[0].path),
+                    todo="nothing was freed; `ckstore verify` tells more",
+                )
+            require_proof(purged.unproven.values())
+            return purged.nbytes
 
     def undelete(self, ref: Reference) -> Info:
         """Bring a dropped checkpoint back as a new entry of its run; ``latest`` will skip it.

@@ -225,6 +225,36 @@ def test_purge_is_refused_while_a_manifest_cannot_be_read(store, backend):
     assert len(keeper(store).trash()) == 1
 
 
+def trash_of(store, *names):
+    """Move files to a trash folder of their own, as a power cut in the middle of things may leave them."""
+    parts, gc_id = store._parts, store._parts.trash.new_packs_folder()
+    for path in names:
+        target = layout.trash_packs_folder(gc_id)
+        if path.startswith("manifests/"):
+            target = layout.trash_manifests_folder(gc_id, "main")
+            parts.backend.make_folder(target)
+        parts.backend.rename(path, f"{target}/{path.rsplit('/')[-1]}")
+    return gc_id
+
+
+def test_purge_of_one_folder_brings_back_a_manifest_and_its_packs(store):
+    name = store._parts.manifests.listing().names[1]
+    gc_id = trash_of(store, pack_of(store, 1), name.path)
+    assert keeper(store).purge(gc_id) == 0
+    check_restores(store, [0, 1, 2, 3])
+
+
+def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
+    """A higher generation in another folder supersedes the lower one in this: it is the one that goes back."""
+    lower = store._parts.manifests.listing().names[1]
+    higher = store._parts.manifests.publish(next_generation(store, 1))
+    trash_of(store, higher.path)
+    gc_id = trash_of(store, lower.path)
+    assert keeper(store).purge(gc_id) > 0
+    assert store.info(1).generation == 1
+    check_restores(store, [0, 1, 2, 3])
+
+
 # What interrupted drops and replacements leave
 
 

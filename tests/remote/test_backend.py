@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ckstore.errors import BackendError, MissingChunkError, NotFoundError, UsageError
+from ckstore.format.records import ConfigRecord
 from ckstore.io.address import backend_for
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
 from ckstore.io.remote_backend import RemoteBackend
+from ckstore.store.config_file import change_config
 from ckstore.testing.suites import BLOCK, BackendSuite, write_pack
 
 
@@ -127,3 +129,51 @@ def test_success_that_describes_no_object_is_no_object(proxy, address, is_there)
     proxy.begin_at(1, "200-error")
     backend.create("claims/main/00000001", b"ours", sync=True)
     assert [seen.method for seen in proxy.seen[:3]] == ["PUT", "HEAD", "HEAD"]
+
+
+def with_tier(name):
+    return lambda record: ConfigRecord(tiers={**record.tiers, name: f"/{name}"})
+
+
+def test_change_of_the_configuration_that_another_makes_meanwhile_is_kept(address):
+    backend, calls = RemoteBackend(address), []
+
+    def change(record):
+        calls.append(record)
+        if len(calls) in (1, 2):
+            # Once when there is none, and once when it is replaced.
+            change_config(RemoteBackend(address), with_tier(f"theirs-{len(calls)}"))
+        return with_tier("ours")(record)
+
+    assert set(change_config(backend, change).tiers) == {"theirs-1", "theirs-2", "ours"}
+    assert len(calls) == 3
+
+
+def test_version_that_was_replaced_after_it_was_read_is_not_replaced(address, monkeypatch):
+    backend = RemoteBackend(address)
+    backend.create("config.json", b"one", sync=True)
+    get = backend.bucket.get
+
+    def replaced_meanwhile(key, *, nbytes_max):
+        content = get(key, nbytes_max=nbytes_max)
+        backend.bucket.put_over(key, b"two")
+        return content
+
+    monkeypatch.setattr(backend.bucket, "get", replaced_meanwhile)
+    assert not backend.replace_if("config.json", b"one", b"ours")
+    assert get("config.json", nbytes_max=9) == b"two"
+
+
+@pytest.mark.parametrize("fault", ["500-after", "409", "412", "reset-after", "200-error"])
+def test_lost_answer_to_a_replacement_is_no_conflict(proxy, address, fault):
+    backend = RemoteBackend(address)
+    backend.create("config.json", b"one", sync=True)
+    puts = []
+
+    def first_put(number, method, path):
+        puts.extend([number] if method == "PUT" else [])
+        return fault if method == "PUT" and len(puts) == 1 else ""
+
+    proxy.begin(first_put)
+    assert backend.replace_if("config.json", b"one", b"two")
+    assert backend.read_bytes("config.json", nbytes_max=9) == b"two"

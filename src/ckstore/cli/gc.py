@@ -135,6 +135,9 @@ def _tell(report: GcReport, *, as_json: bool) -> None:
     blocked = [plan for plan in report.runs if plan.blocked]
     if blocked:
         raise CorruptError(f"nothing of run {blocked[0].run} was dropped: {blocked[0].blocked}")
+    from ckstore.store.tier_proof import require_proof
+
+    require_proof(report.unproven.values())
 
 
 def _print_run(plan: RunPlan) -> None:
@@ -203,6 +206,7 @@ def lines_of(report: GcReport) -> list[str]:
         )
     elif report.later_nbytes:
         lines.append(f"{size(report.later_nbytes)} in the trash; --now frees it at once.")
+    lines += [f"Tier {tier} does not answer, and what depends on it waits: {said}." for tier, said in report.waits]
     if plan.young_nbytes:
         lines.append(f"{size(plan.young_nbytes)} that nobody names yet are too young to be garbage.")
     return lines

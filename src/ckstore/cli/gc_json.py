@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ckstore.collection import GcDone, GcPlan, GcReport
     from ckstore.format.layout import ManifestName
     from ckstore.retention.plan import RunPlan
+    from ckstore.store.tier_proof import Unproven
 
 
 def json_of(report: GcReport) -> dict[str, Any]:
@@ -67,6 +68,16 @@ def _plan(plan: GcPlan) -> dict[str, Any]:
         "waiting_nbytes": plan.waiting_nbytes,
         "young_nbytes": plan.young_nbytes,
         "drafts": [draft.path for draft in plan.drafts],
+        "unproven": [_unproven(each) for each in plan.unproven],
+    }
+
+
+def _unproven(each: Unproven) -> dict[str, Any]:
+    return {
+        "pack_id": each.pack_id.hex(),
+        "tier": each.tier,
+        "problem": each.problem,
+        "is_damage": each.is_damage,
     }
 
 
@@ -86,6 +97,8 @@ def _done(done: GcDone) -> dict[str, Any]:
         "troubles": done.repacked.troubles,
         "drafts": done.drafts,
         "intents": done.intents,
+        "unproven": [_unproven(each) for _, each in sorted(done.unproven.items())],
+        "waits": done.waits,
         "stop": done.stop,
     }
 

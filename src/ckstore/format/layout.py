@@ -16,6 +16,8 @@ from ckstore.ids import PACK_ID_NBYTES, PackId
 STORE_FILE = "store.json"
 CONFIG_FILE = "config.json"
 GC_LOCK_FILE = "gc.lock"
+CONFIG_LOCK_FILE = "config.lock"
+TOP_FILES = (STORE_FILE, CONFIG_FILE, GC_LOCK_FILE, CONFIG_LOCK_FILE)
 PACKS_FOLDER = "packs"
 MANIFESTS_FOLDER = "manifests"
 CLAIMS_FOLDER = "claims"

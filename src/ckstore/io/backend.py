@@ -230,6 +230,15 @@ class Locking(Protocol):
 
 
 @runtime_checkable
+class Swapping(Protocol):
+    """A backend that replaces a small file under the condition that it is still what was read."""
+
+    def replace_if(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """Replace a file, durably, if it still says ``before`` (None: is not there); return whether it did."""
+        ...
+
+
+@runtime_checkable
 class Probing(Protocol):
     """A backend that may turn out not to keep its promises, and finds that out when it is asked."""
 

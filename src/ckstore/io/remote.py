@@ -16,18 +16,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import obstore
 import obstore.exceptions
 import obstore.store
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.config import KIB, MIB
+from ckstore.config import MIB
 from ckstore.errors import BackendError, CkstoreError, MalformedError, UsageError
 from ckstore.ids import new_token
 from ckstore.io.cloud_credentials import allows_plain_http, profile_credentials
-from ckstore.io.remote_errors import FINAL, Failed, judged, meaning_of
+from ckstore.io.remote_errors import FINAL, Failed, check_describes, checked, judged, meaning_of
 from ckstore.io.remote_options import ObjectInfo, RemoteOptions, check_address
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ _ATTEMPT = "ckstoreattempt"
 
 _ROUNDS = 3
 """How often is asked anew what obstore has asked as often as the options say, or what was answered in no usable way."""
+
+Mode = Literal["create", "overwrite"] | dict[Literal["e_tag"], str]
+"""Under which condition an object is made: that it is new, none, or that a version of it is there."""
 
 T = TypeVar("T")
 
@@ -74,7 +77,7 @@ class Bucket:
 
         def ask() -> ObjectInfo:
             result = obstore.get(self._store, key, options={"head": True})
-            _check_describes(result.meta)
+            check_describes(result.meta)
             attempt = next((text for name, text in result.attributes.items() if str(name).lower() == _ATTEMPT), "")
             return _info_of(result.meta, str(attempt))
 
@@ -94,7 +97,7 @@ class Bucket:
         def ask() -> bytes | None:
             result = obstore.get(self._store, key)
             size = result.meta["size"]
-            return None if size > nbytes_max else _checked(bytes(result.bytes()), size)
+            return None if size > nbytes_max else checked(bytes(result.bytes()), size)
 
         content = self._call("reading an object", key, ask)
         if content is None:
@@ -158,7 +161,7 @@ class Bucket:
                 if judged(error).said.startswith("416"):
                     return b""
                 raise
-            return _checked(found, len(found))
+            return checked(found, len(found))
 
         return self._call("reading an object", key, ask)
 
@@ -196,7 +199,11 @@ class Bucket:
         """Make an object, or replace the one that has the name."""
         self._put(key, content, "overwrite")
 
-    def _put(self, key: str, content: bytes, mode: Literal["create", "overwrite"]) -> None:
+    def put_instead(self, key: str, content: bytes, *, etag: str) -> None:
+        """Replace the version of an object that has this etag; FileExistsError where that is not what is there."""
+        self._put(key, content, {"e_tag": etag})
+
+    def _put(self, key: str, content: bytes, mode: Mode) -> None:
         attempt, last = new_token(), Failed("transient", "it is not there afterwards")
         for number in range(_ROUNDS):
             self._pause(number)
@@ -209,16 +216,18 @@ class Bucket:
             found = self._look_back(key)
             if isinstance(found, Failed):
                 last = found
-            elif found is not None and found.attempt == attempt and found.nbytes == len(content):
+                continue
+            if found is not None and found.attempt == attempt and found.nbytes == len(content):
                 return
-            elif found is not None and mode == "create":
+            is_refused = found is not None if mode == "create" else mode != "overwrite"
+            if is_refused and not (found and isinstance(mode, dict) and found.etag == mode["e_tag"]):
                 raise FileExistsError(self.location_of(key))
         raise self._meaning(last, "writing an object", key, is_uncertain=True) from None
 
-    def _put_once(self, key: str, content: bytes, mode: Literal["create", "overwrite"], attempt: str) -> None:
+    def _put_once(self, key: str, content: bytes, mode: Mode, attempt: str) -> None:
         attributes: Any = {_ATTEMPT: attempt}
         try:
-            obstore.put(self._store, key, content, mode=mode, use_multipart=False, attributes=attributes)
+            obstore.put(self._store, key, content, mode=cast(Any, mode), use_multipart=False, attributes=attributes)
         except Exception as error:
             raise judged(error) from None
 
@@ -369,24 +378,6 @@ class _Count:
             raise
 
 
-def _check_describes(meta: Any) -> None:
-    """Refuse a success that describes no object: an error in the body of a success has lost its body here.
-
-    Believed, it would be somebody else's object of 0 bytes under a name that is free.
-    """
-    if not meta["e_tag"] and meta["last_modified"].timestamp() == 0:
-        raise Failed("transient", "a success that describes no object")
-
-
 def _info_of(meta: Any, attempt: str = "") -> ObjectInfo:
     modified_ns = int(meta["last_modified"].timestamp()) * 10**9
     return ObjectInfo(meta["size"], modified_ns, meta["e_tag"] or "", attempt)
-
-
-def _checked(content: bytes, nbytes: int) -> bytes:
-    if len(content) != nbytes:
-        raise Failed("transient", f"{len(content)} bytes came of {nbytes}")
-    # Nothing of ours begins so, but an error in the body of a success does.
-    if content[:1] == b"<" and b"<Error>" in content[: 4 * KIB]:
-        raise Failed("transient", "a success whose body is an error")
-    return content

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -155,6 +156,20 @@ class RemoteBackend:
         else:
             self.bucket.copy(_checked(source), _checked(target))
         self.unlink(source)
+
+    def replace_if(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """Replace a small object if it still says ``before`` (None: is not there); return whether it did."""
+        with contextlib.suppress(FileExistsError):
+            # The version first: a content that is newer than it is refused with it.
+            info = self.bucket.head(_checked(name))
+            if info is None:
+                if before is None:
+                    self.bucket.put_new(name, after)
+                return before is None
+            if before == self.bucket.get(name, nbytes_max=_SMALL_NBYTES_MAX):
+                self.bucket.put_instead(name, after, etag=info.etag)
+                return True
+        return False
 
     def rename_new(self, source: str, target: str) -> None:
         """Move a name; FileExistsError when the target name is taken, which for what is no draft is looked at first."""

@@ -7,8 +7,9 @@ Invariants:
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
+from ckstore.config import KIB
 from ckstore.errors import BackendError, CapacityError, CkstoreError, NotFoundError
 
 Kind = Literal["missing", "exists", "wrong place", "refused", "full", "other", "transient"]
@@ -108,3 +109,22 @@ def meaning_of(
     todo = "check the network and the server, then try again; what was not acknowledged is not relied upon"
     is_transient = failed.kind == "transient"
     return BackendError(reason, where=where, todo=todo, is_transient=is_transient, is_uncertain=is_uncertain)
+
+
+def check_describes(meta: Any) -> None:
+    """Refuse a success that describes no object: an error in the body of a success has lost its body here.
+
+    Believed, it would be somebody else's object of 0 bytes under a name that is free.
+    """
+    if not meta["e_tag"] and meta["last_modified"].timestamp() == 0:
+        raise Failed("transient", "a success that describes no object")
+
+
+def checked(content: bytes, nbytes: int) -> bytes:
+    """Refuse a body that came short, or is an error although its status was a success."""
+    if len(content) != nbytes:
+        raise Failed("transient", f"{len(content)} bytes came of {nbytes}")
+    # Nothing of ours begins so, but an error in the body of a success does.
+    if content[:1] == b"<" and b"<Error>" in content[: 4 * KIB]:
+        raise Failed("transient", "a success whose body is an error")
+    return content

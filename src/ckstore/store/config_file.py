@@ -1,20 +1,29 @@
 """``config.json``: what a person may change, read when it is needed and replaced whole.
 
 Invariants:
-- A change is made durable before it is relied on, and looked at again: of two who change at once, neither is lost.
+- A change is made durable before it is relied on.
+- It replaces what it was made from, and nothing else: of two who change at once, neither is lost. In a bucket the
+  server sees to that (update by etag), in a folder a lock that the kernel takes from a dead holder. A person who edits
+  the file by hand has no lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from ckstore.errors import ConflictError, CorruptError
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import ConflictError, CorruptError, LockHeldError
 from ckstore.format import layout
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, decode_record, encode_record
 from ckstore.ids import new_token
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, Locking, Swapping
 
 _TRIES_MAX = 20
+_LOCK_PATIENCE_SECONDS = 10.0
+_LOCK_POLL_SECONDS = 0.01
+_IN_THIS_PROCESS = threading.Lock()
 
 
 def read_config(backend: Backend) -> ConfigRecord:
@@ -23,11 +32,20 @@ def read_config(backend: Backend) -> ConfigRecord:
     Raises:
         CorruptError: It cannot be read; the message says what a person has to mend.
     """
-    where = backend.location_of(layout.CONFIG_FILE)
+    return _record(backend, _content(backend))
+
+
+def _content(backend: Backend) -> bytes | None:
     try:
-        content = backend.read_bytes(layout.CONFIG_FILE, nbytes_max=RECORD_NBYTES_MAX)
+        return backend.read_bytes(layout.CONFIG_FILE, nbytes_max=RECORD_NBYTES_MAX)
     except FileNotFoundError:
+        return None
+
+
+def _record(backend: Backend, content: bytes | None) -> ConfigRecord:
+    if content is None:
         return ConfigRecord()
+    where = backend.location_of(layout.CONFIG_FILE)
     try:
         return decode_record(content, ConfigRecord, where=where)
     except CorruptError as error:
@@ -44,18 +62,51 @@ def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecor
 
     Raises:
         CorruptError: What is there cannot be read.
-        ConflictError: Others change it all the time.
+        ConflictError: Others change it all the time, or one of them does not end.
     """
     for _ in range(_TRIES_MAX):
-        before = read_config(backend)
+        content = _content(backend)
+        before = _record(backend, content)
         after = change(before)
-        if after == before:
-            return before
-        draft = layout.draft_name(new_token(), "config")
-        backend.create(draft, encode_record(after), sync=True)
-        backend.rename(draft, layout.CONFIG_FILE)
-        backend.sync_folder("")
-        # Read again: another one's change may have replaced ours, and then ours is made on top of it.
+        if after == before or _replace_if(backend, content, encode_record(after)):
+            return after
+        # Another one's change came between: ours is made on top of it.
     raise ConflictError(
         "others change the configuration all the time", where=backend.location_of(layout.CONFIG_FILE), todo="try again"
     )
+
+
+def _replace_if(backend: Backend, before: bytes | None, after: bytes) -> bool:
+    if isinstance(backend, Swapping):
+        return backend.replace_if(layout.CONFIG_FILE, before, after)
+    with _serialised(backend):
+        if _content(backend) != before:
+            return False
+        draft = layout.draft_name(new_token(), "config")
+        backend.create(draft, after, sync=True)
+        backend.rename(draft, layout.CONFIG_FILE)
+        backend.sync_folder("")
+        return True
+
+
+@contextmanager
+def _serialised(backend: Backend) -> Iterator[None]:
+    """Keep others from replacing it at the same time; for the few moments that a reading and a rename take."""
+    with _IN_THIS_PROCESS:
+        deadline = SYSTEM_CLOCK.monotonic() + _LOCK_PATIENCE_SECONDS
+        lock = None
+        while isinstance(backend, Locking) and lock is None:
+            lock = backend.try_lock(layout.CONFIG_LOCK_FILE)
+            if lock is None and SYSTEM_CLOCK.monotonic() > deadline:
+                raise LockHeldError(
+                    "another process is changing the configuration, and does not end",
+                    where=backend.location_of(layout.CONFIG_LOCK_FILE),
+                    todo="see which process holds the file open; it may be one that was stopped",
+                )
+            if lock is None:
+                SYSTEM_CLOCK.sleep(_LOCK_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.close()

@@ -19,18 +19,18 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckstore.errors import CkstoreError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
 from ckstore.store.drop import drop
 from ckstore.store.gc_marks import Look, Marker
 from ckstore.store.gc_plan import GcLimits, GcPlan, is_expired
+from ckstore.store.gc_purge import purge
 from ckstore.store.gc_repack import Repacked, repack
-from ckstore.store.gc_survey import strays_among
 from ckstore.store.parts import Parts
 from ckstore.store.replace import finish_replacements
 from ckstore.store.tags import Tags
+from ckstore.store.tier_proof import Unproven, unproven_packs
 from ckstore.store.trash import TrashFolder
 
 _log = logging.getLogger("ckstore")
@@ -54,6 +54,8 @@ class GcDone:
         repacked: What rewriting packs came to.
         drafts: Files that were removed from ``tmp``.
         intents: Intents of dead makers that were removed.
+        unproven: Packs that were about to go, and stay: the tier that manifests name could not be seen to have them.
+        waits: Tiers that do not answer, and what they said; what depends on them was left as it is.
         stop: Why packs were left alone; empty where nothing spoke against it.
     """
 
@@ -68,6 +70,8 @@ class GcDone:
     repacked: Repacked = field(default_factory=Repacked)
     drafts: int = 0
     intents: int = 0
+    unproven: dict[PackId, Unproven] = field(default_factory=dict)
+    waits: dict[str, str] = field(default_factory=dict)
     stop: str = ""
 
 
@@ -104,6 +108,8 @@ class _Collector:
         self._steps = len(plan.drops) + len(plan.rewrites) + len({n for r in plan.rewrites for n in r.manifests}) + 2
         self._step = 0
         self.done = GcDone(stop=plan.stop)
+        for unproven in plan.unproven:
+            self._keep(unproven)
 
     def run(self, purpose: str) -> GcDone:
         """Do it all."""
@@ -118,9 +124,13 @@ class _Collector:
         if plan.rewrites and not self.done.stop:
             # Last, so that on a full disk there is room for it.
             self.done.repacked = repack(self._parts, self._marker, plan.rewrites, self._told)
-            self._free({rewrite.pack_id: rewrite.nbytes for rewrite in plan.rewrites})
+            self._free({rewrite.pack_id: rewrite.nbytes for rewrite in plan.rewrites}, is_proven=False)
         self._remove_leftovers()
         self._told()
+        damaged = [each for each in self.done.unproven.values() if each.is_damage]
+        if damaged:
+            words = "%d packs stay here, since the tier %r does not have what was pushed there: %s"
+            _log.error(words, len(damaged), damaged[0].tier, damaged[0].problem)
         return self.done
 
     def _told(self, count: int = 1) -> None:
@@ -171,19 +181,32 @@ class _Collector:
             self._parts.backend.sync_folder(layout.claims_folder(run))
             self.done.superseded += manifests.move_to_trash(seqs)
         for run in sorted({name.run for name in self._plan.superseded}):
-            self.done.superseded += finish_replacements(self._run(run))
+            self.done.superseded += finish_replacements(self._run(run), self.done.waits)
 
-    def _free(self, planned: dict[PackId, int]) -> None:
+    def _keep(self, unproven: Unproven) -> None:
+        """Tell of a pack that stays because it could not be seen in its tier."""
+        self.done.unproven[unproven.pack_id] = unproven
+        if not unproven.is_damage:
+            self.done.waits.setdefault(unproven.tier, unproven.problem)
+
+    def _free(self, planned: dict[PackId, int], *, is_proven: bool = True) -> None:
         """Steps 2 to 6: move what nobody names to the trash; where it is to be freed at once, list again and unlink."""
         if not self.done.stop:
-            self._trash_packs(planned)
+            self._trash_packs(planned, is_proven=is_proven)
         if self._limits.frees_at_once and not self.done.stop:
             self._purge(self._parts.trash.contents())
 
-    def _trash_packs(self, planned: dict[PackId, int]) -> None:
+    def _trash_packs(self, planned: dict[PackId, int], *, is_proven: bool) -> None:
         """Steps 2 to 4: mark, list again, and move to a fresh folder of the trash what nobody names."""
         candidates = self._unnamed(sorted(planned), self._marker.look()) if planned else []
-        candidates = self._unnamed(candidates, self._marker.look()) if candidates else []
+        look = self._marker.look() if candidates else None
+        candidates = self._unnamed(candidates, look) if look else []
+        if candidates and look and not is_proven:
+            manifests = look.manifests.values()
+            found = unproven_packs(self._parts, self._marker, manifests, candidates, self.done.waits)
+            for unproven in found.values():
+                self._keep(unproven)
+            candidates = [pack_id for pack_id in candidates if pack_id not in found]
         if not candidates:
             return
         moved = self._parts.trash.move_packs(candidates, self._parts.trash.new_packs_folder())
@@ -203,19 +226,20 @@ class _Collector:
         return bool(self.done.stop)
 
     def _purge(self, folders: Sequence[TrashFolder]) -> None:
-        """Steps 5 and 6, for folders whose time is over and whose contents were listed before."""
+        """Steps 5 and 6, for folders whose time is over."""
         now_ns = self._parts.clock.now_ns()
         folders = [folder for folder in folders if is_expired(folder, now_ns, self._limits)]
         if not any(folder.packs or folder.manifests for folder in folders):
             self._remove_empty(folders)
             return
-        look = self._marker.look()
-        if self._stops(look):
+        purged = purge(self._parts, self._marker, {folder.gc_id for folder in folders}, self.done.waits)
+        if self._stops(purged.look):
             return
-        purged = purge(self._parts, folders, look)
         self.done.rescued += purged.rescued
         self.done.freed_files += purged.files
         self.done.freed_nbytes += purged.nbytes
+        for unproven in purged.unproven.values():
+            self._keep(unproven)
         self._remove_empty(folders)
 
     def _remove_empty(self, folders: Iterable[TrashFolder]) -> None:
@@ -237,52 +261,3 @@ class _Collector:
 
 
 _FOLDER_AGE_NS_MIN = 60 * 10**9
-
-
-@dataclass(slots=True)
-class Purged:
-    """What emptying trash folders came to."""
-
-    files: int = 0
-    nbytes: int = 0
-    rescued: int = 0
-
-
-def purge(parts: Parts, folders: Sequence[TrashFolder], look: Look) -> Purged:
-    """Unlink what is in trash folders, but for what manifests name or what supersedes nothing: that goes back.
-
-    Args:
-        parts: The store.
-        folders: What lies in them; listed before ``look`` began.
-        look: All manifests; every one could be read.
-    """
-    assert not look.unreadable, "who cannot read all manifests must not remove anything"
-    done, trash = Purged(), parts.trash
-    strays = {trashed.path for trashed in strays_among(folders, look)}
-    unlinked: list[str] = []
-    for manifest in (manifest for folder in folders for manifest in folder.manifests):
-        if manifest.path in strays:
-            done.rescued += trash.put_back(manifest.path, manifest.name.path)
-        elif trash.unlink(manifest.path):
-            unlinked.append(manifest.path)
-            done.nbytes += manifest.nbytes
-    for pack in (pack for folder in folders for pack in folder.packs):
-        if look.is_named(pack.pack_id):
-            if trash.put_back(pack.path, layout.pack_name(pack.pack_id)):
-                done.rescued += 1
-                continue
-            info = parts.backend.stat(layout.pack_name(pack.pack_id))
-            if info is None or info.nbytes != pack.nbytes:
-                # Another has taken it in hand, or what is in place is damaged: this may be the only one.
-                continue
-            # It lies in place as well: this is a second name of it.
-        if trash.unlink(pack.path):
-            unlinked.append(pack.path)
-            done.nbytes += pack.nbytes
-    done.files = len(unlinked)
-    try:
-        trash.sync(unlinked)
-    except CkstoreError as error:
-        # They may come back after a power cut; the next collection removes them again.
-        _log.warning("the removal of %d files from the trash may not be durable: %s", len(unlinked), error)
-    return done

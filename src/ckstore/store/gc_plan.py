@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckstore.config import GIB
@@ -18,6 +18,7 @@ from ckstore.store.gc_marks import Marked, Marker
 from ckstore.store.gc_survey import Draft, Survey
 from ckstore.store.gc_waste import PackUse
 from ckstore.store.known import LOCAL_TIER
+from ckstore.store.tier_proof import Unproven
 from ckstore.store.trash import TrashedManifest, TrashFolder
 
 DRAFT_AGE_SECONDS_MIN = 60.0
@@ -103,6 +104,7 @@ class GcPlan:
         waiting: Trash folders whose time is not.
         free_ns: When the last of what waits, or goes to the trash now, can be freed; None: nothing, or not known.
         drafts: Files in ``tmp`` that are too old to be in use.
+        unproven: Packs that stay only because the tier that manifests name could not be seen to have them.
     """
 
     stop: str
@@ -118,6 +120,7 @@ class GcPlan:
     waiting: tuple[TrashFolder, ...]
     free_ns: int | None
     drafts: tuple[Draft, ...]
+    unproven: tuple[Unproven, ...] = ()
 
     @property
     def moved_nbytes(self) -> int:
@@ -160,6 +163,7 @@ def make_plan(
     drops: Iterable[ManifestName],
     limits: GcLimits,
     count_uses: Callable[[Sequence[Marked]], list[PackUse]],
+    find_unproven: Callable[[Sequence[Marked], Collection[PackId]], dict[PackId, Unproven]],
 ) -> GcPlan:
     """Decide what a collection does.
 
@@ -169,6 +173,7 @@ def make_plan(
         drops: What retention lets go.
         limits: Ages and budgets.
         count_uses: Returns what manifests need of every pack; asked only where packs may be rewritten.
+        find_unproven: Returns which packs may not go, since manifests say that they are in a tier and it does not.
     """
     drops = tuple(sorted(drops))
     blocked = {run for run, facts in found.runs.items() if facts.blocked}
@@ -184,9 +189,11 @@ def make_plan(
     purges, waiting = _trash(found, limits)
     moves: tuple[PackMove, ...] = ()
     rewrites: tuple[PackRewrite, ...] = ()
-    young_nbytes = 0
+    young_nbytes, unproven = 0, dict[PackId, Unproven]()
     if not found.stop:
         moves, young_nbytes = _moves(found, marker, staying, limits)
+        unproven = find_unproven(staying, [move.pack_id for move in moves])
+        moves = tuple(move for move in moves if move.pack_id not in unproven)
         rewrites = tuple(_rewrites(found, marker, staying, blocked, limits, count_uses))
     return GcPlan(
         stop=found.stop,
@@ -202,6 +209,7 @@ def make_plan(
         waiting=waiting,
         free_ns=_free_ns(found, waiting, limits, has_moves=bool(moves or rewrites or drops)),
         drafts=tuple(draft for draft in found.drafts if _is_leftover(draft, found.now_ns, limits)),
+        unproven=tuple(unproven[pack_id] for pack_id in sorted(unproven)),
     )
 
 

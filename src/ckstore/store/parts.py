@@ -98,7 +98,9 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
 
 def _is_harmless(name: str) -> bool:
     """Whether a name in the root is ours, a probe's that died, or what a fresh file system holds."""
-    return name in (*layout.TOP_FOLDERS, layout.GC_LOCK_FILE, "lost+found") or name.startswith(".probe-")
+    return name in (*layout.TOP_FOLDERS, layout.GC_LOCK_FILE, layout.CONFIG_LOCK_FILE, "lost+found") or name.startswith(
+        ".probe-"
+    )
 
 
 def _probe(backend: Backend) -> None:

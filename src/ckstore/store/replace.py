@@ -10,9 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
-from ckstore.errors import ConflictError, NotFoundError
+from ckstore.errors import BackendError, CapacityError, ConflictError, NotFoundError, UsageError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest
+from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 
 
@@ -42,8 +43,17 @@ def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
     manifests.move_lower_to_trash(name)
 
 
-def finish_replacements(parts: Parts) -> int:
-    """Move lower generations that a replacement left in place when it was interrupted; return how many."""
+def finish_replacements(parts: Parts, waits: dict[str, str] | None = None) -> int:
+    """Move lower generations that a replacement left in place when it was interrupted; return how many.
+
+    Args:
+        parts: The store and its run.
+        waits: Tiers that do not answer, and what they said. Given: what depends on such a tier stays as it is, and
+            tiers that are found to be silent are added.
+
+    Raises:
+        BackendError: A tier does not answer, and ``waits`` was not given.
+    """
     listing = parts.manifests.listing()
     highest = {name.seq: name for name in listing.names}
     count = 0
@@ -53,6 +63,16 @@ def finish_replacements(parts: Parts) -> int:
             manifest = parts.manifests.load(name)
         except FileNotFoundError:
             continue
-        if not parts.lost_packs(manifest.packs):
+        tiers = sorted({pack.tier for pack in manifest.packs} - {LOCAL_TIER})
+        if waits is not None and not waits.keys().isdisjoint(tiers):
+            continue
+        try:
+            lost = parts.lost_packs(manifest.packs)
+        except (BackendError, CapacityError, NotFoundError, UsageError) as error:
+            if waits is None or not tiers:
+                raise
+            waits |= dict.fromkeys(tiers, str(error))
+            continue
+        if not lost:
             count += parts.manifests.move_lower_to_trash(name)
     return count

@@ -21,7 +21,6 @@ from ckstore.errors import BackendError, ChecksumError, CkstoreError, ConflictEr
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
 from ckstore.format.manifest import Manifest, PackRef, decode_manifest, encode_manifest
-from ckstore.format.pack import TAIL_NBYTES, decode_tail
 from ckstore.format.records import RECORD_NBYTES_MAX, StoreRecord, decode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest, Streaming
@@ -30,6 +29,7 @@ from ckstore.store.known import LOCAL_TIER
 from ckstore.store.packs import open_pack, read_ranges
 from ckstore.store.parts import Parts
 from ckstore.store.spans import BLOCK_NBYTES, SPANS_AT_ONCE, send_spans
+from ckstore.store.tier_proof import NOT_OURS, see_pack
 from ckstore.store.tiers import put_small
 from ckstore.store.trash import make_durable_folder
 
@@ -38,8 +38,6 @@ BLOCKS_PER_PACK = 6
 """Of each pack that is being copied so much lies in buffers, and in parts on their way."""
 
 _TRIES = 3
-
-_NOT_OURS = "someone else writes there: find out who, and remove what is not ours; nothing here was let go of"
 
 
 class PackCopy:
@@ -110,7 +108,7 @@ class PackCopy:
         raise CorruptError(
             "a pack that was just written is not there",
             where=self._target.location_of(layout.pack_name(pack.pack_id)),
-            todo=_NOT_OURS,
+            todo=NOT_OURS,
         )
 
     def _write(self, pack: PackRef) -> None:
@@ -176,24 +174,7 @@ class PackCopy:
             FileNotFoundError: There is none.
             CorruptError: It is another one.
         """
-        name = layout.pack_name(pack.pack_id)
-        where, todo = self._target.location_of(name), _NOT_OURS
-        file = self._target.open_read(name)
-        try:
-            if file.nbytes != pack.nbytes:
-                raise CorruptError(f"a pack of {pack.nbytes} bytes has {file.nbytes} there", where=where, todo=todo)
-            tail = decode_tail(
-                file.read_at(file.nbytes - TAIL_NBYTES, TAIL_NBYTES),
-                pack_nbytes=pack.nbytes,
-                store_id=self._parts.store_id,
-                pack_id=pack.pack_id,
-                limits=self._parts.limits,
-                where=where,
-            )
-            if tail.directory_digest != pack.directory_digest:
-                raise ChecksumError("a pack there has another directory", where=where, todo=todo)
-        finally:
-            file.close()
+        see_pack(self._parts, self._target, pack)
 
     def _read_back(self, pack: PackRef) -> None:
         """Compare every byte there with what lies here."""

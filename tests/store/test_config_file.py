@@ -1,0 +1,101 @@
+"""Protects ``config.json`` from two who change it at once: neither change is lost, in a folder or in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ckstore
+from ckstore.errors import ConflictError, LockHeldError
+from ckstore.format import layout
+from ckstore.format.records import ConfigRecord
+from ckstore.io.address import backend_for
+from ckstore.io.memory import MemoryBackend
+from ckstore.store import config_file
+from ckstore.store.config_file import change_config, read_config
+
+PROCESSES, CHANGES = 4, 12
+PROGRAM = """
+import sys
+from ckstore.io.address import backend_for
+from ckstore.store.tiers import Tiers
+tiers = Tiers(backend_for(sys.argv[1]))
+for number in range(int(sys.argv[3])):
+    tiers.name_for(f"/elsewhere/{sys.argv[2]}/{number}", name=f"tier-{sys.argv[2]}-{number}")
+"""
+
+
+def with_tier(name):
+    """Return a change that adds a tier."""
+    return lambda record: ConfigRecord(tiers={**record.tiers, name: f"/{name}"}, retention=record.retention)
+
+
+def while_another_changes(backend, act):
+    """Return a change during whose making another one is made, as by another process."""
+    calls = []
+
+    def change(record):
+        calls.append(record)
+        if len(calls) == 1:
+            act(backend)
+        return with_tier("ours")(record)
+
+    return change
+
+
+@pytest.fixture(params=["folder", "memory"])
+def backend(request, tmp_path):
+    if request.param == "memory":
+        backend = MemoryBackend()
+        backend.make_folder(layout.TMP_FOLDER)
+        return backend
+    ckstore.open(tmp_path / "store").close()
+    return backend_for(tmp_path / "store")
+
+
+def test_change_that_was_made_meanwhile_is_kept(backend):
+    act = while_another_changes(backend, lambda backend: change_config(backend, with_tier("theirs")))
+    assert set(change_config(backend, act).tiers) == {"ours", "theirs"}
+    assert set(read_config(backend).tiers) == {"ours", "theirs"}
+
+
+def test_change_that_changes_nothing_writes_nothing(backend):
+    change_config(backend, with_tier("a"))
+    before = backend.stat(layout.CONFIG_FILE)
+    assert change_config(backend, with_tier("a")).tiers == {"a": "/a"}
+    assert backend.stat(layout.CONFIG_FILE) == before
+
+
+def test_endless_changes_of_others_are_told(backend):
+    count = iter(range(1000))
+
+    def change(record):
+        change_config(backend, with_tier(f"theirs-{next(count)}"))
+        return with_tier("ours")(record)
+
+    with pytest.raises(ConflictError, match="all the time"):
+        change_config(backend, change)
+
+
+def test_processes_that_add_tiers_at_once_lose_none(tmp_path):
+    folder = tmp_path / "store"
+    ckstore.open(folder).close()
+    running = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), str(number), str(CHANGES)])
+        for number in range(PROCESSES)
+    ]
+    assert [process.wait(120) for process in running] == [0] * PROCESSES
+    assert len(read_config(backend_for(folder)).tiers) == PROCESSES * CHANGES
+
+
+def test_holder_that_does_not_end_is_told_and_nothing_is_changed(tmp_path, monkeypatch):
+    folder = tmp_path / "store"
+    ckstore.open(folder).close()
+    backend = backend_for(folder)
+    monkeypatch.setattr(config_file, "_LOCK_PATIENCE_SECONDS", 0.05)
+    with backend.try_lock(layout.CONFIG_LOCK_FILE), pytest.raises(LockHeldError, match="does not end"):
+        change_config(backend, with_tier("ours"))
+    assert read_config(backend).tiers == {}
+    assert change_config(backend, with_tier("ours")).tiers == {"ours": "/ours"}
