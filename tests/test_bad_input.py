@@ -288,3 +288,21 @@ def test_metric_that_is_no_number_is_refused(store, value):
     with pytest.raises(UsageError, match="a metric is a number"):
         store.commit({"a": 1}, 0, metrics={"loss": value})
     assert store.log() == []
+
+
+@pytest.mark.parametrize("verb", ["commit", "commit_async"])
+def test_a_single_string_is_one_tag(tmp_path, verb):
+    with ckstore.open(tmp_path / "store") as store:
+        getattr(store, verb)({"a": 1}, 5, tags="best")
+        store.wait()
+        assert store.tags() == {"best": 0}
+
+
+@pytest.mark.parametrize("policy", ["fast", {"compression": "fast"}, ckstore.Policy])
+def test_what_is_no_policy_is_refused_before_anything_is_read(tmp_path, policy):
+    with pytest.raises(UsageError, match=r"a policy is a ckstore\.Policy"):
+        ckstore.open(tmp_path / "other", policy=policy)
+    with ckstore.open(tmp_path / "store") as store:
+        for verb in (store.commit, store.commit_async):
+            with pytest.raises(UsageError, match=r"a policy is a ckstore\.Policy"):
+                verb({"a": object()}, 1, policy=policy)

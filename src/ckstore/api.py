@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckstore import history
-from ckstore.arguments import check_metrics, check_step
+from ckstore.arguments import check_metrics, check_policy, check_step, check_tags
 from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName, Limits, Policy, RepackPolicy
 from ckstore.demoting import Demoting
 from ckstore.errors import CkstoreError, MissingChunkError, NotFoundError
+from ckstore.format.layout import check_name
 from ckstore.importer import Importing
 from ckstore.info import Info, require_exact
 from ckstore.io.address import backend_for
@@ -27,7 +28,6 @@ from ckstore.reporting import Reporting
 from ckstore.store.parts import Parts, create_store, read_store_record
 from ckstore.store.references import (
     Reference,
-    check_tag_name,
     load_whole,
     newest_whole,
     resolve,
@@ -76,6 +76,7 @@ def open(
         UsageError: The folder holds something else, or others may write it.
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
+    check_policy(policy)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder)
     try:
         record = read_store_record(backend)
@@ -129,8 +130,8 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
 
         number = check_step(step)
         checked_metrics = check_metrics(metrics)
-        for name in tags:
-            check_tag_name(name)
+        checked_tags = check_tags(tags)
+        check_policy(policy)
         with self._lock:
             self._check_open()
             self._come_home()
@@ -150,7 +151,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             committed = commit(self._parts, request, watch)
             receipt = committed.receipt
             self._parent, self._fingerprint = receipt.seq, committed.fingerprint
-            untagged = [warning for name in tags if (warning := self._tag_or_warning(name, receipt.seq))]
+            untagged = [warning for name in checked_tags if (warning := self._tag_or_warning(name, receipt.seq))]
             receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
             self._went_on()
             self._committed()
@@ -169,7 +170,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
 
     def tag(self, ref: Reference, name: str) -> None:
         """Give a checkpoint a name; a name that exists moves to it."""
-        check_tag_name(name)
+        check_name(name, "tag")
         with self._lock:
             self._check_open()
             self._settle()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import SupportsIndex
 
+from ckstore.config import Policy
 from ckstore.errors import UsageError
-from ckstore.format.layout import STEP_MAX
+from ckstore.format.layout import STEP_MAX, check_name
 
 METRICS_NBYTES_MAX = 48 << 10
 """Names and numbers together, so that they fit into a manifest's header of 64 KiB."""
@@ -43,3 +44,17 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
             shown = repr(value)[:80]
             raise UsageError("a metric is a number", where=f"metrics[{name!r}] = {shown}") from None
     return checked
+
+
+def check_tags(tags: Sequence[str]) -> tuple[str, ...]:
+    """Return tags as a tuple, a single string as one tag; UsageError for names that cannot be tags."""
+    return tuple(check_name(name, "tag") for name in ((tags,) if isinstance(tags, str) else tags))
+
+
+def check_policy(policy: object) -> None:
+    """Raise UsageError for what is no policy, before a state is looked at."""
+    if policy is not None and not isinstance(policy, Policy):
+        shown = repr(policy)[:80]
+        raise UsageError(
+            "a policy is a ckstore.Policy", where=f"policy={shown}", todo="as in ckstore.Policy(compression='fast')"
+        )

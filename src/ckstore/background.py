@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import weakref
 from collections import deque
@@ -17,11 +18,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckstore.advising import Advising
-from ckstore.arguments import check_metrics, check_step
+from ckstore.arguments import check_metrics, check_policy, check_step, check_tags
 from ckstore.config import Policy
 from ckstore.errors import CkstoreError
 from ckstore.store.parts import Parts
-from ckstore.store.references import check_tag_name, load_whole, resolve
+from ckstore.store.references import load_whole, resolve
 
 # What these verbs need beyond the others is imported when the first of them is called.
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Background(Advising):
         self._guarded: Guarded | None = None
         self._published: int | None = None
         self._durable: deque[Receipt | None] = deque()
+        self._owner = os.getpid()
+        self._inherited: object = None
 
     def commit_async(
         self,
@@ -82,8 +85,8 @@ class Background(Advising):
 
         number = check_step(step)
         checked_metrics = check_metrics(metrics)
-        for name in tags:
-            check_tag_name(name)
+        checked_tags = check_tags(tags)
+        check_policy(policy)
         with self._lock:
             self._check_open()
             begun = self._parts.clock.monotonic()
@@ -93,7 +96,7 @@ class Background(Advising):
                 captured=self._captured(state),
                 step=number,
                 metrics=checked_metrics,
-                tags=tags,
+                tags=checked_tags,
                 policy=policy or self._policy,
                 guarded=self._guarded.spans() if self._guarded is not None else (),
             )
@@ -191,6 +194,15 @@ class Background(Advising):
         # What went wrong first is raised; what a commit met was logged when it did.
         with contextlib.suppress(*(() if kind is None else (CkstoreError,))):
             self.close()
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self._owner != os.getpid():
+            # A forked child: the saver, and the arena that is mapped in its parent only, are the parent's affair. They
+            # are kept unused, since letting go of them would unmap what the child may have put there.
+            self._owner = os.getpid()
+            self._inherited = self._handover, self._guarded
+            self._handover = self._guarded = None
 
     # For the verbs that do not go into the background
 

@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
 
 from ckstore.advice import check_positive
-from ckstore.arguments import check_step
+from ckstore.arguments import check_step, check_tags
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, UsageError
 
@@ -106,7 +106,7 @@ class LastCommit:
         self.signal: signal.Signals | None = None
         self.receipt: Receipt | None = None
         self._store, self._get_state = store, get_state
-        self._get_metrics, self._tags, self._policy = metrics, tuple(tags), policy
+        self._get_metrics, self._tags, self._policy = metrics, check_tags(tags), policy
         self._deadline_seconds, self._then = deadline_seconds, then
         self._deadline = 0.0
         self._owner = os.getpid()

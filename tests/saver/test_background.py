@@ -116,6 +116,31 @@ def test_another_writer_of_the_run_is_a_conflict(store, folder):
     assert store.commit_async({"a": 3}, 3).result().step == 3
 
 
+@pytest.mark.parametrize("verb", ["restore", "commit", "commit_async"])
+def test_a_forked_child_has_no_part_in_its_parents_saver(store, verb):
+    state = {"w": np.arange(MIB)}
+    store.commit_async(state, 0).result()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            # A hang would end in nothing; the parent waits for this one.
+            signal.alarm(60)
+            if verb == "restore":
+                code = 0 if is_same(store.restore(), state) else 2
+            else:
+                code = 3
+                made = getattr(store, verb)(state, 1)
+                made.result() if verb == "commit_async" else None
+        except ConflictError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    state["w"][0] += 1
+    assert store.commit_async(state, 2).result().seq == 1
+
+
 def test_a_saver_that_was_killed_costs_one_commit(store):
     state = {"w": np.random.default_rng(0).integers(0, 1 << 32, 4 * MIB, np.uint32)}
     store.commit_async(state, 0).result()

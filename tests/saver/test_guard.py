@@ -205,6 +205,15 @@ def test_a_parameter_that_shares_its_memory_with_something_else_is_copied_before
     assert held.held == 0
 
 
+def test_what_lies_between_the_elements_of_parameters_is_copied_before(store, held):
+    # A fused projection: the middle is no parameter, and whoever keeps its average changes it at any time.
+    first, middle, last = torch.randn(500, 3 * 64).chunk(3, dim=1)
+    store.attach(optimizer := torch.optim.SGD([nn.Parameter(first), nn.Parameter(last)], lr=0.1))
+    wanted, staged = commit_and(store, {"a": first, "b": middle, "c": last}, lambda: middle.fill_(7.0))
+    assert staged == wanted
+    assert held.held == 0, optimizer
+
+
 def test_parameters_that_share_one_flat_memory_are_guarded_with_their_padding(store, held):
     flat = torch.randn(3 << 16)
     parameters = [nn.Parameter(flat[begin : begin + 60_000]) for begin in range(0, flat.numel(), 1 << 16)]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ckstore.errors import UsageError
-from ckstore.tensor import extent_of
 
 Span = tuple[int, int]
 """The first address, and the one after the last."""
@@ -97,11 +96,23 @@ def _spans_of(optimizer: Any) -> list[Span]:
 
 
 def _span_of(tensor: torch.Tensor) -> Span:
-    """Return the memory of a tensor; none where it has no plain memory."""
+    """Return the memory of a tensor; none where it has no plain memory, or owns a part only of what it spans."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return 0, 0
-    start, width = tensor.data_ptr(), tensor.element_size()
+    start = tensor.data_ptr()
+    return (start, start + tensor.numel() * tensor.element_size()) if _is_dense(tensor) else (0, 0)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has every element between its first and its last, each once, in whatever order.
+
+    Between the elements of another one lie those of somebody else, who may change them at any time.
+    """
     if tensor.is_contiguous():
-        return start, start + tensor.numel() * width
-    _, nbytes = extent_of(tuple(tensor.shape), tuple(step * width for step in tensor.stride()), width)
-    return start, start + nbytes
+        return True
+    expected = 1
+    for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1 and step != expected:
+            return False
+        expected *= count
+    return True

@@ -28,13 +28,6 @@ _LOOKS_AHEAD = 64
 """Headers that are read far away before it is known whether they are wanted."""
 
 
-def check_tag_name(name: str) -> str:
-    """Return a name that can be a tag; UsageError for one that would mean something else as a reference."""
-    if not isinstance(name, str):
-        raise UsageError("a tag is a string", where=repr(name))
-    return layout.check_name(name, "tag")
-
-
 def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
     """Return the header of every checkpoint in place, by descending seq.
 
@@ -201,7 +194,7 @@ def _best(parts: Parts, rest: str) -> ManifestName:
 
 
 def _by_tag(parts: Parts, name: str) -> ManifestName:
-    check_tag_name(name)
+    layout.check_name(name, "tag")
     record = parts.tags.get(name)
     for found in _names(parts):
         if found.seq == record.seq:

@@ -1,0 +1,53 @@
+"""Protects what a guard may leave for later: memory that an optimizer owns whole, and nothing between its elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckstore.adapters.guarding import Guarded
+
+
+def owned(*parameters):
+    """Return the spans that an optimizer of these parameters owns, without empty ones."""
+    guarded = Guarded(lambda: None)
+    optimizer = torch.optim.SGD(list(parameters), lr=0.1)
+    guarded.attach(optimizer)
+    return [span for span in guarded.spans() if span[0] < span[1]]
+
+
+def memory_of(tensor):
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+FLAT = torch.randn(64, 48)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        FLAT,
+        FLAT.t(),
+        FLAT.view(4, 16, 48).permute(2, 0, 1),
+        FLAT.view(4, 16, 1, 48).transpose(1, 2),
+        FLAT[3:7],
+        FLAT.view(2, 8, 8, 24).to(memory_format=torch.channels_last),
+    ],
+    ids=["contiguous", "transposed", "permuted", "a dimension of one", "rows", "channels last"],
+)
+def test_a_dense_parameter_is_owned_whole(tensor):
+    assert owned(nn.Parameter(tensor)) == [memory_of(tensor)]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [FLAT[:, ::2], FLAT[:, :16], FLAT[::2], FLAT.t()[::2], FLAT.as_strided((3, 3), (2, 2)), FLAT[:1].expand(8, 48)],
+    ids=["every second column", "some columns", "every second row", "transposed", "holes and overlaps", "repeated"],
+)
+def test_a_parameter_with_something_else_between_its_elements_is_not_owned(tensor):
+    assert owned(nn.Parameter(tensor)) == []
+
+
+def test_parameters_that_touch_are_one_span():
+    assert owned(nn.Parameter(FLAT[:10]), nn.Parameter(FLAT[10:])) == [memory_of(FLAT)]
