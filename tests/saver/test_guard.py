@@ -206,12 +206,12 @@ def test_a_parameter_that_shares_its_memory_with_something_else_is_copied_before
 
 
 def test_what_lies_between_the_elements_of_parameters_is_copied_before(store, held):
-    # A fused projection: the middle is no parameter, and whoever keeps its average changes it at any time.
+    # The middle of a fused weight is no parameter: whoever keeps its average changes it at any time.
     first, middle, last = torch.randn(500, 3 * 64).chunk(3, dim=1)
-    store.attach(optimizer := torch.optim.SGD([nn.Parameter(first), nn.Parameter(last)], lr=0.1))
+    optimizer = torch.optim.SGD([nn.Parameter(first), nn.Parameter(last)], lr=0.1)
+    store.attach(optimizer)
     wanted, staged = commit_and(store, {"a": first, "b": middle, "c": last}, lambda: middle.fill_(7.0))
-    assert staged == wanted
-    assert held.held == 0, optimizer
+    assert (staged, held.held) == (wanted, 0)
 
 
 def test_parameters_that_share_one_flat_memory_are_guarded_with_their_padding(store, held):
