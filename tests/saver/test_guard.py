@@ -206,7 +206,6 @@ def test_a_parameter_that_shares_its_memory_with_something_else_is_copied_before
 
 
 def test_what_lies_between_the_elements_of_parameters_is_copied_before(store, held):
-    # The middle of a fused weight is no parameter: whoever keeps its average changes it at any time.
     first, middle, last = torch.randn(500, 3 * 64).chunk(3, dim=1)
     optimizer = torch.optim.SGD([nn.Parameter(first), nn.Parameter(last)], lr=0.1)
     store.attach(optimizer)
