@@ -22,7 +22,7 @@ from ckstore.importer import Importing
 from ckstore.info import Info, require_exact
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
-from ckstore.keeping import Keeping
+from ckstore.keeping import Keeping, rules_given
 from ckstore.repairing import Repairing
 from ckstore.reporting import Reporting
 from ckstore.store.parts import Parts, create_store, read_store_record
@@ -51,7 +51,7 @@ def open(
     run: str = "main",
     create: bool = True,
     policy: Policy | None = None,
-    retention: Retention | None = None,
+    retention: Retention | Mapping[str, Any] | None = None,
     gc_every: int = 10,
     engine: EngineName = "auto",
     allow_shared_folder: bool = False,
@@ -65,18 +65,19 @@ def open(
         create: Make the store if there is none; False: never.
         policy: How commits are stored unless a commit says otherwise.
         retention: Drop what these rules do not keep, and free space, after every so many commits: in a process of its
-            own, so that no commit waits.
-        gc_every: After how many.
+            own, so that no commit waits. A ``Retention``, or a mapping of its rules.
+        gc_every: After how many commits of the run, whatever the number of handles that made them.
         engine: What moves packs: ``"auto"`` takes io_uring where it works, else pwrite.
         allow_shared_folder: Accept a folder that others may write.
         clock: Where time comes from.
 
     Raises:
         NotFoundError: There is no store and ``create`` is False.
-        UsageError: The folder holds something else, or others may write it.
+        UsageError: The folder holds something else, or others may write it; or a rule of ``retention`` is none.
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
     check_policy(policy)
+    rules = rules_given(retention)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder)
     try:
         record = read_store_record(backend)
@@ -85,8 +86,8 @@ def open(
             raise
         record = create_store(backend, clock, Limits())
     store = Store(Parts(backend, record, run, clock=clock), policy or Policy())
-    if retention is not None:
-        store._collect_after(retention, gc_every)
+    if rules is not None:
+        store._collect_after(rules, gc_every)
     return store
 
 
@@ -154,7 +155,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             untagged = [warning for name in checked_tags if (warning := self._tag_or_warning(name, receipt.seq))]
             receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
             self._went_on()
-            self._committed()
+            self._committed(receipt.seq)
             self._costs.note(number, receipt.seconds["total"])
         for warning in receipt.warnings:
             _log.warning("step %d: %s", receipt.step, warning)

@@ -3,6 +3,7 @@
 Invariants:
 - Nothing here raises or waits: a collection that fails is logged, and a commit is none the worse for it.
 - One collection at a time for each handle; what a busy one misses, the next one takes.
+- It is the run whose commits are counted, not the handle: one that ends before it has made so many changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class AutomaticGc:
     Args:
         parts: The store and its run.
         policy: What is kept.
-        every: Commits from one collection to the next.
+        every: Commits of the run from one collection to the next.
 
     Raises:
         UsageError: ``every`` is not positive.
@@ -48,7 +49,10 @@ class AutomaticGc:
         self._parts = parts
         self._policy = policy
         self._every = every
-        self._commits = 0
+        listing = parts.manifests.listing()
+        newest = max((*(name.seq for name in listing.names), *listing.dropped), default=0)
+        # The newest counts as not collected after: who made it may have been killed before it could see to that.
+        self._taken = newest // every
         self._child: tuple[subprocess.Popen[bytes], IO[bytes]] | None = None
 
     @property
@@ -57,16 +61,17 @@ class AutomaticGc:
         self._reap()
         return self._child is not None
 
-    def after_commit(self, count: int = 1) -> None:
-        """Take note of acknowledged commits, and start a collection where it is time for one; never raises or waits."""
-        self._commits += count
-        if self._commits < self._every or self.is_running:
-            return
-        self._commits = 0
+    def after_commit(self, seq: int) -> None:
+        """Take note of an acknowledged commit, and start a collection where it is time; never raises or waits."""
+        due = (seq + 1) // self._every
         try:
+            if due <= self._taken or self.is_running:
+                return
+            self._taken = due
             self._start()
-        except (CkstoreError, OSError) as error:
-            _log.warning("the collection after a commit did not begin: %s", error)
+        except Exception as error:
+            # The commit is durable, and must not look as if it had failed, whatever is wrong here.
+            _log.warning("the collection after a commit did not begin: %s: %s", type(error).__name__, error)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait until the collection that is at work has ended, for tests and for who wants to leave nothing behind."""

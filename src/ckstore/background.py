@@ -256,10 +256,13 @@ class Background(Advising):
 
     def _tell_durable(self) -> None:
         """Take note of the commits that have become durable in the background."""
-        count = 0
+        seqs = []
         while self._durable:
-            count += self._durable.popleft() is not None
-        self._committed(count)
+            receipt = self._durable.popleft()
+            if receipt is not None:
+                seqs.append(receipt.seq)
+        if seqs:
+            self._committed(max(seqs))
 
     def _known_bases(self) -> Bases:
         from ckstore.bases import Bases

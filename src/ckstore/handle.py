@@ -214,8 +214,8 @@ class Handle:
     ) -> None:
         self.close()
 
-    def _committed(self, count: int = 1) -> None:
-        """Take note of acknowledged commits."""
+    def _committed(self, seq: int) -> None:
+        """Take note of acknowledged commits, of which ``seq`` is the newest."""
 
     def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
         tags, tiers = self._parts.tags.names_of(header.seq), tiers_of(self._parts.manifests, header)

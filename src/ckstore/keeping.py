@@ -8,9 +8,9 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckstore.config import Policy
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
@@ -80,7 +80,7 @@ class Keeping(Handle):
 
     def gc(
         self,
-        policy: Retention | None = None,
+        policy: Retention | Mapping[str, Any] | None = None,
         *,
         all_runs: bool = False,
         dry_run: bool = False,
@@ -98,7 +98,7 @@ class Keeping(Handle):
         ``undelete`` until they are freed. Garbage is looked for in the whole store.
 
         Args:
-            policy: What is kept; None: the policy that is stored, and if there is none, only garbage is collected.
+            policy: What is kept, a ``Retention`` or its rules; None: as is stored, and without that only garbage goes.
             all_runs: Apply the rules to every run, each by itself; False: to this handle's.
             dry_run: Only say what would be done.
             now: Free at once what is in the trash and what goes there; then nothing can be brought back.
@@ -112,11 +112,12 @@ class Keeping(Handle):
 
         Raises:
             LockHeldError: Another collection is at work.
-            UsageError: More than ``max_delete`` would go, and nothing was changed; or the stored policy has a mistake.
+            UsageError: More than ``max_delete`` would go, and nothing was changed; or the policy has a mistake.
             CapacityError: The disk is full.
         """
         from ckstore.collection import GcLimits, collect_store, stored_policy
 
+        rules = rules_given(policy)
         chosen = {"repack_nbytes_max": repack_nbytes_max, "waste_max": waste_max}
         limits = GcLimits(
             min_age_seconds=_age(min_age),
@@ -130,7 +131,7 @@ class Keeping(Handle):
             self._look_at_newest()
             return collect_store(
                 self._parts,
-                policy or stored_policy(self._parts),
+                rules or stored_policy(self._parts),
                 runs=None if all_runs else self._runs_to_keep(),
                 limits=limits,
                 dry_run=dry_run,
@@ -147,13 +148,14 @@ class Keeping(Handle):
             self._check_open()
             return stored_policy(self._parts)
 
-    def set_retention(self, policy: Retention | None) -> None:
+    def set_retention(self, policy: Retention | Mapping[str, Any] | None) -> None:
         """Store a policy with the store, for collections that are given none; None removes it."""
         from ckstore.collection import set_stored_policy
 
+        rules = rules_given(policy)
         with self._lock:
             self._check_open()
-            set_stored_policy(self._parts, policy)
+            set_stored_policy(self._parts, rules)
 
     def trash(self) -> list[TrashEntry]:
         """Return what lies in the trash, the oldest first."""
@@ -257,15 +259,15 @@ class Keeping(Handle):
     # For the verbs that commit
 
     def _collect_after(self, policy: Retention, every: int) -> None:
-        """Collect this run by these rules after every so many commits, in a process of its own."""
+        """Collect this run by these rules after every so many of its commits, in a process of its own."""
         from ckstore.automatic_gc import AutomaticGc
 
         self._automatic = AutomaticGc(self._parts, policy, every)
 
-    def _committed(self, count: int = 1) -> None:
-        """Take note of acknowledged commits; never raises and never waits."""
-        if self._automatic is not None and count:
-            self._automatic.after_commit(count)
+    def _committed(self, seq: int) -> None:
+        """Take note of acknowledged commits, of which ``seq`` is the newest; never raises and never waits."""
+        if self._automatic is not None:
+            self._automatic.after_commit(seq)
 
     def _trash_folder(self, trash_id: str) -> TrashFolder:
         found = [gc_id for gc_id in self._parts.trash.folders() if gc_id.startswith(trash_id)] if trash_id else []
@@ -302,6 +304,11 @@ def keep(path: str | os.PathLike[str] | Backend, *, run: str = "main", allow_sha
     """
     backend = backend_for(path, allow_shared_folder=allow_shared_folder)
     return Keeping(Parts(backend, read_store_record(backend), run), Policy())
+
+
+def rules_given(policy: object) -> Retention | None:
+    """Return a policy as callers may give one; UsageError for what is none."""
+    return None if policy is None else Retention.given(policy)
 
 
 def _age(span: str | float) -> float:

@@ -26,10 +26,10 @@ def automatic(disk_store):
 
 def test_every_second_commit_starts_a_collection_in_another_process(disk_store, automatic):
     commit_all(disk_store, [1])
-    automatic.after_commit()
+    automatic.after_commit(0)
     assert not automatic.is_running
     commit_all(disk_store, [2])
-    automatic.after_commit()
+    automatic.after_commit(1)
     assert automatic.is_running
     automatic.wait(60)
     assert disk_store.steps() == [2]
@@ -44,11 +44,11 @@ def test_every_rule_reaches_the_other_process(disk_store):
         keep_tag="release-*", time_zone="-03:00",
     )  # fmt: skip
     made = AutomaticGc(disk_store._parts, policy)
-    made.after_commit()
+    made.after_commit(5)
     made.wait(60)
     assert disk_store.steps() == list(range(6)), "none has the metric 'none', so all are kept"
     made = AutomaticGc(disk_store._parts, Retention(keep_last=1, keep_every=4, time_zone="-03:00"))
-    made.after_commit()
+    made.after_commit(5)
     made.wait(60)
     assert disk_store.steps() == [0, 1, 4, 5]
     made.close()
@@ -57,21 +57,21 @@ def test_every_rule_reaches_the_other_process(disk_store):
 def test_commit_does_not_wait_for_a_collection(disk_store, automatic):
     commit_all(disk_store, [1, 2])
     begun = time.monotonic()
-    automatic.after_commit(2)
+    automatic.after_commit(1)
     assert automatic.is_running
     took = time.monotonic() - begun
     commit_all(disk_store, [3])
-    automatic.after_commit(2)
+    automatic.after_commit(3)
     # A process is forked and begins to run; nothing of the collection is waited for.
     assert took < 2
 
 
 def test_one_collection_at_a_time_and_none_is_owed(disk_store, automatic):
     commit_all(disk_store, [1, 2])
-    for _ in range(5):
-        automatic.after_commit(2)
+    for seq in (1, 3, 5, 7):
+        automatic.after_commit(seq)
     automatic.wait(60)
-    automatic.after_commit(0)
+    automatic.after_commit(8)
     assert automatic.is_running, "what was not begun while one was busy begins with the next commit"
 
 
@@ -81,7 +81,7 @@ def test_collection_that_fails_is_told_and_raises_nothing(disk_store, automatic,
     place = disk_store._parts.backend._path(tag)
     place.write_bytes(b"{}")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
-        automatic.after_commit(2)
+        automatic.after_commit(1)
         automatic.wait(60)
     assert "ended with code 12" in caplog.text
     assert "nothing of run main was dropped" in caplog.text
@@ -94,15 +94,61 @@ def test_collection_that_cannot_begin_is_told_and_raises_nothing(disk_store, aut
 
     monkeypatch.setattr("ckstore.automatic_gc.subprocess.Popen", refused)
     with caplog.at_level(logging.WARNING, logger="ckstore"):
-        automatic.after_commit(2)
+        automatic.after_commit(1)
     assert "did not begin" in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["_start", "_reap"])
+def test_whatever_goes_wrong_is_told_and_raises_nothing(disk_store, automatic, monkeypatch, caplog, broken):
+    def confused(*args):
+        raise AttributeError("no such thing")
+
+    with monkeypatch.context() as patches, caplog.at_level(logging.WARNING, logger="ckstore"):
+        patches.setattr(automatic, broken, confused)
+        automatic.after_commit(1)
+    assert "did not begin: AttributeError: no such thing" in caplog.text
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_sessions_that_end_early_are_counted_together(disk_store, length):
+    """No session makes as many commits as there are from one collection to the next."""
+    started = []
+    for first in range(0, 24, length):
+        made = AutomaticGc(disk_store._parts, LAST_ONE, every=4)
+        made._start = lambda: started.append(disk_store.log()[0].seq)
+        for seq in range(first, first + length):
+            commit_all(disk_store, [seq])
+            made.after_commit(seq)
+        made.close()
+    assert {0, 1, 2}.isdisjoint(started)
+    assert {3, 7, 11, 15, 19, 23} <= set(started)
+
+
+def test_collection_that_a_killed_session_owed_is_begun_by_the_next_one(disk_store):
+    commit_all(disk_store, range(4))
+    made = AutomaticGc(disk_store._parts, LAST_ONE, every=4)
+    commit_all(disk_store, [4])
+    made.after_commit(4)
+    assert made.is_running
+    made.wait(60)
+    made.close()
+
+
+def test_seqs_that_were_never_published_hide_no_collection(disk_store):
+    commit_all(disk_store, range(3))
+    # A writer took the seq of the collection and died.
+    disk_store._parts.manifests.claim(3)
+    made, started = AutomaticGc(disk_store._parts, LAST_ONE, every=4), []
+    made._start = lambda: started.append(True)
+    made.after_commit(4)
+    assert started == [True]
 
 
 def test_busy_collector_elsewhere_is_no_failure(disk_store, automatic, caplog):
     commit_all(disk_store, [1, 2])
     lock = LocalBackend(disk_store._parts.backend.root).try_lock("gc.lock")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
-        automatic.after_commit(2)
+        automatic.after_commit(1)
         automatic.wait(60)
     lock.close()
     assert caplog.text == ""
@@ -111,7 +157,7 @@ def test_busy_collector_elsewhere_is_no_failure(disk_store, automatic, caplog):
 def test_store_in_memory_is_collected_at_once(store):
     commit_all(store, [1, 2])
     made = AutomaticGc(store._parts, LAST_ONE)
-    made.after_commit()
+    made.after_commit(1)
     assert not made.is_running
     assert store.steps() == [2]
     made.close()
@@ -123,7 +169,7 @@ def test_other_runs_are_left_alone(folder, disk_store):
         other.commit({"w": np.arange(4)}, 1)
         other.commit({"w": np.arange(5)}, 2)
         made = AutomaticGc(other._parts, LAST_ONE)
-        made.after_commit()
+        made.after_commit(1)
         made.wait(60)
         made.close()
         assert other.steps() == [2]
@@ -139,7 +185,7 @@ def test_number_of_commits_is_checked(store, every):
 def test_collection_that_is_let_go_of_ends_by_itself(disk_store):
     commit_all(disk_store, [1, 2])
     made = AutomaticGc(disk_store._parts, LAST_ONE)
-    made.after_commit()
+    made.after_commit(1)
     child = made._child[0]
     made.close()
     made.close()
@@ -153,11 +199,11 @@ def test_collection_that_is_let_go_of_ends_by_itself(disk_store):
 
 def test_handle_collects_after_the_commits_it_is_told_of(disk_store):
     keeping = keeper(disk_store)
-    keeping._committed()
+    keeping._committed(0)
     keeping._collect_after(LAST_ONE, 3)
     commit_all(disk_store, [1, 2, 3])
-    for _ in range(3):
-        keeping._committed()
+    for seq in range(3):
+        keeping._committed(seq)
     keeping._automatic.wait(60)
     assert disk_store.steps() == [3]
     keeping.close()

@@ -47,3 +47,45 @@ def test_without_rules_nothing_is_dropped(folder):
 def test_a_number_of_commits_is_positive(folder):
     with pytest.raises(UsageError, match="gc_every is a number of commits"):
         ckstore.open(folder, retention=ckstore.Retention(keep_last=2), gc_every=0)
+
+
+def test_short_sessions_collect_too(folder):
+    for step in range(1, 5):
+        with ckstore.open(folder, retention=ckstore.Retention(keep_last=2), gc_every=4) as store:
+            store.commit(state(step), step)
+    with ckstore.open(folder) as store:
+        wait_until(lambda: store.steps() == [3, 4])
+
+
+def test_rules_may_be_a_mapping(folder):
+    with ckstore.open(folder, retention={"keep-last": 1}, gc_every=2) as store:
+        store.commit(state(1), 1)
+        store.commit(state(2), 2)
+        wait_until(lambda: store.steps() == [2])
+        store.set_retention({"keep_last": 3, "keep_tag": ["a"]})
+        assert store.retention == ckstore.Retention(keep_last=3, keep_tag="a")
+        store.commit(state(3), 3)
+        assert [verdict.seq for verdict in store.gc({"keep_last": 1}, dry_run=True).runs[0].dropped] == [1]
+
+
+@pytest.mark.parametrize("given", [3, "keep_last 3", ["keep_last"], ckstore.Retention, {}, {"keep_last": "3"}])
+def test_what_is_no_policy_is_refused_before_anything_is_made(tmp_path, given):
+    with pytest.raises(UsageError):
+        ckstore.open(tmp_path / "new", retention=given)
+    assert not (tmp_path / "new").exists()
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit(state(1), 1)
+        for verb in (store.gc, store.set_retention):
+            with pytest.raises(UsageError):
+                verb(given)
+        assert store.retention is None
+
+
+def test_rule_with_a_typo_names_the_nearest_wherever_it_is_given(folder):
+    for make in (ckstore.Retention, lambda **rules: ckstore.open(folder, retention=rules)):
+        with pytest.raises(UsageError, match="Did you mean 'keep_last'"):
+            make(keep_lats=3)
+    with ckstore.open(folder) as store:
+        for verb in (store.gc, store.set_retention):
+            with pytest.raises(UsageError, match="Did you mean 'keep_last'"):
+                verb({"keep_lats": 3})

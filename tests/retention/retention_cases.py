@@ -113,7 +113,10 @@ CASES = {
     # tags
     "tag keeps whatever the rules": (tagged(5, s1="good"), {"keep_last": 1}, {1, 4}),
     "tag as a rule": (tagged(5, s1="release-1", s3="other"), {"keep_tag": "release-*"}, {1, 3, 4}),
-    "tag rule that matches nothing": (tagged(4), {"keep_tag": "x"}, {3}),
+    "tag rule that matches nothing, alone, keeps all": (tagged(4), {"keep_tag": "x"}, {0, 1, 2, 3}),
+    "tag rules of which none matches keep all": (tagged(4, s1="good"), {"keep_tag": ["x", "god"]}, {0, 1, 2, 3}),
+    "tag rules of which one matches": (tagged(4, s1="good"), {"keep_tag": ["x", "good"]}, {1, 3}),
+    "tag rule that matches nothing beside another": (tagged(4), {"keep_tag": "x", "keep_last": 2}, {2, 3}),
     "tag of letters and case": (tagged(4, s0="Good", s1="good"), {"keep_tag": "good"}, {0, 1, 3}),
     # several rules
     "last or every": (TEN, {"keep_last": 2, "keep_every": 400}, {0, 4, 8, 9}),

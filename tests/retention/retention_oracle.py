@@ -15,6 +15,10 @@ def kept_seqs(entries, rules, now_ns):
     """Return the seqs that rules keep; ``rules`` is a dict as in a configuration."""
     if any(entry.problem for entry in entries):
         return {entry.seq for entry in entries}
+    if rules.keys() - {"time_zone"} == {"keep_tag"} and not any(
+        _tag(entry, entries, pattern, rules, now_ns) for entry in entries for pattern in rules["keep_tag"]
+    ):
+        return {entry.seq for entry in entries}
     kept = {entry.seq for entry in entries if _is_kept(entry, entries, rules, now_ns)}
     while True:
         more = {

@@ -116,6 +116,24 @@ def test_metric_that_nobody_has_is_told_with_those_there_are():
     assert plan_of(golden.rated(3, 1), {"keep_best": "loss"}).notes == ()
 
 
+def test_metric_with_nan_alone_is_not_told_as_missing():
+    plan = plan_of(golden.rated(float("nan"), float("nan")), {"keep_best": "loss"})
+    assert plan.notes == ("keep_best loss:1:min: this metric has only NaN, so all are kept",)
+
+
+def test_tag_that_nobody_has_is_told_with_those_there_are():
+    history = golden.tagged(4, s1="good", s2="fine")
+    plan = plan_of(history, {"keep_tag": "god"})
+    assert plan.notes == (
+        "keep_tag god: no checkpoint has such a tag, so all are kept; tags there are: fine, good",
+    )  # fmt: skip
+    assert reasons_of(plan)[0] == ("keep_tag god: no checkpoint has such a tag",)
+    plan = plan_of(history, {"keep_tag": ["god", "fine"], "keep_last": 1})
+    assert plan.notes == ("keep_tag god: no checkpoint has such a tag; tags there are: fine, good",)
+    assert "no checkpoint has a tag" in plan_of(golden.TEN, {"keep_tag": "x"}).notes[0]
+    assert plan_of(history, {"keep_tag": "g*"}).notes == ()
+
+
 def test_large_history_is_planned_in_a_moment():
     entries = [Entry(n, n, golden.MONDAY_NS + n * 10**9, {"loss": float(n % 97)}) for n in range(20_000)]
     policy = Retention(keep_last=3, keep_every=1000, keep_within="1h", keep_hourly=24, keep_best="loss:5")

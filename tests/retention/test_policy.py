@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
+import pickle
+
 import pytest
 
 from ckstore.errors import UsageError
@@ -156,3 +161,19 @@ def test_rule_with_a_typo_names_the_nearest(given, meant):
 def test_values_that_cannot_be_are_refused(rules):
     with pytest.raises(UsageError):
         Retention.of(rules)
+
+
+def test_policy_can_be_copied_and_shown():
+    policy = Retention(keep_last=3, keep_best="loss")
+    for again in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dataclasses.replace(policy)):
+        assert again == policy
+    assert dataclasses.replace(policy, keep_last=4).keep_last == 4
+    assert "keep_weekly" in inspect.signature(Retention).parameters
+
+
+def test_policies_as_callers_give_them():
+    policy = Retention(keep_last=3)
+    assert Retention.given(policy) is policy
+    assert Retention.given({"keep-last": 3}) == policy
+    with pytest.raises(UsageError, match="Retention, or a mapping"):
+        Retention.given("keep_last=3")

@@ -177,9 +177,18 @@ class _Judged:
             if unrated and len(unrated) == len(self.rated):
                 known = sorted({name for entry in self.rated for name in entry.metrics})
                 there = f"metrics there are: {', '.join(known)}" if known else "no metric was ever recorded"
-                yield f"keep_best {best}: no checkpoint has this metric, so all are kept; {there}"
+                if best.metric in known:
+                    yield f"keep_best {best}: this metric has only NaN, so all are kept"
+                else:
+                    yield f"keep_best {best}: no checkpoint has this metric, so all are kept; {there}"
             elif unrated:
                 yield f"keep_best {best}: {len(unrated)} checkpoints lack the metric or have NaN, and are kept"
+        known = sorted({tag for entry in self.ordered for tag in entry.tags})
+        there = f"tags there are: {', '.join(known)}" if known else "no checkpoint has a tag"
+        kept = ", so all are kept" if _is_mistyped(policy, self.ordered) else ""
+        for pattern in policy.keep_tag:
+            if not _with_tag(pattern, self.ordered):
+                yield f"keep_tag {pattern}: no checkpoint has such a tag{kept}; {there}"
 
 
 _Rule = Callable[["_Judged"], tuple[dict[int, str], Callable[[Entry], str]]]
@@ -200,7 +209,7 @@ def _rules_of(policy: Retention) -> Iterable[tuple[str, _Rule]]:
     for best in policy.best:
         yield f"keep_best {best}", _best(best)
     for pattern in policy.keep_tag:
-        yield f"keep_tag {pattern}", _tagged(pattern)
+        yield f"keep_tag {pattern}", _tagged(pattern, policy)
 
 
 def _last(count: int) -> _Rule:
@@ -281,9 +290,22 @@ def _value(entry: Entry, best: Best) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _tagged(pattern: str) -> _Rule:
+def _tagged(pattern: str, policy: Retention) -> _Rule:
     def judge(judged: _Judged) -> tuple[dict[int, str], Callable[[Entry], str]]:
-        tagged = [entry for entry in judged.ordered if any(fnmatchcase(tag, pattern) for tag in entry.tags)]
-        return {entry.seq: "" for entry in tagged}, lambda entry: "no such tag"
+        if _is_mistyped(policy, judged.ordered):
+            kept = {entry.seq: "no checkpoint has such a tag" for entry in judged.rated}
+        else:
+            kept = {entry.seq: "" for entry in _with_tag(pattern, judged.ordered)}
+        return kept, lambda entry: "no such tag"
 
     return judge
+
+
+def _with_tag(pattern: str, entries: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in entries if any(fnmatchcase(tag, pattern) for tag in entry.tags)]
+
+
+def _is_mistyped(policy: Retention, entries: Sequence[Entry]) -> bool:
+    """Whether a policy has rules for tags only, and no entry has such a tag: then it says nothing of what may go."""
+    is_of_tags_only = not policy.to_config().keys() - {"keep_tag", "time_zone"}
+    return is_of_tags_only and not any(_with_tag(pattern, entries) for pattern in policy.keep_tag)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,12 +139,26 @@ class Retention:
         for name, value in rules.items():
             rule = str(name).replace("-", "_")
             if rule not in _FIELDS:
-                near = difflib.get_close_matches(rule, _FIELDS, n=1, cutoff=0.0)
-                raise UsageError(
-                    f"{str(name)[:80]!r} is no retention rule", where=where, todo=f"did you mean {near[0]!r}?"
-                )
+                raise _no_rule(name, where)
             given[rule] = tuple(value) if isinstance(value, list) else value
         return cls(**given)
+
+    @classmethod
+    def given(cls, policy: object) -> Retention:
+        """Return a policy as callers may give one: itself, or names and values of rules.
+
+        Raises:
+            UsageError: It is neither, or has a rule that is none.
+        """
+        if isinstance(policy, cls):
+            return policy
+        if isinstance(policy, Mapping):
+            return cls.of(policy)
+        raise UsageError(
+            "a retention policy is a ckstore.Retention, or a mapping of its rules",
+            where=repr(policy)[:80],
+            todo="for example ckstore.Retention(keep_last=3)",
+        )
 
     def __str__(self) -> str:
         words = []
@@ -156,6 +171,27 @@ class Retention:
 _FIELDS = tuple(field.name for field in dataclasses.fields(Retention))
 RULES = tuple(name for name in _FIELDS if name.startswith("keep_"))
 """The names of all rules."""
+
+
+def _no_rule(name: object, where: object = None) -> UsageError:
+    near = difflib.get_close_matches(str(name).replace("-", "_"), _FIELDS, n=1, cutoff=0.0)
+    return UsageError(f"{str(name)[:80]!r} is no retention rule", where=where, todo=f"did you mean {near[0]!r}?")
+
+
+def _naming_the_nearest(make: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``__init__`` that refuses a name that is no rule as ``of`` does, not with a TypeError."""
+
+    @functools.wraps(make)
+    def refuse_or_make(self: Retention, *args: Any, **rules: Any) -> None:
+        for name in rules:
+            if name not in _FIELDS:
+                raise _no_rule(name, f"Retention({name}=...)")
+        make(self, *args, **rules)
+
+    return refuse_or_make
+
+
+Retention.__init__ = _naming_the_nearest(Retention.__init__)  # type: ignore[method-assign]
 
 
 def _check_count(rule: str, count: object) -> None:

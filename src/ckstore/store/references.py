@@ -182,6 +182,12 @@ def _best(parts: Parts, rest: str) -> ManifestName:
     rated = [(h.metrics[metric], h) for h in headers if not math.isnan(h.metrics.get(metric, math.nan))]
     if not rated:
         names = sorted({name for header in headers for name in header.metrics})
+        if metric in names:
+            raise NotFoundError(
+                f"metric {metric!r} of run {parts.run!r} has only NaN, and none of them is the best",
+                where=parts.backend.root,
+                todo="name a step, a tag or another metric; `ckstore ls` shows them",
+            )
         known = ", ".join(names) if names else "none was recorded; give metrics= to commit"
         raise NotFoundError(
             f"no checkpoint of run {parts.run!r} has a metric {metric!r}",
