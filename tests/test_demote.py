@@ -156,6 +156,15 @@ def test_runs_that_were_rewound_keep_their_newest():
     assert store.info("seq:1").fidelity == "small"
 
 
+def test_one_in_so_many_of_a_demoted_chain_stays_exact():
+    store, held = filled(MemoryBackend(), 7)
+    fidelity = Residual.small(keyframe_every=3)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0, fidelity=fidelity))
+    # The first one, of which only the moments are quantized, counts.
+    check(store, held, {2, 5, 6})
+    assert "one in 3 stays exact" in next(entry.reason for entry in report.entries if entry.seq == 2)
+
+
 def test_what_has_nothing_to_lose_stays(store):
     for step in range(4):
         store.commit({"counts": np.arange(9000) + step, "bias": np.arange(40_000, dtype=np.float32) + step}, step)

@@ -58,14 +58,46 @@ def test_errors_do_not_add_up_along_a_chain(store):
     assert told[-1][W].rel_rms < 2 * told[1][W].rel_rms
 
 
-def test_the_first_weights_and_every_keyframe_are_exact(store):
+@pytest.mark.parametrize("parts", [{}, {"weights": "exact"}, {"first": "exact", "second": "exact"}])
+def test_the_first_checkpoint_and_every_keyframe_are_exact_as_a_whole(store, parts):
     run, exact = AdamRun(), []
+    fidelity = replace(NEAR, tensors=replace(NEAR.tensors, **parts), keyframe_every=3)
     for step in range(7):
         state = run.train().state()
-        store.commit(state, step, policy=lossy_policy(replace(NEAR, keyframe_every=3)))
-        exact.append(np.array_equal(store.restore(only=W)["model"]["w"], state["model"]["w"]))
+        receipt = store.commit(state, step, policy=lossy_policy(fidelity, read_amplification_max=3))
+        exact.append(receipt.fidelity == "exact")
+        assert store.info(step).fidelity == receipt.fidelity
+        if exact[-1]:
+            assert difference(store.restore(step, exact=True), state) is None
+            assert "exact as a whole" in store.coding(step).reason
+        else:
+            assert set(losses(store)) == ({W, M, V} if not parts else {W} if "first" in parts else {M, V})
     assert exact == [True, False, False, True, False, False, True]
-    assert losses(store, 6).keys() == {M, V}, "moments have no chain"
+
+
+def test_a_weight_without_a_base_makes_no_keyframe_where_others_have_one(store):
+    run, other = AdamRun(), AdamRun(2)
+    for step in range(2):
+        state = run.train().state()
+        if step:
+            state["model"]["new"] = other.train().w
+        receipt = store.commit(state, step, policy=lossy_policy())
+    assert receipt.fidelity == "near"
+    assert set(losses(store)) == {W, M, V}
+    # One of which no weight has a base is a keyframe, and no chain goes on in it.
+    del state["model"]["new"]
+    state["model"] = {"renamed": state["model"].pop("w")}
+    assert store.commit(state, 2, policy=lossy_policy()).fidelity == "exact"
+    store.restore(exact=True)
+
+
+def test_what_is_said_of_a_residual_counts_nothing_in_keyframes_that_are_no_whole_states(store):
+    run = AdamRun(shape=LARGE)
+    for step in range(4):
+        store.commit(run.train().state(), step, policy=lossy_policy())
+    reason = store.coding("latest").reason
+    assert "1 weights as residuals of seq 2, 2 moments quantized; the rest: against the previous" in reason
+    assert "a restore reads" not in reason
 
 
 def test_a_checkpoint_says_that_it_is_not_exact(chain):
@@ -85,7 +117,7 @@ def test_a_checkpoint_says_that_it_is_not_exact(chain):
 def test_a_receipt_says_what_was_lost(store):
     run = AdamRun()
     first = store.commit(run.train().state(), 0, policy=lossy_policy())
-    assert (first.fidelity, first.lossy_count) == ("near", 2)
+    assert (first.fidelity, first.lossy_count) == ("exact", 0)
     receipt = store.commit(run.train().state(), 1, policy=lossy_policy())
     worst = max(losses(store).values(), key=lambda row: row.rel_rms)
     assert (receipt.lossy_count, receipt.worst_path) == (3, worst.path)
@@ -163,8 +195,9 @@ def test_what_was_restored_can_be_committed_exactly(store):
 
 def test_a_state_that_did_not_change_costs_nothing(store):
     state = AdamRun().train().state()
-    store.commit(state, 0, policy=lossy_policy())
-    receipts = [store.commit(state, step, policy=lossy_policy()) for step in (1, 2)]
+    for step in range(2):
+        store.commit(state, step, policy=lossy_policy())
+    receipts = [store.commit(state, step, policy=lossy_policy()) for step in (2, 3)]
     assert receipts[0].chunks_new == receipts[1].chunks_new == 0
     assert np.array_equal(store.restore(only=W)["model"]["w"], state["model"]["w"])
 

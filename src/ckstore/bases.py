@@ -119,6 +119,11 @@ class Bases:
         """Return how many commits with a loss lie between the storage of a path and when it was exact; 0: none."""
         return 0 if path is None else self._hops_at.get(path, 0)
 
+    @property
+    def hops_max(self) -> int:
+        """How many commits with a loss lie between now and the last one that was exact as a whole; 0: none."""
+        return max(self._hops_at.values(), default=0)
+
     def sample_of(self, chunk_id: ChunkId) -> bytes | None:
         """Return the sample of a chunk, if it was taken."""
         return self._samples.get(chunk_id)

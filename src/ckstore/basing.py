@@ -73,8 +73,12 @@ class Basing:
             return None
         view = self.verdict.view
         views = self.verdict.views
-        lost = "" if self.lossy is None else self.lossy.reason
-        told = f"{lost}; the rest: {self.verdict.reason}" if lost else self.verdict.reason
+        told, lossy = self.verdict.reason, self.lossy
+        if lossy is not None and lossy.tasks:
+            # The bound on reading is that of whole states: a few numbers read many times over are nothing in one.
+            told = f"the rest: {self.verdict.saving or told}"
+        if lossy is not None and lossy.reason:
+            told = f"{lossy.reason}; {told}"
         by_storage = {each.unit.storage: (each, view) for each, view in zip(self.surveyed, views, strict=True)}
         return Choices(
             base=self.verdict.base,

@@ -115,10 +115,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The base of each unit, None where it is stored whole, and why, in a sentence."""
+    """The base of each unit, None where it is stored whole, and why.
+
+    Args:
+        views: The bases.
+        reason: A sentence.
+        saving: The part of it that also holds where the units are a small part of a state; empty: all of it does.
+    """
 
     views: tuple[View | None, ...]
     reason: str
+    saving: str = ""
 
     @property
     def is_keyframe(self) -> bool:
@@ -164,13 +171,10 @@ def decide(estimates: Sequence[Estimate], *, read_amplification_max: float, dept
     read = sum(estimate.read_cost(view) for estimate, view in zip(estimates, views, strict=True))
     found = Verdict(tuple(views), "")
     bases = "both bases" if found.base == "mixed" else f"the {found.base}"
-    reason = (
-        f"against {bases}: {100 * share:.1f}% of a keyframe's bytes; "
-        f"a restore reads {read / keyframe_read_nbytes:.2f} keyframes, at most {read_amplification_max:g} allowed"
-    )
-    if due:
-        reason += f"; {len(due)} of {len(views)} parts were due to be stored whole"
-    return Verdict(found.views, reason)
+    saving = f"against {bases}: {100 * share:.1f}% of a keyframe's bytes"
+    reading = f"a restore reads {read / keyframe_read_nbytes:.2f} keyframes, at most {read_amplification_max:g} allowed"
+    whole = f"; {len(due)} of {len(views)} parts were due to be stored whole" if due else ""
+    return Verdict(found.views, f"{saving}; {reading}{whole}", f"{saving}{whole}")
 
 
 def _cheapest(

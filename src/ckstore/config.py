@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,10 +15,15 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 Compression = Literal["none", "fast", "best"]
-Fidelity = Literal["exact"] | Residual
+Fidelity = Literal["exact", "near", "small"] | Residual
 BaseCache = Literal["none", "memory"]
 EngineName = Literal["auto", "uring", "pwrite"]
 OnBusy = Literal["wait", "skip", "replace"]
+
+NAMED_RESIDUALS: Mapping[str, Callable[[], Residual]] = {"near": Residual.near, "small": Residual.small}
+"""Fidelities that a word says."""
+
+_RESIDUALS = "a ckstore.Residual, such as ckstore.Residual.near(), .small() or .excp(...)"
 
 STAGING_THREADS_MAX = 8
 """More threads than this gain nothing: a few fill the memory's bandwidth."""
@@ -46,7 +52,8 @@ class Policy:
         base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
             of those that the next commit will want: up to the size of the state, twice that while a commit runs.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
-            ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded.
+            ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
+            ``"near"`` and ``"small"`` are short for these two.
         verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
             Without it faulty memory and coders are found out by a restore, not by the commit.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
@@ -92,8 +99,7 @@ class Policy:
                 "read_amplification_max must be between 1 and 1000",
                 where=f"Policy(read_amplification_max={self.read_amplification_max!r})",
             )
-        if not isinstance(self.fidelity, Residual):
-            _check_choice("fidelity", self.fidelity, ("exact",))
+        self._take_fidelity()
         _check_choice("verify_restored", self.verify_restored, ("blake3", "xxh3"))
         if self.threads is not None and not 1 <= self.threads <= 256:
             raise UsageError("threads must be between 1 and 256", where=f"Policy(threads={self.threads!r})")
@@ -102,6 +108,17 @@ class Policy:
                 "memory_nbytes_max must be at least 56 MiB",
                 where=f"Policy(memory_nbytes_max={self.memory_nbytes_max!r})",
             )
+
+    def _take_fidelity(self) -> None:
+        if isinstance(self.fidelity, Residual) or self.fidelity == "exact":
+            return
+        if not isinstance(self.fidelity, str) or self.fidelity not in NAMED_RESIDUALS:
+            raise UsageError(
+                f"fidelity must be 'exact', 'near', 'small', or {_RESIDUALS}",
+                where=f"Policy(fidelity={self.fidelity!r})",
+            )
+        # Frozen: what has a name is what the name stands for, from here on.
+        object.__setattr__(self, "fidelity", NAMED_RESIDUALS[self.fidelity]())
 
     def _check_background(self) -> None:
         _check_choice("on_busy", self.on_busy, ("wait", "skip", "replace"))
@@ -186,7 +203,7 @@ class DemotePolicy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.fidelity, Residual):
-            raise UsageError("fidelity must be a Residual", where=f"DemotePolicy(fidelity={self.fidelity!r})")
+            raise UsageError(f"fidelity must be {_RESIDUALS}", where=f"DemotePolicy(fidelity={self.fidelity!r})")
         _check_choice("compression", self.compression, ("fast", "best"), "DemotePolicy")
         _check_range("keep_newest", self.keep_newest, 1, 1_000_000, "DemotePolicy")
         _check_range("keep_every", self.keep_every, 0, 1_000_000, "DemotePolicy")

@@ -151,6 +151,9 @@ class _Demoter:
             if manifest.losses:
                 return replace(entry, action="keep", reason="another process has demoted it")
             base = None if before is None else load_whole(parts, before)
+            every = self._wanted.fidelity.keyframe_every
+            if base is not None and 1 + max((loss.hops for loss in base.losses), default=0) >= every:
+                return replace(entry, action="keep", reason=f"one in {every} stays exact, so that chains end")
             return self._replaced(entry, manifest, base)
         except NotFoundError:
             # It was dropped since, and its drop stands.
@@ -191,7 +194,8 @@ class _Demoter:
         aside.nbytes_planned = own_nbytes(manifest) // 2
         with stored_state(parts, manifest) as state:
             captured = state.captured()
-            candidates = Candidates(captured, residual)
+            # What is asked to be small loses what it can, even where its weights begin a chain.
+            candidates = Candidates(captured, residual, is_first_exact=False)
             plan = plan_commit(captured.storages, parts.limits, apart=candidates.apart)
             basing = choose_forms(captured, plan, known, bases, self._policy, parts.limits, candidates)
             assert basing.lossy is not None

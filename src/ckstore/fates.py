@@ -184,9 +184,9 @@ def judge(fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[i
     for first, second in pairs.items():
         if first in fates and second in fates:
             _judge_step(fates[first], fates[second])
-            for fate, other in ((fates[first], fates[second]), (fates[second], fates[first])):
+            for name, fate, other in (("second", fates[first], fates[second]), ("first", fates[second], fates[first])):
                 if other.failure:
-                    fate.fail(other.failure, is_bound=other.is_bound)
+                    fate.fail(_told_of_partner(other.failure, name), is_bound=other.is_bound)
     broken = [fate for fate in fates.values() if fate.failure and fate.is_bound]
     if broken and residual.on_bound == "raise":
         tensor = broken[0].tensor
@@ -197,6 +197,14 @@ def judge(fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[i
             todo='loosen the bound, take finer steps, or let on_bound be "exact"',
             path=tensor.path,
         )
+
+
+def _told_of_partner(failure: str, name: str) -> str:
+    """Return why a moment is exact as the other one of the pair has to tell it."""
+    subject, _, rest = failure.partition(" ")
+    if subject == "it":
+        return f"its {name} moment {rest}"
+    return f"its {name} moment's {rest}" if subject == "its" else failure
 
 
 def _judge_one(fate: Fate, residual: Residual) -> None:

@@ -7,7 +7,8 @@ first one that is told in its root.
 Invariants:
 - What is small, of one dimension, no float, or of unknown meaning is no candidate.
 - The base of a weight is the chunk that the previous checkpoint's manifest locates: its reconstruction.
-- A weight that has no such base, or whose chain is long enough, is stored exactly in this commit.
+- A weight that has no such base, or whose chain takes too much reading, is stored exactly in this commit.
+- A keyframe is exact as a whole: nothing has a base, or it is the turn of one in ``keyframe_every``.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ WIDTHS: Mapping[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _STEP_DTYPES = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
 """Of counters of steps; what numpy makes has these names already."""
+
+_BEGINS = "exact as a whole: a chain begins"
 
 _EXACT_SHARE = 0.8
 """About what is left of a float when it is coded exactly, for comparing what restores read."""
@@ -131,10 +134,17 @@ class LossyPlan:
 
 
 class Candidates:
-    """The storages of a state that may be stored with a loss."""
+    """The storages of a state that may be stored with a loss.
 
-    def __init__(self, captured: Captured, residual: Residual) -> None:
+    Args:
+        captured: The state.
+        residual: What is asked for.
+        is_first_exact: A state of which no weight has a base is a keyframe; else moments are quantized all the same.
+    """
+
+    def __init__(self, captured: Captured, residual: Residual, *, is_first_exact: bool = True) -> None:
         self.residual = residual
+        self.is_first_exact = is_first_exact
         self.tensors: dict[int, LossyTensor] = {}
         self.second_of: dict[int, int] = {}
         self.weight_of: dict[int, int] = {}
@@ -250,6 +260,11 @@ def plan_lossy(
         read_amplification_max: The most that restoring a weight and its moments may read, in what they would take
             exactly; the moments, which have no chain, take almost nothing.
     """
+    residual = candidates.residual
+    if bases.hops_max + 1 >= residual.keyframe_every:
+        return LossyPlan(residual, reason=f"exact as a whole: one in {residual.keyframe_every} is")
+    if bases.seq is None and candidates.is_first_exact:
+        return LossyPlan(residual, reason=_BEGINS)
     planner = _Planner(candidates, plan, masters, limits)
     planner.find_masters()
     due: list[str] = []
@@ -258,15 +273,16 @@ def plan_lossy(
         if tensor.role == "weight":
             hops = bases.hops_at(paths.get(storage)) + 1
             frames = planner.bases_of(storage, paths[storage], known, bases)
-            is_due = hops >= candidates.residual.keyframe_every
             read = sum(map(read_nbytes, frames.values()))
-            if not frames or is_due or read > read_share_max * plan.storages[storage].nbytes:
+            if not frames or read > read_share_max * plan.storages[storage].nbytes:
                 due.append(tensor.path)
                 continue
             planner.add_weight(replace(tensor, hops=hops), frames)
-    planner.add_moments()
+    if due and not planner.tensors and candidates.is_first_exact:
+        return LossyPlan(residual, reason=_BEGINS)
+    planner.add_moments({storage: bases.hops_at(paths.get(storage)) + 1 for storage in candidates.tensors})
     reason = _reason(planner, due, bases.seq)
-    return LossyPlan(candidates.residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
+    return LossyPlan(residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
 
 
 def _reason(planner: _Planner, due: Sequence[str], seq: int | None) -> str:
@@ -332,7 +348,7 @@ class _Planner:
             self._tasks[key] = Task(index, frames[index], tuple(rounded.get(index, ())))
         self.tensors[tensor.storage] = tensor
 
-    def add_moments(self) -> None:
+    def add_moments(self, hops: Mapping[int, int]) -> None:
         """Add every second moment with the first one of the same elements; with their weight where that decides."""
         tensors = self._candidates.tensors
         for first, second in sorted(self._candidates.second_of.items()):
@@ -351,7 +367,8 @@ class _Planner:
             for offset, two, one in pairs:
                 key = (weight if is_with_weight else second, offset)
                 self._tasks[key] = replace(self._tasks.get(key, Task()), second=two, first=one)
-            self.tensors[second], self.tensors[first] = tensors[second], tensors[first]
+            for storage in (second, first):
+                self.tensors[storage] = replace(tensors[storage], hops=hops[storage])
 
     def _is_pruned(self, weight: int) -> bool:
         return weight in self.tensors and isinstance(self.tensors[weight].settings, PrunedWeights)

@@ -57,13 +57,11 @@ def run(
     small      for history and evaluation: 50 times and more
     rms error  the greatest of any tensor, in the RMS of its values
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    from ckstore.config import DemotePolicy
-    from ckstore.quant.settings import Residual
+    from ckstore.config import NAMED_RESIDUALS, DemotePolicy
 
-    makers = {"near": Residual.near, "small": Residual.small}
-    if fidelity not in makers:
+    if fidelity not in NAMED_RESIDUALS:
         raise UsageError("a fidelity is near or small", where=f"--fidelity {fidelity}")
-    policy = DemotePolicy(keep_newest=keep_newest, keep_every=keep_every, fidelity=makers[fidelity]())
+    policy = DemotePolicy(keep_newest=keep_newest, keep_every=keep_every, fidelity=NAMED_RESIDUALS[fidelity]())
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)

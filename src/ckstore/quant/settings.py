@@ -227,7 +227,8 @@ class Residual:
         max_abs: Greatest error of any element of a weight; None: no bound.
         bits_per_parameter: Most bits that all tensors of a parameter may take together; None: no bound.
         on_bound: What happens where a bound cannot be met: ``"raise"`` a BoundError, or store the tensor ``"exact"``.
-        keyframe_every: One checkpoint in so many is exact, so that chains end.
+        keyframe_every: One checkpoint in so many is exact as a whole, weights and moments, so that chains end; so is
+            the first one of a run.
         nelements_min: Tensors of fewer elements, and those of one dimension, stay exact.
 
     Raises:
