@@ -10,6 +10,7 @@ import pytest
 
 from ckstore import Policy, Residual
 from ckstore.errors import BoundError
+from ckstore.quant.settings import TensorSettings
 from ckstore.testing.states import difference
 from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
 
@@ -142,3 +143,75 @@ def test_policies_come_back_from_their_rows():
     for wrong in ({"fidelity": {"kind": "Nothing"}}, {"colour": 3}, {"threads": -1}, {"fidelity": {"step": 1}}):
         with pytest.raises(MalformedError):
             policy_of(wrong)
+
+
+@pytest.mark.parametrize("where", ["model", "model.w", "optimizer.state"])
+def test_a_rule_for_a_container_holds_for_what_is_in_it(store, where):
+    run = AdamRun()
+    for step in range(2):
+        receipt = store.commit(run.train().state(), step, policy=lossy_policy(replace(NEAR, rules=((where, "exact"),))))
+    assert losses(store).keys() == (set() if where.startswith("model") else {W})
+    assert receipt.warnings == ()
+
+
+def test_a_rule_that_names_nothing_is_told(store):
+    wrong = replace(NEAR, rules=(("model.wide", "exact"), ("model.*", "exact"), ("mod", "exact")))
+    receipt = store.commit(AdamRun().train().state(), 0, policy=lossy_policy(wrong))
+    assert [warning.split("'")[1] for warning in receipt.warnings] == ["model.wide", "mod"]
+
+
+def test_the_method_is_the_one_that_was_taken(store):
+    """What few directions do not describe falls back to a grid, whatever the settings try first."""
+    run = AdamRun()
+    for step in range(2):
+        store.commit(run.train().state(), step, policy=lossy_policy(NEAR))
+    told = losses(store)
+    # Changes of this run are noise of full rank; its second moments have factors of rows and columns.
+    assert (told[W].method, told[M].method, told[V].method) == ("grid", "grid", "outer")
+    assert "outer_step" in told[V].numbers
+    assert "outer_step" not in told[W].numbers
+    rng = np.random.default_rng(5)
+    run.w = run.w + (rng.normal(size=(96, 2)) @ rng.normal(size=(2, 160)) * 1e-2).astype(np.float32)
+    store.commit(run.state(), 2, policy=lossy_policy(NEAR))
+    assert losses(store)[W].method == "outer"
+    assert "outer_step" in losses(store)[W].numbers
+
+
+def test_a_tensor_of_few_rows_is_told_by_logarithms(store):
+    """Factors of rows need rows: what is asked for as rank 1 is a grid of logarithms there."""
+    plain = TensorSettings(weights="exact")
+    for shape, method in (((5, 1000), "log"), ((50, 100), "rank1")):
+        run = AdamRun(shape=shape)
+        store.commit(run.train().state(), 0, policy=lossy_policy(replace(NEAR, tensors=plain)))
+        assert losses(store)[V].method == method
+        store.delete("latest")
+
+
+def test_a_rounding_is_held_to_the_bounds_like_its_master(store):
+    """bf16 steps are wide: a master may be within a bound that its rounding, one step off somewhere, exceeds."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(2)
+    w = torch.from_numpy((rng.standard_normal((96, 160)) * 0.5).astype(np.float32))
+    bounded = replace(Residual.near(), max_abs=5e-5)
+    for step in range(2):
+        w = w + torch.from_numpy((rng.standard_normal((96, 160)) * 2e-5).astype(np.float32))
+        state = {"model": {"w": w.to(torch.bfloat16)}, "master": {"w": w}}
+        receipt = store.commit(state, step, policy=lossy_policy(bounded))
+    found = store.restore()
+    for part in ("model", "master"):
+        worst = (found[part]["w"].float() - state[part]["w"].float()).abs().max().item()
+        assert worst <= 5e-5, part
+    assert any("its rounding's greatest error" in warning for warning in receipt.warnings)
+
+
+@pytest.mark.parametrize("path", ["model.bias", "small", "doubles", M, W])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_diverged_run_is_seen_wherever_it_shows(store, path, value):
+    state = AdamRun().train().state()
+    state |= {"small": np.ones((4, 4), np.float16), "doubles": np.ones(7), "model": {**state["model"]}}
+    leaf(state, path).reshape(-1)[1] = value
+    receipt = store.commit(state, 0, policy=lossy_policy())
+    told = [warning for warning in receipt.warnings if warning.startswith(f"{path} ")]
+    assert len(told) == 1
+    assert "NaN or infinity" in told[0]
+    assert store.commit(state, 1, policy=Policy()).warnings == (), "looked for only where something is lost"

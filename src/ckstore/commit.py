@@ -19,7 +19,7 @@ from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictEr
 from ckstore.fates import fidelity_of
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
-from ckstore.lossy import Candidates
+from ckstore.lossy import Candidates, rules_without_leaf
 from ckstore.plan import CommitPlan, plan_commit
 from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
@@ -107,11 +107,13 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
     try:
+        if request.policy.residual is not None:
+            warnings += _warnings_of(request, manifest, stored)
         fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
         warnings += stale_warnings(request.fingerprint, fingerprint)
     except Exception as error:
         # The checkpoint is durable; a suspicion that could not be looked into must not hide that.
-        warnings.append(f"whether a stale model was saved could not be checked: {error}")
+        warnings.append(f"whether a stale or diverged model was saved could not be checked: {error}")
     receipt = Receipt.of(
         manifest,
         watch,
@@ -122,6 +124,16 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
         chunks_lossy=stored.chunks_lossy,
     )
     return Committed(receipt, fingerprint)
+
+
+def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[str]:
+    """Return what those should know who lose something on purpose."""
+    from ckstore.lossy_warnings import diverged_warnings, rules_warnings
+
+    assert request.policy.residual is not None
+    looked_at = {loss.storage for loss in manifest.losses}
+    globs = rules_without_leaf(request.policy.residual, request.captured.paths)
+    return [*rules_warnings(globs), *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 
 def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:

@@ -11,20 +11,14 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 from ckstore.errors import BoundError
 from ckstore.format.fidelity import EXACT_FIDELITY, Loss
-from ckstore.lossy import LossyTensor, Settings
+from ckstore.lossy import LossyTensor
+from ckstore.lossy_methods import numbers_of, word_of
 from ckstore.pairing import AdamConstants
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    PrunedMoments,
-    PrunedWeights,
-    Residual,
-    SecondMomentSettings,
-    WeightSettings,
-)
+from ckstore.quant.settings import PrunedMoments, Residual
 
 SPIKE_MAX = 10.0
 SPIKE_SHARE_MAX = 1.5
@@ -44,6 +38,7 @@ class Fate:
         u_max: Greatest quotient of the first moment and the root of the second.
         failure: Why it is stored exactly after all; empty: it is not.
         is_bound: The failure is a bound of the policy.
+        methods: How its chunks came out.
     """
 
     tensor: LossyTensor | None
@@ -56,6 +51,7 @@ class Fate:
     u_max: float = 0.0
     failure: str = ""
     is_bound: bool = False
+    methods: set[str] = field(default_factory=set)
 
     def fail(self, why: str, *, is_bound: bool = False) -> None:
         """Let it be stored exactly; the first reason stands."""
@@ -85,7 +81,7 @@ class Fate:
         return Loss(
             storage=storage,
             role="rounded" if self.tensor is None else self.tensor.role,
-            method="rounded" if settings is None else method_of(settings),
+            method=word_of(self.methods),
             bits=bits,
             max_abs=self.max_abs,
             # Sums of squares below the smallest float are zero, and the greatest error is not.
@@ -94,28 +90,8 @@ class Fate:
             kept=self.kept_count / self.count,
             hops=1 if self.tensor is None else self.tensor.hops,
             spike=self.spike,
-            numbers={} if settings is None else numbers_of(settings),
+            numbers={} if settings is None else numbers_of(settings, self.methods),
         )
-
-
-def method_of(settings: Settings) -> str:
-    """Return the word for a way to quantize."""
-    if isinstance(settings, WeightSettings | FirstMomentSettings | SecondMomentSettings) and settings.low_rank:
-        return "outer"
-    if isinstance(settings, SecondMomentSettings):
-        return settings.form
-    if isinstance(settings, FirstMomentSettings):
-        return settings.form
-    return "codebook" if isinstance(settings, PrunedWeights | PrunedMoments) else "grid"
-
-
-def numbers_of(settings: Settings) -> dict[str, float]:
-    """Return the numbers among the settings."""
-    facts = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    low_rank = facts.get("low_rank")
-    if low_rank is not None:
-        facts |= {f"outer_{field.name}": getattr(low_rank, field.name) for field in fields(low_rank)}
-    return {name: float(value) for name, value in facts.items() if isinstance(value, int | float)}
 
 
 def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
@@ -165,13 +141,20 @@ def clip_max(constants: AdamConstants) -> float:
     return max(natural_quotient(constants), math.sqrt(max(0.0, rest) * beta2) / beta1)
 
 
-def judge(fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual) -> None:
+def judge(
+    fates: Mapping[int, Fate],
+    pairs: Mapping[int, int],
+    groups: Mapping[int, int],
+    masters: Mapping[int, int],
+    residual: Residual,
+) -> None:
     """Hold every fate against the bounds of the policy; those that cannot stand have a failure afterwards.
 
     Args:
         fates: By storage.
         pairs: The second moment of each first one, by storage.
         groups: The weight that a moment belongs to, by storage, where both are stored with a loss.
+        masters: The weight that a storage is the rounding of, by storage.
         residual: The policy.
 
     Raises:
@@ -179,7 +162,11 @@ def judge(fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[i
     """
     for fate in fates.values():
         if fate.tensor is not None:
-            _judge_one(fate, residual)
+            _judge_one(fate, fate, residual)
+    for rounded, master in masters.items():
+        # A rounding is never off without its master: what it exceeds makes both exact.
+        if rounded in fates and master in fates:
+            _judge_one(fates[rounded], fates[master], residual, "its rounding's ")
     _judge_bits(fates, pairs, groups, residual)
     for first, second in pairs.items():
         if first in fates and second in fates:
@@ -207,14 +194,14 @@ def _told_of_partner(failure: str, name: str) -> str:
     return f"its {name} moment's {rest}" if subject == "its" else failure
 
 
-def _judge_one(fate: Fate, residual: Residual) -> None:
-    tensor = fate.tensor
+def _judge_one(fate: Fate, blamed: Fate, residual: Residual, whose: str = "its ") -> None:
+    tensor = blamed.tensor
     assert tensor is not None
     relative, greatest = residual.max_rel_rms, residual.max_abs
     if relative is not None and fate.rel_rms > relative:
-        fate.fail(f"its RMS error is {fate.rel_rms:.3g} of its RMS, more than {relative:g}", is_bound=True)
+        blamed.fail(f"{whose}RMS error is {fate.rel_rms:.3g} of its RMS, more than {relative:g}", is_bound=True)
     if greatest is not None and tensor.role == "weight" and fate.max_abs > greatest:
-        fate.fail(f"its greatest error is {fate.max_abs:.3g}, more than {greatest:g}", is_bound=True)
+        blamed.fail(f"{whose}greatest error is {fate.max_abs:.3g}, more than {greatest:g}", is_bound=True)
 
 
 def _judge_bits(

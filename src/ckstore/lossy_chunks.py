@@ -58,6 +58,7 @@ class LossyChunkWriter(ChunkWriter):
     _leftover: list[int] = field(init=False, default_factory=list)
     _pairs: dict[int, int] = field(init=False, default_factory=dict)
     _groups: dict[int, int] = field(init=False, default_factory=dict)
+    _masters: dict[int, int] = field(init=False, default_factory=dict)
     _guard: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,7 @@ class LossyChunkWriter(ChunkWriter):
         for task in self.lossy.tasks:
             for index in task.rounded:
                 self._fates.setdefault(self._storage_of(index), Fate(None))
+                self._masters[self._storage_of(index)] = self._storage_of(task.weight)
             if task.second >= 0:
                 second, first = self._storage_of(task.second), self._storage_of(task.first)
                 self._pairs[first] = second
@@ -109,7 +111,7 @@ class LossyChunkWriter(ChunkWriter):
         run_in_turns(len(self.lossy.tasks), self._thread_count, step, turns, on_failure=self._packer.fail)
 
     def _judge(self) -> None:
-        judge(self._fates, self._pairs, self._groups, self.lossy.residual)
+        judge(self._fates, self._pairs, self._groups, self._masters, self.lossy.residual)
         for fate in self._fates.values():
             if fate.failure and fate.tensor is not None:
                 self._warnings.append(f"{fate.tensor.path} was stored exactly: {fate.failure}")
@@ -207,10 +209,11 @@ class LossyChunkWriter(ChunkWriter):
         if is_own or chunk_id_of(held) == chunk_id:
             self.bases.hold(chunk_id, held)
 
-    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0) -> None:
-        """Add the errors of one chunk to those of its tensor."""
+    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+        """Add the errors of one chunk to those of its tensor, and how it was quantized."""
         fate = self._fates[self._storage_of(index)]
         with self._guard:
+            fate.methods.update([method] if method else [])
             fate.u_max = max(fate.u_max, u_max)
             if isinstance(errors, Distance):
                 fate.sum_sq_error += errors.sum_sq_difference

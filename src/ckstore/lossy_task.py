@@ -22,6 +22,7 @@ from ckstore.forms import Encoded
 from ckstore.ids import ChunkId, chunk_id_of
 from ckstore.lossy import LossyTensor, Task
 from ckstore.lossy_forms import ChunkShape, Errors, Made
+from ckstore.lossy_methods import EXACT_METHOD, ROUNDED_METHOD, method_of
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan, CommitPlan
 from ckstore.quant.settings import (
@@ -96,8 +97,8 @@ class Desk(Protocol):
         """Keep a chunk for the next commit, if its form says so; a copy of it where the memory is the trainer's."""
         ...
 
-    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0) -> None:
-        """Add the errors of one chunk to those of its tensor."""
+    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+        """Add the errors of one chunk to those of its tensor, and how it was quantized."""
         ...
 
     def fail(self, index: int, why: str) -> None:
@@ -183,7 +184,8 @@ class TaskCoder:
         again = thread.worker.buffer(self._names["rounded"])[: len(rounded)]
         kernels.round_floats(became, again, kind)
         name = "bfloat16" if kind == 1 else "float16"
-        desk.note(index, distance_of(floats_of(rounded, name), floats_of(again, name)))
+        distance = distance_of(floats_of(rounded, name), floats_of(again, name))
+        desk.note(index, distance, method=ROUNDED_METHOD)
         coded = Coded(_kept(encoded), None, became, is_derived=True)
         return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
 
@@ -285,7 +287,11 @@ class TaskCoder:
         return ChunkShape.of(tensor.memory_shape, tensor.dtype, offset)
 
     def _draft(self, index: int, made: Made, base: KnownFrame | None, base_plain: memoryview | None = None) -> Draft:
-        self._desk.note(index, made.errors, u_max=made.errors.u_max)
+        tensor = self._desk.tensor_of(index)
+        assert not isinstance(tensor.settings, str), "what is exact is not quantized"
+        nbytes, shape = len(made.reconstruction), self._shape(index, tensor)
+        method = method_of(made.encoded.steps, tensor.settings, shape, nbytes)
+        self._desk.note(index, made.errors, u_max=made.errors.u_max, method=method)
         coded = Coded(_kept(made.encoded), base, base_plain, is_lossy=True)
         return Draft(index, chunk_id_of(made.reconstruction), coded)
 
@@ -303,7 +309,8 @@ class TaskCoder:
         worker, compression = self._thread.worker, self._desk.policy.compression
         chunk: ChunkPlan = self._desk.plan.chunks[index]
         values = floats_of(plain, tensor.dtype)
-        self._desk.note(index, replace(distance_of(values, values), changed_count=len(values)), u_max=u_max)
+        distance = replace(distance_of(values, values), changed_count=len(values))
+        self._desk.note(index, distance, u_max=u_max, method=EXACT_METHOD)
         if base_plain is not None:
             encoded = worker.encode_delta(plain, base_plain, chunk, compression)
             if encoded is not None:

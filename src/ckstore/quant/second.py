@@ -38,7 +38,7 @@ def quantize_second(
     greatest = float(x.max())
     if float(x.min()) < 0 or not _MOMENT_MIN < greatest < factors.FACTOR_MAX:
         return None
-    has_cols = grid.row_count >= _ROWS_MIN
+    has_cols = has_factors(grid)
     mean = float(row_sums.sum()) / grid.count
     row_means = row_sums / grid.row_sizes()
     rows = factors.factors_of(row_means / mean if has_cols else row_means)
@@ -55,6 +55,11 @@ def quantize_second(
     no_classes = contexts.one_stream(np.zeros(grid.row_count, np.uint8), np.zeros(grid.row, np.uint8))
     floor = _least_positive(x)
     return Quantized(rows, cols, table, counts, no_classes, NO_ESCAPES, 0.0, None, floor)
+
+
+def has_factors(grid: Grid) -> bool:
+    """Return whether a chunk has rows enough for factors of its columns."""
+    return grid.row_count >= _ROWS_MIN
 
 
 def _on_log_grid(

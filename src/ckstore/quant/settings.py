@@ -222,7 +222,8 @@ class Residual:
     Args:
         name: What reports call it.
         tensors: How tensors are stored that no rule names.
-        rules: Globs over leaf paths, and how the tensors that they match are stored; the first match counts.
+        rules: Globs over dotted paths of leaves, or of what they are in, and how the tensors there are stored; the
+            first match counts, and a receipt warns of globs that match nothing.
         max_rel_rms: Greatest RMS error of a tensor, in the RMS of its values; None: no bound.
         max_abs: Greatest error of any element of a weight; None: no bound.
         bits_per_parameter: Most bits that all tensors of a parameter may take together; None: no bound.

@@ -1,0 +1,69 @@
+"""What a receipt of a commit with a loss warns of beside the bounds: rules without a leaf, and numbers that are none.
+
+Quantizers look at what they are given; small tensors, vectors, keyframes and optimizers of unknown meaning are stored
+exactly without a look at their values. Who loses something on purpose is told there, too, that a run has diverged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ckstore.capture import Captured
+from ckstore.distance import floats_of, is_finite
+from ckstore.lossy import WIDTHS, memory_shape
+from ckstore.pairing import FLOAT_NAMES
+from ckstore.tensor import TensorSpec, count_of
+from ckstore.tree import format_path
+
+_PIECE_NBYTES = 4 << 20
+_NAMED_COUNT = 3
+_DOUBLES = {"float64", "<f8"}
+
+
+def rules_warnings(globs: Sequence[str]) -> list[str]:
+    """Return a warning for each rule that names nothing in the state."""
+    return [f"the rule for {glob!r} names nothing in this state" for glob in globs]
+
+
+def diverged_warnings(captured: Captured, looked_at: Collection[int], told: Sequence[str]) -> list[str]:
+    """Return a warning where a float tensor that no quantizer has looked at holds NaN or infinity.
+
+    Args:
+        captured: The state.
+        looked_at: Storages that were quantized.
+        told: Warnings that were given already.
+    """
+    named = {warning.partition(" was stored exactly: ")[0] for warning in told}
+    wrong: list[str] = []
+    for path, spec in zip(captured.paths, captured.tensors, strict=True):
+        word = format_path(path)
+        if spec.storage in looked_at or word in named or not _is_wrong(captured, spec):
+            continue
+        wrong.append(word)
+    if not wrong:
+        return []
+    more = f" and {len(wrong) - _NAMED_COUNT} more" if len(wrong) > _NAMED_COUNT else ""
+    verb = "holds" if len(wrong) == 1 else "hold"
+    return [f"{', '.join(wrong[:_NAMED_COUNT])}{more} {verb} NaN or infinity: the run may have diverged"]
+
+
+def _is_wrong(captured: Captured, spec: TensorSpec) -> bool:
+    """Whether a tensor that lies in one piece holds NaN or infinity."""
+    name = FLOAT_NAMES.get(spec.dtype)
+    width = WIDTHS[name] if name else 8 if spec.dtype in _DOUBLES else 0
+    nbytes = count_of(spec.shape) * width
+    if not nbytes or memory_shape(replace(spec, offset=0), width, nbytes) is None:
+        return False
+    for piece in _pieces(captured, spec, nbytes):
+        if not is_finite(floats_of(piece, name) if name else np.frombuffer(piece, "<f8")):
+            return True
+    return False
+
+
+def _pieces(captured: Captured, spec: TensorSpec, nbytes: int) -> Iterator[memoryview]:
+    storage, end = captured.storages[spec.storage], spec.offset + nbytes
+    for start in range(spec.offset, end, _PIECE_NBYTES):
+        yield storage.read(start, min(end, start + _PIECE_NBYTES))
