@@ -11,10 +11,12 @@ import pytest
 
 import ckstore
 from ckstore import Policy, Residual
+from ckstore import demote as demoting
 from ckstore.config import DemotePolicy
 from ckstore.errors import CapacityError, ConflictError, NotFoundError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.references import resolve
+from ckstore.store.tags import Tags
 from ckstore.testing.faults import Fault, FaultyBackend
 from ckstore.testing.states import difference
 
@@ -232,6 +234,71 @@ def test_a_commit_after_a_demotion_reuses_and_restores(tmp_path):
     with ckstore.open(tmp_path / "store") as store:
         store.demote(policy=WANTED)
         check(store, held, {0, 4, 5, 6})
+
+
+def newest_seq(store):
+    return store.info("latest").seq
+
+
+def test_what_became_the_newest_before_the_intent_stays_exact(monkeypatch):
+    """Between the plan and the intent, someone deletes all that is newer."""
+    backend = MemoryBackend()
+    store, held = filled(backend, 3)
+    declare = Tags.declare
+
+    def delete_first(tags, seq, purpose):
+        if (seq, purpose) == (1, "demote"):
+            with ckstore.open(backend) as other:
+                other.delete("seq:2")
+        return declare(tags, seq, purpose)
+
+    monkeypatch.setattr(Tags, "declare", delete_first)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert newest_seq(store) == 1
+    assert store.info("latest").fidelity == "exact"
+    assert difference(store.restore(exact=True), held[1]) is None
+    assert [entry.reason for entry in report.entries if entry.seq == 1] == ["it is the newest by now"]
+    assert store.info("seq:0").fidelity == "small"
+
+
+def test_nobody_deletes_what_is_newer_than_a_checkpoint_that_is_being_demoted(monkeypatch):
+    backend = MemoryBackend()
+    store, held = filled(backend, 3)
+    refused = []
+    stored = demoting._Demoter._stored
+
+    def delete_meanwhile(demoter, manifest, base):
+        if manifest.header.seq == 1:
+            with ckstore.open(backend) as other:
+                with pytest.raises(ConflictError, match="being demoted"):
+                    other.delete("seq:2")
+                refused.append(other.info("latest").seq)
+        return stored(demoter, manifest, base)
+
+    monkeypatch.setattr(demoting._Demoter, "_stored", delete_meanwhile)
+    store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert refused == [2]
+    check(store, held, {2})
+    store.delete("seq:2")
+    assert newest_seq(store) == 1
+
+
+def test_what_became_the_newest_while_it_was_coded_stays_exact(monkeypatch):
+    """The drop declared its intent first, saw none of ours, and marks while we code."""
+    backend = MemoryBackend()
+    store, held = filled(backend, 3)
+    stored = demoting._Demoter._stored
+
+    def vanish_meanwhile(demoter, manifest, base):
+        if manifest.header.seq == 1:
+            with ckstore.open(backend) as other:
+                other._parts.manifests.mark_dropped(2)
+        return stored(demoter, manifest, base)
+
+    monkeypatch.setattr(demoting._Demoter, "_stored", vanish_meanwhile)
+    store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert (newest_seq(store), store.info("latest").fidelity) == (1, "exact")
+    assert difference(store.restore(exact=True), held[1]) is None
 
 
 def test_policies_are_checked():

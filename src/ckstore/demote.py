@@ -34,7 +34,7 @@ from ckstore.quant.settings import PrunedMoments
 from ckstore.repack import Aside
 from ckstore.store.known import Known, locate
 from ckstore.store.parts import Parts
-from ckstore.store.references import Reference, load_whole, resolve
+from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 from ckstore.store.replace import finish_replacements, settle
 from ckstore.stored_state import reader_nbytes, stored_state
 from ckstore.workers import run_aside
@@ -78,7 +78,7 @@ def demote(
     finish_replacements(parts)
     entries = plan_demotion(parts, wanted, refs)
     before = packs_nbytes(parts)
-    demoter = _Demoter(parts, wanted, policy)
+    demoter = _Demoter(parts, wanted, policy, is_named=bool(refs))
     try:
         done = demoter.run(entries, on_progress or (lambda done, total: None))
     finally:
@@ -86,6 +86,8 @@ def demote(
         parts.look_again()
     return DemoteReport(parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes)
 
+
+_NEWEST = "it is the newest by now"
 
 _READ_AMPLIFICATION_MAX = 4.0
 """A restore of what has aged may read this many times the plain bytes of a weight: it is wanted rarely, and small."""
@@ -103,8 +105,9 @@ class _Drafted:
 class _Demoter:
     """Demotes checkpoint by checkpoint."""
 
-    def __init__(self, parts: Parts, wanted: DemotePolicy, policy: Policy) -> None:
+    def __init__(self, parts: Parts, wanted: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
         self.written_nbytes = 0
+        self._is_named = is_named
         self._parts = parts
         self._wanted = wanted
         # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
@@ -147,6 +150,8 @@ class _Demoter:
             tags = parts.tags.names_of(entry.seq, is_strict=True)
             if tags:
                 return replace(entry, action="keep", reason=f"it carries the tag {tags[0]!r}")
+            if self._is_newest(entry):
+                return replace(entry, action="keep", reason=_NEWEST)
             manifest = load_whole(parts, resolve(parts, f"seq:{entry.seq}"))
             if manifest.losses:
                 return replace(entry, action="keep", reason="another process has demoted it")
@@ -161,6 +166,22 @@ class _Demoter:
         finally:
             parts.tags.retract(intent)
 
+    def _is_newest(self, entry: DemoteEntry) -> bool:
+        """Whether a checkpoint that nobody named has nothing newer that stays; what is being dropped does not.
+
+        To be asked while the intent stands: a drop declares its own first and looks for this one second.
+        """
+        parts = self._parts
+        if self._is_named:
+            return False
+        for name in reversed(parts.manifests.listing().names):
+            if name.seq <= entry.seq:
+                break
+            header = header_or_none(parts.manifests, name)
+            if header is not None and not header.is_archival and not parts.tags.intents_on(name.seq):
+                return False
+        return True
+
     def _replaced(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None) -> DemoteEntry:
         try:
             drafted = self._stored(manifest, base)
@@ -172,6 +193,10 @@ class _Demoter:
             self._unlink(stored)
             what = "nothing of it can be stored with a loss" if not stored.losses else "it would not become smaller"
             return replace(entry, action="keep", reason=what)
+        if self._is_newest(entry):
+            # Coding took long enough for the newer ones to be dropped.
+            self._unlink(stored)
+            return replace(entry, action="keep", reason=_NEWEST)
         replacement = self._publish(manifest, drafted)
         self.written_nbytes += stored.nbytes_written
         return replace(

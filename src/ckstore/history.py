@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, republished
+from ckstore.store.drop import newest_in_demotion
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 
@@ -98,6 +99,13 @@ def delete(parts: Parts, reference: Reference) -> Deleted:
                     todo="`ckstore untag` it first if it is to go",
                     tags=tags,
                 )
+        left = newest_in_demotion(parts, names)
+        if left is not None:
+            raise ConflictError(
+                f"seq {left}, which would be the newest checkpoint then, is being demoted or dropped",
+                where=parts.backend.root,
+                todo="try again when that is done",
+            )
         for name in names:
             parts.manifests.mark_dropped(name.seq)
         parts.manifests.move_to_trash(frozenset(name.seq for name in names))

@@ -5,6 +5,7 @@ The steps are those of Drop in docs/FORMAT.md section 10, each taken by a batch 
 Invariants:
 - No tagged checkpoint is dropped: whoever tags writes first and looks at intents second, here it is the other way.
 - Of a step, an older entry is durably marked before a newer one: the step never comes to mean something older.
+- What a drop makes the newest is not being demoted meanwhile: whoever demotes looks after its intent, too.
 - A drop mark is never taken back. What a crash leaves in place although it is marked, the next collection moves.
 """
 
@@ -14,9 +15,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckstore.errors import CkstoreError
+from ckstore.errors import CkstoreError, CorruptError
 from ckstore.format.layout import ManifestName
 from ckstore.store.parts import Parts
+from ckstore.store.references import header_or_none
 
 BATCH_MAX = 256
 """Checkpoints that are dropped at a time: fewer would sync more often, more would refuse tags for longer."""
@@ -28,7 +30,7 @@ class Dropped:
 
     Attributes:
         names: Those that are gone.
-        spared: Those that stay, and why: they were tagged meanwhile.
+        spared: Those that stay, and why: they were tagged meanwhile, say.
     """
 
     names: list[ManifestName] = field(default_factory=list)
@@ -70,6 +72,24 @@ def _batches(names: Sequence[ManifestName]) -> Iterator[list[ManifestName]]:
         yield batch
 
 
+def newest_in_demotion(parts: Parts, names: Sequence[ManifestName]) -> int | None:
+    """Return the seq that would be the newest of the run without these, if someone demotes it now; else None.
+
+    To be asked after intents on all of them are durable: who demotes declares first and looks for those second.
+    """
+    going = {name.seq for name in names}
+    for name in reversed(parts.manifests.listing().names):
+        if name.seq in going:
+            continue
+        is_there = True
+        with contextlib.suppress(CorruptError):
+            header = header_or_none(parts.manifests, name)
+            is_there = header is not None and not header.is_archival
+        if is_there:
+            return name.seq if name.seq < max(going) and parts.tags.intents_on(name.seq) else None
+    return None
+
+
 def _drop_batch(
     parts: Parts, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
 ) -> None:
@@ -78,7 +98,10 @@ def _drop_batch(
         # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
         tags = {record.seq: tag for tag, record in parts.tags.all(is_strict=True).items()}
         doomed = []
+        left = newest_in_demotion(parts, batch)
         for name in batch:
+            if left is not None and name.seq > left:
+                steps_kept[name.step] = f"seq {left}, which would be the newest, is being demoted"
             if name.seq in tags:
                 steps_kept[name.step] = f"it was tagged {tags[name.seq]!r} meanwhile"
             if name.step in steps_kept:
