@@ -137,6 +137,20 @@ def contenders() -> list[Contender]:
         Contender("excp() of ckstore", "ckstore", Residual.excp(alpha=1e9, **endless)),
         Contender("one ulp", "yardstick", make=baselines.weights_one_ulp),
         Contender("another order of the data", "yardstick", make=baselines.exact, skipped_batches=1000),
+        *_between(),
+    ]
+
+
+def _between() -> list[Contender]:
+    """Return policies of sizes that the others leave out, from 8 to 150 times smaller."""
+    return [
+        Contender("grids 0.06 / 0.06", "ckstore", grids(0.06, 0.06)),
+        Contender("grids 0.25 / 0.25", "ckstore", grids(0.25, 0.25)),
+        Contender("outer 0.25 / 0.05 / 0.05", "ckstore", outer(0.25, 0.05, 0.05, 256)),
+        Contender("outer 2 / 0.5 / 1", "ckstore", outer(2.0, 0.5, 1.0)),
+        Contender("ExCP, c = 0.5, 64 levels", "baseline", make=baselines.Excp(factor=0.5, beta=0.5, levels=63)),
+        Contender("ExCP, c = 1.5", "baseline", make=baselines.Excp(factor=1.5, beta=1.5)),
+        Contender("2 bits, block-wise", "baseline", make=baselines.block_wise(2)),
     ]
 
 
