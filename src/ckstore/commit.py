@@ -128,11 +128,11 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
 
 def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[str]:
     """Return what those should know who lose something on purpose."""
-    from ckstore.lossy_warnings import diverged_warnings, rules_warnings
+    from ckstore.lossy_warnings import diverged_warnings, rules_warnings, tensor_paths
 
     assert request.policy.residual is not None
     looked_at = {loss.storage for loss in manifest.losses}
-    globs = rules_without_leaf(request.policy.residual, request.captured.paths)
+    globs = rules_without_leaf(request.policy.residual, list(tensor_paths(request.captured.tree)))
     return [*rules_warnings(globs), *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 

@@ -16,7 +16,7 @@ from ckstore.distance import floats_of, is_finite
 from ckstore.lossy import WIDTHS, memory_shape
 from ckstore.pairing import FLOAT_NAMES
 from ckstore.tensor import TensorSpec, count_of
-from ckstore.tree import format_path
+from ckstore.tree import Node, Path, TensorNode, format_path, leaves_of
 
 _PIECE_NBYTES = 4 << 20
 _NAMED_COUNT = 3
@@ -26,6 +26,15 @@ _DOUBLES = {"float64", "<f8"}
 def rules_warnings(globs: Sequence[str]) -> list[str]:
     """Return a warning for each rule that names nothing in the state."""
     return [f"the rule for {glob!r} names nothing in this state" for glob in globs]
+
+
+def tensor_paths(tree: Node) -> dict[Path, int]:
+    """Return the first path of each tensor, with its index."""
+    first: dict[int, Path] = {}
+    for path, leaf in leaves_of(tree):
+        if isinstance(leaf, TensorNode):
+            first.setdefault(leaf.tensor, path)
+    return {path: tensor for tensor, path in first.items()}
 
 
 def diverged_warnings(captured: Captured, looked_at: Collection[int], told: Sequence[str]) -> list[str]:
@@ -38,11 +47,10 @@ def diverged_warnings(captured: Captured, looked_at: Collection[int], told: Sequ
     """
     named = {warning.partition(" was stored exactly: ")[0] for warning in told}
     wrong: list[str] = []
-    for path, spec in zip(captured.paths, captured.tensors, strict=True):
-        word = format_path(path)
-        if spec.storage in looked_at or word in named or not _is_wrong(captured, spec):
-            continue
-        wrong.append(word)
+    for path, tensor in tensor_paths(captured.tree).items():
+        spec, word = captured.tensors[tensor], format_path(path)
+        if spec.storage not in looked_at and word not in named and _is_wrong(captured, spec):
+            wrong.append(word)
     if not wrong:
         return []
     more = f" and {len(wrong) - _NAMED_COUNT} more" if len(wrong) > _NAMED_COUNT else ""
