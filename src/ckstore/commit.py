@@ -19,12 +19,13 @@ from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictEr
 from ckstore.fates import fidelity_of
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
-from ckstore.lossy import Candidates, rules_without_leaf
+from ckstore.lossy import Candidates
 from ckstore.plan import CommitPlan, plan_commit
 from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
 from ckstore.store.known import locate
 from ckstore.store.parts import Parts
+from ckstore.tree import format_path
 from ckstore.workers import run_aside
 
 _log = logging.getLogger("ckstore")
@@ -132,7 +133,7 @@ def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[s
 
     assert request.policy.residual is not None
     looked_at = {loss.storage for loss in manifest.losses}
-    globs = rules_without_leaf(request.policy.residual, list(tensor_paths(request.captured.tree)))
+    globs = request.policy.residual.globs_without(map(format_path, tensor_paths(request.captured.tree)))
     return [*rules_warnings(globs), *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import numpy as np
@@ -32,7 +31,6 @@ from ckstore.quant.settings import (
     PrunedWeights,
     Residual,
     SecondMomentSettings,
-    TensorSettings,
     WeightSettings,
 )
 from ckstore.store.known import Known, KnownFrame
@@ -194,11 +192,7 @@ class Candidates:
         pairing = self._pairing
         weights = [pairing.weight_of[index] for index in views if index in pairing.weight_of]
         paths = [format_path(pairing.paths[index]) for index in (*views, *weights)]
-        chosen: TensorSettings | Literal["exact"] = self.residual.tensors
-        for glob, settings in self.residual.rules:
-            if any(_is_meant(path, glob) for path in paths):
-                chosen = settings
-                break
+        chosen = self.residual.settings_for(paths)
         if isinstance(chosen, str):
             return None
         if role == "weight":
@@ -218,17 +212,6 @@ class Candidates:
             return replace(constants, step_tensor=None)
         content = self._captured.storages[spec.storage].read(spec.offset, spec.offset + np.dtype(dtype).itemsize)
         return replace(constants, step=float(np.frombuffer(bytes(content), dtype)[0]), step_tensor=None)
-
-
-def _is_meant(path: str, glob: str) -> bool:
-    """Whether a rule names a leaf, or something that the leaf is in."""
-    return fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*")
-
-
-def rules_without_leaf(residual: Residual, paths: Sequence[Path]) -> list[str]:
-    """Return the globs of rules that name none of these leaves."""
-    words = [format_path(path) for path in paths] if residual.rules else []
-    return [glob for glob, _ in residual.rules if not any(_is_meant(word, glob) for word in words)]
 
 
 def memory_shape(spec: TensorSpec, width: int, nbytes: int) -> tuple[int, ...] | None:

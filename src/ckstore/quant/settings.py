@@ -9,7 +9,9 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from ckstore.errors import UsageError
@@ -259,6 +261,19 @@ class Residual:
             if not is_rule or not (rule[1] == EXACT or isinstance(rule[1], TensorSettings)):
                 raise UsageError("a rule is a glob and TensorSettings or 'exact'", where=f"Residual(rules={rule!r})")
 
+    def settings_for(self, paths: Iterable[str]) -> TensorSettings | Literal["exact"]:
+        """Return how a tensor is stored that is known by these dotted paths."""
+        words = list(paths)
+        for glob, settings in self.rules:
+            if any(_is_meant(path, glob) for path in words):
+                return settings
+        return self.tensors
+
+    def globs_without(self, paths: Iterable[str]) -> list[str]:
+        """Return the globs of rules that name none of the leaves at these dotted paths."""
+        words = list(paths) if self.rules else []
+        return [glob for glob, _ in self.rules if not any(_is_meant(path, glob) for path in words)]
+
     @staticmethod
     def near(**changes: object) -> Residual:
         """Return the fidelity whose resumes nobody should be able to tell from exact ones: 20 to 60 times smaller."""
@@ -284,6 +299,11 @@ class Residual:
         """Return the published method of ExCP (ICML 2024), for comparison."""
         moments = PrunedMoments(beta, bits)
         return _changed(Residual("excp", TensorSettings(PrunedWeights(alpha, bits), moments, moments)), changes)
+
+
+def _is_meant(path: str, glob: str) -> bool:
+    """Whether a glob names a leaf, or something that the leaf is in."""
+    return fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*")
 
 
 def _changed(residual: Residual, changes: dict[str, object]) -> Residual:
