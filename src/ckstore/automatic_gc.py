@@ -18,6 +18,7 @@ from typing import IO
 
 from ckstore.collection import GcLimits, collect_store
 from ckstore.errors import CkstoreError, LockHeldError, UsageError
+from ckstore.io.backend import Distant
 from ckstore.io.local import LocalBackend
 from ckstore.retention.policy import Retention
 from ckstore.store.parts import Parts
@@ -93,7 +94,7 @@ class AutomaticGc:
 
     def _start(self) -> None:
         backend = self._parts.backend
-        if not isinstance(backend, LocalBackend):
+        if not isinstance(backend, (LocalBackend, Distant)):
             # What lies in this process's memory no other process can collect.
             self._collect_here()
             return

@@ -9,15 +9,17 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckstore.errors import NotFoundError, UnsupportedError, UsageError
+from ckstore.errors import NotFoundError, UsageError
+from ckstore.format import layout
 from ckstore.format.layout import CONFIG_FILE, ManifestName
 from ckstore.format.records import ConfigRecord
 from ckstore.ids import PackId
-from ckstore.io.backend import Distant
+from ckstore.io.backend import Distant, Probing
 from ckstore.retention.plan import Entry, RunPlan, plan_run
 from ckstore.retention.policy import Retention
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.gc import GcDone, collect
+from ckstore.store.gc_far import collect_far
 from ckstore.store.gc_lock import collector_lock
 from ckstore.store.gc_marks import Marked, Marker
 from ckstore.store.gc_plan import GcLimits, GcPlan, make_plan
@@ -74,14 +76,16 @@ class GcReport:
         """Bytes that are free now, or would be."""
         if self.done is not None:
             return self.done.freed_nbytes
-        moved = self.plan.moved_nbytes + self.plan.rewritten_nbytes if self.limits.frees_at_once else 0
-        return self.plan.purged_nbytes + moved
+        goes_at_once = self.limits.frees_at_once or self.plan.is_final
+        return self.plan.purged_nbytes + (self.plan.moved_nbytes + self.plan.rewritten_nbytes if goes_at_once else 0)
 
     @property
     def later_nbytes(self) -> int:
         """Bytes in the trash that a later collection frees."""
         if self.limits.frees_at_once:
             return 0
+        if self.plan.is_final:
+            return self.plan.waiting_nbytes + self.plan.held_nbytes
         moved = self.plan.moved_nbytes + self.plan.rewritten_nbytes if self.done is None else self.done.moved_nbytes
         return self.plan.waiting_nbytes + moved
 
@@ -108,36 +112,42 @@ def collect_store(
         on_progress: Called with steps done and steps in all.
 
     Raises:
-        UnsupportedError: The store lies in a bucket.
+        UnsupportedError: The store lies in a bucket whose server does not keep conditions.
         LockHeldError: Another collection is at work.
         UsageError: The plan drops more than ``max_delete``; nothing was changed.
         NotFoundError: There is no such run.
     """
     if dry_run:
         return _planned(parts, Marker(parts), policy, runs, limits, max_delete)
-    require_renames(parts)
+    if isinstance(parts.backend, Probing):
+        parts.backend.probe()
     with collector_lock(parts.backend, parts.clock):
         marker = Marker(parts)
         report = _planned(parts, marker, policy, runs, limits, max_delete)
         if report.refused:
             raise UsageError(report.refused, where=parts.backend.root, todo="nothing was changed; see --dry-run")
         tell = on_progress or (lambda done, total: None)
-        done = collect(parts, marker, report.plan, limits, "retention", tell)
+        act = collect_far if report.plan.is_final else collect
+        done = act(parts, marker, report.plan, limits, "retention", tell)
         return GcReport(False, report.runs, report.plan, done, limits)
 
 
-def require_renames(parts: Parts) -> None:
-    """Refuse to move anything where a rename is no single step: a writer could lose a pack between its halves.
+def why_not_ours(parts: Parts) -> str:
+    """Say why a store in a bucket may not be collected; empty where it may, as everywhere else.
 
-    Raises:
-        UnsupportedError: The store lies in a bucket.
+    What was pushed there is named by manifests of another store, which nobody sees from here.
     """
-    if isinstance(parts.backend, Distant):
-        raise UnsupportedError(
-            "a store in a bucket cannot be collected by this version",
-            where=parts.backend.root,
-            todo="look at --dry-run; pull the store, collect, and push it again",
-        )
+    if not isinstance(parts.backend, Distant):
+        return ""
+    for name, info in parts.backend.list_deep(layout.CLAIMS_FOLDER):
+        claim = layout.parse_claim_file(name.rpartition("/")[2])
+        # Whoever commits leaves an empty claim; a copy says which checkpoint it is of.
+        if claim is not None and claim.kind == "claim" and info.nbytes:
+            return (
+                "checkpoints of another store were pushed or mirrored here, and only that one knows what it needs: "
+                "collect by `ckstore gc THAT-STORE --tier NAME`"
+            )
+    return ""
 
 
 def _planned(
@@ -160,7 +170,7 @@ def _planned(
     plans = tuple(_run_plan(facts, policy, found.now_ns, lost) for facts in chosen)
     highest = {(facts.run, marked.name.seq): marked.name for facts in chosen for marked in facts.highest}
     drops = [highest[plan.run, verdict.seq] for plan in plans for verdict in plan.dropped]
-    refused = ""
+    refused = why_not_ours(parts)
     if max_delete is not None and len(drops) > max_delete:
         refused = f"{len(drops)} checkpoints would be dropped, and max_delete is {max_delete}"
     return GcReport(True, plans, _plan(parts, marker, found, drops, limits), None, limits, refused)
@@ -196,7 +206,8 @@ def _plan(parts: Parts, marker: Marker, found: Survey, drops: Iterable[ManifestN
     def find_unproven(manifests: Iterable[Marked], pack_ids: Collection[PackId]) -> dict[PackId, Unproven]:
         return unproven_packs(parts, marker, manifests, pack_ids)
 
-    return make_plan(found, marker, drops, limits, count_uses, find_unproven)
+    is_final = isinstance(parts.backend, Distant)
+    return make_plan(found, marker, drops, limits, count_uses, find_unproven, is_final=is_final)
 
 
 # The policy that lives in the store

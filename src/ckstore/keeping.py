@@ -201,12 +201,12 @@ class Keeping(Handle):
         What manifests name is not freed but brought back, and so is what a tier should have and has not.
 
         Raises:
-            UnsupportedError: The store lies in a bucket.
             ConflictError: A manifest cannot be read, and may name anything: nothing was freed.
             CorruptError: A tier lacks packs that manifests say are there; these lie in place again, the rest is freed.
             LockHeldError: A collection is at work.
         """
-        from ckstore.collection import require_renames
+        from ckstore.collection import GcLimits, collect_store
+        from ckstore.io.backend import Distant
         from ckstore.store.gc_lock import collector_lock
         from ckstore.store.gc_marks import Marker
         from ckstore.store.gc_purge import purge
@@ -214,7 +214,6 @@ class Keeping(Handle):
 
         with self._lock:
             self._check_open()
-            require_renames(self._parts)
             with collector_lock(self._parts.backend, self._parts.clock):
                 trash = self._parts.trash
                 chosen = trash.folders() if trash_id is None else [self._trash_folder(trash_id).gc_id]
@@ -227,6 +226,10 @@ class Keeping(Handle):
                     todo="nothing was freed; `ckstore verify` tells more",
                 )
             require_proof(purged.unproven.values())
+            if isinstance(self._parts.backend, Distant):
+                # Packs never lay in the trash there: they go now that nothing in it names them.
+                report = collect_store(self._parts, None, runs=None, limits=GcLimits(), dry_run=False)
+                return purged.nbytes + report.freed_nbytes
             return purged.nbytes
 
     def undelete(self, ref: Reference) -> Info:

@@ -127,7 +127,14 @@ class Tiering(Handle):
             self._check_open()
             return mirror(self._parts, address, read_back=read_back, dry_run=dry_run, on_progress=on_progress)
 
-    def gc_tier(self, tier: str | None = None, *, min_age: str | float = "24h", dry_run: bool = False) -> TierGc:
+    def gc_tier(
+        self,
+        tier: str | None = None,
+        *,
+        min_age: str | float = "24h",
+        dry_run: bool = False,
+        clear_lists: bool = False,
+    ) -> TierGc:
         """Remove from a tier what was dropped here and is not in the trash here any more, and packs that nobody needs.
 
         Only the store whose tier it is may do that. What is removed there cannot be brought back.
@@ -136,6 +143,8 @@ class Tiering(Handle):
             tier: Its name; None: the only one.
             min_age: Packs that no manifest names are left alone until they are this old: ``"24h"``, or seconds.
             dry_run: Only say what would be removed.
+            clear_lists: No other collector is at work in the tier, whatever lists there say of what they are about to
+                remove: forget these. Those of dead processes of this machine, and old ones, are forgotten anyway.
 
         Raises:
             LockHeldError: Another collection is at work in the store.
@@ -146,8 +155,8 @@ class Tiering(Handle):
         with self._lock:
             self._check_open()
             name = tier or self._parts.tiers.name_for(self._place(None, None))
-            seconds = float(min_age) if min_age == 0 else span_seconds(min_age)
-            return collect_tier(self._parts, name, min_age_seconds=seconds, dry_run=dry_run)
+            seconds = 0.0 if min_age in (0, "0") else span_seconds(min_age)
+            return collect_tier(self._parts, name, min_age_seconds=seconds, dry_run=dry_run, clear_lists=clear_lists)
 
     def _place(self, address: str | None, tier: str | None) -> str:
         """Return the address that is meant."""

@@ -198,3 +198,33 @@ def test_collecting_loads_no_torch(store):
     import sys
 
     assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == 0
+
+
+# In a tier
+
+
+def test_tier_is_collected_by_name(call, store, tmp_path):
+    attic = str(tmp_path / "attic")
+    documents(call, "push", store, attic, "--keep-local", "1", "--tier", "attic")
+    documents(call, "delete", store, "400", "--yes")
+    documents(call, "gc", store, "--now")
+    dry = documents(call, "gc", store, "--tier", "attic", "--min-age", "0", "--dry-run")
+    real = documents(call, "gc", store, "--tier", "attic", "--min-age", "0")
+    assert [name["step"] for name in dry["dropped"]] == [name["step"] for name in real["dropped"]] == [400]
+    assert real["packs"] == dry["packs"] != []
+    assert (dry["is_dry_run"], real["is_dry_run"]) == (True, False)
+    code, out, _ = call("gc", store, "--tier", "attic", "--clear-lists")
+    assert (code, out.splitlines()[0]) == (0, f"0 dropped checkpoints removed from {attic}.")
+    assert 400 not in steps_of(attic)
+    assert set(steps_of(attic)) < set(steps_of(store))
+
+
+def test_options_that_do_not_go_with_a_tier_are_refused(call, store):
+    for wrong in (("--keep-last", "3"), ("--now",), ("--run", "main")):
+        code, _, err = call("gc", store, "--tier", "attic", *wrong)
+        assert code == 2
+        assert "does not go with --tier" in err
+    code, _, err = call("gc", store, "--clear-lists")
+    assert (code, "needs --tier" in err) == (2, True)
+    code, _, err = call("gc", store, "--tier", "attic")
+    assert (code, "no tier 'attic'" in err) == (10, True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 
+from bucket_rules import BucketRules
 from gc_rules import PackRules, ReplaceRules, Rules, State, TrashNames
 
 STATES_MAX = 3_000_000
@@ -68,6 +69,14 @@ EXPECTED: list[tuple[str, Rules, int, bool]] = [
     ("undelete without verify", PackRules(verifies_after_publish=False, undeletes=True), 545, False),
     ("replace: 2 replacers, 1 dropper, 1 collector", ReplaceRules(), 3_856, True),
     ("replace without the drop mark", ReplaceRules(looks_for_mark=False), 590, False),
+    ("bucket: 2 writers, 2 collectors", BucketRules(), 33_246, True),
+    ("bucket: 1 writer, 2 collectors", BucketRules(writers=1), 3_962, True),
+    ("bucket: writer reads no lists", BucketRules(reads_lists=False), 2_399, False),
+    ("bucket: writer looks at packs before lists", BucketRules(looks_last=False), 7_043, False),
+    ("bucket: manifests not listed after the list", BucketRules(lists_again=False), 2_755, False),
+    ("bucket: lost answer, and the list goes", BucketRules(keeps_list_if_unsure=False), 6_926, False),
+    ("bucket: dead list goes before its requests", BucketRules(waits_for_requests=False), 10_769, False),
+    ("bucket: collector strikes others' entries", BucketRules(strikes_others=True), 12_509, False),
 ]
 
 

@@ -11,7 +11,6 @@ from ckstore.errors import (
     CorruptError,
     MissingChunkError,
     NotFoundError,
-    UnsupportedError,
     UsageError,
 )
 from ckstore.format import layout
@@ -327,21 +326,3 @@ def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatc
     assert batches == [(0, 1), (4,), (5,)], "marks of one batch may reach the disk in any order"
     assert [name.seq for name in done.names] == [0, 1, 4, 5]
     assert store._parts.tags.intents_on(0) == []
-
-
-def test_store_in_a_bucket_is_looked_at_and_not_collected(store, backend):
-    class Bucket(MemoryBackend):
-        requests_at_once = 8
-
-        def list_deep(self, folder):
-            return [(path, self.stat(path)) for path in files_of(self, folder)]
-
-    bucket = Bucket()
-    bucket._files, bucket._folders = backend._files, backend._folders
-    with ckstore.open(bucket) as far:
-        before = files_of(bucket)
-        assert len(keeper(far).gc(LAST_ONE, dry_run=True).plan.drops) == 3
-        for verb in (lambda: keeper(far).gc(LAST_ONE), lambda: keeper(far).purge()):
-            with pytest.raises(UnsupportedError, match="in a bucket"):
-                verb()
-        assert files_of(bucket) == before

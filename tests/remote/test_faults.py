@@ -182,7 +182,43 @@ class Collect:
             assert store.verify("decode", remote=True).is_clean
 
 
-SCENARIOS = {"push": Push, "pull": Pull, "commit": Commit, "init": Init, "collect": Collect}
+class CollectHome:
+    """A store that lies in a bucket is collected, by a rule: one checkpoint goes, one was dropped before."""
+
+    def __init__(self, template, folder, address):
+        self.address = address
+        with ckstore.open(address) as store:
+            for step in (1, 2, 3):
+                store.commit(state_of(step), step)
+            store.delete(1)
+
+    def act(self):
+        with ckstore.open(self.address) as store:
+            store.gc(ckstore.Retention(keep_last=1), now=True, min_age=0)
+
+    def check(self, proxy, *, has_acted):
+        proxy.begin()
+        with ckstore.open(self.address) as store:
+            assert_restores(store, 3)
+            if has_acted:
+                assert store.steps() == [3]
+            # What was left lies as if nobody had collected: commits and collections go on from there.
+            store.commit(state_of(4), 4)
+            self.act()
+            assert store.gc(now=True, min_age=0, dry_run=True).plan.moves == ()
+            assert store.steps() == [4]
+            assert_restores(store, 4)
+            assert store.verify("decode").is_clean
+
+
+SCENARIOS = {
+    "push": Push,
+    "pull": Pull,
+    "commit": Commit,
+    "init": Init,
+    "collect": Collect,
+    "collect home": CollectHome,
+}
 
 
 def strike(proxy, scenario, number, fault, is_for_ever):

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.errors import ConflictError
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
-from ckstore.ids import new_token
+from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.io.address import backend_for
-from ckstore.store import tier_gc
-from ckstore.store.tiers import LIST_FILE, lists_in
+from ckstore.store import doomed
+from ckstore.store.doomed import LIST_FILE, lists_in
 
 
 def state_of(seed, count=40_000):
@@ -131,18 +132,30 @@ def test_manifest_that_cannot_be_read_stops_the_removal_of_packs(pushed, place):
     assert len(pushed.gc_tier(min_age=0).packs) == 1
 
 
+def put_list(there, pack_ids, **changes):
+    """Write a list as a collector of this process does that is at work."""
+    there.make_folder("tmp")
+    packs = {bytes.fromhex(pack_id): 1 for pack_id in pack_ids}
+    path = doomed._write_list(there, SYSTEM_CLOCK, packs)
+    if changes:
+        record = decode_record(there.read_bytes(path, nbytes_max=1 << 20), DoomedRecord)
+        there.unlink(path)
+        kept = {name: getattr(record, name) for name in record.__struct_fields__}
+        there.create(path, encode_record(DoomedRecord(**{**kept, **changes})), sync=True)
+    return path
+
+
 def test_push_sees_what_a_collector_is_about_to_remove(folder, place):
     with ckstore.open(folder) as store:
         store.commit(state_of(1), 1)
         pack_ids = [pack.pack_id for pack in store.contents(1).packs]
         there = backend_for(place)
         store.push(place, keep_local=1, dry_run=True)
-        if not isinstance(there, type(backend_for(str(folder)))):
-            there.create(f"trash/{new_token()}/{LIST_FILE}", pack_ids[0].encode(), sync=True)
-            with pytest.raises(ConflictError):
-                store.push(place, keep_local=0)
-            assert {pack.tier for pack in store.contents(1).packs} == {"local"}
-            assert_restores(store, 1)
+        put_list(there, pack_ids)
+        with pytest.raises(ConflictError):
+            store.push(place, keep_local=0)
+        assert {pack.tier for pack in store.contents(1).packs} == {"local"}
+        assert_restores(store, 1)
 
 
 def test_collector_sees_a_manifest_that_was_published_after_its_plan(pushed, place, monkeypatch):
@@ -152,14 +165,100 @@ def test_collector_sees_a_manifest_that_was_published_after_its_plan(pushed, pla
     there = backend_for(place)
     kept = next(file for file in manifests_at(place) if "-000000000002." in file)
     content = there.read_bytes(f"manifests/main/{kept}", nbytes_max=1 << 30)
-    put_small = tier_gc.put_small
+    put_small = doomed.put_small
 
     def publishes_again(backend, name, written):
         put_small(backend, name, written)
         if name.endswith(LIST_FILE):
             there.create(f"manifests/main/{kept}", content, sync=True)
 
-    monkeypatch.setattr(tier_gc, "put_small", publishes_again)
+    monkeypatch.setattr(doomed, "put_small", publishes_again)
     report = pushed.gc_tier(min_age=0)
     assert report.packs == {}
     assert len(packs_at(place)) == 2
+
+
+# Lists of collectors that do not live any more
+
+
+@pytest.fixture
+def listed(folder, place):
+    """A store, and a place whose list names the only pack."""
+    with ckstore.open(folder) as store:
+        store.commit(state_of(1), 1)
+        yield store, backend_for(place), [pack.pack_id for pack in store.contents(1).packs]
+
+
+def at_once(monkeypatch):
+    """Take what a process has sent for settled the moment after."""
+    monkeypatch.setattr(doomed, "LAST_REQUEST_SECONDS", -2.0)
+
+
+def test_list_of_a_dead_process_of_this_machine_blocks_nobody(listed, place, monkeypatch):
+    store, there, pack_ids = listed
+    put_list(there, pack_ids, pid=2**22 + 1, process_started="1")
+    with pytest.raises(ConflictError):
+        store.push(place, keep_local=0)
+    at_once(monkeypatch)
+    store.push(place, keep_local=0)
+    assert_restores(store, 1)
+    assert store.gc_tier(min_age=0).lists == 1
+    assert lists_in(there) == []
+
+
+def test_list_of_a_living_process_or_another_machine_blocks_until_it_is_old(listed, place, monkeypatch, quiet_log):
+    store, there, pack_ids = listed
+    at_once(monkeypatch)
+    for changes in ({}, {"host": "elsewhere", "boot_id": "m/b/n"}):
+        path = put_list(there, pack_ids, **changes)
+        with pytest.raises(ConflictError):
+            store.push(place, keep_local=0)
+        there.unlink(path)
+    put_list(there, pack_ids, host="elsewhere", boot_id="m/b/n")
+    monkeypatch.setattr(doomed, "LIST_AGE_SECONDS_MAX", -2.0)
+    store.push(place, keep_local=0)
+    assert_restores(store, 1)
+
+
+def test_list_that_this_process_has_left_behind_blocks_nobody(listed, place, monkeypatch):
+    store, there, pack_ids = listed
+    path = put_list(there, pack_ids)
+    doomed._AT_WORK.discard(path)
+    at_once(monkeypatch)
+    store.push(place, keep_local=0)
+
+
+def test_list_that_cannot_be_read_may_name_anything(listed, place, quiet_log):
+    store, there, pack_ids = listed
+    path = put_list(there, pack_ids)
+    there.unlink(path)
+    there.create(path, b"torn", sync=True)
+    with pytest.raises(ConflictError):
+        store.push(place, keep_local=0)
+    assert store.gc_tier("remote", min_age=0).lists == 0
+    assert store.gc_tier("remote", min_age=0, clear_lists=True).lists == 1
+    store.push(place, keep_local=0)
+    assert_restores(store, 1)
+
+
+def test_removal_whose_answer_was_lost_keeps_its_list(pushed, place, monkeypatch, quiet_log):
+    """It may still take effect, and must not meet a manifest that was published after the list was gone."""
+    pushed.delete(2)
+    pushed.gc(now=True)
+    target = pushed._parts.tiers.open("remote")
+    unlink = target.unlink
+
+    def loses_the_answer(name):
+        if name.startswith("packs/"):
+            raise BackendError("no answer", is_transient=True)
+        unlink(name)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(target, "unlink", loses_the_answer)
+        with pytest.raises(BackendError):
+            pushed.gc_tier(min_age=0)
+    assert len(lists_in(backend_for(place))) == 1
+    at_once(monkeypatch)
+    report = pushed.gc_tier(min_age=0)
+    assert (report.lists, len(report.packs)) == (1, 1)
+    assert lists_in(backend_for(place)) == []

@@ -45,11 +45,21 @@ Zone = Annotated[str | None, _option("Where days begin: UTC, or an offset as in 
 DryRun = Annotated[bool, _option("Only print what would be done.", None, "--dry-run")]
 Now = Annotated[bool, _option("Free at once what is in the trash, and what goes there.", None, "--now")]
 MaxDelete = Annotated[int | None, _option("Do nothing if more checkpoints than this would go.", "N", least=0)]
-MinAge = Annotated[str, _option("Leave packs alone that are younger, and that nobody ever named.", "SPAN")]
+MinAge = Annotated[
+    str | None,
+    _option("Leave packs alone that are younger, and that nobody ever named. [default: 1h; 24h in a tier]", "SPAN"),
+]
 TrashFor = Annotated[str, _option("How long what goes can be brought back.", "SPAN")]
 RepackMax = Annotated[str, _option("Bytes to write, at most, to rewrite half-empty packs; 0: none.", "SIZE")]
 Save = Annotated[
     bool, _option("Keep these rules with the store, for collections without rules.", None, "--save-policy")
+]
+InTier = Annotated[
+    str | None, _option("Collect in this tier instead: remove there what was dropped and freed here.", "NAME", "--tier")
+]
+ClearLists = Annotated[
+    bool,
+    _option("With --tier: nobody else collects there, whatever lists of dead collectors say.", None, "--clear-lists"),
 ]
 Forget = Annotated[bool, _option("Remove the rules that are kept with the store.", None, "--forget-policy")]
 
@@ -71,11 +81,13 @@ def run(
     dry_run: DryRun = False,
     now: Now = False,
     max_delete: MaxDelete = None,
-    min_age: MinAge = "1h",
+    min_age: MinAge = None,
     trash_for: TrashFor = "24h",
     repack_max: RepackMax = "4G",
     save_policy: Save = False,
     forget_policy: Forget = False,
+    tier: InTier = None,
+    clear_lists: ClearLists = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -86,6 +98,14 @@ def run(
     trash for a day: `ckstore undelete` and `ckstore trash` bring it back. Training may go on meanwhile.
     """
     policy = _policy_of({name: value for name, value in locals().items() if name.startswith("keep_")}, time_zone)
+    if tier is not None or clear_lists:
+        from ckstore.cli.gc_tier import collect_there
+
+        others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
+        others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
+        given = {"min_age": min_age or "24h", "dry_run": dry_run, "clear_lists": clear_lists}
+        collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
+        return
     from ckstore.keeping import keep
 
     if save_policy and policy is None:
@@ -95,7 +115,7 @@ def run(
             raise NotFoundError(f"there is no run {run!r}", where=str(path), todo="`ckstore ls` shows the runs")
         if forget_policy and not dry_run:
             store.set_retention(None)
-        limits = {"min_age": min_age, "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
+        limits = {"min_age": min_age or "1h", "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
         asked = {"dry_run": dry_run, "now": now, "max_delete": max_delete}
         report = store.gc(policy, all_runs=run is None, **asked, **limits)  # type: ignore[arg-type]
         if save_policy and not dry_run:
@@ -179,7 +199,8 @@ def lines_of(report: GcReport) -> list[str]:
         if plan.drops:
             lines.append(f"{_count(len(plan.drops), 'checkpoint')} would be dropped.")
         if plan.moves:
-            lines.append(f"{_count(len(plan.moves), 'pack')} would go to the trash: {size(plan.moved_nbytes)}.")
+            where = "be removed" if plan.is_final else "go to the trash"
+            lines.append(f"{_count(len(plan.moves), 'pack')} would {where}: {size(plan.moved_nbytes)}.")
         if plan.rewrites:
             lines.append(
                 f"{_count(len(plan.rewrites), 'pack')} would be rewritten: {size(plan.rewritten_nbytes)} become "
@@ -190,7 +211,8 @@ def lines_of(report: GcReport) -> list[str]:
     else:
         if done.dropped:
             lines.append(f"{_count(len(done.dropped), 'checkpoint')} dropped.")
-        lines.append(f"{_count(done.moved_packs, 'pack')} moved to the trash: {size(done.moved_nbytes)}.")
+        if not plan.is_final:
+            lines.append(f"{_count(done.moved_packs, 'pack')} moved to the trash: {size(done.moved_nbytes)}.")
         if done.repacked.pack_ids:
             count, nbytes = len(done.repacked.pack_ids), done.repacked.nbytes_written
             lines.append(f"{_count(count, 'pack')} rewritten into {size(nbytes)}.")

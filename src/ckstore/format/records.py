@@ -104,6 +104,20 @@ class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=
     what: ShortText
 
 
+class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a collector is about to remove where nothing can be renamed, and who it is."""
+
+    kind: ClassVar[str] = "doomed"
+
+    host: ShortText
+    boot_id: ShortText
+    pid: Count
+    process_started: ShortText
+    token: Hex16
+    acquired_ns: Count
+    packs: tuple[Hex16, ...]
+
+
 class HeaderRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The header of a manifest, as MessagePack map; see ``header.ManifestHeader`` for the meaning."""
 

@@ -26,6 +26,7 @@ from ckstore.io.remote_pack import RemotePackSink
 from ckstore.io.remote_read import RemoteReadFile, read_remote_ranges
 
 _DRAFTS = "tmp/"
+_MOVED_NBYTES_MAX = 1 << 26
 _SMALL_NBYTES_MAX = 1 << 30
 """What is copied by way of this process; packs are copied by the server."""
 
@@ -172,8 +173,9 @@ class RemoteBackend:
         return False
 
     def rename_new(self, source: str, target: str) -> None:
-        """Move a name; FileExistsError when the target name is taken, which for what is no draft is looked at first."""
-        if not source.startswith(_DRAFTS) and not target.startswith(_DRAFTS):
+        """Move a name; FileExistsError when the target name is taken, which for a large file is looked at first."""
+        info = self.stat(source)
+        if info is not None and info.nbytes > _MOVED_NBYTES_MAX:
             if self.stat(target) is not None:
                 raise FileExistsError(self.location_of(target))
             self.rename(source, target)

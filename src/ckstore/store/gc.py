@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
+from ckstore.io.backend import Distant
 from ckstore.store.drop import drop
 from ckstore.store.gc_marks import Look, Marker
 from ckstore.store.gc_plan import GcLimits, GcPlan, is_expired
@@ -93,10 +94,10 @@ def collect(
         CapacityError: The disk is full.
         BackendError: The medium failed. Whatever is raised, the next collection goes on from there.
     """
-    return _Collector(parts, marker, plan, limits, tell).run(purpose)
+    return Collector(parts, marker, plan, limits, tell).run(purpose)
 
 
-class _Collector:
+class Collector:
     """Carries out one plan."""
 
     def __init__(self, parts: Parts, marker: Marker, plan: GcPlan, limits: GcLimits, tell: Tell) -> None:
@@ -160,7 +161,7 @@ class _Collector:
             going = {name.seq for name in names}
             # Before acting on what is seen: else what is kept might be in the page cache only.
             for name in parts.manifests.listing().names:
-                if name.seq not in going:
+                if name.seq not in going and not isinstance(parts.backend, Distant):
                     try:
                         parts.backend.sync_file(name.path)
                     except FileNotFoundError:

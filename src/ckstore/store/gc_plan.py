@@ -105,6 +105,8 @@ class GcPlan:
         free_ns: When the last of what waits, or goes to the trash now, can be freed; None: nothing, or not known.
         drafts: Files in ``tmp`` that are too old to be in use.
         unproven: Packs that stay only because the tier that manifests name could not be seen to have them.
+        is_final: There is no trash for packs, as in a bucket: what would be moved there is removed at once.
+        held_nbytes: Bytes of packs that stay there because manifests in the trash name them, and nobody else.
     """
 
     stop: str
@@ -121,6 +123,8 @@ class GcPlan:
     free_ns: int | None
     drafts: tuple[Draft, ...]
     unproven: tuple[Unproven, ...] = ()
+    is_final: bool = False
+    held_nbytes: int = 0
 
     @property
     def moved_nbytes(self) -> int:
@@ -164,6 +168,8 @@ def make_plan(
     limits: GcLimits,
     count_uses: Callable[[Sequence[Marked]], list[PackUse]],
     find_unproven: Callable[[Sequence[Marked], Collection[PackId]], dict[PackId, Unproven]],
+    *,
+    is_final: bool = False,
 ) -> GcPlan:
     """Decide what a collection does.
 
@@ -174,27 +180,28 @@ def make_plan(
         limits: Ages and budgets.
         count_uses: Returns what manifests need of every pack; asked only where packs may be rewritten.
         find_unproven: Returns which packs may not go, since manifests say that they are in a tier and it does not.
+        is_final: Packs cannot be moved to the trash, only removed; those that manifests there name stay.
     """
-    drops = tuple(sorted(drops))
-    blocked = {run for run, facts in found.runs.items() if facts.blocked}
+    drops, blocked = tuple(sorted(drops)), {run for run, facts in found.runs.items() if facts.blocked}
     assert not any(name.run in blocked for name in drops), "nothing of a blocked run goes"
-    unfinished, superseded = [], []
-    for facts in found.runs.values():
-        unfinished += [marked.name for marked in facts.marked]
-        if facts.run not in blocked:
-            superseded += [marked.name for marked in facts.lower]
+    unfinished = [marked.name for facts in found.runs.values() for marked in facts.marked]
+    unblocked = [facts for facts in found.runs.values() if facts.run not in blocked]
+    superseded = [marked.name for facts in unblocked for marked in facts.lower]
     goes = {(name.run, name.seq) for name in drops}
     leaving = {*unfinished, *superseded, *(name for name in found.look.manifests if (name.run, name.seq) in goes)}
     staying = [marked for name, marked in found.look.manifests.items() if name not in leaving]
     purges, waiting = _trash(found, limits)
-    moves: tuple[PackMove, ...] = ()
-    rewrites: tuple[PackRewrite, ...] = ()
-    young_nbytes, unproven = 0, dict[PackId, Unproven]()
+    moves, rewrites = tuple[PackMove, ...](), tuple[PackRewrite, ...]()
+    young_nbytes, held_nbytes, unproven = 0, 0, dict[PackId, Unproven]()
     if not found.stop:
         moves, young_nbytes = _moves(found, marker, staying, limits)
+        if is_final:
+            held = _held(found, marker, waiting, () if limits.frees_at_once else leaving)
+            held_nbytes = sum(move.nbytes for move in moves if move.pack_id in held)
+            moves = tuple(move for move in moves if move.pack_id not in held)
         unproven = find_unproven(staying, [move.pack_id for move in moves])
         moves = tuple(move for move in moves if move.pack_id not in unproven)
-        rewrites = tuple(_rewrites(found, marker, staying, blocked, limits, count_uses))
+        rewrites = () if is_final else tuple(_rewrites(found, marker, staying, blocked, limits, count_uses))
     return GcPlan(
         stop=found.stop,
         rescues=tuple(found.trashed_and_named()),
@@ -210,7 +217,18 @@ def make_plan(
         free_ns=_free_ns(found, waiting, limits, has_moves=bool(moves or rewrites or drops)),
         drafts=tuple(draft for draft in found.drafts if _is_leftover(draft, found.now_ns, limits)),
         unproven=tuple(unproven[pack_id] for pack_id in sorted(unproven)),
+        is_final=is_final,
+        held_nbytes=held_nbytes,
     )
+
+
+def _held(
+    found: Survey, marker: Marker, waiting: Iterable[TrashFolder], leaving: Iterable[ManifestName]
+) -> set[PackId]:
+    """Return the packs of manifests that lie in the trash, or go there: they can be brought back as long as they do."""
+    paths = (manifest.path for folder in waiting for manifest in folder.manifests)
+    held = set[PackId]().union(*(found.trashed.get(path, ()) for path in paths))
+    return held.union(*({ref.pack_id for ref in marker.packs_of(found.look.manifests[name])} for name in leaving))
 
 
 def _is_leftover(draft: Draft, now_ns: int, limits: GcLimits) -> bool:

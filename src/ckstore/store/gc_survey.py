@@ -14,7 +14,7 @@ from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
-from ckstore.io.backend import FileInfo
+from ckstore.io.backend import Distant, FileInfo
 from ckstore.store.gc_marks import UNREADABLE, Look, Marked, Marker, missing_packs
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
@@ -68,6 +68,7 @@ class Survey:
         packs: Packs in place.
         trash: What lay in the trash before manifests were looked at.
         published: Packs that manifests in place or in the trash name: no writer is about to publish them.
+        trashed: What manifests in the trash name, by where they lie.
         drafts: Files in ``tmp`` that may be leftovers.
         stop: Why no pack may be moved or removed; empty where nothing speaks against it.
     """
@@ -78,6 +79,7 @@ class Survey:
     packs: dict[PackId, FileInfo]
     trash: tuple[TrashFolder, ...]
     published: frozenset[PackId]
+    trashed: dict[str, frozenset[PackId]]
     drafts: tuple[Draft, ...]
     stop: str = ""
 
@@ -117,7 +119,6 @@ def survey(parts: Parts, marker: Marker) -> Survey:
     packs = _packs_in_place(parts)
     look = marker.look()
     refs = marker.numbers.refs
-    in_trash = {pack.pack_id for folder in trash for pack in folder.packs}
     present = {ref.pack_id for ref in refs if (info := packs.get(ref.pack_id)) and info.nbytes == ref.nbytes}
     gone = missing_packs(parts, [ref for ref in refs if ref.pack_id not in present])
     wrong = frozenset(number for number, ref in enumerate(refs) if ref.tier == LOCAL_TIER and ref.pack_id in gone)
@@ -125,26 +126,31 @@ def survey(parts: Parts, marker: Marker) -> Survey:
     for name in sorted(look.manifests):
         by_run[name.run].append(look.manifests[name])
     runs = {run: _run_facts(parts, marker, look, run, by_run[run], wrong) for run in by_run}
-    published = set(look.named)
-    if in_trash or any(folder.manifests for folder in trash):
-        published |= _named_in_trash(parts, marker, trash)
+    trashed = named_in_trash(parts, marker, trash)
+    published = look.named.union(*trashed.values())
     stop = ""
     if look.unreadable:
         first = look.unreadable[0]
         stop = f"{parts.backend.location_of(first.path)} cannot be read and may name any pack: {first.problem}"
-    return Survey(now_ns, look, runs, packs, trash, frozenset(published), tuple(_drafts(parts)), stop)
+    return Survey(now_ns, look, runs, packs, trash, published, trashed, tuple(_drafts(parts)), stop)
 
 
 def _packs_in_place(parts: Parts) -> dict[PackId, FileInfo]:
-    backend, found = parts.backend, {}
+    backend, found = parts.backend, dict[PackId, FileInfo]()
+    if isinstance(backend, Distant):
+        for name, info in backend.list_deep(layout.PACKS_FOLDER):
+            pack_id = layout.parse_pack_file(name.rpartition("/")[2])
+            if pack_id is not None and layout.pack_name(pack_id) == name:
+                found[pack_id] = info
+        return found
     for folder in backend.list_names(layout.PACKS_FOLDER):
         for file in backend.list_names(f"{layout.PACKS_FOLDER}/{folder}"):
             pack_id = layout.parse_pack_file(file)
             if pack_id is None or layout.pack_name(pack_id) != f"{layout.PACKS_FOLDER}/{folder}/{file}":
                 continue
-            info = backend.stat(layout.pack_name(pack_id))
-            if info is not None:
-                found[pack_id] = info
+            here = backend.stat(layout.pack_name(pack_id))
+            if here is not None:
+                found[pack_id] = here
     return found
 
 
@@ -184,16 +190,16 @@ def _run_facts(
     return facts
 
 
-def _named_in_trash(parts: Parts, marker: Marker, trash: Iterable[TrashFolder]) -> set[PackId]:
-    """Return packs that manifests in the trash name; those that cannot be read say nothing."""
-    named = set()
+def named_in_trash(parts: Parts, marker: Marker, trash: Iterable[TrashFolder]) -> dict[str, frozenset[PackId]]:
+    """Return the packs that manifests in the trash name; those that cannot be read say nothing."""
+    named = {}
     for folder in trash:
         for trashed in folder.manifests:
             try:
                 marked, _ = marker.read(trashed.name, trashed.path)
             except (FileNotFoundError, *UNREADABLE):
                 continue
-            named |= {ref.pack_id for ref in marker.packs_of(marked)}
+            named[trashed.path] = frozenset(ref.pack_id for ref in marker.packs_of(marked))
     return named
 
 

@@ -26,11 +26,12 @@ from ckstore.format import layout
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Probing
+from ckstore.store.doomed import doomed_in
 from ckstore.store.known import LOCAL_TIER, Known
 from ckstore.store.lease import Lease
 from ckstore.store.manifests import Manifests
 from ckstore.store.tags import Tags
-from ckstore.store.tiers import Tiers, doomed_in, packs_gone
+from ckstore.store.tiers import Tiers, packs_gone
 from ckstore.store.trash import Trash
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class Parts:
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
         self.known = Known()
-        self.tiers = Tiers(backend)
+        self.tiers = Tiers(backend, clock)
         self.newest: Manifest | None = None
         """The newest whole checkpoint of the run, as the first commit found it."""
         self._seq_highest: int | None = None
@@ -258,8 +259,8 @@ class Parts:
         Returns:
             Packs that are neither in place nor in the trash.
         """
-        # This store may be another one's tier, in which that one collects.
-        doomed = doomed_in(self.backend, set(packs))
+        # In a bucket a collector writes down what it removes; and this store may be another one's tier.
+        doomed = doomed_in(self.backend, set(packs), self.clock)
         missing = self.packs_gone(packs)
         for pack_id in sorted(missing):
             self.trash.rescue_pack(pack_id)

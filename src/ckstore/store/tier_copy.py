@@ -25,12 +25,12 @@ from ckstore.format.records import RECORD_NBYTES_MAX, StoreRecord, decode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest, Streaming
 from ckstore.io.buffers import BufferPool
+from ckstore.store.doomed import put_small
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.packs import open_pack, read_ranges
 from ckstore.store.parts import Parts
 from ckstore.store.spans import BLOCK_NBYTES, SPANS_AT_ONCE, send_spans
 from ckstore.store.tier_proof import NOT_OURS, see_pack
-from ckstore.store.tiers import put_small
 from ckstore.store.trash import make_durable_folder
 
 PACKS_AT_ONCE = 3

@@ -1,13 +1,10 @@
 """Collect in a tier: remove there what was dropped here, and the packs that nobody needs any more, here or there.
 
-A bucket has no atomic rename, so nothing is moved to a trash there. A collector writes down what it is about to remove,
-*then* lists manifests, and removes only what none of them names; whoever makes a pack of a tier live again publishes,
-*then* reads all such lists, *then* looks at the packs (``Parts.lost_packs``). One of the two must see the other.
+A bucket has no atomic rename, so nothing is moved to a trash there: see ``doomed``.
 
 Invariants:
 - Only the store whose tier it is collects there, one collector at a time; what its trash still has is kept there.
 - A manifest that cannot be read, here or there, stops the removal of packs: it may name anything.
-- A list is removed by whoever wrote it, or when its writer cannot be at work any more.
 """
 
 from __future__ import annotations
@@ -16,22 +13,18 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ckstore.errors import BackendError, CkstoreError
+from ckstore.errors import BackendError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.location import decode_pack_row
 from ckstore.format.pack_table import decode_pack_table
-from ckstore.ids import PackId, new_token
+from ckstore.ids import PackId
 from ckstore.io.backend import Distant, FileInfo
+from ckstore.store.doomed import put_small, remove_dead_lists, remove_packs
 from ckstore.store.gc_lock import collector_lock
 from ckstore.store.gc_marks import UNREADABLE, Marker
 from ckstore.store.parts import Parts
-from ckstore.store.tiers import LIST_FILE, lists_in, packs_gone, put_small
-
-COLLECT_SECONDS_MAX = 3600.0
-"""What was written down longer ago is not removed any more: its list may be taken for a dead collector's."""
-
-LIST_AGE_SECONDS_MAX = 24 * 3600.0
+from ckstore.store.tiers import packs_gone
 
 
 @dataclass(slots=True)
@@ -46,6 +39,7 @@ class TierGc:
         superseded: Lower generations there.
         packs: Packs that nobody needs, and their sizes.
         young_nbytes: Bytes of packs that nobody names, but are too young to go.
+        lists: Lists of dead collectors that were removed; they had kept others from using what they named.
         stop: Why no pack was removed; empty where nothing spoke against it.
     """
 
@@ -56,6 +50,7 @@ class TierGc:
     superseded: list[ManifestName] = field(default_factory=list)
     packs: dict[PackId, int] = field(default_factory=dict)
     young_nbytes: int = 0
+    lists: int = 0
     stop: str = ""
 
     @property
@@ -64,7 +59,9 @@ class TierGc:
         return sum(self.packs.values())
 
 
-def collect_tier(parts: Parts, tier: str, *, min_age_seconds: float, dry_run: bool) -> TierGc:
+def collect_tier(
+    parts: Parts, tier: str, *, min_age_seconds: float, dry_run: bool, clear_lists: bool = False
+) -> TierGc:
     """Remove from a tier what nobody needs.
 
     Args:
@@ -72,6 +69,7 @@ def collect_tier(parts: Parts, tier: str, *, min_age_seconds: float, dry_run: bo
         tier: Its name.
         min_age_seconds: Packs that no manifest names are left alone until they are this old: someone may be pushing.
         dry_run: Only say what would be removed.
+        clear_lists: No other collector is at work in the tier, whatever lists there say: remove them.
 
     Raises:
         LockHeldError: Another collection is at work in the store.
@@ -80,7 +78,7 @@ def collect_tier(parts: Parts, tier: str, *, min_age_seconds: float, dry_run: bo
     """
     collector = _Collector(parts, tier, min_age_seconds)
     with collector_lock(parts.backend, parts.clock):
-        return collector.run(dry_run=dry_run)
+        return collector.run(dry_run=dry_run, clear_lists=clear_lists)
 
 
 _CLAIM_NBYTES_MAX = 4096
@@ -95,8 +93,10 @@ class _Collector:
         self._marker = Marker(parts)
         self._tables: dict[ManifestName, frozenset[PackId]] = {}
 
-    def run(self, *, dry_run: bool) -> TierGc:
+    def run(self, *, dry_run: bool, clear_lists: bool = False) -> TierGc:
         found = TierGc(self._tier, self._parts.tiers.address_of(self._tier), dry_run)
+        if not dry_run:
+            found.lists = remove_dead_lists(self._target, self._parts.clock, everyone=clear_lists)
         there = self._manifests_there()
         kept = self._seqs_kept()
         for name in sorted(there):
@@ -240,32 +240,6 @@ class _Collector:
         return frozenset(decode_pack_row(row, table.tiers, where=where).pack_id for row in table.rows())
 
     def _remove_packs(self, found: TierGc) -> None:
-        """Write down what is about to go, look once more who names it, and remove what nobody does."""
-        begun = self._parts.clock.monotonic()
-        path = f"{layout.TRASH_FOLDER}/{new_token()}/{LIST_FILE}"
-        put_small(self._target, path, "\n".join(pack_id.hex() for pack_id in found.packs).encode())
-        try:
-            try:
-                named = self._named(self._manifests_there())
-            except UNREADABLE as error:
-                found.stop, found.packs = str(error), {}
-                return
-            for pack_id in [pack_id for pack_id in found.packs if pack_id in named]:
-                del found.packs[pack_id]
-            for pack_id in list(found.packs):
-                if self._parts.clock.monotonic() - begun > COLLECT_SECONDS_MAX:
-                    found.stop = "it took too long; collect again"
-                    del found.packs[pack_id]
-                    continue
-                self._unlink(layout.pack_name(pack_id))
-        finally:
-            with contextlib.suppress(CkstoreError):
-                self._unlink(path)
-        self._remove_dead_lists()
-
-    def _remove_dead_lists(self) -> None:
-        now_ns = self._parts.clock.now_ns()
-        for path in lists_in(self._target):
-            info = self._target.stat(path)
-            if info is not None and now_ns - info.modified_ns > LIST_AGE_SECONDS_MAX * 1e9:
-                self._unlink(path)
+        target, clock = self._target, self._parts.clock
+        removed = remove_packs(target, clock, found.packs, lambda: self._named(self._manifests_there()))
+        found.packs, found.stop = removed.packs, removed.stop

@@ -7,23 +7,22 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import CkstoreError, MissingChunkError, NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.format.records import ConfigRecord
-from ckstore.ids import PackId, new_token
+from ckstore.ids import PackId
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.remote_options import check_address, is_bucket_address
 from ckstore.store.config_file import change_config, read_config
+from ckstore.store.doomed import doomed_in
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
-from ckstore.store.trash import make_durable_folder
 
 if TYPE_CHECKING:
     # Only a type here: listing a run reads headers, and must start at once.
@@ -32,17 +31,13 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "remote"
 
-LIST_FILE = "doomed"
-"""What a collector in a tier is about to remove: ids of packs, one a line."""
-
-_LIST_NBYTES_MAX = 1 << 26
-
 
 class Tiers:
     """The tiers of a store; each is opened when it is first needed."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, clock: Clock = SYSTEM_CLOCK) -> None:
         self._backend = backend
+        self._clock = clock
         self._opened: dict[str, Backend] = {}
         self._lock = threading.Lock()
         self._cache: RangeCache | None = None
@@ -147,7 +142,7 @@ class Tiers:
             if pack.tier not in (LOCAL_TIER, LOST_TIER):
                 by_tier.setdefault(pack.tier, set()).add(pack.pack_id)
         for tier, wanted in by_tier.items():
-            doomed |= doomed_in(self.open(tier), wanted)
+            doomed |= doomed_in(self.open(tier), wanted, self._clock)
         return doomed
 
     def forget_ranges(self, packs: Iterable[PackRef]) -> None:
@@ -177,41 +172,6 @@ def packs_gone(backend: Backend, packs: Mapping[PackId, int]) -> set[PackId]:
 
     with ThreadPoolExecutor(backend.requests_at_once, thread_name_prefix="ckstore-remote") as threads:
         return {pack_id for pack_id, gone in zip(packs, threads.map(is_gone, packs), strict=True) if gone}
-
-
-def lists_in(backend: Backend) -> list[str]:
-    """Return the lists of collectors in a tier, by path."""
-    folders = filter(layout.is_token, backend.list_names(layout.TRASH_FOLDER))
-    paths = (f"{layout.trash_folder(folder)}/{LIST_FILE}" for folder in folders)
-    return [path for path in paths if backend.stat(path) is not None]
-
-
-def doomed_in(backend: Backend, packs: AbstractSet[PackId]) -> set[PackId]:
-    """Return those of these packs that stand in the list of a collector in a tier; to be asked as ``packs_doomed``."""
-    doomed: set[PackId] = set()
-    for path in lists_in(backend):
-        # One that is gone meanwhile has done what it said, and the packs tell.
-        with contextlib.suppress(FileNotFoundError):
-            content = backend.read_bytes(path, nbytes_max=_LIST_NBYTES_MAX)
-            doomed |= packs & {PackId(bytes.fromhex(line.decode())) for line in content.split()}
-    return doomed
-
-
-def put_small(backend: Backend, name: str, content: bytes) -> None:
-    """Make a small file in a tier, whole and durable; FileExistsError when the name is taken."""
-    folder = name.rpartition("/")[0]
-    if isinstance(backend, Distant):
-        backend.create(name, content, sync=True)
-        return
-    if folder:
-        make_durable_folder(backend, folder)
-    draft = layout.draft_name(new_token(), "copy")
-    backend.create(draft, content, sync=True)
-    try:
-        backend.link(draft, name)
-    finally:
-        backend.unlink(draft)
-    backend.sync_folder(folder)
 
 
 def _name_of(place: str, tiers: Mapping[str, str], name: str | None) -> str | None:

@@ -15,7 +15,7 @@ from ckstore.errors import BackendError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId, new_token
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, Distant, FileInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,42 @@ class Trash:
 
     def contents(self) -> list[TrashFolder]:
         """Return all trash folders with what lies in them, those without a file too, the oldest first."""
-        found = [self.look_into(gc_id) for gc_id in self.folders()]
+        if isinstance(self._backend, Distant):
+            found = self._far_contents(layout.TRASH_FOLDER)
+        else:
+            found = [self.look_into(gc_id) for gc_id in self.folders()]
         return sorted(found, key=lambda folder: (folder.made_ns or 0, folder.gc_id))
 
     def look_into(self, gc_id: str) -> TrashFolder:
         """Return what lies in one folder; nothing where there is none."""
+        if isinstance(self._backend, Distant):
+            return next(iter(self._far_contents(layout.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
         info = self._backend.stat(layout.trash_folder(gc_id))
         made_ns = info.modified_ns or None if info is not None else None
         return TrashFolder(gc_id, made_ns, tuple(self._packs_in(gc_id)), tuple(self._manifests_in(gc_id)))
+
+    def _far_contents(self, folder: str) -> list[TrashFolder]:
+        """Return what lies below a folder of a bucket; as old as the youngest file: there are no folders there."""
+        assert isinstance(self._backend, Distant), "else a folder has a time of its own"
+        files: dict[str, list[tuple[list[str], str, FileInfo]]] = {}
+        for path, info in self._backend.list_deep(folder):
+            _, gc_id, *rest = path.split("/")
+            if layout.is_token(gc_id):
+                files.setdefault(gc_id, []).append((rest, path, info))
+        found = []
+        for gc_id, entries in sorted(files.items()):
+            packs, manifests = [], []
+            for rest, path, info in entries:
+                pack_id = layout.parse_pack_file(rest[1]) if len(rest) == 2 and rest[0] == "packs" else None
+                is_manifest = len(rest) == 3 and rest[0] == "manifests" and layout.is_name(rest[1])
+                name = layout.parse_manifest_file(rest[1], rest[2]) if is_manifest else None
+                if pack_id is not None:
+                    packs.append(TrashedPack(pack_id, path, info.nbytes))
+                elif name is not None:
+                    manifests.append(TrashedManifest(name, path, info.nbytes))
+            made_ns = max(info.modified_ns for _, _, info in entries)
+            found.append(TrashFolder(gc_id, made_ns, tuple(packs), tuple(manifests)))
+        return found
 
     def _packs_in(self, gc_id: str) -> Iterator[TrashedPack]:
         folder = layout.trash_packs_folder(gc_id)

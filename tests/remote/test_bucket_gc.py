@@ -1,0 +1,202 @@
+"""Protects collections of a store that lies in a bucket: rules apply, what is needed stays, races lose nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.cli.main import run
+from ckstore.errors import CkstoreError, ConflictError, UsageError
+from ckstore.format import layout
+from ckstore.io.address import backend_for
+from ckstore.keeping import keep
+from ckstore.store import doomed, gc_far
+from ckstore.store.doomed import lists_in
+
+LAST_ONE = ckstore.Retention(keep_last=1)
+
+
+def state_of(seed, count=40_000):
+    source = np.random.default_rng(seed)
+    return {"w": source.standard_normal(count).astype(np.float32), "shared": np.arange(9_000), "step": seed}
+
+
+def assert_restores(store, *steps):
+    assert store.steps() == list(steps)
+    for step in steps:
+        assert np.array_equal(store.restore(step)["w"], state_of(step)["w"])
+        assert np.array_equal(store.restore(step)["shared"], np.arange(9_000))
+
+
+@pytest.fixture
+def store(address):
+    """Three checkpoints in a bucket."""
+    with ckstore.open(address) as opened:
+        for step in (1, 2, 3):
+            opened.commit(state_of(step), step)
+        yield opened
+
+
+def packs_at(address):
+    return {name.rpartition("/")[2] for name, _ in backend_for(address).list_deep("packs")}
+
+
+def test_rules_drop_checkpoints_and_their_packs_go_with_the_trash(store, address):
+    planned = store.gc(LAST_ONE, dry_run=True)
+    report = store.gc(LAST_ONE)
+    assert planned.plan.drops == report.plan.drops
+    assert [name.step for name in report.done.dropped] == [1, 2]
+    assert (report.freed_nbytes, len(packs_at(address))) == (0, 3)
+    assert report.later_nbytes == planned.later_nbytes > 100_000
+    assert_restores(store, 3)
+    with keep(address) as keeping:
+        assert keeping.undelete(1).is_archival
+    assert_restores(store, 1, 3)
+    freed = store.gc(now=True)
+    # The pack of the first holds what all share.
+    assert (len(packs_at(address)), freed.freed_nbytes > 100_000) == (2, True)
+    assert freed.plan.is_final
+    assert lists_in(backend_for(address)) == []
+    assert_restores(store, 1, 3)
+    assert store.verify("decode").is_clean
+    store.commit(state_of(4), 4)
+    assert_restores(store, 1, 3, 4)
+
+
+def test_trash_of_a_bucket_has_an_age(store, address):
+    store.delete(2)
+    assert store.gc(trash_for="1h").plan.waiting_nbytes > 0
+    assert len(packs_at(address)) == 3
+    assert store.gc(trash_for=0).freed_nbytes > 100_000
+    assert len(packs_at(address)) == 2
+    assert_restores(store, 1, 3)
+
+
+def test_garbage_is_left_alone_until_it_is_old(store, address):
+    backend_for(address).create(layout.pack_name(bytes(16)), b"of a writer that is at work", sync=True)
+    report = store.gc(now=True)
+    assert (report.plan.moves, report.plan.young_nbytes) == ((), 27)
+    assert store.gc(now=True, min_age=0).freed_nbytes == 27
+    assert_restores(store, 1, 2, 3)
+
+
+def test_purge_frees_what_was_dropped(store, address):
+    store.delete(2)
+    store.delete(3)
+    with keep(address) as keeping:
+        entries = keeping.trash()
+        assert [len(entry.manifests) for entry in entries] == [1, 1]
+        keeping.purge(entries[0].trash_id)
+        keeping.purge(entries[1].trash_id)
+        assert keeping.trash() == []
+    store.gc(min_age=0)
+    assert len(packs_at(address)) == 1
+    assert_restores(store, 1)
+
+
+def test_command_collects_a_bucket(store, address, capsys):
+    assert run(["gc", address, "--keep-last", "1", "--now", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert [name["step"] for name in done["done"]["dropped"]] == [1, 2]
+    assert done["freed_nbytes"] > 100_000
+    assert run(["gc", address, "--dry-run"]) == 0
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_tier_of_another_store_is_refused(folder, address):
+    with ckstore.open(folder) as home:
+        for step in (1, 2):
+            home.commit(state_of(step), step)
+        home.push(address, keep_local=1)
+    with ckstore.open(address) as there:
+        assert "another store" in there.gc(LAST_ONE, dry_run=True).refused
+        with pytest.raises(UsageError, match="only that one knows"):
+            there.gc(LAST_ONE, now=True, min_age=0)
+        assert_restores(there, 1)
+
+
+def test_collection_beside_commits_of_the_run_goes_on(store, address, monkeypatch):
+    """A commit that comes between the plan and the last look is seen, and its packs stay."""
+    write_list = doomed._write_list
+
+    def commits_meanwhile(*arguments):
+        path = write_list(*arguments)
+        with ckstore.open(address, run="other") as other:
+            other.commit(state_of(2), 2)
+        return path
+
+    store.delete(2)
+    monkeypatch.setattr(doomed, "_write_list", commits_meanwhile)
+    store.gc(now=True, min_age=0)
+    with ckstore.open(address, run="other") as other:
+        assert_restores(other, 2)
+    assert_restores(store, 1, 3)
+
+
+# One of the two sees the other
+
+
+def test_writer_that_published_before_the_look_keeps_its_pack(store, address, monkeypatch):
+    """An undelete publishes after the list was written: the collector finds the pack named."""
+    store.delete(2)
+    with keep(address) as keeping:
+        (entry,) = keeping.trash()
+    manifest = store._parts.trash.look_into(entry.trash_id).manifests[0]
+    content = store._parts.backend.read_bytes(manifest.path, nbytes_max=1 << 30)
+    named, published = gc_far._FarCollector._named, []
+
+    def republished(self, planned):
+        assert planned, "the pack was about to go"
+        name = layout.ManifestName("main", 1, 2, 0)
+        store._parts.backend.create(name.path, content, sync=True)
+        published.append(name)
+        return named(self, planned)
+
+    monkeypatch.setattr(gc_far._FarCollector, "_named", republished)
+    assert store.gc(now=True, min_age=0).freed_nbytes < 100_000
+    assert len(packs_at(address)) == 3
+    assert published
+
+
+def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypatch, quiet_log):
+    """An undelete comes between the collector's look and its removal: it finds the list, and gives up."""
+    store.delete(2)
+    with keep(address) as keeping:
+        (entry,) = keeping.trash()
+        kept = store._parts.trash.look_into(entry.trash_id).manifests[0]
+    content = store._parts.backend.read_bytes(kept.path, nbytes_max=1 << 30)
+    remove, refused = doomed._remove, []
+
+    def undeletes_first(backend, clock, packs):
+        there = backend_for(address)
+        there.create(kept.path, content, sync=True)
+        with keep(address) as keeping, pytest.raises(CkstoreError) as caught:
+            keeping.undelete(2)
+        refused.append(caught.value)
+        there.unlink(kept.path)
+        return remove(backend, clock, packs)
+
+    monkeypatch.setattr(doomed, "_remove", undeletes_first)
+    store.gc(now=True, min_age=0)
+    assert len(refused) == 1
+    assert len(packs_at(address)) == 2
+    assert_restores(store, 1, 3)
+    assert store.verify("decode").is_clean
+
+
+def test_commit_writes_anew_what_a_collector_is_about_to_remove(address, quiet_log):
+    with ckstore.open(address) as store:
+        store.commit(state_of(1), 1)
+        packs = {bytes.fromhex(pack.pack_id): 1 for pack in store.contents(1).packs}
+        path = doomed._write_list(backend_for(address), store._parts.clock, packs)
+        store.commit(state_of(1) | {"step": 2}, 2)
+        assert packs.keys().isdisjoint(bytes.fromhex(pack.pack_id) for pack in store.contents(2).packs)
+        doomed._AT_WORK.discard(path)
+        with pytest.raises(ConflictError):
+            store.rewind(1)
+        backend_for(address).unlink(path)
+        store.rewind(1)
+        assert store.verify("decode").is_clean
