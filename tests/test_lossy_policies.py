@@ -35,6 +35,29 @@ def test_rules_choose_by_path(store):
     assert store.verify("decode").damage == []
 
 
+def test_a_rule_makes_a_weight_of_what_no_key_says_is_one(store):
+    def lost(rules):
+        # What was small and exact has no chunk of its own that could be a base; the second commit finds one.
+        for step in range(2):
+            own = run.train().state() | {"blobs": {"a": other.train().w, "b": other.w[:, ::-1].copy()}}
+            store.commit(own, step, policy=lossy_policy(replace(NEAR, rules=rules)))
+        return set(losses(store))
+
+    run, other = AdamRun(), AdamRun(2)
+    assert lost((("*", NEAR.tensors),)) == {W, M, V}, "a rule for everything names nothing"
+    assert lost((("blobs.a", NEAR.tensors),)) == {W, M, V, "blobs.a"}
+    assert lost((("blobs.a", "exact"), ("blobs.*", NEAR.tensors))) == {W, M, V, "blobs.b"}
+
+
+def test_a_rule_names_a_tied_weight_by_any_of_its_paths(store):
+    run = AdamRun()
+    for step in range(2):
+        state = run.train().state()
+        state["model"]["head"] = state["model"]["w"]
+        store.commit(state, step, policy=lossy_policy(replace(NEAR, rules=(("model.head", "exact"),))))
+    assert W not in losses(store)
+
+
 @pytest.mark.parametrize(
     "bounds",
     [{"max_rel_rms": 1e-6}, {"max_abs": 1e-9}, {"bits_per_parameter": 0.01}],

@@ -132,6 +132,75 @@ def test_nothing_is_a_weight_below_a_key_that_says_otherwise(key):
     assert roles == {"model.net.inner.loader.weight": "weight"}
 
 
+@pytest.mark.parametrize(
+    ("key", "held"),
+    [
+        ("muon", {"buf": [(4, 6)]}),
+        ("prev_grad", {"a.weight": (4, 6), "b.weight": (4, 6), "c.weight": (3, 5)}),
+        ("stats", {"kalman_cov": (4, 6)}),
+        ("logits_history", (4, 6)),
+        ("lion", {"weights": {"a.weight": (4, 6)}}),
+        ("acc_grads", {"model": {"a.weight": (4, 6)}}),
+        ("preconditioner", {"L": (4, 4), "R": (6, 6)}),
+        ("buffers", [(4, 6), (4, 6), (4, 6)]),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [None, adam(), adam(by_name=True)], ids=["none", "numbered", "named"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_nothing_says_is_a_weight_is_none(key, held, optimizer, is_first):
+    def made(part):
+        if isinstance(part, dict):
+            return {name: made(each) for name, each in part.items()}
+        return [made(each) for each in part] if isinstance(part, list) else np.ones(part, np.float32)
+
+    parts = {"model": model(), **({} if optimizer is None else {"optimizer": optimizer})}
+    roles, weight_of, _ = told({key: made(held), **parts} if is_first else {**parts, key: made(held)})
+    assert not [path for path in roles if not path.startswith(("model", "optimizer"))]
+    assert {path for path, role in roles.items() if role == "weight"} == {
+        *("model.a.weight", "model.b.weight", "model.c.weight")
+    }
+    assert all(weight.startswith("model") for weight in weight_of.values())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"net": {"w": (4, 6)}},
+        {"trainer": {"generator": {"x": [(4, 6)]}}},
+        {"best_model": {"x": (4, 6)}, "sgd": {"x": (4, 6)}},
+        {"ema_params": {"x": (4, 6)}, "opt_state": {"x": (4, 6)}},
+        {"model_state_dict": {"x": (4, 6)}, "optimizer_state_dict": {"x": (4, 6)}},
+        {"w": {"x": (4, 6)}, "m": {"x": (4, 6)}, "v": {"x": (4, 6)}},
+        {"model.layers.0.x": (4, 6), "optimizer.layers.0.x": (4, 6)},
+        {"x.weight": (4, 6), "x.running_cov": (4, 6)},
+        {"lstm.weight_hh_l0": (4, 6), "x": (4, 6)},
+    ],
+)
+def test_containers_and_names_say_what_is_a_weight(state):
+    def made(part):
+        if isinstance(part, dict):
+            return {name: made(each) for name, each in part.items()}
+        return [made(each) for each in part] if isinstance(part, list) else np.ones(part, np.float32)
+
+    roles, _, _ = told(made(state))
+    assert list(roles.values()) == ["weight"]
+    assert next(iter(roles)).replace("'", "").startswith(next(iter(state)))
+
+
+def test_what_moments_belong_to_is_a_weight_where_there_is_no_doubt():
+    layers = {"first": model(), "rest": {"x": np.ones((2, 9), np.float32)}}
+    for optimizer in (adam(), adam(by_name=True)):
+        roles, weight_of, _ = told({**layers, "optimizer": optimizer})
+        assert {path for path, role in roles.items() if role == "weight"} == {
+            *("first.a.weight", "first.b.weight", "first.c.weight")
+        }
+        assert len(weight_of) == 6
+        # Twice as many of a shape: which are the weights?
+        roles, weight_of, _ = told({"copy": model(), **layers, "optimizer": optimizer})
+        assert set(roles.values()) == {"first", "second"}
+        assert weight_of == {}
+
+
 def test_the_optimizer_says_what_the_next_step_depends_on():
     optimizer = adam(betas=(0.8, 0.99))
     optimizer["state"][0]["step"] = 7

@@ -15,7 +15,8 @@ from ckstore.config import Limits, Policy
 from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL, RESIDUAL, UNSAMPLED, Choices, StorageChoice
 from ckstore.format.manifest import Manifest
 from ckstore.ids import ChunkId
-from ckstore.lossy import Candidates, LossyPlan, plan_lossy
+from ckstore.lossy import Candidates, LossyPlan
+from ckstore.lossy_plan import plan_lossy
 from ckstore.masters import masters_of
 from ckstore.plan import CommitPlan
 from ckstore.store.known import Known, KnownFrame

@@ -6,7 +6,8 @@ moment is always that of its second; which weight they belong to is told by name
 Invariants:
 - Nothing is taken for a moment unless its entry holds what Adam keeps, and nothing else: moments of other optimizers
   have other rules, and stay exact.
-- Inside an optimizer nothing is taken for a weight.
+- Nothing is taken for a weight unless a moment belongs to it, or what holds it is said to be a model: by its key, by
+  torch, or because the whole state is one. Inside an optimizer nothing is.
 - A wrong pair of a weight and its moments changes how they are told of, never what they decode to.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckstore.tensor import TensorSpec
@@ -41,8 +42,25 @@ _OPTIMIZER_WORD = re.compile(
     r"(?i)(\w*[_-])?opt(im(i[sz]er)?s?)?([_-]?states?|[_-]\w*)?|exp_avg\w*|momentum(_buffer)?s?|moments?|mu|nu"
     r"|(first|second)_moments?|square_avg|grads?|gradients?"
 )
-_TOP_WORD = re.compile(r"(?i)[mv]|mu|nu|adam\w*|ema_sq")
+_GRADIENT_WORD = re.compile(r"(?i)(\w*[_-])?grad(s|ients?)?([_-]\w+)?")
+"""The same, unless it stands in a model, where layers have such names, too."""
+
+_TOP_WORD = re.compile(
+    r"(?i)[mv]|mu|nu|adam\w*|adagrad|adafactor|came|galore|kfac|lamb|lars|lion|muon|rmsprop|sgdm?|shampoo|soap|sophia"
+    r"|ema_sq"
+)
 """Names of a whole optimizer, or of its parts, where they stand at the top of a state."""
+
+_MODEL_WORD = re.compile(
+    r"(?i)((\w+[_-])?(model|module|net|network|weight|param|parameter|average|teacher|student|generator|discriminator"
+    r"|encoder|decoder|backbone|actor|critic|unet|vae)s?"
+    r"|(\w+[_-])?(state[_-]?dict|ema|swa|averaged|shadow))([_-](\d+|ema|swa|state([_-]?dict)?|weights|param(eter)?s))*"
+)
+"""Keys below which everything is a weight."""
+
+_MODEL_TOP_WORD = re.compile(r"(?i)w")
+_WEIGHT_WORD = re.compile(r"(?i)(\w+_)?weights?(_(ih|hh)_l\d+(_reverse)?|_[vg]|_orig)?|w|kernel|embeddings?")
+"""What weights are called where the state itself is a model's."""
 
 _APART_WORD = re.compile(
     r"(?i)(\w+_)?(rngs?|random(_states?)?|schedulers?|samplers?|(data)?loaders?|datasets?|scalers?|caches?|batch(es)?"
@@ -80,7 +98,9 @@ class Pairing:
         weight_of: The weight of a moment, where it was found.
         constants: What the optimizer says of each second moment.
         paths: The first path of every tensor of the state.
+        other_paths: Its other paths, where it has several.
         inside: Tensors of optimizers: weights only if they are masters.
+        unknown: Matrices of which nothing says what they are: exact, unless a rule names them.
     """
 
     roles: dict[int, Role] = field(default_factory=dict)
@@ -88,7 +108,9 @@ class Pairing:
     weight_of: dict[int, int] = field(default_factory=dict)
     constants: dict[int, AdamConstants] = field(default_factory=dict)
     paths: dict[int, Path] = field(default_factory=dict)
+    other_paths: dict[int, list[Path]] = field(default_factory=dict)
     inside: set[int] = field(default_factory=set)
+    unknown: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,45 +132,81 @@ def pair(tree: Node, tensors: Sequence[TensorSpec]) -> Pairing:
     found = Pairing()
     optimizers: list[DictNode] = []
     apart: set[int] = set()
-    for path, node, is_inside, is_apart in _walk(tree, (), is_inside=False, is_apart=False):
+    declared: set[int] = set()
+    for path, node, place in _walk(tree, (), _Place()):
         if isinstance(node, DictNode):
             optimizers.append(node)
             continue
         assert isinstance(node, TensorNode)
-        found.paths.setdefault(node.tensor, path)
-        if is_inside:
-            found.inside.add(node.tensor)
-        elif is_apart:
-            apart.add(node.tensor)
+        if found.paths.setdefault(node.tensor, path) != path:
+            found.other_paths.setdefault(node.tensor, []).append(path)
+        for holds, group in ((place.is_inside, found.inside), (place.is_apart, apart), (place.is_model, declared)):
+            if holds:
+                group.add(node.tensor)
+    # A single tensor with an optimizer's name is none.
+    if not any(len(found.paths[index]) > 1 for index in found.inside):
+        declared.update(index for index, path in found.paths.items() if _is_named_weight(path))
     for index in found.paths:
         if index not in found.inside and index not in apart and _is_matrix(tensors[index]):
-            found.roles[index] = "weight"
+            if index in declared:
+                found.roles[index] = "weight"
+            else:
+                found.unknown.add(index)
     taken: set[int] = set()
+    alone: list[_Moments] = []
     for optimizer in optimizers:
-        _pair_optimizer(optimizer, tensors, found, taken)
+        alone += _pair_optimizer(optimizer, tensors, found, taken)
+    _find_unknown_weights(alone, tensors, found)
     return found
 
 
-def _walk(node: Node, path: Path, *, is_inside: bool, is_apart: bool) -> Iterator[tuple[Path, Node, bool, bool]]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What the keys that lead to a place say of it: of an optimizer, no part of the training, of a model."""
+
+    is_inside: bool = False
+    is_apart: bool = False
+    is_model: bool = False
+
+    def below(self, key: Key, depth: int, *, is_leaf: bool) -> _Place:
+        """Return the same of what stands under a key."""
+        # A flat state has the words of all its levels in one key; the last one is the tensor's own.
+        words = str(key).split(".") if not depth else [str(key)]
+        holders = words[:-1] if is_leaf else words
+        is_inside = self.is_inside or any(_OPTIMIZER_WORD.fullmatch(word) for word in words)
+        is_inside = is_inside or (not depth and _TOP_WORD.fullmatch(words[0]) is not None)
+        is_inside = is_inside or (not self.is_model and _GRADIENT_WORD.fullmatch(words[0]) is not None)
+        is_apart = self.is_apart or (depth < _TOP_DEPTH and _APART_WORD.fullmatch(str(key)) is not None)
+        is_model = self.is_model or any(_MODEL_WORD.fullmatch(word) for word in holders)
+        is_model = is_model or (not depth and not is_leaf and _MODEL_TOP_WORD.fullmatch(words[0]) is not None)
+        return _Place(is_inside, is_apart, is_model)
+
+
+def _walk(node: Node, path: Path, place: _Place) -> Iterator[tuple[Path, Node, _Place]]:
     """Yield every tensor, and every optimizer before the tensors in it."""
     if isinstance(node, TensorNode):
-        yield path, node, is_inside, is_apart
+        yield path, node, place
     elif isinstance(node, DictNode):
         if is_optimizer(node):
-            is_inside = True
-            yield path, node, True, is_apart
+            place = replace(place, is_inside=True)
+            yield path, node, place
+        if node.metadata is not None:
+            # Only a module of torch makes such a dict.
+            place = replace(place, is_model=True)
         for key, child in items_of(node):
-            word = str(key)
-            inside = is_inside or _OPTIMIZER_WORD.fullmatch(word) is not None
-            inside = inside or (not path and _TOP_WORD.fullmatch(word) is not None)
-            separate = is_apart or (len(path) < _TOP_DEPTH and _APART_WORD.fullmatch(word) is not None)
-            yield from _walk(child, (*path, key), is_inside=inside, is_apart=separate)
+            below = place.below(key, len(path), is_leaf=isinstance(child, TensorNode))
+            yield from _walk(child, (*path, key), below)
     elif isinstance(node, ListNode | TupleNode):
         for index, child in enumerate(node.children):
-            yield from _walk(child, (*path, index), is_inside=is_inside, is_apart=is_apart)
+            yield from _walk(child, (*path, index), place)
     elif not isinstance(node, ValueNode):
         # What a converter made is its own affair.
-        yield from _walk(node.child, path, is_inside=is_inside, is_apart=True)
+        yield from _walk(node.child, path, replace(place, is_apart=True))
+
+
+def _is_named_weight(path: Path) -> bool:
+    """Whether a tensor at the top of a state without an optimizer has the name of a weight."""
+    return len(path) == 1 and _WEIGHT_WORD.fullmatch(str(path[0]).rpartition(".")[2]) is not None
 
 
 def is_optimizer(node: Node) -> bool:
@@ -159,7 +217,8 @@ def is_optimizer(node: Node) -> bool:
     return isinstance(state, DictNode) and isinstance(groups, ListNode | TupleNode)
 
 
-def _pair_optimizer(node: DictNode, tensors: Sequence[TensorSpec], found: Pairing, taken: set[int]) -> None:
+def _pair_optimizer(node: DictNode, tensors: Sequence[TensorSpec], found: Pairing, taken: set[int]) -> list[_Moments]:
+    """Note the moments of an optimizer and their weights; return those for which none was found."""
     state = _child(node, "state")
     assert isinstance(state, DictNode)
     entries = {(type(key), key): entry for key, entry in items_of(state)}
@@ -174,6 +233,7 @@ def _pair_optimizer(node: DictNode, tensors: Sequence[TensorSpec], found: Pairin
             members = [moments[name] for key in _params_of(group) if (name := (type(key), key)) in moments]
             _note_constants(group, entries, members, found)
             _find_weights(members, tensors, found, taken)
+    return [each for each in moments.values() if each.first not in found.weight_of]
 
 
 def _moments_of(key: Key, entry: Node, tensors: Sequence[TensorSpec]) -> _Moments | None:
@@ -212,7 +272,7 @@ def _note_constants(
 
 def _find_weights(moments: Sequence[_Moments], tensors: Sequence[TensorSpec], found: Pairing, taken: set[int]) -> None:
     """Find the weight of each parameter of a group: by its name, else the next one of its shape, in order."""
-    shown = {index: ".".join(map(str, found.paths[index])) for index, role in found.roles.items() if role == "weight"}
+    shown = {index: _shown(found.paths[index]) for index, role in found.roles.items() if role == "weight"}
     by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for position, index in enumerate(shown):
         by_shape.setdefault(tensors[index].shape, []).append((position, index))
@@ -230,6 +290,38 @@ def _find_weights(moments: Sequence[_Moments], tensors: Sequence[TensorSpec], fo
         if chosen is not None:
             taken.add(chosen[1])
             found.weight_of[each.first] = found.weight_of[each.second] = chosen[1]
+
+
+def _find_unknown_weights(moments: Sequence[_Moments], tensors: Sequence[TensorSpec], found: Pairing) -> None:
+    """Take what moments belong to for their weights although no key says so, where there is no doubt.
+
+    A name must be that of one tensor of the shape; without names, there must be as many tensors of it as moments.
+    """
+    free: dict[tuple[int, ...], list[int]] = {}
+    for index in found.paths:
+        if index in found.unknown:
+            free.setdefault(tensors[index].shape, []).append(index)
+    by_shape: dict[tuple[int, ...], list[_Moments]] = {}
+    for each in moments:
+        if tensors[each.first].shape in free:
+            by_shape.setdefault(tensors[each.first].shape, []).append(each)
+    for shape, members in by_shape.items():
+        numbered = [each for each in members if not isinstance(each.key, str)]
+        chosen = (
+            list(zip(numbered, free[shape], strict=True)) if len(members) == len(free[shape]) == len(numbered) else []
+        )
+        for each in members:
+            named = [index for index in free[shape] if f".{_shown(found.paths[index])}".endswith(f".{each.key}")]
+            if isinstance(each.key, str) and len(named) == 1:
+                chosen.append((each, named[0]))
+        for each, index in chosen:
+            found.unknown.discard(index)
+            found.roles[index] = "weight"
+            found.weight_of[each.first] = found.weight_of[each.second] = index
+
+
+def _shown(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _params_of(group: DictNode) -> list[Key]:

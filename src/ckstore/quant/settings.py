@@ -225,7 +225,8 @@ class Residual:
         name: What reports call it.
         tensors: How tensors are stored that no rule names.
         rules: Globs over dotted paths of leaves, or of what they are in, and how the tensors there are stored; the
-            first match counts, and a receipt warns of globs that match nothing.
+            first match counts, and a receipt warns of globs that match nothing. A glob of more than
+            ``*`` also makes weights of matrices that no key says are some.
         max_rel_rms: Greatest RMS error of a tensor, in the RMS of its values; None: no bound.
         max_abs: Greatest error of any element of a weight; None: no bound.
         bits_per_parameter: Most bits that all tensors of a parameter may take together; None: no bound.
@@ -268,6 +269,11 @@ class Residual:
             if any(_is_meant(path, glob) for path in words):
                 return settings
         return self.tensors
+
+    def names(self, path: str) -> bool:
+        """Whether a rule says how the tensor at a dotted path is quantized, and does not say it of everything."""
+        glob, settings = next((rule for rule in self.rules if _is_meant(path, rule[0])), ("", EXACT))
+        return bool(glob.strip("*?")) and settings != EXACT
 
     def globs_without(self, paths: Iterable[str]) -> list[str]:
         """Return the globs of rules that name none of the leaves at these dotted paths."""
