@@ -78,6 +78,26 @@ def test_bounds_that_cannot_be_met_raise_or_are_exact_as_the_policy_says(store, 
     assert store.verify("decode").damage == []
 
 
+@pytest.mark.parametrize("shape", [(96, 160), (2100, 2048)], ids=["one chunk", "several"])
+@pytest.mark.parametrize("target", [1.5, 12.0])
+def test_steps_are_scaled_until_a_parameter_takes_the_bits_that_were_asked_for(store, target, shape):
+    run = AdamRun(shape=shape)
+    store.commit(run.train(2).state(), 0, policy=lossy_policy(NEAR))
+    state = run.train(2).state()
+    store.commit(state, 1, policy=lossy_policy(replace(NEAR, keyframe_every=1000)))
+    plain = losses(store)
+    store.rewind(0)
+    aimed = replace(NEAR, bits_per_parameter=target, on_bound="raise")
+    receipt = store.commit(state, 2, policy=lossy_policy(aimed))
+    told = losses(store)
+    bits = sum(row.bits for row in told.values())
+    assert 0.75 * target < bits <= target, receipt.warnings
+    as_it_comes = sum(row.bits for row in plain.values())
+    assert (told[W].numbers["step"] > plain[W].numbers["step"]) == (as_it_comes > target)
+    assert (told[W].rel_rms > plain[W].rel_rms) == (as_it_comes > target)
+    assert store.verify("decode").damage == []
+
+
 def test_bounds_that_are_met_let_everything_stand(store):
     run = AdamRun()
     bounded = replace(NEAR, on_bound="raise", max_rel_rms=0.9, max_abs=1.0, bits_per_parameter=40.0)

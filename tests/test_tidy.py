@@ -71,7 +71,9 @@ ALLOWED = {
     "restore_plan": CORE,
     "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
     "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates"},
-    "lossy_chunks": CORE | {"chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"},
+    "lossy_target": CORE | {"chunks", "distance", "lossy", "lossy_forms", "lossy_task"},
+    "lossy_chunks": CORE
+    | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"},
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
     | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing"},

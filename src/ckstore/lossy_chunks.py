@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ckstore.format.manifest import Loss
 from ckstore.ids import ChunkId, chunk_id_of
 from ckstore.lossy import LossyPlan, LossyTensor, Task
 from ckstore.lossy_forms import Errors, quantizing_nbytes
+from ckstore.lossy_target import sample_of, scaled, seek
 from ckstore.lossy_task import Draft, TaskCoder
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan
@@ -81,6 +82,8 @@ class LossyChunkWriter(ChunkWriter):
         chunks = self.lossy.chunks
         rest = [index for index in indices if index not in chunks]
         self._run([index for index in rest if self.forms[index].master is None])
+        if self.lossy.residual.bits_per_parameter is not None:
+            self._scale_steps(self.lossy.residual.bits_per_parameter)
         self._run_tasks()
         self._judge()
         again = self._to_be_stored_exactly()
@@ -101,6 +104,30 @@ class LossyChunkWriter(ChunkWriter):
             losses += [] if loss is None else [loss]
         stored.losses = tuple(losses)
         return stored
+
+    def _scale_steps(self, target: float) -> None:
+        """Give every parameter steps by which its tensors take about so many bits."""
+        by_parameter: dict[int, list[Task]] = {}
+        for task in self.lossy.tasks:
+            storage = self._storage_of(task.weight if task.weight >= 0 else task.second)
+            by_parameter.setdefault(self._groups.get(storage, storage), []).append(task)
+        parameters = list(by_parameter.items())
+        octaves = [0.0] * len(parameters)
+
+        def step(turn: int, thread_index: int) -> None:
+            tasks, is_all = sample_of(parameters[turn][1], self._offset_of)
+            octaves[turn] = seek(self, tasks, target, self._thread(thread_index), is_all=is_all)
+
+        run_in_turns(len(parameters), self._thread_count, step, Turns(), on_failure=self._packer.fail)
+        tensors = dict(self.lossy.tensors)
+        for (_, tasks), each in zip(parameters, octaves, strict=True):
+            storages = {self._storage_of(index) for task in tasks for index in task.chunks} & tensors.keys()
+            for storage in storages:
+                tensors[storage] = self._fates[storage].tensor = scaled(tensors[storage], each)
+        self.lossy = replace(self.lossy, tensors=tensors)
+
+    def _offset_of(self, task: Task) -> int:
+        return self.plan.chunks[min(task.chunks)].sources[0].offset
 
     def _run_tasks(self) -> None:
         turns = Turns()

@@ -229,7 +229,8 @@ class Residual:
             ``*`` also makes weights of matrices that no key says are some.
         max_rel_rms: Greatest RMS error of a tensor, in the RMS of its values; None: no bound.
         max_abs: Greatest error of any element of a weight; None: no bound.
-        bits_per_parameter: Most bits that all tensors of a parameter may take together; None: no bound.
+        bits_per_parameter: Bits that all tensors of a parameter are to take together: their steps are scaled, by 1/8 to
+            16, until they take about so many and not more. What takes more even then breaks a bound. None: as it comes.
         on_bound: What happens where a bound cannot be met: ``"raise"`` a BoundError, or store the tensor ``"exact"``.
         keyframe_every: One checkpoint in so many is exact as a whole, weights and moments, so that chains end; so is
             the first one of a run.
