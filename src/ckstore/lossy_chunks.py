@@ -99,7 +99,7 @@ class LossyChunkWriter(ChunkWriter):
             self._fates[second].u_max = self._fates[first].u_max
         for storage, fate in sorted(self._fates.items()):
             spec = self.plan.storages[storage]
-            nbytes = sum(payload_of[piece.chunk] for piece in spec.pieces)
+            nbytes = sum(payload_of[piece.chunk] for piece in spec.pieces if stored.is_new[piece.chunk])
             loss = fate.loss(storage, 8 * nbytes * spec.element_width / spec.nbytes)
             losses += [] if loss is None else [loss]
         stored.losses = tuple(losses)
@@ -193,8 +193,8 @@ class LossyChunkWriter(ChunkWriter):
         known = self.parts.known.find(draft.chunk_id)
         fate = self._fates[self._storage_of(draft.index)]
         if draft.chunk_id not in self._placed and known is not None:
+            # What a chunk that is there took then, this commit does not take again.
             self._results[draft.index] = known
-            fate.stored_nbytes += known.frame.stored_nbytes
             return None
         if draft.beside >= 0:
             base = self._results[draft.beside]
