@@ -1,11 +1,12 @@
 """The story of a pull: bring checkpoints of a run back from other tiers, one after another, the newest first.
 
-For each: copy the packs that are not here, durably, under drafts that get their names last; then replace the manifest
-by its next generation, which says that they are local. What lies in the tier stays there.
+For each: copy the packs that are not here, durably, under drafts; check every byte of these before they get their
+names; then replace the manifest by its next generation, which says that they are local. What lies in the tier stays
+there.
 
 Invariants:
 - Between any two steps every checkpoint can be restored.
-- A pack has its name here only when all its bytes are durable.
+- A pack has its name here only when all its bytes are durable, and were found to be those that were committed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from dataclasses import dataclass, replace
 
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest
+from ckstore.format.manifest import Manifest, PackRef
 from ckstore.ids import PackId
+from ckstore.io.backend import ReadFile
+from ckstore.store.arrival import Arrivals
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, load_whole, resolve
@@ -83,7 +86,7 @@ def pull(
 
     Raises:
         NotFoundError: No such checkpoint, or its tier is not configured.
-        CorruptError: A pack there is not what was pushed.
+        CorruptError: A pack there is not what was pushed; what is here stays as it is.
         CapacityError: The disk is full; what was brought back so far is here.
         BackendError: A server does not answer.
     """
@@ -132,7 +135,8 @@ class _Puller:
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
         self._tell = on_progress or (lambda done, total: None)
-        self._packs = PackCopy(parts, parts.backend, on_bytes=self._on_bytes)
+        self._packs = PackCopy(parts, parts.backend, check=self._check, on_bytes=self._on_bytes)
+        self._arrivals: Arrivals | None = None
 
     @property
     def copied(self) -> dict[PackId, int]:
@@ -161,6 +165,7 @@ class _Puller:
         away = [pack for pack in manifest.packs if _is_away(pack.tier)]
         if not away:
             return True
+        self._arrivals = Arrivals(self._parts, name, manifest)
         self._packs.run(away)
         header = manifest.header
         replacement = replace(
@@ -174,6 +179,10 @@ class _Puller:
             return False
         settle(self._parts, replacement, published)
         return True
+
+    def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
+        assert self._arrivals is not None, "a checkpoint is being pulled"
+        self._arrivals.check(pack, file, is_new=is_new)
 
     def _on_bytes(self, nbytes: int) -> None:
         self._done_nbytes += nbytes

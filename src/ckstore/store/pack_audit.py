@@ -65,14 +65,24 @@ class PackAudit:
             self._add("chunks are lost, as a repair has recorded" if is_lost else "the pack is missing")
             return
         try:
-            tail, directory = self._check_ends(file)
-            self._check_uses(directory)
-            if self._report.level != "quick":
-                self._check_frames(file, tail, directory)
+            self.check(file)
         except (CorruptError, UnsupportedError, BackendError) as error:
             self._add(error.what)
         finally:
             file.close()
+
+    def check(self, file: ReadFile) -> None:
+        """Check the bytes of a file that holds the pack, wherever it lies, and add to the report which are damaged.
+
+        Raises:
+            CorruptError: Its ends are damaged, so that nothing can be said of its frames.
+            UnsupportedError: A newer ckstore wrote it.
+            BackendError: The medium does not give it.
+        """
+        tail, directory = self._check_ends(file)
+        self._check_uses(directory)
+        if self._report.level != "quick":
+            self._check_frames(file, tail, directory)
 
     def _open(self) -> ReadFile | None:
         for name in (layout.pack_name(self._pack_id), *self._parts.trash.find_pack(self._pack_id)):

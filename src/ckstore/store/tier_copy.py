@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Protocol
 
 from ckstore.errors import BackendError, ChecksumError, CkstoreError, ConflictError, CorruptError, UsageError
 from ckstore.format import layout
@@ -40,6 +41,14 @@ BLOCKS_PER_PACK = 6
 _TRIES = 3
 
 
+class PackCheck(Protocol):
+    """Checks every byte of a pack that arrives, and raises where they are not its own."""
+
+    def __call__(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
+        """Check a file that holds a pack: one that was just copied and has no name yet, or one that lay there."""
+        ...
+
+
 class PackCopy:
     """Copies packs to one place, several at once, each once.
 
@@ -47,15 +56,24 @@ class PackCopy:
         parts: The store that they belong to.
         target: Where they go.
         reads_back: Read every pack there whole, and compare.
+        check: Checks a pack by itself before it gets its name there, and one that lies there already; for places where
+            what is there is believed and not compared again.
         on_bytes: Called with bytes that were copied or found to be there, from any thread.
     """
 
     def __init__(
-        self, parts: Parts, target: Backend, *, reads_back: bool = False, on_bytes: Callable[[int], None] | None = None
+        self,
+        parts: Parts,
+        target: Backend,
+        *,
+        reads_back: bool = False,
+        check: PackCheck | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._parts = parts
         self._target = target
         self._reads_back = reads_back
+        self._check = check
         self._on_bytes = on_bytes or (lambda nbytes: None)
         self._lock = threading.Lock()
         self._seen: set[PackId] = set()
@@ -83,7 +101,10 @@ class PackCopy:
 
     def _copy(self, pack: PackRef) -> None:
         is_new = self._ensure(pack)
-        if self._reads_back or not is_new:
+        if self._check is not None:
+            if not is_new:
+                self._check_file(pack, layout.pack_name(pack.pack_id), is_new=False)
+        elif self._reads_back or not is_new:
             # What lay there already is not believed: it may have been changed since.
             self._read_back(pack)
         with self._lock:
@@ -126,13 +147,17 @@ class PackCopy:
     def _write_once(self, pack: PackRef, file: ReadFile) -> None:
         name, target = layout.pack_name(pack.pack_id), self._target
         if isinstance(target, Distant):
-            # It appears whole or not at all.
+            # It appears whole or not at all, so that only its source can be checked before it does.
+            if self._check is not None:
+                self._check(pack, file, is_new=True)
             with contextlib.suppress(FileExistsError):
                 self._stream(pack, file, name)
             return
         draft = layout.draft_name(new_token(), "pack")
         try:
             self._stream(pack, file, draft)
+            if self._check is not None:
+                self._check_file(pack, draft, is_new=True)
             make_durable_folder(target, layout.pack_folder(pack.pack_id))
             with contextlib.suppress(FileExistsError):
                 target.link(draft, name)
@@ -140,6 +165,14 @@ class PackCopy:
         finally:
             with contextlib.suppress(FileNotFoundError, CkstoreError):
                 target.unlink(draft)
+
+    def _check_file(self, pack: PackRef, name: str, *, is_new: bool) -> None:
+        assert self._check is not None, "asked for"
+        file = self._target.open_read(name)
+        try:
+            self._check(pack, file, is_new=is_new)
+        finally:
+            file.close()
 
     def _stream(self, pack: PackRef, file: ReadFile, name: str) -> None:
         sink = self._target.create_pack(name, nbytes_expected=pack.nbytes)

@@ -1,0 +1,82 @@
+"""Read what has arrived from another tier, every byte of it, before it counts as a pack of this store.
+
+A bucket has other masters, and a pack here stands for its bytes: one that was changed there would be restored from
+ever after, however sound the bucket is by then.
+
+Invariants:
+- Nothing is changed here: what is not sound is told, and whoever copies it lets go of the draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckstore.config import MIB, Policy
+from ckstore.errors import CorruptError
+from ckstore.format import layout
+from ckstore.format.layout import ManifestName
+from ckstore.format.manifest import Manifest, PackRef
+from ckstore.io.backend import ReadFile
+from ckstore.store.audit import Audit, FrameCheck
+from ckstore.store.damage import Report, Uses
+from ckstore.store.known import LOCAL_TIER
+from ckstore.store.pack_audit import PackAudit
+from ckstore.store.parts import Parts
+
+# Several packs arrive at once, and checksums keep up with a network on one thread.
+_POLICY = Policy(threads=1, memory_nbytes_max=64 * MIB)
+
+
+class Arrivals:
+    """Checks the packs of one checkpoint that come from other tiers.
+
+    Args:
+        parts: The store.
+        name: The checkpoint's manifest.
+        manifest: What it says.
+    """
+
+    def __init__(self, parts: Parts, name: ManifestName, manifest: Manifest) -> None:
+        self._parts = parts
+        here = replace(manifest, packs=tuple(replace(pack, tier=LOCAL_TIER) for pack in manifest.packs))
+        self._uses_there, self._uses_here = Uses(), Uses()
+        self._uses_there.add(name, manifest)
+        self._uses_here.add(name, here)
+
+    def check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
+        """Check every byte of a pack.
+
+        Args:
+            pack: The pack, as the manifest names it.
+            file: What holds its bytes here.
+            is_new: They were just copied; else they lay here.
+
+        Raises:
+            CorruptError: They are not what the pack was made of; it names the pack there, or the one that lay here.
+        """
+        parts, report = self._parts, Report("read")
+        uses = self._uses_there if is_new else self._uses_here
+        audit = Audit(parts, uses, report, _never, 1, _POLICY, lambda: None, is_partial=False)
+        where = audit.home_of(pack.pack_id).location_of(layout.pack_name(pack.pack_id))
+        try:
+            PackAudit(audit, pack.pack_id).check(file)
+        except CorruptError as error:
+            raise _refused(error.what, where, pack, is_new=is_new) from error
+        if report.damage:
+            first = report.damage[0]
+            raise _refused(first.what, first.where, pack, is_new=is_new, tensors=first.tensors)
+
+
+def _refused(what: str, where: str, pack: PackRef, *, is_new: bool, tensors: tuple[str, ...] = ()) -> CorruptError:
+    pack_id = pack.pack_id.hex()
+    if is_new:
+        what = f"a pack in the tier {pack.tier!r} is not what was pushed there: {what}"
+        todo = "bring it back there from a copy, then pull again; nothing here was changed"
+    else:
+        what = f"a pack that lies here already is damaged: {what}"
+        todo = "`ckstore gc` frees it if the tier has it; then pull again"
+    return CorruptError(what, where=where, todo=todo, pack_id=pack_id, tensors=tensors)
+
+
+def _never() -> FrameCheck:
+    raise AssertionError("nothing is decoded at this level")

@@ -1,0 +1,121 @@
+"""Protects what lies here from what a tier has come to hold: a pull checks every byte before it counts as ours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.cli.main import run
+from ckstore.errors import CorruptError
+from ckstore.format import layout
+from ckstore.io.address import backend_for
+
+
+def state_of(seed, count=60_000):
+    source = np.random.default_rng(seed)
+    return {"w": source.standard_normal(count).astype(np.float32), "step": seed}
+
+
+def assert_restores(store, *steps):
+    for step in steps:
+        assert np.array_equal(store.restore(step)["w"], state_of(step)["w"])
+
+
+@pytest.fixture(params=["bucket", "folder"])
+def place(request, tmp_path, address):
+    return address if request.param == "bucket" else str(tmp_path / "attic")
+
+
+@pytest.fixture
+def pushed(folder, place):
+    with ckstore.open(folder) as store:
+        for step in (1, 2, 3):
+            store.commit(state_of(step), step)
+        store.push(place, keep_local=1)
+        yield store
+
+
+def pack_of(store, step):
+    return layout.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
+
+
+def packs_here(folder):
+    return {file.stem for file in folder.glob("packs/*/*.pack")}
+
+
+def put_over(backend, name, content):
+    backend.unlink(name)
+    backend.create(name, bytes(content), sync=True)
+
+
+def content_of(backend, name):
+    return bytearray(backend.read_bytes(name, nbytes_max=1 << 30))
+
+
+def flipped(content, offset):
+    content[offset] ^= 1
+    return content
+
+
+@pytest.mark.parametrize("offset", [100, 20_000, -5000, -20])
+def test_altered_pack_is_not_pulled_and_a_mended_one_is(pushed, folder, place, offset):
+    pushed.gc(now=True)
+    before, name, there = packs_here(folder), pack_of(pushed, 2), backend_for(place)
+    sound = content_of(there, name)
+    put_over(there, name, flipped(bytearray(sound), offset))
+    with pytest.raises(CorruptError) as caught:
+        pushed.pull(2)
+    assert place in str(caught.value)
+    assert name in str(caught.value)
+    assert packs_here(folder) == before
+    assert list((folder / "tmp").iterdir()) == []
+    assert [pack.tier for pack in pushed.contents(2).packs] == ["remote"]
+    assert_restores(pushed, 1, 3)
+    put_over(there, name, sound)
+    pushed.pull(2)
+    assert pushed.verify("decode").is_clean
+    assert_restores(pushed, 1, 2, 3)
+
+
+def test_altered_payload_names_the_tensor_and_the_command_fails(pushed, folder, place, capsys, quiet_log):
+    pushed.gc(now=True)
+    name, there = pack_of(pushed, 1), backend_for(place)
+    put_over(there, name, flipped(content_of(there, name), 20_000))
+    with pytest.raises(CorruptError, match="offset") as caught:
+        pushed.pull(1)
+    assert caught.value.pack_id in name
+    assert caught.value.tensors == ("w",)
+    assert run(["pull", str(folder)]) == CorruptError.exit_code
+    assert "is not what was pushed there" in capsys.readouterr().err
+    assert_restores(pushed, 2, 3)
+
+
+def test_damaged_copy_that_lies_here_does_not_count_as_pulled(pushed, folder):
+    name = pack_of(pushed, 1)
+    (folder / name).chmod(0o600)
+    (folder / name).write_bytes(flipped(bytearray((folder / name).read_bytes()), 20_000))
+    with pytest.raises(CorruptError, match="lies here already") as caught:
+        pushed.pull(1)
+    assert str(folder / name) in str(caught.value)
+    pushed.gc(now=True)
+    pushed.pull(1)
+    assert pushed.verify("decode").is_clean
+    assert_restores(pushed, 1, 2, 3)
+
+
+def test_store_in_a_bucket_pulls_nothing_that_was_altered(server, address):
+    attic = server.new_address()
+    with ckstore.open(address) as store:
+        for step in (1, 2):
+            store.commit(state_of(step), step)
+        store.push(attic, keep_local=1)
+        name, there, home = pack_of(store, 1), backend_for(attic), backend_for(address)
+        home.unlink(name)
+        put_over(there, name, flipped(content_of(there, name), 20_000))
+        with pytest.raises(CorruptError, match="is not what was pushed there"):
+            store.pull(1)
+        assert home.stat(name) is None
+        put_over(there, name, flipped(content_of(there, name), 20_000))
+        store.pull(1)
+        assert_restores(store, 1, 2)
