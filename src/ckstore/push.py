@@ -149,12 +149,23 @@ def push(
     if dry_run:
         known = {place: name for name, place in parts.tiers.addresses().items()}
         return _report(parts, known.get(address, tier or ""), address, members, {}, is_dry_run=True)
-    name = parts.tiers.name_for(address, name=tier)
+    name = _name_of_place(parts, address, tier)
     pusher = _Pusher(parts, name, policy, on_progress, total)
     done = pusher.run([member.name for member in members if member.action == "push"])
     report = _report(parts, name, parts.tiers.address_of(name), members, done, is_dry_run=False)
     copied = pusher.copied
     return replace(report, bytes_copied=sum(copied.values()), packs_copied=len(copied))
+
+
+def _name_of_place(parts: Parts, address: str, tier: str | None) -> str:
+    """Return the name of the tier at an address; a new one gets it only when it was reached, and is or may be ours."""
+    place = parts.tiers.new_place(address, name=tier)
+    if place is not None:
+        try:
+            StoreCopy(parts, place).prepare()
+        finally:
+            place.close()
+    return parts.tiers.name_for(address, name=tier)
 
 
 def _members(parts: Parts, policy: PushPolicy) -> list[_Member]:
@@ -300,6 +311,8 @@ class _Pusher:
             name = self._parts.manifests.publish(replacement)
         except ConflictError as error:
             raise _ReplacedError from error
+        # One who has forgotten the tier meanwhile may not have seen this.
+        self._parts.tiers.name_for(self._address, name=self._tier)
         settle(self._parts, replacement, name)
 
     def _on_bytes(self, nbytes: int) -> None:

@@ -29,6 +29,20 @@ class Tiering(Handle):
             self._check_open()
             return self._parts.tiers.addresses()
 
+    def forget_tier(self, tier: str) -> str:
+        """Forget a tier that no checkpoint of the store lies in, and return where it was; what lies there stays.
+
+        Raises:
+            NotFoundError: There is no such tier.
+            UsageError: A checkpoint lies there, or one in the trash does.
+            ConflictError: A manifest cannot be read, and may name it.
+        """
+        from ckstore.store.tier_forget import forget_tier
+
+        with self._lock:
+            self._check_open()
+            return forget_tier(self._parts, tier)
+
     def push(
         self,
         address: str | None = None,
@@ -168,7 +182,11 @@ class Tiering(Handle):
         if len(known) == 1:
             return next(iter(known.values()))
         if known:
-            raise UsageError("there are several tiers", where=", ".join(known), todo="name one, or an address")
+            raise UsageError(
+                "there are several tiers",
+                where=", ".join(known),
+                todo="name one, or an address; `ckstore push --forget` removes one that is not wanted",
+            )
         raise NotFoundError(
             "no tier is configured", where=self._parts.backend.root, todo="name a bucket: s3://bucket/prefix"
         )

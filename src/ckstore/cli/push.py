@@ -10,6 +10,7 @@ from ckstore.cli import output
 from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
 from ckstore.cli.output import Column
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ckstore.push import PushEntry, PushReport
@@ -45,6 +46,10 @@ def run(
     read_back: Annotated[
         bool, typer.Option("--read-back", help="Read every pack there whole before anything is let go of.")
     ] = False,
+    forget: Annotated[
+        str | None,
+        typer.Option("--forget", metavar="NAME", help="Instead: forget this tier, which no checkpoint lies in."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
@@ -55,6 +60,11 @@ def run(
     `ckstore gc` then frees its space. Commits may go on meanwhile. Credentials come from the environment, a profile or
     the machine's role.
     """
+    if forget is not None:
+        if address is not None or tier is not None or dry_run:
+            raise UsageError("--forget goes with no other tier, and not with --dry-run", where=f"--forget {forget}")
+        _forget(path, forget, as_json=as_json, allow_shared_folder=allow_shared_folder)
+        return
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, output.progress("pushing") as tell:
         report = store.push(
@@ -71,6 +81,15 @@ def run(
         output.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
+
+
+def _forget(path: str, tier: str, *, as_json: bool, allow_shared_folder: bool) -> None:
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        address = store.forget_tier(tier)
+    if as_json:
+        output.print_json({"forgotten": tier, "address": address})
+    else:
+        output.say(f"Tier {tier} is forgotten; what lies at {address} stays.")
 
 
 def _print(report: PushReport, seconds: float) -> None:

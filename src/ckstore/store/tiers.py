@@ -2,7 +2,7 @@
 
 Invariants:
 - A manifest names a tier, and nothing that it says becomes a path or an address.
-- The name of a tier keeps its meaning: it is never given another address here.
+- The name of a tier keeps its meaning while anything names it: it is never given another address here.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Tiers:
         self._backend = backend
         self._clock = clock
         self._opened: dict[str, Backend] = {}
+        self._places: dict[str, str] = {}
         self._lock = threading.Lock()
         self._cache: RangeCache | None = None
 
@@ -87,8 +88,21 @@ class Tiers:
             )
         with self._lock:
             if tier not in self._opened:
-                self._opened[tier] = backend_for(self.address_of(tier))
+                self._places[tier] = self.address_of(tier)
+                self._opened[tier] = backend_for(self._places[tier])
             return self._opened[tier]
+
+    def new_place(self, address: str, *, name: str | None = None) -> Backend | None:
+        """Return the backend of an address that has no name yet, to be tried before it gets one; None where it has one.
+
+        Raises:
+            UsageError: As by ``name_for``.
+        """
+        place, tiers = _checked(address), read_config(self._backend).tiers
+        if _name_of(place, tiers, _checked_name(name)) is not None:
+            return None
+        _require_free(name, tiers)
+        return backend_for(place)
 
     def name_for(self, address: str, *, name: str | None = None) -> str:
         """Return the name of the tier at an address, and give it one, durably, where it has none.
@@ -100,25 +114,29 @@ class Tiers:
         Raises:
             UsageError: The name means another place, or the address none.
         """
-        place = _checked(address)
-        if name is not None and layout.check_name(name, "tier") in (LOCAL_TIER, LOST_TIER):
-            raise UsageError("this name of a tier has a meaning already", where=repr(name), todo="choose another name")
+        place, name = _checked(address), _checked_name(name)
 
         def with_it(config: ConfigRecord) -> ConfigRecord:
             if _name_of(place, config.tiers, name) is not None:
                 return config
+            _require_free(name, config.tiers)
             free = name or _free_name(config.tiers)
-            if free in config.tiers:
-                raise UsageError(
-                    f"the tier {free!r} is another place already",
-                    where=config.tiers[free],
-                    todo="choose another name; checkpoints may lie there",
-                )
-            return ConfigRecord(tiers={**config.tiers, free: place}, policy=config.policy, retention=config.retention)
+            return _with_tiers(config, {**config.tiers, free: place})
 
         found = _name_of(place, change_config(self._backend, with_it).tiers, name)
         assert found is not None, "it was just given"
+        with self._lock:
+            if self._places.get(found, place) != place:
+                # It was forgotten since it was opened here, and means another place now.
+                self._opened.pop(found, None)
         return found
+
+    def forget(self, tier: str) -> None:
+        """Let a tier have no place any more, durably; ``tier_forget`` sees to it first that nothing names it."""
+        change_config(
+            self._backend,
+            lambda config: _with_tiers(config, {name: at for name, at in config.tiers.items() if name != tier}),
+        )
 
     def packs_gone(self, packs: Iterable[PackRef]) -> set[PackId]:
         """Return those of these packs that do not lie in their tiers with their sizes; local ones are passed over."""
@@ -179,6 +197,26 @@ def _name_of(place: str, tiers: Mapping[str, str], name: str | None) -> str | No
     if name is not None:
         return name if name in found else None
     return found[0] if found else None
+
+
+def _with_tiers(config: ConfigRecord, tiers: dict[str, str]) -> ConfigRecord:
+    kept = {name: getattr(config, name) for name in config.__struct_fields__}
+    return ConfigRecord(**{**kept, "tiers": tiers})
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and layout.check_name(name, "tier") in (LOCAL_TIER, LOST_TIER):
+        raise UsageError("this name of a tier has a meaning already", where=repr(name), todo="choose another name")
+    return name
+
+
+def _require_free(name: str | None, tiers: Mapping[str, str]) -> None:
+    if name is not None and name in tiers:
+        raise UsageError(
+            f"the tier {name!r} is another place already",
+            where=tiers[name],
+            todo="choose another name; checkpoints may lie there",
+        )
 
 
 def _free_name(tiers: Mapping[str, str]) -> str:
