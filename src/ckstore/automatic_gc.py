@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from ckstore.collection import GcLimits, collect_store
+from ckstore.collection import GcLimits, collect_store, why_not_ours
 from ckstore.errors import CkstoreError, LockHeldError, UsageError
 from ckstore.io.backend import Distant
 from ckstore.io.local import LocalBackend
@@ -41,7 +41,7 @@ class AutomaticGc:
         every: Commits of the run from one collection to the next.
 
     Raises:
-        UsageError: ``every`` is not positive.
+        UsageError: ``every`` is not positive, or what lies there may only be collected from elsewhere.
     """
 
     def __init__(self, parts: Parts, policy: Retention, every: int = 1) -> None:
@@ -50,6 +50,9 @@ class AutomaticGc:
         self._parts = parts
         self._policy = policy
         self._every = every
+        problem = why_not_ours(parts)
+        if problem:
+            raise UsageError(problem, where=parts.backend.root, todo="open it without retention=")
         listing = parts.manifests.listing()
         newest = max((*(name.seq for name in listing.names), *listing.dropped), default=0)
         # The newest counts as not collected after: who made it may have been killed before it could see to that.

@@ -106,6 +106,16 @@ def test_command_collects_a_bucket(store, address, capsys):
     assert "Nothing to do" in capsys.readouterr().out
 
 
+def test_handle_collects_a_bucket_after_every_so_many_commits(address, caplog):
+    with ckstore.open(address, retention={"keep_last": 1}, gc_every=2) as store:
+        for step in (1, 2):
+            store.commit({"w": np.arange(1000) + step}, step)
+        store._automatic.wait(120)
+        assert store.steps() == [2]
+        assert not store._automatic.is_running
+    assert "the collection after a commit" not in caplog.text
+
+
 def test_tier_of_another_store_is_refused(folder, address):
     with ckstore.open(folder) as home:
         for step in (1, 2):
@@ -113,6 +123,8 @@ def test_tier_of_another_store_is_refused(folder, address):
         home.push(address, keep_local=1)
     with ckstore.open(address) as there:
         assert "another store" in there.gc(LAST_ONE, dry_run=True).refused
+        with pytest.raises(UsageError, match="Open it without retention"):
+            ckstore.open(address, retention=LAST_ONE)
         with pytest.raises(UsageError, match="only that one knows"):
             there.gc(LAST_ONE, now=True, min_age=0)
         assert_restores(there, 1)
