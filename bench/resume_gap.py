@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 PLAIN_BITS = 96.0
 WIDTH = 120
 QUICK = ("near()", "small()", "ExCP, c = 2.5", "no moments", "stale weights")
-HEADINGS = ("ratio", "bits w + m + v", "gap", "excess", "held out", "first", "bound")
+HEADINGS = ("ratio", "all", "bits w + m + v", "gap", "excess", "held out", "first", "bound")
 Found = dict[str, Any]
 
 
@@ -139,17 +139,30 @@ def sample_of(found: Found, exact: Found) -> Sample:
     return Sample(last["gap"], facts)
 
 
-def result_of(everything: dict[float, list[Found]], exact: dict[float, Found], plans: dict[float, Plan]) -> Result:
-    """Gather the table and the record."""
+def result_of(
+    everything: dict[float, list[Found]],
+    exact: dict[float, Found],
+    plans: dict[float, Plan],
+    keyframes: dict[float, float],
+) -> Result:
+    """Gather the table and the record; ``keyframes`` says how many times smaller than the state one is, by beta2."""
     result = Result("resume_gap", "nats of mean absolute gap", is_higher_better=False)
     for beta2, findings in everything.items():
         for found in findings:
-            result.samples[f"{found['name']}, beta2 {beta2}"] = [sample_of(found, exact[beta2])]
+            sample = sample_of(found, exact[beta2])
+            ratio = float(str(sample.facts["ratio"]))
+            sample.facts["ratio_with_keyframes"] = resume_policies.with_keyframes(ratio, keyframes[beta2])
+            result.samples[f"{found['name']}, beta2 {beta2}"] = [sample]
+        result.setting[f"keyframe_ratio_{beta2}"] = keyframes[beta2]
         result.setting[f"first_update_exact_{beta2}"] = exact[beta2]["points"][-1]["first_update"]
         result.setting[f"held_out_exact_{beta2}"] = exact[beta2]["points"][-1]["held_out"]
     plan = next(iter(plans.values()))
     result.setting |= {"residuals": plan.residuals, "gap_steps": plan.gap, "resumed": plan.resumed}
+    result.setting["keyframe_every"] = resume_policies.KEYFRAME_EVERY
+    told = ", ".join(f"{ratio:.2f}x at beta2 {beta2}" for beta2, ratio in keyframes.items())
     result.notes += [
+        f"ratio: of a residual; all: of a history of which one checkpoint in {resume_policies.KEYFRAME_EVERY} is exact"
+        f" ({told})",
         "gap, excess: training loss against the exact resume, mean magnitude and mean over the resumed steps (nats)",
         "first: largest first update, against the exact resume's; bound: largest next update / lr over every gradient",
         "bits of baselines: ideal entropy; of ckstore: frames as stored; exact tensors are counted in the ratio",
@@ -166,7 +179,13 @@ def show(result: Result) -> None:
     for name, samples in result.samples.items():
         facts = {key: float(str(value)) for key, value in samples[0].facts.items() if isinstance(value, float)}
         parts = " + ".join(f"{facts[f'bits_{role}']:.2f}" for role in ("w", "m", "v"))
-        cells = [f"{facts['ratio']:.1f}x", parts, f"{samples[0].value:.4f}", f"{facts['excess']:+.4f}"]
+        cells = [
+            f"{facts['ratio']:.1f}x",
+            f"{facts['ratio_with_keyframes']:.1f}x",
+            parts,
+            f"{samples[0].value:.4f}",
+            f"{facts['excess']:+.4f}",
+        ]
         table.add_row(name, *cells, f"{facts['held_out']:.4f}", f"{facts['first']:.2f}", f"{facts['bound']:.3g}")
     console = Console()
     # Names and numbers of one policy belong into one line, wherever that is read.
@@ -195,14 +214,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no such policy: {given.only}")
     everything, exact = examine_all(plans, chosen, given.cache, is_cached=given.cached)
-    result = result_of(everything, exact, plans)
-    first = min(plans)
-    trained = resume_training.ensure(given.cache, plans[first], tell=measure.tell)
+    trained = {beta2: resume_training.ensure(given.cache, plan, tell=measure.tell) for beta2, plan in plans.items()}
+    keyframes = {beta2: resume_policies.keyframe_ratio(run, given.cache / "keyframe") for beta2, run in trained.items()}
+    result = result_of(everything, exact, plans, keyframes)
     others = machine.busy_cores()
     result.setting["busy_cores_before"] = round(others, 2)
     if others > measure.BUSY_CORES:
         result.notes.append(f"speeds: not alone, {others:.1f} cores were busy with something else")
-    result.setting["speed"] = resume_speed.speeds(trained, rounds=1 if given.quick else 5)
+    result.setting["speed"] = resume_speed.speeds(trained[min(plans)], rounds=1 if given.quick else 5)
     show(result)
     resume_speed.show(result.setting["speed"])
     if not given.quick:

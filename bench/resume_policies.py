@@ -29,6 +29,9 @@ from ckstore.quant.settings import (
     WeightSettings,
 )
 
+KEYFRAME_EVERY = Residual().keyframe_every
+"""One checkpoint in so many is exact, unless a policy says otherwise."""
+
 _ROLE_OF = {"weight": "w", "first": "m", "second": "v"}
 # Where no moment of the exact tensors can be told apart, they are counted as in the baselines.
 _NO_BITS: Bits = {"w": 0.0, "m": 0.0, "v": 0.0, "exact": 0.0}
@@ -170,6 +173,24 @@ def state_of(arrays: Arrays, step: int, plan: Plan) -> dict[str, Any]:
         "optimizer": {"state": moments, "param_groups": [{**group, "params": names}]},
         "step": step,
     }
+
+
+def keyframe_ratio(trained: Trained, folder: Path) -> float:
+    """Return how many times smaller the chain's keyframe is than the state, as a store holds it."""
+    import ckstore
+
+    shutil.rmtree(folder, ignore_errors=True)
+    plan, first = trained.plan, trained.plan.chain[0]
+    try:
+        with ckstore.open(str(folder), run="main") as store:
+            return store.commit(state_of(trained.state(first), first, plan), first).ratio
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_keyframes(ratio: float, keyframe: float, every: int = KEYFRAME_EVERY) -> float:
+    """Return how many times smaller a whole history is, of which one checkpoint in so many is a keyframe."""
+    return every / ((every - 1) / ratio + 1 / keyframe)
 
 
 def arrays_of(state: dict[str, Any]) -> Arrays:

@@ -62,7 +62,7 @@ def test_policies_of_a_store_and_baselines_are_followed_through_the_chain(traine
     plans = {0.999: trained.plan}
     (tmp_path / trained.plan.name).symlink_to(trained.folder)
     everything, exact = resume_gap.examine_all(plans, chosen, tmp_path)
-    result = resume_gap.result_of(everything, exact, plans)
+    result = resume_gap.result_of(everything, exact, plans, {0.999: 1.25})
     gaps = {name.partition(", beta2")[0]: samples[0] for name, samples in result.samples.items()}
     assert gaps["near()"].value < gaps["stale weights"].value
     assert gaps["near()"].facts["bits_w"] > 0
