@@ -82,6 +82,27 @@ def test_second_moments_that_are_denormal_stay_positive(store):
     assert receipt.warnings == ()
 
 
+@pytest.mark.parametrize("dtype", ["f4", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-42, 1e-40])
+def test_moments_that_are_too_small_to_be_told_are_exact(store, size, dtype):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy())
+    state = run.train().state()
+    spread = np.exp(run.rng.standard_normal(SHAPE))
+    entry = state["optimizer"]["state"][0]
+    entry["exp_avg_sq"] = (size * spread).astype(np.float32)
+    entry["exp_avg"] = (run.rng.standard_normal(SHAPE) * np.sqrt(size * spread) / 3).astype(np.float32)
+    if dtype == "bfloat16":
+        torch = pytest.importorskip("torch")
+        for name in ("exp_avg", "exp_avg_sq"):
+            entry[name] = torch.from_numpy(entry[name]).bfloat16()
+    receipt = store.commit(state, 1, policy=lossy_policy())
+    assert difference(store.restore()["optimizer"], state["optimizer"]) is None
+    assert set(losses(store)) == {W}
+    why = "the second moment is below 1.2e-38, and would be told as many times what it is"
+    assert set(receipt.warnings) == {f"{path} was stored exactly: {why}" for path in (M, V)}
+
+
 def test_empty_and_scalar_tensors_stay_exact(store):
     state = {"empty": np.zeros((0, 7), np.float32), "scalar": np.float32(3), "0-d": np.array(2.5, np.float32)}
     for step in range(2):

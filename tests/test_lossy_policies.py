@@ -54,8 +54,15 @@ def test_a_rule_names_a_tied_weight_by_any_of_its_paths(store):
     for step in range(2):
         state = run.train().state()
         state["model"]["head"] = state["model"]["w"]
-        store.commit(state, step, policy=lossy_policy(replace(NEAR, rules=(("model.head", "exact"),))))
+        receipt = store.commit(state, step, policy=lossy_policy(replace(NEAR, rules=(("model.head", "exact"),))))
+        assert receipt.warnings == ()
     assert W not in losses(store)
+
+
+def test_a_rule_that_names_nothing_is_told_with_what_comes_near(store):
+    mistyped = replace(NEAR, rules=(("modle.w*", "exact"),))
+    receipt = store.commit(AdamRun().train().state(), 0, policy=lossy_policy(mistyped))
+    assert receipt.warnings == ("the rule for 'modle.w*' names nothing in this state; the nearest path is model.w",)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
 from ckstore.store.known import locate
 from ckstore.store.parts import Parts
-from ckstore.tree import format_path
 from ckstore.workers import run_aside
 
 _log = logging.getLogger("ckstore")
@@ -129,12 +128,12 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
 
 def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[str]:
     """Return what those should know who lose something on purpose."""
-    from ckstore.lossy_warnings import diverged_warnings, rules_warnings, tensor_paths
+    from ckstore.lossy_warnings import diverged_warnings, rules_warnings
 
     assert request.policy.residual is not None
     looked_at = {loss.storage for loss in manifest.losses}
-    globs = request.policy.residual.globs_without(map(format_path, tensor_paths(request.captured.tree)))
-    return [*rules_warnings(globs), *diverged_warnings(request.captured, looked_at, stored.warnings)]
+    rules = rules_warnings(request.policy.residual, request.captured.tree)
+    return [*rules, *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 
 def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:

@@ -24,6 +24,9 @@ SPIKE_MAX = 10.0
 SPIKE_SHARE_MAX = 1.5
 """A virtual next step may be this large, or so many times the largest that an exact state can make."""
 
+_RAISED_SHARE_MAX = 0.01
+"""More of a moment's energy than this may not be made up where the second one is too small to be told."""
+
 _SLACK = 1.001
 """Roundings of a quotient that was clipped."""
 
@@ -36,6 +39,7 @@ class Fate:
         tensor: What it is; None for the rounding of a weight.
         stored_nbytes: Payload bytes.
         u_max: Greatest quotient of the first moment and the root of the second.
+        sum_sq_raised: The part of the error that comes from second moments which are too small to be told.
         failure: Why it is stored exactly after all; empty: it is not.
         is_bound: The failure is a bound of the policy.
         methods: How its chunks came out.
@@ -46,6 +50,7 @@ class Fate:
     max_abs: float = 0.0
     sum_sq_error: float = 0.0
     sum_sq_value: float = 0.0
+    sum_sq_raised: float = 0.0
     kept_count: int = 0
     stored_nbytes: int = 0
     u_max: float = 0.0
@@ -163,6 +168,8 @@ def judge(
     for fate in fates.values():
         if fate.tensor is not None:
             _judge_one(fate, fate, residual)
+            if fate.sum_sq_raised > _RAISED_SHARE_MAX * fate.sum_sq_value:
+                fate.fail("the second moment is below 1.2e-38, and would be told as many times what it is")
     for rounded, master in masters.items():
         # A rounding is never off without its master: what it exceeds makes both exact.
         if rounded in fates and master in fates:

@@ -252,6 +252,11 @@ class LossyChunkWriter(ChunkWriter):
             fate.max_abs = max(fate.max_abs, errors.max_abs)
             fate.sum_sq_value += errors.sum_sq_value
 
+    def note_raised(self, index: int, sum_sq_error: float) -> None:
+        """Add the error of what goes with second moments that are too small to be told."""
+        with self._guard:
+            self._fates[self._storage_of(index)].sum_sq_raised += sum_sq_error
+
     def fail(self, index: int, why: str) -> None:
         """Let the tensor of a chunk be stored exactly."""
         with self._guard:

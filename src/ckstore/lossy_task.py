@@ -47,6 +47,9 @@ _ALONE: dict[str, BufferPurpose] = {
     "rounded": "first",
 }
 
+_TINY = 2.0**-128
+"""A second moment below this may be told as more than four times what it is: forms know none below 2 ** -126."""
+
 _NOT_FINITE = "it holds NaN or infinity"
 _NOT_SECOND = "it is negative somewhere, so it is no second moment"
 
@@ -99,6 +102,10 @@ class Desk(Protocol):
 
     def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
         """Add the errors of one chunk to those of its tensor, and how it was quantized."""
+        ...
+
+    def note_raised(self, index: int, sum_sq_error: float) -> None:
+        """Add the error of what goes with second moments that are too small to be told."""
         ...
 
     def fail(self, index: int, why: str) -> None:
@@ -227,9 +234,14 @@ class TaskCoder:
             )
         became = second if made is None else made.reconstruction
         draft = self._exact(task.second, second, tensor) if made is None else self._draft(task.second, made, None)
-        return [draft, self._first_draft(first, second, became)]
+        raised = None if made is None else _raised(values, floats_of(became, tensor.dtype))
+        if raised is not None:
+            desk.note_raised(task.second, _sum_sq(values[raised], floats_of(became, tensor.dtype)[raised]))
+        return [draft, self._first_draft(first, second, became, raised)]
 
-    def _first_draft(self, first: memoryview, second: memoryview, became: memoryview) -> Draft:
+    def _first_draft(
+        self, first: memoryview, second: memoryview, became: memoryview, raised: NDArray[np.bool_] | None
+    ) -> Draft:
         task, desk, thread = self._task, self._desk, self._thread
         tensor = desk.tensor_of(task.first)
         made: Made | None = None
@@ -246,6 +258,9 @@ class TaskCoder:
         if made is None:
             quotient = quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
             return self._exact(task.first, first, tensor, u_max=quotient)
+        if raised is not None:
+            again = floats_of(made.reconstruction, tensor.dtype)
+            desk.note_raised(task.first, _sum_sq(floats_of(first, tensor.dtype)[raised], again[raised]))
         draft = self._draft(task.first, made, None, became)
         if _needs_base(made, len(first)):
             draft.beside = task.second
@@ -328,6 +343,20 @@ def quotient_max(first: NDArray[Any], second: NDArray[Any]) -> float:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         quotient = np.abs(first) / np.sqrt(second)
     return float(np.where(first == 0, np.float32(0), quotient).max(initial=0.0))
+
+
+def _raised(values: NDArray[Any], became: NDArray[Any]) -> NDArray[np.bool_] | None:
+    """Return where second moments became many times what they are because they are next to nothing; None: nowhere."""
+    if float(values.min(initial=1.0)) >= _TINY:
+        return None
+    raised: NDArray[np.bool_] = (values > 0) & (values < _TINY)
+    raised &= became > 4 * values
+    return raised if raised.any() else None
+
+
+def _sum_sq(one: NDArray[Any], other: NDArray[Any]) -> float:
+    difference = one.astype(np.float64) - other
+    return float(np.dot(difference, difference))
 
 
 def _clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:

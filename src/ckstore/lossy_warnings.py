@@ -6,6 +6,7 @@ exactly without a look at their values. Who loses something on purpose is told t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,17 +16,25 @@ from ckstore.capture import Captured
 from ckstore.distance import floats_of, is_finite
 from ckstore.lossy import WIDTHS, memory_shape
 from ckstore.pairing import FLOAT_NAMES
+from ckstore.quant.settings import Residual
 from ckstore.tensor import TensorSpec, count_of
 from ckstore.tree import Node, Path, TensorNode, format_path, leaves_of
 
 _PIECE_NBYTES = 4 << 20
 _NAMED_COUNT = 3
+_COMPARED_COUNT = 1000
 _DOUBLES = {"float64", "<f8"}
 
 
-def rules_warnings(globs: Sequence[str]) -> list[str]:
-    """Return a warning for each rule that names nothing in the state."""
-    return [f"the rule for {glob!r} names nothing in this state" for glob in globs]
+def rules_warnings(residual: Residual, tree: Node) -> list[str]:
+    """Return a warning for each rule that names nothing in the state, with the path that comes nearest."""
+    paths = [format_path(path) for path, leaf in leaves_of(tree) if isinstance(leaf, TensorNode)]
+    warnings = []
+    for glob in residual.globs_without(paths):
+        near = difflib.get_close_matches(glob, paths[:_COMPARED_COUNT], n=1, cutoff=0.0)
+        meant = f"; the nearest path is {near[0]}" if near else ""
+        warnings.append(f"the rule for {glob!r} names nothing in this state{meant}")
+    return warnings
 
 
 def tensor_paths(tree: Node) -> dict[Path, int]:
