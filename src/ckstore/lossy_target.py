@@ -175,6 +175,9 @@ class Trial:
     def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
         """Add nothing."""
 
+    def note_raised(self, index: int, sum_sq_error: float) -> None:
+        """Let it be judged when it is stored."""
+
     def fail(self, index: int, why: str) -> None:
         """Leave it to the commit to find that out."""
 
