@@ -22,8 +22,16 @@ constexpr std::size_t kStreamedMin = 256 * 1024;
 
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kPage = 4096;
-// Streams that memory serves at the same time: measured, four move half as much again as one.
-constexpr std::size_t kPages = 4;
+
+// Pages that are copied side by side. Measured: four move half as much again as one on Intel's Xeons, and one a third
+// more than four on AMD's (Zen 5), whose prefetchers follow one stream further than four.
+bool copies_pages_in_turn() {
+#if defined(__GNUC__)
+    return __builtin_cpu_is("amd") != 0;
+#else
+    return false;
+#endif
+}
 
 CKSTORE_INLINE void stream_line(const std::uint8_t *source, std::uint8_t *destination) {
     const auto *from = reinterpret_cast<const __m128i *>(source);
@@ -38,12 +46,10 @@ CKSTORE_INLINE void stream_line(const std::uint8_t *source, std::uint8_t *destin
     _mm_stream_si128(to + 3, d);
 }
 
-// Past the caches: the destination is read by another process, later, and its lines need not be fetched to be
-// overwritten. What training has in the caches stays there.
-void copy_streamed(const std::uint8_t *source, std::uint8_t *destination, std::size_t nbytes) {
-    const std::size_t head = (kPage - reinterpret_cast<std::uintptr_t>(destination) % kPage) % kPage;
-    std::memcpy(destination, source, head);
-    std::size_t done = head;
+// Copies whole groups of pages; returns how many bytes these are.
+template <std::size_t kPages>
+std::size_t stream_pages(const std::uint8_t *source, std::uint8_t *destination, std::size_t nbytes) {
+    std::size_t done = 0;
     for (; done + kPages * kPage <= nbytes; done += kPages * kPage) {
         for (std::size_t line = 0; line < kPage; line += kLine) {
             for (std::size_t page = 0; page < kPages; ++page) {
@@ -52,6 +58,17 @@ void copy_streamed(const std::uint8_t *source, std::uint8_t *destination, std::s
             }
         }
     }
+    return done;
+}
+
+// Past the caches: the destination is read by another process, later, and its lines need not be fetched to be
+// overwritten. What training has in the caches stays there.
+void copy_streamed(const std::uint8_t *source, std::uint8_t *destination, std::size_t nbytes) {
+    static const bool in_turn = copies_pages_in_turn();
+    const std::size_t head = (kPage - reinterpret_cast<std::uintptr_t>(destination) % kPage) % kPage;
+    std::memcpy(destination, source, head);
+    const auto stream = in_turn ? stream_pages<1> : stream_pages<4>;
+    const std::size_t done = head + stream(source + head, destination + head, nbytes - head);
     // Others must see these bytes before the mark.
     _mm_sfence();
     std::memcpy(destination + done, source + done, nbytes - done);
