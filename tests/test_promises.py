@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import threading
 
 import numpy as np
 import pytest
 
 import ckstore
-from ckstore import Policy, UsageError
+from ckstore import Policy, UsageError, chunks, kernels
+from ckstore.commit import Request
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.io.memory import MemoryBackend
 from ckstore.pipeline import ChunkWorker
@@ -156,3 +158,24 @@ def test_missing_pack_names_a_tensor_that_is_lost(tmp_path):
         with pytest.raises(ckstore.MissingChunkError, match=r"model\.weight") as caught:
             store.restore(3)
     assert caught.value.tensor == "model.weight"
+
+
+def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(store, monkeypatch):
+    """Nobody changes an arena: a checksum tells what copying did, and nothing is hashed twice for it."""
+    state = {"w": np.random.default_rng(5).integers(0, 256, 9 << 20, np.uint8)}
+    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr(chunks, "new_hasher", lambda: pytest.fail("it is hashed again"))
+    policy = Policy(compression="none")
+    store.commit(state, 1, policy=policy)
+    assert np.array_equal(store.restore()["w"], state["w"])
+    copy = kernels.copy_bytes
+
+    def faulty(source, destination):
+        copy(source, destination)
+        destination[len(destination) // 2] ^= 1
+
+    monkeypatch.setattr(chunks.kernels, "copy_bytes", faulty)
+    state["w"] += 1
+    with pytest.raises(ckstore.CorruptError, match="changed while it was being copied"):
+        store.commit(state, 2, policy=policy)
+    assert store.steps() == [1]

@@ -21,6 +21,7 @@ from ckstore.decoder import FrameDecoder
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
 from ckstore.format.manifest import FrameRef, Loss, PackRef
+from ckstore.format.wire import xxh3_64
 from ckstore.forms import Encoded
 from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
@@ -92,6 +93,8 @@ class Coded:
     base_plain: memoryview | None = None
     is_derived: bool = False
     is_lossy: bool = False
+    checksum: int | None = None
+    """Of a payload that is the very bytes that were hashed, where nobody can change those."""
 
     @property
     def base_id(self) -> ChunkId:
@@ -114,6 +117,8 @@ class ChunkWriter:
     policy: Policy
     forms: Sequence[Form]
     bases: Bases
+    is_steady: bool = field(default=False, kw_only=True)
+    """Nobody changes the storages meanwhile: they lie in an arena."""
     _results: list[KnownFrame | NewFrame | None] = field(init=False)
     _placed: dict[ChunkId, NewFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
@@ -224,6 +229,9 @@ class ChunkWriter:
             with turn:
                 self._results[index] = known
             return
+        if self.is_steady and not coded.encoded.steps:
+            # At once, while it is in the cache.
+            coded.checksum = xxh3_64(plain)
         with turn:
             frame, is_first = self._take_place(index, chunk_id, coded)
         if is_first:
@@ -322,18 +330,19 @@ class ChunkWriter:
             payload_xxh3=0,
         )
 
-        # A plain payload is its own decoding: it is hashed again piece by piece, as it is copied.
-        hasher = None if encoded.steps else new_hasher()
+        # A plain payload is its own decoding: it is hashed again piece by piece, as it is copied. Where nobody can
+        # have changed it since it was hashed, a checksum finds what copying did to it, in a sixth of the time.
+        hasher = None if encoded.steps or coded.checksum is not None else new_hasher()
 
         def check(payload: Sequence[memoryview]) -> None:
             if hasher is not None:
                 require_identity(hasher.digest(), frame.chunk_id)
-            elif self.policy.verify_encoded:
+            elif self.policy.verify_encoded and coded.checksum is None:
                 found = worker.identity_of_payload(payload, encoded, chunk, coded.base_plain)
                 require_identity(found, frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
-        self._packer.fill(frame.place, header, encoded.parts, check, watch=watch)
+        self._packer.fill(frame.place, header, encoded.parts, check, watch=watch, checksum=coded.checksum)
 
 
 @dataclass(frozen=True, slots=True)

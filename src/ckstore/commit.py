@@ -42,6 +42,8 @@ class Request:
     bases: Bases
     fingerprint: Fingerprint | None = None
     """What the handle's previous commit looked like."""
+    is_steady: bool = False
+    """Nobody changes the state until this returns: it lies in an arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +163,11 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, reques
 def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) -> ChunkWriter:
     what = (parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
     if basing.lossy is None or not basing.lossy.tasks:
-        return ChunkWriter(*what)
+        return ChunkWriter(*what, is_steady=request.is_steady)
     # Quantizers are wanted by those who lose something only.
     from ckstore.lossy_chunks import LossyChunkWriter
 
-    return LossyChunkWriter(*what, lossy=basing.lossy)
+    return LossyChunkWriter(*what, lossy=basing.lossy, is_steady=request.is_steady)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 
 import ckstore
 from ckstore.config import Limits
-from ckstore.errors import BackendError
+from ckstore.errors import BackendError, ChecksumError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.pack import (
     SUPERHEADER_NBYTES,
@@ -55,7 +55,7 @@ def packer_on(backend, pool, **arguments):
         pool,
         store_id=STORE_ID,
         nbytes_expected=1 << 20,
-        copy=copy,
+        copy=arguments.pop("copy", copy),
         new_id=lambda: bytes(15) + bytes([next(numbers)]),
         **arguments,
     )
@@ -121,6 +121,22 @@ def test_check_sees_the_bytes_as_they_lie_in_the_block(backend):
         packer.fill(at, header_of(payload), parts, lambda views: seen.append(b"".join(map(bytes, views))))
         packer.finish()
     assert seen == [payload]
+
+
+def test_copying_that_changes_a_byte_is_found_by_the_checksum_of_the_source(backend):
+    def faulty(source, destination):
+        destination[:] = source
+        if len(source) == 5000:
+            destination[77] ^= 4
+
+    payload = bytes(range(250)) * 20
+    with BufferPool(1 << 16, 6) as pool:
+        packer = packer_on(backend, pool, copy=faulty)
+        at = packer.place(len(payload))
+        with pytest.raises(ChecksumError, match="changed while it was being copied"):
+            packer.fill(at, header_of(payload), [memoryview(payload)], lambda parts: None, checksum=xxh3_64(payload))
+        packer.fail()
+        packer.abandon()
 
 
 def test_full_pack_is_closed_and_the_next_begun(backend):

@@ -163,6 +163,7 @@ class Committer:
             metrics=head.metrics,
             bases=self._bases,
             fingerprint=self._fingerprint,
+            is_steady=True,
         )
         committed = commit(parts, request, watch)
         self._fingerprint = committed.fingerprint

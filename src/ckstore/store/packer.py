@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckstore.errors import BackendError, CkstoreError
+from ckstore.errors import BackendError, ChecksumError, CkstoreError
 from ckstore.format import layout
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header
 from ckstore.format.manifest import PackRef
@@ -109,6 +109,7 @@ class Packer:
         check: Check,
         *,
         watch: Callable[[memoryview], object] | None = None,
+        checksum: int | None = None,
     ) -> None:
         """Copy a frame to its place, check it there, and put its header before it.
 
@@ -120,18 +121,28 @@ class Packer:
             parts: Its payload.
             check: Called with the payload in the block; raises when it is not what it must be.
             watch: Called before that with every piece of the payload in the block, in order.
+            checksum: The xxh3 that the payload had where it comes from; None: not known.
+
+        Raises:
+            CorruptError: The payload in the block has another checksum.
         """
         stream = at.pack.stream
-        checksum = new_xxh3()
+        found = new_xxh3()
 
         def watch_piece(piece: memoryview) -> None:
-            checksum.update(piece)
+            found.update(piece)
             if watch is not None:
                 watch(piece)
 
         stream.fill(at.place, parts, begin=FRAME_HEADER_NBYTES, watch=watch_piece)
         check(_skip(stream.views(at.place), FRAME_HEADER_NBYTES))
-        header = header.with_checksum(checksum.intdigest())
+        if checksum is not None and found.intdigest() != checksum:
+            raise ChecksumError(
+                "a frame changed while it was being copied into its pack",
+                where=f"chunk {header.chunk_id.hex()[:16]}",
+                todo="commit again; if it happens twice, test this machine's memory",
+            )
+        header = header.with_checksum(found.intdigest())
         _put(stream.views(at.place), encode_frame_header(header))
         entry = DirectoryEntry.of(header, offset=at.offset)
         stream.done(at.place)
