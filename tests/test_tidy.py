@@ -119,14 +119,15 @@ ALLOWED = {
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
     "pending": {"clock", "errors", "receipt"},
-    "handover": CORE | {"pending", "receipt", "saver", "staging"},
+    "handed": CORE | {"pending", "saver", "staging"},
+    "handover": CORE | {"handed", "pending", "receipt", "saver", "staging"},
     # When to commit: arithmetic, what it is fed with, and signals.
     "advice": {"errors"},
     "interval": {"advice", "arguments", "clock", "errors"},
     "signals": {"advice", "arguments", "clock", "errors"},
     "advising": {"advice", "errors", "handle", "interval", "signals", "store"},
     "background": CORE
-    | {"adapters", "advising", "arguments", "bases", "handle", "handover", "pending", "saver", "stale"},
+    | {"adapters", "advising", "arguments", "bases", "handed", "handle", "handover", "pending", "saver", "stale"},
     "handle": CORE | {"contents", "coding", "stats", "info", "decoder", "chain_reader"},
     "api": CORE
     | {

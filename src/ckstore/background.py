@@ -81,7 +81,7 @@ class Background(Advising):
             CapacityError: There is no memory to copy the state to.
             CkstoreError: An earlier commit failed in the background, and nobody has asked for its result.
         """
-        from ckstore.handover import Order
+        from ckstore.handed import Order
 
         number = check_step(step)
         checked_metrics = check_metrics(metrics)

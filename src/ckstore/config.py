@@ -63,7 +63,8 @@ class Policy:
             (0.4% of the state each, for the last commit and its keyframe) come on top.
         on_busy: What a background commit does while an earlier one is still being written: ``"wait"`` for it;
             ``"skip"``, which stores nothing and says so; ``"replace"`` a staged one that still waits for its turn, for
-            which there is room for two states.
+            which there is room for two states; one that ``Pending.wait_staged`` or ``is_staged`` has said to be staged
+            will be published, and is waited for.
         staging_threads: Threads that copy the state for a background commit, the caller's included; None: as many as
             reach the memory's bandwidth, at most eight.
         arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs.

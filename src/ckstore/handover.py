@@ -10,12 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -23,11 +22,12 @@ from numpy.typing import NDArray
 
 from ckstore.capture import Captured
 from ckstore.config import EngineName, Policy
-from ckstore.errors import SaverError, UsageError
+from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.handed import Handed, Order
 from ckstore.io.local import LocalBackend
 from ckstore.pending import Pending, left_out_error, skipped, told_later
 from ckstore.receipt import Receipt
-from ckstore.saver.arena import FREE, SLOTS_MAX, Slot
+from ckstore.saver.arena import FREE, SLOTS_MAX
 from ckstore.saver.client import Saver
 from ckstore.saver.head import Head, encode_head
 from ckstore.saver.tickets import Callbacks
@@ -43,49 +43,8 @@ _log = logging.getLogger("ckstore")
 _HEAD_NBYTES = 4 << 20
 """Room for a head, where its length is not known yet."""
 
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A commit to be handed over.
-
-    Args:
-        captured: The state.
-        step: The trainer's step.
-        metrics: Numbers to find it by.
-        tags: Names for it.
-        policy: How to store it, and how it goes into the background.
-        guarded: Memory that a guard protects.
-    """
-
-    captured: Captured
-    step: int
-    metrics: Mapping[str, float]
-    tags: Sequence[str]
-    policy: Policy
-    guarded: Sequence[Span]
-
-
-@dataclass(slots=True, eq=False)
-class _Handed:
-    """A state in a slot."""
-
-    ticket: int
-    pending: Pending
-    slot: Slot
-    saver: Saver
-    staging: Staging = field(init=False)
-    free: threading.Event = field(default_factory=threading.Event)
-    is_begun: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its slot may be used again."""
-        return self.free.is_set() and self.staging.is_over.is_set()
-
-    def wait_over(self) -> None:
-        """Wait until its slot may be used again."""
-        self.staging.finish()
-        self.saver.wait(self.free, None, f"end the commit of step {self.pending.step}")
+_START_SECONDS = 30.0
+"""For a saver to open the store, where nothing needs it yet."""
 
 
 class Handover:
@@ -98,7 +57,7 @@ class Handover:
         self._saver: Saver | None = None
         self._nice = 0
         self._ticket = 0
-        self._outstanding: list[_Handed] = []
+        self._outstanding: list[Handed] = []
         self._published: int | None = None
         self._failed: list[Pending] = []
         self.parent: int | None = None
@@ -139,12 +98,16 @@ class Handover:
     def prewarm(self, captured: Captured, guarded: Sequence[Span], policy: Policy) -> None:
         """Start the saver, and take the memory that a state needs, so that its first commit need not."""
         stowage, _ = self._dock.stow(captured, guarded)
-        self._living_saver(policy)
+        saver = self._living_saver(policy)
         slot = self._dock.free_slot()
         if slot is not None:
             nbytes = stowage.end + _HEAD_NBYTES
             self._dock.reserve(slot, nbytes, policy)
             self._dock.populate(slot, nbytes, policy)
+        # Else it would still be starting, on the same processors, while the first state is copied. What keeps it from
+        # opening the store is told by the commit.
+        with contextlib.suppress(CkstoreError):
+            saver.wait_ready(_START_SECONDS)
 
     def guard(self) -> None:
         """Return when what guards protect may be changed."""
@@ -225,18 +188,22 @@ class Handover:
                 oldest.wait_over()
             elif len(self._outstanding) < SLOTS_MAX:
                 break
-            else:
-                self._replace(newest, order.step, oldest.pending.step)
+            elif not self._replace(newest, order.step, oldest.pending.step):
+                # Whoever was told that it will be published would be deceived.
+                oldest.wait_over()
             self._sweep()
         return None
 
-    def _replace(self, waiting: _Handed, step: int, busy_step: int) -> None:
-        _log.warning("the commit of step %d replaces that of step %d", step, waiting.pending.step)
+    def _replace(self, waiting: Handed, step: int, busy_step: int) -> bool:
+        """Leave out the state that waits for its turn; return False where that must not be."""
         error = left_out_error(waiting.pending.step, busy_step)
-        waiting.pending.note_failed(error, is_skipped=True)
+        if not waiting.pending.take_back(error):
+            return False
+        _log.warning("the commit of step %d replaces that of step %d", step, waiting.pending.step)
         waiting.staging.cancel(error)
         waiting.saver.abort(waiting.ticket)
         waiting.wait_over()
+        return True
 
     def _sweep(self) -> None:
         """Take back the slots that are not used any more."""
@@ -245,7 +212,7 @@ class Handover:
                 handed.slot.state = FREE
                 self._outstanding.remove(handed)
 
-    def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> _Handed:
+    def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> Handed:
         """Hand a slot with a head over to a saver, a new one if the last has died."""
         for is_again in (False, True):
             saver = self._living_saver(order.policy)
@@ -265,7 +232,7 @@ class Handover:
                 _log.warning("%s; another saver is started", error)
         raise AssertionError("unreachable")
 
-    def _give(self, handed: _Handed, head: bytes, place: int) -> None:
+    def _give(self, handed: Handed, head: bytes, place: int) -> None:
         """Begin a ticket with its head in its slot; the slot stays free if that fails."""
         slot = handed.slot
         slot.start(handed.ticket, place + len(head))
@@ -282,6 +249,7 @@ class Handover:
                 self._callbacks(handed),
                 parent=self.parent,
                 parent_ticket=next(going, 0),
+                is_streamed=handed.is_streamed,
             )
         except BaseException:
             slot.state = FREE
@@ -291,7 +259,7 @@ class Handover:
 
     def _prepare(
         self, order: Order, stowage: Stowage, starts: NDArray[np.uint64], saver: Saver
-    ) -> tuple[_Handed, bytes]:
+    ) -> tuple[Handed, bytes]:
         """Find a free slot for the commit, and take memory for its head; return that head too."""
         head = encode_head(
             Head.of(
@@ -310,21 +278,22 @@ class Handover:
         slot.populate(stowage.end, len(head))
         self._ticket += 1
         pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
-        handed = _Handed(self._ticket, pending, slot, saver)
+        is_streamed = self._dock.is_streamed(stowage, order.policy)
+        handed = Handed(self._ticket, pending, slot, saver, is_streamed)
         handed.staging = Staging(
             order.captured,
             stowage,
             starts,
             slot,
             self._dock.crew(order.policy),
-            bell=saver.bell,
+            bell=saver.bell if is_streamed else -1,
             is_checked=order.policy.debug_guard,
-            on_staged=lambda: _tell_staged(handed),
+            on_staged=lambda: handed.tell_staged(),
             on_failed=lambda error: self._give_up(handed, error),
         )
         return handed, head
 
-    def _callbacks(self, handed: _Handed) -> Callbacks:
+    def _callbacks(self, handed: Handed) -> Callbacks:
         def on_done(receipt: Receipt) -> None:
             self.parent = self._published = receipt.seq
             handed.pending.note_done(receipt)
@@ -343,7 +312,7 @@ class Handover:
             on_progress=handed.pending.note_progress,
         )
 
-    def _give_up(self, handed: _Handed, error: BaseException) -> None:
+    def _give_up(self, handed: Handed, error: BaseException) -> None:
         """Staging has failed: tell the saver, and whoever waits."""
         if not isinstance(error, Exception):
             error = SaverError(f"the commit of step {handed.pending.step} was interrupted", todo="commit again")
@@ -380,11 +349,6 @@ class Handover:
 
         # Ctrl-C must not leave a process that nobody knows of.
         return run_aside(start, on_interrupt=lambda error: None)
-
-
-def _tell_staged(handed: _Handed) -> None:
-    handed.pending.note_staged()
-    handed.saver.staged(handed.ticket)
 
 
 _handovers: weakref.WeakSet[Handover] = weakref.WeakSet()

@@ -50,6 +50,7 @@ class Pending:
         self._receipt: Receipt | None = None
         self._error: Exception | None = None
         self._is_skipped = False
+        self._is_promised = False
         self._on_done: list[Callable[[Pending], None]] = []
         self._lock = threading.Lock()
 
@@ -65,7 +66,11 @@ class Pending:
     @property
     def is_staged(self) -> bool:
         """Whether all was copied and the saver has the run: it is published from now on, even if this process dies."""
-        return self._staged.is_set() and self._began.is_set() and self._error is None
+        with self._lock:
+            is_staged = self._staged.is_set() and self._began.is_set() and self._error is None
+            # Who was told so relies on it.
+            self._is_promised = self._is_promised or is_staged
+            return is_staged
 
     @property
     def is_skipped(self) -> bool:
@@ -145,19 +150,35 @@ class Pending:
         """Say that it was not acknowledged; what comes after the end does not count."""
         self._end(None, error, is_skipped=is_skipped)
 
+    def take_back(self, error: Exception) -> bool:
+        """Leave it out for a later one, unless somebody was told that it will be published; return whether it is."""
+        with self._lock:
+            if self._is_promised or self._done.is_set():
+                return False
+            calls = self._note_end(None, error, is_skipped=True)
+        for call in calls:
+            call(self)
+        return True
+
     def _end(self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool = False) -> None:
         with self._lock:
             if self._done.is_set():
                 return
-            self._receipt, self._error, self._is_skipped = receipt, error, is_skipped
-            # Whoever keeps this must not keep the arena and the saver by it.
-            self._finish, self._wait = _nothing, _wait
-            self._done.set()
-            self._staged.set()
-            self._began.set()
-            calls, self._on_done = self._on_done, []
+            calls = self._note_end(receipt, error, is_skipped=is_skipped)
         for call in calls:
             call(self)
+
+    def _note_end(
+        self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool
+    ) -> list[Callable[[Pending], None]]:
+        self._receipt, self._error, self._is_skipped = receipt, error, is_skipped
+        # Whoever keeps this must not keep the arena and the saver by it.
+        self._finish, self._wait = _nothing, _wait
+        self._done.set()
+        self._staged.set()
+        self._began.set()
+        calls, self._on_done = self._on_done, []
+        return calls
 
 
 def skipped(step: int, busy_step: int) -> Pending:

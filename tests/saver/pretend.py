@@ -27,6 +27,7 @@ class PretendSaver:
         self.is_quick = True
         self.has_run = True
         self.parents = []
+        self.streamed = []
         self.calls = []
 
     @classmethod
@@ -35,7 +36,9 @@ class PretendSaver:
         cls.started.append(saver)
         return saver
 
-    def begin(self, ticket, slot, head_place, head_nbytes, callbacks, *, parent=None, parent_ticket=0):
+    def begin(
+        self, ticket, slot, head_place, head_nbytes, callbacks, *, parent=None, parent_ticket=0, is_streamed=True
+    ):
         if not self.is_alive:
             raise SaverError("the saver is dead")
         room = self.arena.slots[slot]
@@ -44,9 +47,14 @@ class PretendSaver:
         assert room.is_staged(head_place, head_place + head_nbytes)
         self.begun[ticket] = (room, head, callbacks)
         self.parents.append((parent, parent_ticket))
+        self.streamed.append(is_streamed)
         self.calls.append("begin")
         if self.has_run:
             callbacks.on_began()
+
+    def wait_ready(self, timeout=None):
+        self.calls.append("wait ready")
+        return True
 
     def staged(self, ticket):
         room, head, _ = self.begun[ticket]

@@ -109,7 +109,18 @@ class Desk:
         self.saver = Saver.start(self.address, self.run, self.arena, nice=self.nice)
 
     def begin(
-        self, state, step, *, slot=0, metrics=None, tags=(), policy=None, sample=None, parent=None, parent_ticket=0
+        self,
+        state,
+        step,
+        *,
+        slot=0,
+        metrics=None,
+        tags=(),
+        policy=None,
+        sample=None,
+        parent=None,
+        parent_ticket=0,
+        is_streamed=True,
     ):
         """Hand over a slot without staging anything; ``sample(captured)`` yields keys and bytes that are staged."""
         captured = capture(state)
@@ -145,7 +156,14 @@ class Desk:
             room.marks[: -(-(rows[-1][0].place + len(rows[-1][1])) // UNIT_NBYTES)] = 1
         handed = Handed(self, self.ticket, room, captured, places)
         self.saver.begin(
-            self.ticket, slot, end, len(head), handed.callbacks(), parent=parent, parent_ticket=parent_ticket
+            self.ticket,
+            slot,
+            end,
+            len(head),
+            handed.callbacks(),
+            parent=parent,
+            parent_ticket=parent_ticket,
+            is_streamed=is_streamed,
         )
         return handed
 

@@ -17,6 +17,7 @@ import ckstore
 from ckstore import handover
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CapacityError, SaverError, UsageError
+from ckstore.staging import state as staging_state
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -118,60 +119,6 @@ def test_the_default_waits_for_the_commit_before(store, savers):
     assert not second.is_done
     assert second.stall_seconds > 0.1
     assert {room.index for room, _, _ in saver.begun.values()} == {0}
-
-
-def test_skip_leaves_the_state_out_and_says_so(store, savers, policy, caplog):
-    policy(on_busy="skip")
-    store.prewarm(state(0))
-    saver = slow(savers)
-    store.commit_async(state(1), 1)
-    second = store.commit_async(state(2), 2)
-    assert "step 2 is left out: step 1 is still being written" in caplog.text
-    assert second.is_skipped
-    assert second.is_done
-    assert not second.is_staged
-    assert not second.wait_staged()
-    with pytest.raises(SaverError, match="step 2 was left out"):
-        second.result()
-    saver.finish(1)
-    third = store.commit_async(state(3), 3)
-    assert not third.is_skipped
-    assert list(saver.begun) == [1, 2]
-    saver.finish(2)
-
-
-def test_replace_keeps_one_state_waiting_and_replaces_it(store, savers, policy, caplog):
-    policy(on_busy="replace")
-    store.prewarm(state(0))
-    saver = slow(savers)
-    pendings = [store.commit_async(state(step), step) for step in (1, 2, 3, 4)]
-    assert saver.aborted == [2, 3]
-    assert [each.is_skipped for each in pendings] == [False, True, True, False]
-    assert [room.index for room, _, _ in saver.begun.values()] == [0, 1, 1, 1]
-    assert saver.parents == [(None, 0), (None, 1), (None, 1), (None, 1)]
-    assert "step 3 replaces that of step 2" in caplog.text
-    with pytest.raises(SaverError, match="step 2 was left out: that of step 1"):
-        pendings[1].result()
-    saver.finish(1)
-    saver.finish(4)
-    store.wait()
-    assert pendings[3].result().step == 4
-    store.commit_async(state(5), 5)
-    assert saver.parents[-1] == (104, 0)
-    saver.finish(5)
-
-
-@pytest.mark.parametrize("on_busy", ["skip", "replace"])
-def test_a_commit_that_nobody_waits_for_is_checked_by_the_next(store, savers, policy, on_busy):
-    policy(on_busy=on_busy, debug_guard=True)
-    store.prewarm(state(0))
-    saver = slow(savers)
-    store._guarded = OwnerOfAll()
-    pending = store.commit_async(state(1), 1)
-    assert not pending.is_staged
-    store.commit_async(state(2), 2)
-    assert pending.is_staged
-    saver.finish(1)
 
 
 def test_two_states_at_a_time_are_the_most_there_ever_are(store, savers, policy):
@@ -329,6 +276,34 @@ def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers):
     assert store.arena_nbytes == nbytes
 
 
+def test_prewarm_returns_when_the_saver_listens(store, savers):
+    store.prewarm(state(0))
+    assert savers[0].calls == ["wait ready"]
+
+
+@pytest.mark.parametrize(
+    ("threads", "is_guarded", "is_streamed"), [(2, False, False), (1, False, True), (2, True, True)]
+)
+def test_the_saver_takes_no_processor_from_copies_that_are_waited_for(
+    store, savers, policy, monkeypatch, threads, is_guarded, is_streamed
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    policy(staging_threads=threads)
+    if is_guarded:
+        store._guarded = OwnerOfAll()
+    rung = []
+    real = staging_state.HostCopy
+
+    def noting(*args, bell, **options):
+        rung.append(bell)
+        return real(*args, bell=bell, **options)
+
+    monkeypatch.setattr(staging_state, "HostCopy", noting)
+    store.commit_async(state(1), 1).result()
+    assert savers[0].streamed == [is_streamed]
+    assert rung == [savers[0].bell if is_streamed else -1] * 2
+
+
 def test_a_pending_commit_that_is_kept_keeps_no_memory(savers, folder):
     with ckstore.open(folder) as store:
         pending = store.commit_async(state(0), 0)
@@ -363,7 +338,7 @@ def test_a_forgotten_handle_lets_its_commit_be_carried_through(savers, folder):
     del store
     gc.collect()
     assert gone() is None
-    assert saver.calls == ["begin", "staged", "quit"]
+    assert saver.calls == ["wait ready", "begin", "staged", "quit"]
     saver.finish(1)
     assert pending.result().step == 1
 

@@ -149,6 +149,7 @@ class Saver:
         *,
         parent: int | None = None,
         parent_ticket: int = 0,
+        is_streamed: bool = True,
     ) -> None:
         """Hand over a slot that is being staged; its head (``messages.encode_head``) is there.
 
@@ -160,6 +161,7 @@ class Saver:
             callbacks: What to call as it goes on.
             parent: The seq that the state comes from.
             parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
+            is_streamed: Whether it is read while it is being staged, or after that.
 
         Raises:
             SaverError: The saver is dead; nothing will be called.
@@ -169,7 +171,7 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
-            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, parent, parent_ticket))
+            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, parent, parent_ticket, is_streamed))
         except BaseException:
             self._tickets.remove(ticket)
             raise

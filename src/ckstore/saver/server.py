@@ -211,6 +211,7 @@ class Server:
             self.channel.tell(messages.SlotFree(message.ticket))
             return
         ticket = Ticket(message.ticket, slot, head, self._board, parents=(message.parent, message.parent_ticket))
+        ticket.is_streamed = message.is_streamed
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket

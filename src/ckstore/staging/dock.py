@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ from ckstore.saver.arena import FREE, SLOTS_MAX, UNIT_NBYTES, Arena, Slot, units
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import Span, kinds_of, pin
-from ckstore.staging.stowage import Stowage, stow
+from ckstore.staging.stowage import NOW, Stowage, stow
 
 _STOWED_MAX = 4
 """Shapes that are remembered: those of a state, and of parts of it that are committed apart."""
@@ -69,6 +70,15 @@ class Dock:
             sampled = places_to_sample(captured.storages, self._limits)
             self._stowed[key] = stow(captured.storages, kinds, sampled)
         return self._stowed[key], starts
+
+    def is_streamed(self, stowage: Stowage, policy: Policy) -> bool:
+        """Whether the saver is to read what is copied while the rest still is.
+
+        Not where training waits for all of it, and every processor copies: what the saver had of them, training would
+        wait longer for.
+        """
+        is_waited_for = not any(section.unit_count for section in stowage.sections[NOW + 1 :])
+        return not is_waited_for or policy.staging_thread_count < len(os.sched_getaffinity(0))
 
     def reserve(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Make room in a slot.

@@ -1,0 +1,66 @@
+"""A captured state on its way to the saver: what was asked for, and the slot that it lies in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckstore.capture import Captured
+from ckstore.config import Policy
+from ckstore.pending import Pending
+from ckstore.saver.arena import Slot
+from ckstore.saver.client import Saver
+from ckstore.staging.devices import Span
+from ckstore.staging.state import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A commit to be handed over.
+
+    Args:
+        captured: The state.
+        step: The trainer's step.
+        metrics: Numbers to find it by.
+        tags: Names for it.
+        policy: How to store it, and how it goes into the background.
+        guarded: Memory that a guard protects.
+    """
+
+    captured: Captured
+    step: int
+    metrics: Mapping[str, float]
+    tags: Sequence[str]
+    policy: Policy
+    guarded: Sequence[Span]
+
+
+@dataclass(slots=True, eq=False)
+class Handed:
+    """A state in a slot."""
+
+    ticket: int
+    pending: Pending
+    slot: Slot
+    saver: Saver
+    is_streamed: bool
+    """Whether the saver reads what is copied while the rest still is."""
+    staging: Staging = field(init=False)
+    free: threading.Event = field(default_factory=threading.Event)
+    is_begun: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its slot may be used again."""
+        return self.free.is_set() and self.staging.is_over.is_set()
+
+    def wait_over(self) -> None:
+        """Wait until its slot may be used again."""
+        self.staging.finish()
+        self.saver.wait(self.free, None, f"end the commit of step {self.pending.step}")
+
+    def tell_staged(self) -> None:
+        """Say that all is copied, here and to the saver."""
+        self.pending.note_staged()
+        self.saver.staged(self.ticket)
