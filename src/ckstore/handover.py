@@ -34,7 +34,7 @@ from ckstore.saver.tickets import Callbacks
 from ckstore.staging.devices import Span
 from ckstore.staging.dock import Dock
 from ckstore.staging.state import Staging
-from ckstore.staging.stowage import Stowage
+from ckstore.staging.stowage import Stowage, unchecked
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
 
@@ -85,6 +85,7 @@ class Handover:
         busy = self._wait_for_slot(order)
         if busy is not None:
             return busy
+        order.captured.warnings.extend(unchecked(stowage, order.policy))
         handed = self._begin(order, stowage, starts)
         try:
             handed.staging.copy_now()

@@ -39,6 +39,9 @@ _log = logging.getLogger("ckstore")
 TRIES = 3
 """For the last commit: the first may be told of an earlier one's failure, or meet a saver that the signal has ended."""
 
+STAGED_SECONDS = 1.0
+"""After the deadline: for a commit that was begun to be staged."""
+
 _Listener = Callable[[int, FrameType | None], Any]
 
 
@@ -109,6 +112,7 @@ class LastCommit:
         self._get_metrics, self._tags, self._policy = metrics, check_tags(tags), policy
         self._deadline_seconds, self._then = deadline_seconds, then
         self._deadline = 0.0
+        self._late: Pending | None = None
         self._owner = os.getpid()
         self._commit_count = store.costs.commit_count
         self._is_over = self._is_ending = self._is_closed = False
@@ -140,7 +144,8 @@ class LastCommit:
             Whether the run is to end: the last commit was made, and whoever else was told by the signal has returned.
 
         Raises:
-            SystemExit: It is durable, or staged and the deadline has passed; 128 and the number of the signal.
+            SystemExit: It is durable, or the deadline has passed and the log says whether it is staged; 128 and the
+                number of the signal.
             CkstoreError: The last commit failed; earlier checkpoints are intact.
         """
         if self.signal is None or self._is_over:
@@ -217,9 +222,7 @@ class LastCommit:
             try:
                 self.receipt = self._try(step, is_first=left == TRIES - 1)
             except TimeoutError:
-                _log.warning(
-                    "%s: step %d is staged and not durable in time; the saver goes on writing it", number.name, step
-                )
+                self._tell_late(step, number)
             except CkstoreError as error:
                 if left == 0:
                     raise
@@ -234,14 +237,33 @@ class LastCommit:
         if is_first and store.costs.commit_count != self._commit_count:
             newest = store.costs.newest
             if newest is not None and newest[0] == step and newest[1] is not None:
-                return newest[1].result(timeout=self._left())
+                return self._durable(newest[1])
         state = self._get_state()
         metrics = self._get_metrics() if self._get_metrics is not None else None
         if is_first and store.arena_nbytes:
             pending = store.commit_async(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
-            return pending.result(timeout=self._left())
+            return self._durable(pending)
         # Here nothing can come between: not a saver that the same signal has told to end.
         return store.commit(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
+
+    def _durable(self, pending: Pending) -> Receipt:
+        self._late = pending
+        return pending.result(timeout=self._left())
+
+    def _tell_late(self, step: int, number: signal.Signals) -> None:
+        """The deadline has passed: say what is certain, and what is not."""
+        # Copying ends by itself, and soon; what takes longer is a saver that does not answer, or another writer.
+        if self._late is not None and self._late.wait_staged(STAGED_SECONDS):
+            _log.warning(
+                "%s: step %d is staged and not durable in time; the saver goes on writing it", number.name, step
+            )
+            return
+        _log.error(
+            "%s: step %d is not staged in time: it is lost if this process is killed now, and finished if it may end "
+            "by itself",
+            number.name,
+            step,
+        )
 
     def _left(self) -> float:
         return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())

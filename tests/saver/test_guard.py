@@ -114,10 +114,12 @@ def test_a_step_after_the_commit_changes_nothing_of_it(store, held, options):
 
 
 @pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
-def test_without_the_guard_these_tests_would_fail(store, held, options):
+def test_without_the_guard_these_tests_would_fail(store, held, monkeypatch, options):
     trainer = Trainer(**options)
     store.attach(trainer.optimizer)
     store._guarded._hooks[trainer.optimizer].remove()
+    # What torch counts would tell: that has tests of its own.
+    monkeypatch.setattr("ckstore.staging.state.versions_of", lambda storages: [0] * len(storages))
     wanted, staged = commit_and(store, trainer.state(), trainer.train)
     assert staged != wanted
     assert staged[-1] == wanted[-1], "the average belongs to no optimizer and was copied before"

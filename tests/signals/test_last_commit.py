@@ -188,7 +188,7 @@ Pending.result = result
     assert run.restored()["step"] > 0
 
 
-def test_a_commit_that_is_not_durable_in_time_is_left_to_the_saver(trainer, loop):
+def test_a_commit_that_no_saver_has_taken_in_time_is_not_said_to_be_staged(trainer, loop):
     code = """
 def commit(step):
     if step == 2:
@@ -199,8 +199,30 @@ store.commit_async(state, 0).result()
     told = 'say("saver", store._handover.saver_pid)\n'
     run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
-    run.hear_told("not durable in time")
+    # It does not answer: nobody can say that the state is published if the process dies now.
+    run.hear_told("step 2 is not staged in time")
     # It waits for the saver at exit, which only now goes on.
+    os.kill(saver, signal.SIGCONT)
+    code, told = run.end()
+    assert code == 143
+    assert run.restored()["step"] == 2
+
+
+def test_a_commit_that_is_staged_and_not_durable_in_time_is_left_to_the_saver(trainer, loop):
+    code = """
+state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 24 << 20, np.uint32)
+def commit(step):
+    if step == 2:
+        state["more"] += 1
+        assert store.commit_async(state, step).wait_staged()
+        os.kill(store._handover.saver_pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+store.commit_async(state, 0).result()
+"""
+    told = 'say("saver", store._handover.saver_pid)\n'
+    run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
+    saver = int(run.hear("saver")[0])
+    run.hear_told("step 2 is staged and not durable in time")
     os.kill(saver, signal.SIGCONT)
     code, told = run.end()
     assert code == 143

@@ -7,7 +7,7 @@ else may change at any time, so nothing else may be copied behind its guard. Opt
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,17 @@ class Guarded:
         for hook in list(self._hooks.values()):
             hook.remove()
         self._hooks.clear()
+
+
+def versions_of(storages: Sequence[object]) -> list[int]:
+    """Return how often torch has seen the tensors of each storage change; fused operations it does not count."""
+    return [sum(_version_of(part) for part in getattr(storage, "keep", ())) for storage in storages]
+
+
+def _version_of(part: object) -> int:
+    # What keeps a tensor of ours alive is the tensor, detached: that shares its counter; and its storage.
+    tensor = part[0] if isinstance(part, tuple) else None
+    return tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0
 
 
 def _innermost(optimizer: object) -> Any:

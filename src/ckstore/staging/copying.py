@@ -83,7 +83,18 @@ def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class HostCopy:
-    """Copies one section, on all threads that enter."""
+    """Copies one section, on all threads that enter.
+
+    Args:
+        section: What to copy.
+        slot: Where to.
+        storages: Where from.
+        starts: The address of each storage.
+        bell: An eventfd to ring after each unit; -1: none.
+        is_checked: Take checksums before and after.
+        on_over: Called once, on any thread, with what went wrong, if anything did.
+        look: Called once, when all is copied and before anybody may change it; returns what is wrong with it.
+    """
 
     def __init__(
         self,
@@ -95,6 +106,7 @@ class HostCopy:
         bell: int,
         is_checked: bool,
         on_over: Callable[[BaseException | None], None],
+        look: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.section = section
         self.is_over = threading.Event()
@@ -109,6 +121,7 @@ class HostCopy:
         self._is_checked = is_checked
         self._is_fresh = not slot.is_populated(section.begin, section.unit_count * UNIT_NBYTES)
         self._on_over = on_over
+        self._look = look
         self._lock = threading.Lock()
         self._inside = 0
         self._error: BaseException | None = None
@@ -198,7 +211,8 @@ class HostCopy:
             is_last = self._inside == 0 and not self.is_over.is_set()
             is_last = is_last and (self._is_cancelled or bool(self._marks.all()))
             if is_last:
-                # From here on nobody enters any more.
+                # From here on nobody enters any more, and whoever waits may change what was copied.
+                self._error = self._error or self._look()
                 self.is_over.set()
         if is_last:
             if not self._is_checked:

@@ -116,6 +116,15 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
     return _ReadCopies(section, storages, slot)
 
 
+def versions_of(storages: Sequence[HostStorage]) -> list[int]:
+    """Return a number for each storage that differs when its library has seen it changed."""
+    if not storages or "torch" not in sys.modules:
+        return [0] * len(storages)
+    from ckstore.adapters.guarding import versions_of as counted
+
+    return counted(storages)
+
+
 def pin(slot: Slot) -> None:
     """Let CUDA devices copy to a slot at full speed, where there are any."""
     if "torch" in sys.modules:

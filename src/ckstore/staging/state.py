@@ -2,6 +2,7 @@
 
 Invariants:
 - The slot is said to be staged after all its units were marked, and where checksums were taken, after those agreed.
+- What a guard protects was not seen to change, by the counters of its library, before all of it was copied.
 - Sources are kept alive until they were copied or given up, and not longer.
 - Once ``is_over`` is set, no thread touches the slot any more.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from ckstore.capture import Captured
 from ckstore.errors import CorruptError
 from ckstore.saver.arena import STAGED, UNIT_NBYTES, Slot
 from ckstore.staging.copying import Crew, HostCopy
-from ckstore.staging.devices import copies_of
+from ckstore.staging.devices import copies_of, versions_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section, Stowage
 from ckstore.tensor import HostStorage
 from ckstore.tree import place_of
@@ -65,6 +67,8 @@ class Staging:
         self._checking = threading.Lock()
         self._error: BaseException | None = None
         sections = stowage.sections
+        self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
+        self._versions = {kind: self._versions_now(kind) for kind in self._guarded}
         self._host = [
             HostCopy(
                 sections[kind],
@@ -74,6 +78,7 @@ class Staging:
                 bell=bell,
                 is_checked=is_checked and kind == LAZY,
                 on_over=self._one_over,
+                look=partial(self._seen_changed, kind),
             )
             for kind in (NOW, LAZY)
         ]
@@ -113,7 +118,9 @@ class Staging:
     def guard(self) -> None:
         """Return when the sources may be changed, having sent the whole crew to copy what is left of them."""
         for copy in self._device[1:]:
-            copy.hold()
+            # What is launched later waits for the copies, and counts as a change at once.
+            if copy.hold() and (error := self._seen_changed(DEVICE_LAZY)) is not None:
+                self.cancel(error)
         self._host[1].join(self._crew)
         self._check()
 
@@ -137,6 +144,20 @@ class Staging:
             copy.cancel(error)
         for device in self._device:
             device.cancel(error)
+
+    def _versions_now(self, kind: int) -> list[int]:
+        assert self._captured is not None
+        return versions_of([self._captured.storages[index] for index in self._guarded[kind]])
+
+    def _seen_changed(self, kind: int) -> CorruptError | None:
+        """Return an error if something was changed that a guard should have protected while it was copied."""
+        captured, noted = self._captured, self._versions.get(kind)
+        if captured is None or not noted:
+            return None
+        for index, one, other in zip(self._guarded[kind], noted, self._versions_now(kind), strict=True):
+            if one != other:
+                return _changed_error(captured, index, 0)
+        return None
 
     def _one_over(self, error: BaseException | None) -> None:
         with self._lock:
@@ -201,9 +222,11 @@ class _DeviceCopy:
         self._is_launched = True
         self._copies.launch()
 
-    def hold(self) -> None:
+    def hold(self) -> bool:
+        """Let what is launched later wait; return whether there was anything to wait for."""
         if not self._is_over:
             self._copies.hold()
+        return not self._is_over
 
     def wait(self) -> None:
         """Wait until all has come; never raises."""

@@ -1,0 +1,104 @@
+"""Protects what is found of changes beside the guard: torch counts nearly all of them, and says so at no cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pretend import HeldCrew, PretendSaver
+from torch import nn
+
+import ckstore
+from ckstore import handover
+from ckstore.errors import CorruptError
+from ckstore.staging.stowage import Section, Stowage, unchecked
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.fixture
+def store(monkeypatch, folder):
+    PretendSaver.started = []
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    with ckstore.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Copy nothing behind a guard before somebody waits."""
+    return HeldCrew(monkeypatch)
+
+
+class Trainer:
+    def __init__(self, **options):
+        self.model = nn.Sequential(nn.Linear(96, 700), nn.ReLU(), nn.Linear(700, 96))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.train()
+
+    def train(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 96)).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_a_step_that_no_guard_held_up_fails_the_commit(store, held, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    store._guarded._hooks[trainer.optimizer].remove()
+    pending = store.commit_async(trainer.state(), 1)
+    trainer.train()
+    with pytest.raises(CorruptError, match="was changed between"):
+        pending.result()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_steps_behind_the_guard_are_not_taken_for_changes(store, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    for step in range(20):
+        pending = store.commit_async(trainer.state(), step)
+        trainer.train()
+        assert pending.result().step == step
+
+
+def test_a_parameter_that_is_changed_before_it_was_copied_fails_the_commit(store, held):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+    trainer.train()
+    with pytest.raises(CorruptError, match=r"model\.2\.weight") as caught:
+        pending.result()
+    assert caught.value.path == ("model", "2.weight")
+    saver = PretendSaver.started[-1]
+    assert "staged" not in saver.calls
+    # It waits for the slot, which is free when the saver has given the first one up.
+    store.commit_async(trainer.state(), 2).result()
+    assert saver.aborted == [1]
+
+
+def test_a_parameter_may_be_changed_when_all_is_staged(store):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    assert pending.wait_staged()
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+    assert pending.result().step == 1
+
+
+def test_the_check_says_what_it_does_not_compare(store, monkeypatch):
+    empty, rows = np.zeros(1, np.uint64), np.zeros((0, 4), np.int64)
+    device = Section(0, np.array([0, 1], np.uint64), np.array([[0, 0, 0, 4096]], np.int64))
+    stowage = Stowage((0,), (), (*[Section(0, empty, rows)] * 3, device), 4096)
+    assert unchecked(stowage, ckstore.Policy()) == []
+    assert "4096 bytes were guarded there" in unchecked(stowage, ckstore.Policy(debug_guard=True))[0]
+    monkeypatch.setattr(handover, "unchecked", lambda stowage, policy: ["Something was not compared."])
+    store.commit_async({"w": np.zeros(9)}, 1)
+    assert PretendSaver.started[-1].head(1).warnings == ["Something was not compared."]
