@@ -11,7 +11,6 @@ import gc
 import os
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from pretend import HeldCrew, PretendSaver
@@ -394,9 +393,3 @@ def test_checked_commits_are_staged_when_somebody_waits_even_without_a_step(stor
     pending = store.commit_async(trainer.state(), 1)
     assert not pending.is_staged
     assert pending.result().step == 1
-
-
-def test_numpy_states_need_no_optimizer(store):
-    state = {"a": np.arange(100_000), "b": [np.ones(5)]}
-    wanted, staged = commit_and(store, state, lambda: state["a"].fill(0))
-    assert staged == wanted

@@ -102,3 +102,12 @@ def test_the_check_says_what_it_does_not_compare(store, monkeypatch):
     monkeypatch.setattr(handover, "unchecked", lambda stowage, policy: ["Something was not compared."])
     store.commit_async({"w": np.zeros(9)}, 1)
     assert PretendSaver.started[-1].head(1).warnings == ["Something was not compared."]
+
+
+def test_numpy_states_need_no_optimizer(store):
+    state = {"a": np.arange(100_000), "b": [np.ones(5)]}
+    wanted = [state["a"].tobytes(), state["b"][0].tobytes()]
+    pending = store.commit_async(state, 1)
+    state["a"].fill(0)
+    assert pending.wait_staged()
+    assert PretendSaver.started[-1].content(1) == wanted

@@ -67,7 +67,7 @@ class Section:
     @property
     def storages(self) -> list[int]:
         """The storages that it holds something of."""
-        return [int(index) for index in np.unique(self.rows[:, _STORAGE])]
+        return sorted(set(self.rows[:, _STORAGE].tolist()))
 
     def table(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
         """Return source, destination and length of each row, for ``kernels.copy_units``.
