@@ -1,16 +1,14 @@
 """Push, pull and restore through a bucket, beside what obstore alone reaches for the same bytes and server.
 
-Run it as ``python bench/tiers.py [--mib 256] [--rounds 3]``: it starts a server on the loopback and prints medians of
-interleaved rounds. Compare only within one run. The server is the bottleneck, and reads an object whole for each range
-of it that is asked for: ratios between equal requests are what this shows.
+Run it as ``python -m bench.tiers [--mib 256] [--rounds 3] [--results bench/results]``: it starts a server on the
+loopback and prints medians of interleaved rounds. Compare only within one run. The server is the bottleneck, and reads
+an object whole for each range of it that is asked for: ratios between equal requests are what this shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +20,8 @@ import obstore
 from obstore.store import from_url
 
 import ckstore
+from bench import machine
+from bench.measure import Result, Sample, save, show
 from ckstore.testing.s3_server import S3Server, s3_server
 
 TENSORS = 8
@@ -83,30 +83,31 @@ def measure(folder: Path, server: S3Server, mib: int, rounds: int) -> dict[str, 
     return seconds
 
 
+def record_of(seconds: dict[str, list[float]], mib: int) -> Result:
+    """Return what was measured as other cases do; ratios compare what moves the same bytes."""
+    result = Result("tiers", "s", is_higher_better=False)
+    result.setting = {"mib": mib, "rounds": len(seconds["push"]), "server": "moto on the loopback"}
+    result.samples = {name: [Sample(value) for value in values] for name, values in seconds.items()}
+    for ours, theirs in (("push", "obstore put"), ("pull", "obstore get"), ("restore", "obstore ranges")):
+        result.add_ratios([ours], [theirs])
+    return result
+
+
 def main() -> None:
-    """Print medians as JSON."""
+    """Print the ratios, and keep the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=None, help="keep the record in this folder")
     arguments = parser.parse_args()
     with s3_server() as server, tempfile.TemporaryDirectory() as folder:
         os.environ.update(server.environment)
-        seconds = measure(Path(folder), server, arguments.mib, arguments.rounds)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    rates = {name: arguments.mib / value for name, value in medians.items() if name != "restore one tensor"}
-    print(
-        json.dumps(
-            {
-                "mib": arguments.mib,
-                "seconds": seconds,
-                "mib_per_second": rates,
-                "push / obstore put": rates["push"] / rates["obstore put"],
-                "pull / obstore get": rates["pull"] / rates["obstore get"],
-                "restore / obstore ranges": rates["restore"] / rates["obstore ranges"],
-            },
-            indent=2,
-        )
-    )
+        busy = round(machine.busy_cores(), 2)
+        result = record_of(measure(Path(folder), server, arguments.mib, arguments.rounds), arguments.mib)
+        result.setting["busy_cores_before"] = busy
+        show(result)
+        if arguments.results is not None:
+            print(save(result, arguments.results, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class PackCopy:
                 self._write(pack)
                 is_new = True
             try:
-                self.check(pack)
+                self._see(pack, is_new=is_new)
                 return is_new
             except FileNotFoundError:
                 # What was said to be there was not, or has gone again.
@@ -199,6 +199,23 @@ class PackCopy:
                 sink.write(result.buffer, len(result.view), result.tag)
         finally:
             results.close()  # type: ignore[attr-defined]
+
+    def _see(self, pack: PackRef, *, is_new: bool) -> None:
+        """See that a pack lies there; of one that this process has just written to a bucket, its size says enough.
+
+        Its parts were sent from a pack that was read whole, and the directory is compared before anything here is
+        freed (``tier_proof``).
+        """
+        if not (is_new and isinstance(self._target, Distant)):
+            self.check(pack)
+            return
+        name = layout.pack_name(pack.pack_id)
+        info = self._target.stat(name)
+        if info is None:
+            raise FileNotFoundError(name)
+        if info.nbytes != pack.nbytes:
+            where = self._target.location_of(name)
+            raise CorruptError(f"a pack of {pack.nbytes} bytes has {info.nbytes} there", where=where, todo=NOT_OURS)
 
     def check(self, pack: PackRef) -> None:
         """See that a pack lies there, with its size and the digest of its directory.
