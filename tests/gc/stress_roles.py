@@ -43,6 +43,8 @@ BACKLOG_MAX = 60
 """Entries of a run beyond those that retention keeps, at which its writer waits: on a busy machine collectors would
 fall behind without end, and a storm in which nothing is collected proves nothing."""
 
+PATIENCE_SECONDS = 0.5
+
 ERA_STEPS, ERA_SHIFT = 10, 16
 """A part of the state stays for so many steps: what is kept of them needs a little of a pack whose rest is dropped."""
 
@@ -143,11 +145,13 @@ def remove_unacknowledged(folder, run, note):
 
 
 def wait_for_collectors(store):
-    """Return the entries of a run, once they are not many more than rules keep."""
+    """Return the entries of a run, once they are not many more than rules keep, or nothing comes of waiting."""
+    # Where a step of the protocol is left out, damage soon stops every collection of a run; the storm goes on.
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         names = store._parts.manifests.listing().names
         last = max((name.step for name in names), default=0)
-        if len(names) <= KEPT_LAST + last // KEPT_EVERY + BACKLOG_MAX:
+        if len(names) <= KEPT_LAST + last // KEPT_EVERY + BACKLOG_MAX or time.monotonic() > deadline:
             return names
         time.sleep(0.01)
 
