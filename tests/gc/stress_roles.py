@@ -280,14 +280,23 @@ def without_verify():
     Parts.rescue_packs = lambda self, packs: set()
 
 
+class BlindMarker:
+    """A marker that never sees what manifests name."""
+
+    def __init__(self, marker):
+        self._marker = marker
+
+    def look(self):
+        return dataclasses.replace(self._marker.look(), named=frozenset())
+
+    def __getattr__(self, name):
+        return getattr(self._marker, name)
+
+
 def without_recheck():
     """Empty the trash without looking what manifests name by now."""
     whole = gc.purge
-
-    def purge(parts, folders, look):
-        return whole(parts, folders, dataclasses.replace(look, named=frozenset()))
-
-    gc.purge = purge
+    gc.purge = lambda parts, marker, *rest: whole(parts, BlindMarker(marker), *rest)
     Survey.trashed_and_named = lambda self: []
 
 
@@ -356,13 +365,21 @@ def check_run(folder, run, held, doubtful, counters):
                 failures.append(f"{run} seq {seq} (step {step}) was acknowledged, never dropped, and is not there")
             else:
                 counters["restored"] += 1
-                found = difference(store.restore(f"seq:{seq}"), state_of(number))
+                found = what_is_wrong(store, seq, number)
                 if found:
-                    failures.append(f"{run} seq {seq}: {found}")
+                    failures.append(f"{run} seq {seq} was acknowledged: {found}")
         for seq in present - held.keys():
             # Published by one that died before it could say so, or brought back.
-            state = store.restore(f"seq:{seq}")
-            found = difference(state, state_of(state["number"]))
+            found = what_is_wrong(store, seq)
             if found:
-                failures.append(f"{run} seq {seq}, not acknowledged: {found}")
+                failures.append(f"{run} seq {seq}, of which nobody was told: {found}")
     return failures
+
+
+def what_is_wrong(store, seq, number=None):
+    """Restore a checkpoint, and say how it differs from what was committed, or why it cannot be restored."""
+    try:
+        state = store.restore(f"seq:{seq}")
+    except CorruptError as error:
+        return repr(error)
+    return difference(state, state_of(state["number"] if number is None else number))
