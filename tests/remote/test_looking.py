@@ -12,6 +12,7 @@ import pytest
 import ckstore
 from ckstore.cli.main import run
 from ckstore.io.address import backend_for
+from ckstore.testing.chains import ChainWriter
 
 
 @pytest.fixture
@@ -28,6 +29,10 @@ def call(capsys):
 def state_of(seed, count=50_000):
     source = np.random.default_rng(seed)
     return {"w": source.standard_normal(count).astype(np.float32), "step": seed}
+
+
+def walk_of(step):
+    return np.float64(step) * 1e-9 + np.linspace(1.0, 2.0, 70_000)
 
 
 @pytest.fixture
@@ -108,6 +113,30 @@ def test_verify_looks_at_other_tiers_when_it_is_asked_to(filled, address):
         there.unlink(name)
         [damage] = store.verify("quick", remote=True).damage
         assert damage.what == "the pack is missing"
+
+
+def test_chains_that_begin_elsewhere_are_no_damage_here(folder, address):
+    """One checkpoint stays here and needs a part of packs in which chains of others lie, begun in packs elsewhere."""
+    shared, later = np.arange(70_000.0), np.arange(70_000.0) + 0.5
+    with ckstore.open(folder) as store:
+        writer = ChainWriter(store)
+        writer.commit({"w": walk_of(0)}, 0)
+        writer.commit({"w": walk_of(1)}, 1, base=0)
+        writer.commit({"w": walk_of(2), "x": shared}, 2, base=1)
+        writer.commit({"w": walk_of(3), "x": shared, "y": later}, 3, base=2)
+        writer.commit({"w": walk_of(9), "x": shared, "y": later}, 4)
+        store.push(address, keep_local=1)
+        tiers = {step: [pack.tier for pack in store.contents(step).packs] for step in (3, 4)}
+        assert tiers == {3: ["remote"] * 4, 4: ["local"] * 3}
+        for is_freed in (False, True):
+            if is_freed:
+                for step in (0, 1):
+                    [*_, newest] = store.contents(step).packs
+                    (folder / "packs" / newest.pack_id[:2] / f"{newest.pack_id}.pack").unlink()
+            report = store.verify("decode")
+            assert (report.damage, report.pack_count, report.packs_elsewhere) == ([], 3, 2)
+            report = store.verify("decode", remote=True)
+            assert (report.damage, report.packs_elsewhere) == ([], 0)
 
 
 def test_local_stores_are_listed_without_the_client_of_buckets(filled):

@@ -92,36 +92,48 @@ class PackUses:
 
 
 class Uses:
-    """What all manifests need."""
+    """What manifests need.
 
-    def __init__(self) -> None:
+    Args:
+        is_remote: Count what lies in other tiers, too. Else of each manifest only the packs count that it says to be
+            here, and of those only the frames whose bases, down to the last one, it says to be here as well: a pack
+            that one checkpoint still needs here also holds frames of others, which rest on what is elsewhere.
+    """
+
+    def __init__(self, *, is_remote: bool = True) -> None:
         self.names: list[ManifestName] = []
         self.packs: dict[PackId, PackUses] = {}
+        self._is_remote = is_remote
+        self._elsewhere: set[PackId] = set()
+
+    @property
+    def elsewhere_count(self) -> int:
+        """How many packs were left out because they lie in other tiers only."""
+        return len(self._elsewhere - self.packs.keys())
 
     def add(self, name: ManifestName, manifest: Manifest) -> None:
         """Note what one manifest needs."""
         index = len(self.names)
         self.names.append(name)
-        packs = [self.packs.setdefault(ref.pack_id, PackUses()) for ref in manifest.packs]
+        packs = [self._pack_of(ref) for ref in manifest.packs]
         for uses, ref in zip(packs, manifest.packs, strict=True):
-            uses.refs[index] = ref
-        located: list[tuple[PackId, Place]] = []
+            if uses is not None:
+                uses.refs[index] = ref
+        located: list[tuple[PackId, Place] | None] = []
         for frame in manifest.frames:
+            uses, base = packs[frame.pack], located[frame.base] if frame.base >= 0 else None
+            if uses is None or (frame.base >= 0 and base is None):
+                located.append(None)
+                continue
             place = (frame.chunk_id, frame.offset, frame.stored_nbytes)
             located.append((manifest.packs[frame.pack].pack_id, place))
-            packs[frame.pack].add(index, place, located[frame.base] if frame.base >= 0 else None)
+            uses.add(index, place, base)
 
-    def leave_out_elsewhere(self) -> int:
-        """Forget the packs that lie in other tiers only, and frames that need them; return how many."""
-        here = {LOCAL_TIER, LOST_TIER}
-        gone = {pack_id for pack_id, uses in self.packs.items() if not here & {ref.tier for ref in uses.refs.values()}}
-        for pack_id in gone:
-            del self.packs[pack_id]
-        for uses in self.packs.values():
-            # Only what lies elsewhere rests on what lies elsewhere.
-            for place in [place for place, base in uses.bases.items() if base[0] in gone]:
-                del uses.bases[place], uses.places[place]
-        return len(gone)
+    def _pack_of(self, ref: PackRef) -> PackUses | None:
+        if not self._is_remote and ref.tier not in (LOCAL_TIER, LOST_TIER):
+            self._elsewhere.add(ref.pack_id)
+            return None
+        return self.packs.setdefault(ref.pack_id, PackUses())
 
 
 def label_of(name: ManifestName) -> str:

@@ -63,15 +63,14 @@ def verify(
     if level not in LEVELS:
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
     report = Report(level)
-    uses = Uses()
+    uses = Uses(is_remote=is_remote)
     is_partial = names is not None
     if names is None:
         names = list(_all_names(parts, report))
         _check_config(parts, report)
     for run, name in names:
         _check_manifest(parts.manifests_of(run), name, uses, report)
-    if not is_remote:
-        report.packs_elsewhere = uses.leave_out_elsewhere()
+    report.packs_elsewhere = uses.elsewhere_count
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
