@@ -88,7 +88,8 @@ ALLOWED = {
     "tiering": CORE | {"handle", "retention", "push", "pull", "mirror"},
     "collection": CORE | {"retention"},
     "keeping": CORE | {"retention", "collection", "automatic_gc", "handle", "info"},
-    "automatic_gc": CORE | {"retention", "collection"},
+    "after_commits": CORE,
+    "automatic_gc": CORE | {"after_commits", "retention", "collection"},
     # What is stored, seen as a state; and what is told of it, or made of it anew.
     "stored_state": CORE | {"chain_reader", "decoder"},
     "coding": CORE | {"info", "lossy_forms"},
@@ -101,7 +102,9 @@ ALLOWED = {
     "demote_plan": CORE,
     "demote": CORE
     | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"},
-    "demoting": CORE | {"background", "demote", "demote_plan", "diff"},
+    "demote_policy": CORE | {"policies"},
+    "automatic_demotion": CORE | {"after_commits", "demote", "demote_policy", "policies"},
+    "demoting": CORE | {"automatic_demotion", "background", "demote", "demote_plan", "demote_policy", "diff"},
     # What other tools have saved, and what is left of what was damaged.
     "importing": CORE | {"adapters", "capture", "info", "receipt"},
     "importer": CORE | {"arguments", "background", "commit", "importing", "info", "receipt"},

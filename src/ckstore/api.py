@@ -8,14 +8,14 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from ckstore import history
 from ckstore.arguments import check_metrics, check_policy, check_step, check_tags
 from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.config import EngineName, Limits, Policy, RepackPolicy
-from ckstore.demoting import Demoting
+from ckstore.config import DemotePolicy, EngineName, Limits, Policy, RepackPolicy
+from ckstore.demoting import Demoting, demotion_asked
 from ckstore.errors import CkstoreError, MissingChunkError, NotFoundError
 from ckstore.format.layout import check_name
 from ckstore.importer import Importing
@@ -53,6 +53,8 @@ def open(
     policy: Policy | None = None,
     retention: Retention | Mapping[str, Any] | None = None,
     gc_every: int = 10,
+    demotion: DemotePolicy | Mapping[str, Any] | Literal["stored"] | None = None,
+    demote_every: int = 10,
     engine: EngineName = "auto",
     allow_shared_folder: bool = False,
     clock: Clock = SYSTEM_CLOCK,
@@ -67,17 +69,22 @@ def open(
         retention: Drop what these rules do not keep, and free space, after every so many commits: in a process of its
             own, so that no commit waits. A ``Retention``, or a mapping of its rules.
         gc_every: After how many commits of the run, whatever the number of handles that made them.
+        demotion: Store anew, with a loss, the checkpoints that these rules do not keep exact, after every so many
+            commits: in a process of its own, too. A ``DemotePolicy``, a mapping of its rules, or ``"stored"``: as the
+            store says at that time. Space is freed when the store is collected.
+        demote_every: After how many commits of the run.
         engine: What moves packs: ``"auto"`` takes io_uring where it works, else pwrite.
         allow_shared_folder: Accept a folder that others may write.
         clock: Where time comes from.
 
     Raises:
         NotFoundError: There is no store and ``create`` is False.
-        UsageError: The folder holds something else, or others may write it; or a rule of ``retention`` is none.
+        UsageError: The folder holds something else, or others may write it; or a rule of ``retention`` or ``demotion``
+            is none.
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
     check_policy(policy)
-    rules = rules_given(retention)
+    rules, aging = rules_given(retention), demotion_asked(demotion)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder)
     try:
         record = read_store_record(backend)
@@ -88,6 +95,8 @@ def open(
     store = Store(Parts(backend, record, run, clock=clock), policy or Policy())
     if rules is not None:
         store._collect_after(rules, gc_every)
+    if aging is not None:
+        store._demote_after(aging, demote_every)
     return store
 
 

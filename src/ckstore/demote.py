@@ -8,12 +8,15 @@ Invariants:
 - Between any two steps every checkpoint can be restored, in its old or in its new form.
 - No rule demotes the newest checkpoint of a run; what carries a tag is not demoted even by name.
 - What cannot be stored with a loss, or would not become smaller, stays as it is.
+- No lease is needed beside a living trainer: a demotion claims no seq, and replaces what is not the newest. What counts
+  as newer is durable and whole, so that neither a power cut nor its own writer takes it back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckstore.bases import Bases
@@ -21,18 +24,29 @@ from ckstore.basing import Basing, choose_forms, mode_of
 from ckstore.chunks import Stored
 from ckstore.config import MIB, DemotePolicy, Policy
 from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion
-from ckstore.errors import BoundError, CkstoreError, NotFoundError
+from ckstore.errors import (
+    BackendError,
+    BoundError,
+    CapacityError,
+    CkstoreError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    UsageError,
+)
 from ckstore.fates import fidelity_of
+from ckstore.format import layout
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.ids import ChunkId
+from ckstore.io.backend import Distant
 from ckstore.lossy import Candidates
 from ckstore.lossy_chunks import LossyChunkWriter, lossy_thread_nbytes
 from ckstore.plan import CommitPlan, plan_commit
 from ckstore.quant.settings import PrunedMoments
 from ckstore.repack import Aside
-from ckstore.store.known import Known, locate
+from ckstore.store.known import LOST_TIER, Known, locate
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 from ckstore.store.replace import finish_replacements, settle
@@ -51,6 +65,7 @@ def demote(
     policy: Policy,
     *,
     refs: Sequence[Reference] = (),
+    passed_over: Collection[int] = (),
     dry_run: bool,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemoteReport:
@@ -61,22 +76,26 @@ def demote(
         wanted: Which checkpoints stay exact, and how the others are stored.
         policy: Threads and memory.
         refs: Demote these and no others.
+        passed_over: Seqs that were tried before in vain, and are not tried again.
         dry_run: Only choose.
         on_progress: Called with checkpoints done and checkpoints to be done.
 
     Raises:
-        ConflictError: Another live process writes the run, has replaced a checkpoint, or has tagged one meanwhile.
+        ConflictError: One that was named carries a tag; or the newest one was named, or the store lies in a bucket, and
+            another live process writes the run.
         CorruptError: A checkpoint of the run is damaged.
         CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
     """
     if dry_run:
-        entries = plan_demotion(parts, wanted, refs)
+        entries = plan_demotion(parts, wanted, refs, passed_over)
         packs = packs_nbytes(parts)
         return DemoteReport(parts.run, True, tuple(entries), packs, packs, 0)
     parts.prepare_run()
-    parts.lease.take()
+    if isinstance(parts.backend, Distant) or names_newest(parts, refs):
+        # A writer in a bucket may take back what was seen whole; and who makes the newest one lossy resumes from it.
+        parts.lease.take()
     finish_replacements(parts)
-    entries = plan_demotion(parts, wanted, refs)
+    entries = plan_demotion(parts, wanted, refs, passed_over)
     before = packs_nbytes(parts)
     demoter = _Demoter(parts, wanted, policy, is_named=bool(refs))
     try:
@@ -85,6 +104,17 @@ def demote(
         # Even one that fails halfway has moved what the next commit would follow.
         parts.look_again()
     return DemoteReport(parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes)
+
+
+def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:
+    """Whether one of these is the newest checkpoint of the run."""
+    if not refs:
+        return False
+    try:
+        newest = resolve(parts, "latest").seq
+    except NotFoundError:
+        return False
+    return any(resolve(parts, ref).seq == newest for ref in refs)
 
 
 _NEWEST = "it is the newest by now"
@@ -100,6 +130,10 @@ class _Drafted:
     plan: CommitPlan
     basing: Basing
     stored: Stored
+
+
+class _OutrunError(Exception):
+    """Another process was first; the checkpoint is as that one left it."""
 
 
 class _Demoter:
@@ -163,6 +197,8 @@ class _Demoter:
         except NotFoundError:
             # It was dropped since, and its drop stands.
             return replace(entry, action="keep", reason="it was dropped meanwhile")
+        except _OutrunError as outrun:
+            return replace(entry, action="keep", reason=str(outrun))
         finally:
             parts.tags.retract(intent)
 
@@ -174,25 +210,41 @@ class _Demoter:
         parts = self._parts
         if self._is_named:
             return False
+        # What a writer has published and not synced yet could vanish in a power cut after this one was replaced.
+        parts.backend.sync_folder(layout.manifests_folder(parts.run))
         for name in reversed(parts.manifests.listing().names):
             if name.seq <= entry.seq:
                 break
             header = header_or_none(parts.manifests, name)
-            if header is not None and not header.is_archival and not parts.tags.intents_on(name.seq):
+            if header is None or header.is_archival or parts.tags.intents_on(name.seq):
+                continue
+            if self._is_whole(name):
                 return False
         return True
+
+    def _is_whole(self, name: ManifestName) -> bool:
+        """Whether every pack of a checkpoint is where it says; its writer, who looks later, withdraws nothing then."""
+        try:
+            manifest = load_whole(self._parts, name)
+            if any(pack.tier == LOST_TIER for pack in manifest.packs):
+                return False
+            return not self._parts.lost_packs(manifest.packs)
+        except (BackendError, CapacityError, CorruptError, NotFoundError, UsageError) as error:
+            # Whatever is wrong with it, or the tier that it lies in: it is not what makes another one old.
+            _log.warning("seq %d does not count as newer: %s", name.seq, error)
+            return False
 
     def _replaced(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None) -> DemoteEntry:
         try:
             drafted = self._stored(manifest, base)
         except BoundError as error:
-            return replace(entry, action="keep", reason=f"{error.what}")
+            return replace(entry, action="keep", reason=f"{error.what}", is_final=True)
         stored = drafted.stored
         after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
         if not stored.losses or after > (1 - self._wanted.saving_min) * entry.stored_before:
             self._unlink(stored)
             what = "nothing of it can be stored with a loss" if not stored.losses else "it would not become smaller"
-            return replace(entry, action="keep", reason=what)
+            return replace(entry, action="keep", reason=what, is_final=True)
         if self._is_newest(entry):
             # Coding took long enough for the newer ones to be dropped.
             self._unlink(stored)
@@ -237,13 +289,26 @@ class _Demoter:
     def _publish(self, manifest: Manifest, drafted: _Drafted) -> Manifest:
         parts = self._parts
         try:
-            parts.lease.check()
+            if parts.lease.is_held:
+                parts.lease.check()
             replacement = _replacement(manifest, drafted, self._wanted)
-            name = parts.manifests.publish(replacement)
         except BaseException:
             self._remove_unpublished(manifest, drafted.stored)
             raise
-        settle(parts, replacement, name)
+        try:
+            name = parts.manifests.publish(replacement)
+        except (ConflictError, FileNotFoundError) as error:
+            # The name has, or had, another one's bytes, so nothing names these packs.
+            self._unlink(drafted.stored)
+            raise _OutrunError("another process has replaced it meanwhile") from error
+        except BaseException:
+            self._remove_unpublished(manifest, drafted.stored)
+            raise
+        try:
+            settle(parts, replacement, name)
+        except ConflictError as error:
+            _log.warning("%s", error)
+            raise _OutrunError("packs that it was coded against vanished meanwhile") from error
         return replacement
 
     def _remove_unpublished(self, manifest: Manifest, stored: Stored) -> None:
@@ -259,7 +324,9 @@ class _Demoter:
 
     def _unlink(self, stored: Stored) -> None:
         for pack_name in stored.pack_names:
-            self._parts.backend.unlink(pack_name)
+            # A collector without grace may have taken what nobody named.
+            with contextlib.suppress(FileNotFoundError):
+                self._parts.backend.unlink(pack_name)
 
 
 def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) -> Manifest:

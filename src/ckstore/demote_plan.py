@@ -5,7 +5,7 @@ What comes out is data: ``demote`` carries it out, and a dry run prints it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,7 @@ class DemoteEntry:
         stored_after: The same afterwards; equal where nothing was done.
         worst_rel_rms: The greatest RMS error of a tensor, in the RMS of its values.
         is_done: Whether it was demoted now.
+        is_final: Whether it was tried and came to nothing, as it would again by the same policy.
     """
 
     seq: int
@@ -47,6 +48,7 @@ class DemoteEntry:
     stored_after: int
     worst_rel_rms: float = 0.0
     is_done: bool = False
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,16 @@ class DemoteReport:
     bytes_written: int
 
 
-def plan_demotion(parts: Parts, wanted: DemotePolicy, refs: Sequence[Reference] = ()) -> list[DemoteEntry]:
+def plan_demotion(
+    parts: Parts, wanted: DemotePolicy, refs: Sequence[Reference] = (), passed_over: Collection[int] = ()
+) -> list[DemoteEntry]:
     """Choose what is to be demoted; the newest checkpoint comes first.
 
     Args:
         parts: The store.
         wanted: Which checkpoints stay exact.
         refs: Demote these, whatever the rules say, and no others; even the newest one.
+        passed_over: Seqs that were tried before in vain.
 
     Raises:
         NotFoundError: One of these is not there.
@@ -91,6 +96,8 @@ def plan_demotion(parts: Parts, wanted: DemotePolicy, refs: Sequence[Reference] 
     entries = []
     for header in reversed(headers):
         reason = _reason_to_keep(header, wanted, newest, tags.get(header.seq, []), named)
+        if not reason and header.seq in passed_over:
+            reason = "it was tried before"
         if header.seq in named and header.seq in tags:
             raise _tagged(parts, header.seq, header.step, tags[header.seq])
         manifest = load_whole(parts, header.name)

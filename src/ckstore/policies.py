@@ -37,7 +37,7 @@ _KIND = "kind"
 
 def policy_row(policy: Policy) -> dict[str, Any]:
     """Return a policy as plain values."""
-    return {field.name: _row_of(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
+    return {field.name: plain_of(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
 
 
 def policy_of(row: Mapping[str, Any], *, where: object = None) -> Policy:
@@ -47,20 +47,22 @@ def policy_of(row: Mapping[str, Any], *, where: object = None) -> Policy:
         MalformedError: It has other fields, or values that a policy cannot have.
     """
     try:
-        return Policy(**{name: _value_of(value) for name, value in row.items()})
+        return Policy(**{name: value_of(value) for name, value in row.items()})
     except (UsageError, TypeError, KeyError, AttributeError) as problem:
         raise MalformedError(f"a policy cannot be read ({problem})", where=where) from None
 
 
-def _row_of(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
+    """Return a setting as plain values: a dataclass becomes a dict that names it, a tuple a list."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        facts = {field.name: _row_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        facts = {field.name: plain_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {_KIND: type(value).__name__, **facts}
-    return [_row_of(part) for part in value] if isinstance(value, tuple) else value
+    return [plain_of(part) for part in value] if isinstance(value, tuple) else value
 
 
-def _value_of(row: Any) -> Any:
+def value_of(row: Any) -> Any:
+    """Return the setting that plain values stand for; KeyError, TypeError or UsageError where they stand for none."""
     if isinstance(row, Mapping):
-        facts = {name: _value_of(value) for name, value in row.items() if name != _KIND}
+        facts = {name: value_of(value) for name, value in row.items() if name != _KIND}
         return _KINDS[row[_KIND]](**facts)
-    return tuple(_value_of(part) for part in row) if isinstance(row, list | tuple) else row
+    return tuple(value_of(part) for part in row) if isinstance(row, list | tuple) else row

@@ -93,7 +93,7 @@ def test_demote_does_what_its_dry_run_says(call, aged):
     assert [entry["seq"] for entry in done["checkpoints"] if entry["is_done"]] == [4, 2, 1]
     assert set(done["checkpoints"][0]) == {
         *("seq", "step", "action", "reason", "fidelity", "bytes_state", "stored_before", "stored_after"),
-        *("worst_rel_rms", "is_done"),
+        *("worst_rel_rms", "is_done", "is_final"),
     }
     with ckstore.open(aged) as store:
         assert [info.fidelity for info in store.log()] == ["exact", "exact", "small", "near", "small", "small", "exact"]
@@ -120,6 +120,23 @@ def test_demote_refuses_what_it_must(call, aged):
     code, _, err = call("demote", aged, 2)
     assert code == 11
     assert "'good'" in err
+
+
+def test_demote_goes_by_the_rules_that_were_saved(call, aged):
+    assert call("demote", aged, "--save-policy")[0] == 2
+    assert call("demote", aged, "--keep-newest", 5, "--keep-every", 0, "--save-policy", "--dry-run")[0] == 0
+    with ckstore.open(aged) as store:
+        assert store.demotion is None
+    assert call("demote", aged, "--keep-newest", 5, "--keep-every", 0, "--fidelity", "near", "--save-policy")[0] == 0
+    with ckstore.open(aged) as store:
+        assert store.demotion == ckstore.DemotePolicy(keep_newest=5, keep_every=0, fidelity=ckstore.Residual.near())
+        store.commit({"w": 1}, 7)
+    done = json.loads(call("demote", aged, "--json")[1])
+    assert [(entry["seq"], entry["fidelity"]) for entry in done["checkpoints"] if entry["is_done"]] == [(2, "near")]
+    assert call("demote", aged, "--forget-policy", "--dry-run")[0] == 0
+    assert call("demote", aged, "--forget-policy", 99)[0] == 10
+    with ckstore.open(aged) as store:
+        assert store.demotion is None
 
 
 def test_an_empty_run_is_said_to_be_empty(call, tmp_path):

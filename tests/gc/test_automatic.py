@@ -92,7 +92,7 @@ def test_collection_that_cannot_begin_is_told_and_raises_nothing(disk_store, aut
     def refused(*args, **options):
         raise OSError("no more processes")
 
-    monkeypatch.setattr("ckstore.automatic_gc.subprocess.Popen", refused)
+    monkeypatch.setattr("ckstore.after_commits.subprocess.Popen", refused)
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         automatic.after_commit(1)
     assert "did not begin" in caplog.text
@@ -186,7 +186,7 @@ def test_collection_that_is_let_go_of_ends_by_itself(disk_store):
     commit_all(disk_store, [1, 2])
     made = AutomaticGc(disk_store._parts, LAST_ONE)
     made.after_commit(1)
-    child = made._child[0]
+    child = made._child.process
     made.close()
     made.close()
     deadline = time.monotonic() + 60

@@ -13,6 +13,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckstore.config import DemotePolicy
     from ckstore.demote_plan import DemoteEntry, DemoteReport
 
 _COLUMNS = (
@@ -28,6 +29,18 @@ _COLUMNS = (
 )
 
 
+Fidelity = Annotated[str | None, typer.Option("--fidelity", metavar="NAME", help="near, or small. [default: small]")]
+Newest = Annotated[
+    int | None, typer.Option("--keep-newest", min=1, metavar="N", help="The newest N stay exact. [default: 3]")
+]
+Every = Annotated[
+    int | None,
+    typer.Option("--keep-every", min=0, metavar="M", help="Seqs that M divides stay exact; 0: none. [default: 10]"),
+]
+Save = Annotated[bool, typer.Option("--save-policy", help="Keep these rules with the store, for demotions without.")]
+Forget = Annotated[bool, typer.Option("--forget-policy", help="Remove the rules that are kept with the store.")]
+
+
 def run(
     path: StorePath,
     refs: Annotated[
@@ -35,12 +48,11 @@ def run(
         typer.Argument(metavar="[REF]...", help="Demote these and no others, the newest one too. [default: by age]"),
     ] = None,
     run: Run = "main",
-    fidelity: Annotated[str, typer.Option("--fidelity", metavar="NAME", help="near, or small.")] = "small",
-    keep_newest: Annotated[int, typer.Option("--keep-newest", min=1, metavar="N", help="The newest N stay exact.")] = 3,
-    keep_every: Annotated[
-        int,
-        typer.Option("--keep-every", min=0, metavar="M", help="Seqs that M divides stay exact; 0: none."),
-    ] = 10,
+    fidelity: Fidelity = None,
+    keep_newest: Newest = None,
+    keep_every: Every = None,
+    save_policy: Save = False,
+    forget_policy: Forget = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
@@ -48,8 +60,9 @@ def run(
     """Store old checkpoints anew, smaller, with a loss.
 
     The newest, every M-th of the others, and all that carry a tag stay exact. Steps, seqs and metrics stay; ids do not:
-    `ckstore show` names the exact one that a checkpoint was made from. Commits to this run have to wait. The old packs
-    are freed by `ckstore gc`, unless a checkpoint that stays exact is stored as a difference from what lies in them:
+    `ckstore show` names the exact one that a checkpoint was made from. Training may go on meanwhile, except where the
+    newest is named or the store lies in a bucket. Without rules those kept with the store apply. The old packs are
+    freed by `ckstore gc`, unless a checkpoint that stays exact is stored as a difference from what lies in them:
     `ckstore repack` stores it whole.
 
     \b
@@ -57,19 +70,32 @@ def run(
     small      for history and evaluation: 50 times and more
     rms error  the greatest of any tensor, in the RMS of its values
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    from ckstore.config import NAMED_RESIDUALS, DemotePolicy
-
-    if fidelity not in NAMED_RESIDUALS:
-        raise UsageError("a fidelity is near or small", where=f"--fidelity {fidelity}")
-    policy = DemotePolicy(keep_newest=keep_newest, keep_every=keep_every, fidelity=NAMED_RESIDUALS[fidelity]())
+    given = {"fidelity": fidelity, "keep_newest": keep_newest, "keep_every": keep_every}
+    rules = {name: value for name, value in given.items() if value is not None}
+    if save_policy and not rules:
+        raise UsageError("--save-policy needs rules", todo="for example --keep-newest 5 --keep-every 20")
+    policy = _policy_of(rules) if rules else None
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        if forget_policy and not dry_run:
+            store.set_demotion(None)
         report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
+        if save_policy and not dry_run:
+            store.set_demotion(policy)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
+
+
+def _policy_of(rules: dict[str, Any]) -> DemotePolicy:
+    from ckstore.config import NAMED_RESIDUALS, DemotePolicy
+
+    name = rules.pop("fidelity", "small")
+    if name not in NAMED_RESIDUALS:
+        raise UsageError("a fidelity is near or small", where=f"--fidelity {name}")
+    return DemotePolicy(**rules, fidelity=NAMED_RESIDUALS[name]())
 
 
 def _print(report: DemoteReport, seconds: float) -> None:

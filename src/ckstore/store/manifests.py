@@ -257,14 +257,17 @@ class Manifests:
         folder = layout.trash_manifests_folder(new_token(), self.run)
         count = 0
         while doomed := sorted(filter(is_doomed, self._names_in_place()), key=lambda name: name.file):
-            if count == 0:
-                make_durable_folder(self.backend, folder)
+            # A collector that frees at once may take an empty folder of the trash at any moment; then it is made again.
+            with contextlib.suppress(FileNotFoundError):
+                if count == 0:
+                    make_durable_folder(self.backend, folder)
             for name in doomed:
                 target = f"{folder}/{name.file}"
                 with contextlib.suppress(FileNotFoundError):
                     self.backend.rename(self.path_of(name), target)
                     count += 1
-            self.backend.sync_folder(folder)
+            with contextlib.suppress(FileNotFoundError):
+                self.backend.sync_folder(folder)
             self.backend.sync_folder(layout.manifests_folder(self.run))
         return count
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from aged import filled, manifest_of, states
 
 import ckstore
 from ckstore import Policy, Residual
@@ -15,34 +16,11 @@ from ckstore import demote as demoting
 from ckstore.config import DemotePolicy
 from ckstore.errors import CapacityError, ConflictError, NotFoundError, UsageError
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.references import resolve
 from ckstore.store.tags import Tags
 from ckstore.testing.faults import Fault, FaultyBackend
 from ckstore.testing.states import difference
 
-SHAPE = (260, 300)
 WANTED = DemotePolicy(keep_newest=2, keep_every=4)
-
-
-def states(count, *, seed=3, shape=SHAPE):
-    rng = np.random.default_rng(seed)
-    w, found = rng.standard_normal(shape) * 0.02, []
-    for step in range(count):
-        w = w + rng.standard_normal(shape) * 1e-4
-        v = np.exp(rng.standard_normal(shape)) * 1e-8
-        entry = {"step": step, "exp_avg": (rng.standard_normal(shape) * np.sqrt(v) / 3).astype(np.float32)}
-        entry["exp_avg_sq"] = v.astype(np.float32)
-        groups = [{"betas": (0.9, 0.999), "params": [0]}]
-        model = {"w": w.astype(np.float32), "bias": np.arange(50.0) + step}
-        found.append({"model": model, "optimizer": {"state": {0: entry}, "param_groups": groups}, "step": step})
-    return found
-
-
-def filled(backend, count=8, **options):
-    store, held = ckstore.open(backend, **options), states(count)
-    for step, state in enumerate(held):
-        store.commit(state, step, metrics={"loss": 3.0 - step})
-    return store, held
 
 
 def check(store, held, exact):
@@ -97,10 +75,6 @@ def test_demoted_checkpoints_are_much_smaller_and_their_old_packs_garbage():
     assert sum(len(backend.read_bytes(f"packs/{p[:1].hex()}/{p.hex()}.pack", nbytes_max=1 << 30)) for p in named) == (
         report.packs_after
     )
-
-
-def manifest_of(store, seq):
-    return store._parts.manifests.load(resolve(store._parts, f"seq:{seq}"))
 
 
 def test_a_dry_run_changes_nothing_and_says_the_same():

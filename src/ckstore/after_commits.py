@@ -1,0 +1,179 @@
+"""Count the commits of a run, and start work after every so many: in a process of its own, so that no commit waits.
+
+Invariants:
+- Nothing here raises or waits: work that fails is logged, and a commit is none the worse for it.
+- One child at a time for each kind of work of a handle; what a busy one misses, the next one takes.
+- It is the run whose commits are counted, not the handle: one that ends before it has made so many changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, ClassVar
+
+from ckstore.errors import CkstoreError, LockHeldError, UsageError
+from ckstore.io.backend import Distant
+from ckstore.io.local import LocalBackend
+from ckstore.store.parts import Parts
+
+_log = logging.getLogger("ckstore")
+
+_LAST_WORDS_NBYTES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    words: IO[bytes]
+    told: IO[bytes]
+
+    def close(self) -> None:
+        self.words.close()
+        self.told.close()
+
+
+class AfterCommits(ABC):
+    """Starts work on one run after every so many commits; kinds of work are its subclasses.
+
+    Args:
+        parts: The store and its run.
+        every: Commits of the run from one time to the next.
+
+    Raises:
+        UsageError: ``every`` is not positive.
+    """
+
+    work: ClassVar[str]
+    """What it is, in the log."""
+    option: ClassVar[str]
+    """The argument that says how often."""
+    tells: ClassVar[bool] = False
+    """Whether what a child writes is read when it has ended."""
+    quiet_codes: ClassVar[tuple[int, ...]] = (0, LockHeldError.exit_code)
+    """Exit codes that are no failure."""
+
+    def __init__(self, parts: Parts, every: int = 1) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise UsageError(f"{self.option} is a number of commits, from 1 up", where=f"{self.option}={every!r}")
+        self._parts = parts
+        self._every = every
+        listing = parts.manifests.listing()
+        newest = max((*(name.seq for name in listing.names), *listing.dropped), default=0)
+        # The newest counts as not worked on after: who made it may have been killed before it could see to that.
+        self._taken = newest // every
+        self._child: _Child | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a child is at work."""
+        self._reap()
+        return self._child is not None
+
+    def after_commit(self, seq: int) -> None:
+        """Take note of an acknowledged commit, and start to work where it is time; never raises or waits."""
+        due = (seq + 1) // self._every
+        try:
+            if due <= self._taken or self.is_running:
+                return
+            self._taken = due
+            self._start()
+        except Exception as error:
+            # The commit is durable, and must not look as if it had failed, whatever is wrong here.
+            _log.warning("the %s after a commit did not begin: %s: %s", self.work, type(error).__name__, error)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the child that is at work has ended, for tests and for who wants to leave nothing behind."""
+        if self._child is not None:
+            try:
+                self._child.process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                return
+            self._reap()
+
+    def close(self) -> None:
+        """Let go of a child that has ended; one that is at work goes on by itself."""
+        self._reap()
+        if self._child is not None:
+            self._child.close()
+            # It is nobody's any more: without this, Python would complain that it was not waited for.
+            self._child.process.returncode = 0
+            self._child = None
+
+    # What a kind of work says
+
+    @abstractmethod
+    def _command(self, root: str) -> tuple[str, Sequence[str], bytes]:
+        """Return the program of a child, its arguments, and what it is given to read."""
+
+    @abstractmethod
+    def _work_here(self) -> None:
+        """Do it in this process, which is the only one that sees what lies in its memory."""
+
+    def _note(self, told: IO[bytes]) -> None:  # noqa: B027 - most kinds of work have nothing to tell
+        """Take note of what a child has told."""
+
+    # The child
+
+    def _start(self) -> None:
+        backend = self._parts.backend
+        if not isinstance(backend, (LocalBackend, Distant)):
+            try:
+                self._work_here()
+            except LockHeldError:
+                return
+            except CkstoreError as error:
+                _log.warning("the %s after a commit failed: %s", self.work, error)
+            return
+        program, arguments, given = self._command(backend.root)
+        with contextlib.ExitStack() as stack:
+            # They live as long as the child.
+            words, told, source = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            source.write(given)
+            source.seek(0)
+            child = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                cwd="/",
+                env=_environment(),
+                stdin=source,
+                stdout=told if self.tells else subprocess.DEVNULL,
+                stderr=words,
+                start_new_session=True,
+            )
+            stack.pop_all()
+        source.close()
+        self._child = _Child(child, words, told)
+
+    def _reap(self) -> None:
+        if self._child is None or self._child.process.poll() is None:
+            return
+        child, self._child = self._child, None
+        code = child.process.returncode
+        try:
+            if code not in self.quiet_codes:
+                child.words.seek(0)
+                said = child.words.read(_LAST_WORDS_NBYTES).decode("utf-8", "replace").strip()
+                _log.warning("the %s after a commit ended with code %d: %s", self.work, code, said)
+            if code == 0 and self.tells:
+                child.told.seek(0)
+                self._note(child.told)
+        finally:
+            child.close()
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which the same modules are found as here."""
+    here, package = Path.cwd(), str(Path(__file__).parents[1])
+    found = [str(here / entry) for entry in sys.path]
+    # numpy's threads would cost memory, and do nothing here.
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.pathsep.join(found if package in found else [package, *found])
+    return {**os.environ, "PYTHONPATH": path, **single}

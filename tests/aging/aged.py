@@ -1,0 +1,64 @@
+"""What the tests of demotion share: histories of small states with moments, and looks at them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+import ckstore
+from ckstore.store.references import resolve
+from ckstore.testing.states import difference
+
+SECONDS_MAX = 60
+SHAPE = (260, 300)
+
+
+def states(count, *, seed=3, shape=SHAPE):
+    rng = np.random.default_rng(seed)
+    w, found = rng.standard_normal(shape) * 0.02, []
+    for step in range(count):
+        w = w + rng.standard_normal(shape) * 1e-4
+        v = np.exp(rng.standard_normal(shape)) * 1e-8
+        entry = {"step": step, "exp_avg": (rng.standard_normal(shape) * np.sqrt(v) / 3).astype(np.float32)}
+        entry["exp_avg_sq"] = v.astype(np.float32)
+        groups = [{"betas": (0.9, 0.999), "params": [0]}]
+        model = {"w": w.astype(np.float32), "bias": np.arange(50.0) + step}
+        found.append({"model": model, "optimizer": {"state": {0: entry}, "param_groups": groups}, "step": step})
+    return found
+
+
+def filled(backend, count=8, **options):
+    store, held = ckstore.open(backend, **options), states(count)
+    for step, state in enumerate(held):
+        store.commit(state, step, metrics={"loss": 3.0 - step})
+    return store, held
+
+
+def manifest_of(store, seq):
+    return store._parts.manifests.load(resolve(store._parts, f"seq:{seq}"))
+
+
+def fidelities(store):
+    """Return what each checkpoint is, the newest first."""
+    return [info.fidelity for info in store.log()]
+
+
+def wait_until(is_so):
+    """Wait for what another process does."""
+    end = time.monotonic() + SECONDS_MAX
+    while not is_so():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+def check_exact_or_near(store, held, *, newest):
+    """Every checkpoint is whole, exact ones bit for bit, and the newest is one."""
+    for step, state in enumerate(held[: newest + 1]):
+        found = store.restore(step)
+        if store.info(step).fidelity == "exact":
+            assert difference(found, state) is None, step
+        else:
+            assert np.abs(found["model"]["w"] - state["model"]["w"]).max() < 2e-3
+    assert difference(store.restore(exact=True), held[newest]) is None
+    assert store.verify("decode").damage == []
