@@ -72,6 +72,24 @@ class GcReport:
         return tuple(sorted((silent | ({} if self.done is None else self.done.waits)).items()))
 
     @property
+    def stop(self) -> str:
+        """Why packs are left alone, or were; empty where nothing spoke against it."""
+        return self.plan.stop if self.done is None else self.done.stop
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why something stays that rules let go, or that nobody needs; empty where all of the plan was carried out."""
+        spared = {} if self.done is None else self.done.spared
+        lines = [self.refused] if self.refused else []
+        lines += [f"packs were left alone: {self.stop}"] if self.stop else []
+        lines += [f"nothing of run {run.run} was dropped: {run.blocked}" for run in self.runs if run.blocked]
+        lines += [f"seq {name.seq} of run {name.run} stays: {why}" for name, why in sorted(spared.items())]
+        lines += [f"tier {tier} does not answer: {said}" for tier, said in self.waits]
+        damaged = [each for each in self.unproven.values() if each.is_damage]
+        lines += [f"pack {each.pack_id.hex()} stays, tier {each.tier} lacks it: {each.problem}" for each in damaged]
+        return tuple(lines)
+
+    @property
     def freed_nbytes(self) -> int:
         """Bytes that are free now, or would be."""
         if self.done is not None:

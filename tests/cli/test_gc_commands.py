@@ -10,6 +10,7 @@ import pytest
 import ckstore
 from ckstore.cli.gc import nbytes_of
 from ckstore.errors import UsageError
+from ckstore.store.gc_marks import Marker
 
 
 @pytest.fixture
@@ -131,6 +132,23 @@ def test_damage_is_told_and_ends_with_its_exit_code(call, store):
     code, _, err = call("gc", store, "--keep-last", "1")
     assert code == 12
     assert "nothing of run main was dropped" in err
+
+
+def test_damage_that_is_met_while_collecting_ends_with_its_exit_code_too(call, store, monkeypatch):
+    manifest = next((store / "manifests" / "main").glob("00000004-*"))
+    looks, look = [], Marker.look
+
+    def damaging_look(marker):
+        looks.append(1)
+        if len(looks) == 2:
+            manifest.write_bytes(manifest.read_bytes()[:-1])
+            marker._cache.clear()
+        return look(marker)
+
+    monkeypatch.setattr(Marker, "look", damaging_look)
+    code, _, err = call("gc", store, "--keep-last", "1")
+    assert code == 12
+    assert "packs were left alone" in err
 
 
 def test_trash_is_listed_restored_and_purged(call, store):

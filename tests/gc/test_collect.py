@@ -179,11 +179,16 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
     assert "cannot be read" in report.runs[0].blocked
     assert "may name any pack" in report.done.stop
+    stopped, blocked = report.obstacles
+    assert "packs were left alone" in stopped
+    assert "nothing of run main was dropped" in blocked
     assert [name.run for name in report.done.dropped] == ["other"]
     assert packs_in_place(backend) == packs
     assert report.done.freed_nbytes == 0
     history.delete("seq:3")
-    assert keeper(history).gc(now=True).done.moved_packs > 0, "an operator has taken the damaged one away"
+    again = keeper(history).gc(now=True)
+    assert again.done.moved_packs > 0, "an operator has taken the damaged one away"
+    assert again.obstacles == ()
 
 
 def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, backend, monkeypatch):
@@ -199,7 +204,9 @@ def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, 
 
     monkeypatch.setattr(Marker, "look", damaging_look)
     report = keeper(history).gc(LAST_ONE)
+    assert not report.plan.stop, "it was seen too late for the plan"
     assert "may name any pack" in report.done.stop
+    assert report.done.stop == report.stop
     assert packs_in_place(backend) == packs
 
 

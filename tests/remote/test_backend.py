@@ -6,11 +6,14 @@ import pytest
 
 from ckstore.errors import BackendError, MissingChunkError, NotFoundError, UsageError
 from ckstore.format.records import ConfigRecord
+from ckstore.io import remote
 from ckstore.io.address import backend_for
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
 from ckstore.io.remote_backend import RemoteBackend
 from ckstore.store.config_file import change_config
+from ckstore.testing.fault_proxy import fault_proxy
+from ckstore.testing.s3_server import s3_server
 from ckstore.testing.suites import BLOCK, BackendSuite, write_pack
 
 
@@ -129,6 +132,38 @@ def test_success_that_describes_no_object_is_no_object(proxy, address, is_there)
     proxy.begin_at(1, "200-error")
     backend.create("claims/main/00000001", b"ours", sync=True)
     assert [seen.method for seen in proxy.seen[:3]] == ["PUT", "HEAD", "HEAD"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_error_in_a_success_is_no_empty_folder(proxy, address, is_there):
+    """A run that seems to be empty is begun anew by who restores, and its packs are garbage to who collects."""
+    backend = RemoteBackend(address)
+    if is_there:
+        backend.create("claims/main/00000001", b"ours", sync=True)
+    for number, names in enumerate((["00000001"], ["claims/main/00000001"])):
+        proxy.begin_at(0, "200-error")
+        found = backend.list_names("claims/main") if number == 0 else [name for name, _ in backend.list_deep("claims")]
+        assert [seen.fault for seen in proxy.seen] == ["200-error", ""], "it is asked again"
+        assert found == (names if is_there else [])
+
+
+def test_error_in_a_success_is_no_end_of_a_listing(monkeypatch):
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
+    monkeypatch.setattr(remote, "_PAGE_COUNT", 3)
+    with s3_server() as small, fault_proxy(small.endpoint) as before:
+        for name, value in (*small.environment.items(), ("AWS_ENDPOINT_URL", before.endpoint)):
+            monkeypatch.setenv(name, value)
+        backend = RemoteBackend(small.new_address())
+        names = [f"packs/{number}" for number in range(7)]
+        for name in names:
+            backend.create(name, b"ours", sync=True)
+        for listed in (lambda: backend.list_names("packs"), lambda: backend.list_deep("packs")):
+            before.begin()
+            assert len(listed()) == 7
+            assert len(before.seen) == 3, "three pages, and what was not cut is not asked for again"
+            for page in range(3):
+                before.begin_at(page, "200-error")
+                assert len(listed()) == 7
 
 
 def with_tier(name):

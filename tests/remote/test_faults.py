@@ -192,6 +192,7 @@ class CollectHome:
 
     def __init__(self, template, folder, address):
         self.address = address
+        self.obstacles = ()
         there = backend_for(address)
         for name, content in self.made.items():
             there.bucket.put_over(name, content)
@@ -205,17 +206,19 @@ class CollectHome:
 
     def act(self):
         with ckstore.open(self.address) as store:
-            store.gc(ckstore.Retention(keep_last=1), now=True, min_age=0)
+            self.obstacles = store.gc(ckstore.Retention(keep_last=1), now=True, min_age=0).obstacles
 
     def check(self, proxy, *, has_acted):
         proxy.begin()
         with ckstore.open(self.address) as store:
             assert_restores(store, 3)
-            if has_acted:
+            # A manifest or a tag that cannot be read keeps what it may name, and the report says so.
+            if has_acted and not self.obstacles:
                 assert store.steps() == [3]
             # What was left lies as if nobody had collected: commits and collections go on from there.
             store.commit(state_of(4), 4)
             self.act()
+            assert not self.obstacles
             assert store.gc(now=True, min_age=0, dry_run=True).plan.moves == ()
             assert store.steps() == [4]
             assert_restores(store, 4)

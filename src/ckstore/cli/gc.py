@@ -150,8 +150,8 @@ def _tell(report: GcReport, *, as_json: bool) -> None:
         for plan in report.runs:
             _print_run(plan)
         _print_packs(report)
-    if report.plan.stop:
-        raise CorruptError(f"packs were left alone: {report.plan.stop}", todo="`ckstore verify` tells more")
+    if report.stop:
+        raise CorruptError(f"packs were left alone: {report.stop}", todo="`ckstore verify` tells more")
     blocked = [plan for plan in report.runs if plan.blocked]
     if blocked:
         raise CorruptError(f"nothing of run {blocked[0].run} was dropped: {blocked[0].blocked}")

@@ -42,6 +42,9 @@ DEFAULT_OPTIONS = RemoteOptions()
 _ATTEMPT = "ckstoreattempt"
 """Letters only: some servers take nothing else in the name of a property."""
 
+_PAGE_COUNT = 1000
+"""Names in a page of a listing: S3 and GCS give at most so many, Azure five times as many."""
+
 _ROUNDS = 3
 """How often is asked anew what obstore has asked as often as the options say, or what was answered in no usable way."""
 
@@ -168,21 +171,31 @@ class Bucket:
     def list_folder(self, folder: str) -> list[str]:
         """Return the names below a folder, of objects and of further folders, sorted."""
 
-        def ask() -> list[str]:
+        def ask() -> dict[str, None]:
             found = obstore.list_with_delimiter(self._store, folder or None)
             paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
-            return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths})
+            return dict.fromkeys(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-        return self._call("listing a folder", folder, ask)
+        return sorted(self._listed(folder, ask))
 
     def list_deep(self, folder: str) -> list[tuple[str, ObjectInfo]]:
         """Return every object below a folder, of whatever depth."""
 
-        def ask() -> list[tuple[str, ObjectInfo]]:
+        def ask() -> dict[str, ObjectInfo]:
             pages = obstore.list(self._store, folder or None)
-            return [(meta["path"], _info_of(meta)) for page in pages for meta in page]
+            return {meta["path"]: _info_of(meta) for page in pages for meta in page}
 
-        return self._call("listing a folder", folder, ask)
+        return list(self._listed(folder, ask).items())
+
+    def _listed(self, folder: str, ask: Callable[[], dict[str, T]]) -> dict[str, T]:
+        """List, and once more what an error in the body of a success may have cut: it reads as a last page of nothing.
+
+        Believed, it would be an empty run to who restores, and packs that nobody names to who collects.
+        """
+        found = self._call("listing a folder", folder, ask)
+        if len(found) % _PAGE_COUNT == 0:
+            found |= self._call("listing a folder", folder, ask)
+        return found
 
     # Writing
 
