@@ -121,6 +121,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Passing(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Headers and body are sent apart, and the second would wait 40 ms for the client to acknowledge the first.
+    disable_nagle_algorithm = True
     state: FaultProxy
     host: str
     port: int
