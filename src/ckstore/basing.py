@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckstore.bases import Bases, first_paths
 from ckstore.capture import Captured
@@ -21,6 +22,11 @@ from ckstore.masters import masters_of
 from ckstore.plan import CommitPlan
 from ckstore.store.known import Known, KnownFrame
 from ckstore.survey import Surveyed, Surveyor, storage_choice, units_of
+
+if TYPE_CHECKING:
+    # Only types here: what writes chunks asks this module for their forms.
+    from ckstore.chunks import Stored
+    from ckstore.tensor import StorageSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,24 @@ class Basing:
             for index, sample in surveyed.samples.items():
                 bases.keep_sample(chunk_ids[index], sample)
         bases.follow(manifest)
+
+    def modes(self, storages: Sequence[StorageSpec], stored: Stored) -> list[int]:
+        """Return the mode that each storage came out with, given what became of its chunks."""
+        lost = {loss.storage for loss in stored.losses}
+        modes = []
+        for index, storage in enumerate(storages):
+            new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+            if index in lost:
+                modes.append(RESIDUAL)
+            elif not new:
+                modes.append(IDENTICAL)
+            elif any(stored.is_derived[chunk] for chunk in new):
+                modes.append(DERIVED)
+            elif any(stored.frames[chunk].base is not None for chunk in new):
+                modes.append(DELTA)
+            else:
+                modes.append(FULL if self.surveyed else UNSAMPLED)
+        return modes
 
     def choices(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Choices | None:
         """Return what the manifest says, given the mode and the bits per element that each storage came out with."""
@@ -181,16 +205,3 @@ def _held(surveyed: Sequence[Surveyed], verdict: Verdict) -> list[int]:
         if is_candidate and view != "keyframe":
             found += each.unit.chunks
     return found
-
-
-def mode_of(*, has_estimate: bool, is_new: bool, has_base: bool, is_derived: bool, is_lossy: bool = False) -> int:
-    """Return the mode of a storage from what became of its chunks."""
-    if is_lossy:
-        return RESIDUAL
-    if not is_new:
-        return IDENTICAL
-    if is_derived:
-        return DERIVED
-    if has_base:
-        return DELTA
-    return FULL if has_estimate else UNSAMPLED

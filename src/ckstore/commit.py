@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckstore.bases import Bases
-from ckstore.basing import Basing, choose_forms, mode_of
+from ckstore.basing import Basing, choose_forms
 from ckstore.capture import Captured
 from ckstore.chunks import ChunkWriter, Stored
 from ckstore.config import Policy
@@ -231,7 +231,7 @@ def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> 
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.basing.choices(_modes(drafted), _bits(drafted)),
+        choices=drafted.basing.choices(drafted.basing.modes(plan.storages, stored), _bits(drafted)),
         losses=stored.losses,
     )
 
@@ -245,22 +245,3 @@ def _bits(drafted: Drafted) -> list[float | None]:
         payload_nbytes = sum(stored.frames[chunk].frame.stored_nbytes for chunk in new)
         found.append(8 * storage.element_width * payload_nbytes / plain_nbytes if new else None)
     return found
-
-
-def _modes(drafted: Drafted) -> list[int]:
-    """Return the mode that each storage came out with."""
-    stored, has_estimate = drafted.stored, bool(drafted.basing.surveyed)
-    lost = {loss.storage for loss in stored.losses}
-    modes = []
-    for index, storage in enumerate(drafted.plan.storages):
-        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
-        modes.append(
-            mode_of(
-                has_estimate=has_estimate,
-                is_new=bool(new),
-                has_base=any(stored.frames[chunk].base is not None for chunk in new),
-                is_derived=any(stored.is_derived[chunk] for chunk in new),
-                is_lossy=index in lost,
-            )
-        )
-    return modes

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckstore.bases import Bases
-from ckstore.basing import Basing, choose_forms, mode_of
+from ckstore.basing import Basing, choose_forms
 from ckstore.chunks import Stored
 from ckstore.config import MIB, DemotePolicy, Policy
 from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion
@@ -357,25 +357,6 @@ def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) ->
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=drafted.basing.choices(_modes(drafted)),
+        choices=drafted.basing.choices(drafted.basing.modes(plan.storages, stored)),
         losses=stored.losses,
     )
-
-
-def _modes(drafted: _Drafted) -> list[int]:
-    """Return the mode that each storage came out with."""
-    stored, has_estimate = drafted.stored, bool(drafted.basing.surveyed)
-    lost = {loss.storage for loss in stored.losses}
-    modes = []
-    for index, storage in enumerate(drafted.plan.storages):
-        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
-        modes.append(
-            mode_of(
-                has_estimate=has_estimate,
-                is_new=bool(new),
-                has_base=any(stored.frames[chunk].base is not None for chunk in new),
-                is_derived=any(stored.is_derived[chunk] for chunk in new),
-                is_lossy=index in lost,
-            )
-        )
-    return modes

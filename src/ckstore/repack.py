@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckstore.bases import Bases
-from ckstore.basing import Form, mode_of
+from ckstore.basing import Form
 from ckstore.chunks import ChunkWriter, Stored, thread_nbytes
 from ckstore.config import MIB, Policy, RepackPolicy
 from ckstore.errors import CkstoreError, ConflictError, NotFoundError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest, build_manifest
+from ckstore.format.manifest import Manifest, relocated
 from ckstore.repack_plan import Action, Member, RepackPlan, Rewrite, plan_repack
 from ckstore.repack_sketch import Placed, roots_of
 from ckstore.store.known import Known, locate
@@ -275,49 +275,16 @@ _MEMORY_NBYTES_MIN = 56 * MIB
 
 def _replacement(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> Manifest:
     """Return the manifest of the next generation: the same checkpoint, located anew."""
-    header = manifest.header
     packs, frames = locate(stored.frames)
-    replacement = build_manifest(
-        store_id=header.store_id,
-        run=header.run,
-        seq=header.seq,
-        step=header.step,
-        time_ns=header.time_ns,
-        parent=header.parent,
-        origin_id=header.origin_id,
-        is_archival=header.is_archival,
-        fidelity=header.fidelity,
-        metrics=header.metrics,
-        generation=header.generation + 1,
-        tree=manifest.tree,
-        tensors=manifest.tensors,
-        storages=manifest.storages,
-        chunks=manifest.chunks,
+    return relocated(
+        manifest,
+        generation=manifest.header.generation + 1,
         packs=packs,
         frames=frames,
         bytes_written=stored.nbytes_written,
         chunks_new=stored.chunks_new,
-        choices=rewrite.basing.choices(_modes(manifest, rewrite, stored)),
-        losses=manifest.losses,
+        choices=rewrite.basing.choices(rewrite.basing.modes(manifest.storages, stored)),
     )
-    assert replacement.checkpoint_id == manifest.checkpoint_id, "a repack never changes what a checkpoint is"
-    return replacement
-
-
-def _modes(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> list[int]:
-    """Return the mode that each storage came out with."""
-    modes = []
-    for storage in manifest.storages:
-        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
-        modes.append(
-            mode_of(
-                has_estimate=bool(rewrite.basing.surveyed),
-                is_new=bool(new),
-                has_base=any(stored.frames[chunk].base is not None for chunk in new),
-                is_derived=any(stored.is_derived[chunk] for chunk in new),
-            )
-        )
-    return modes
 
 
 def _replaced_meanwhile(parts: Parts, member: Member) -> ConflictError:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest, build_manifest
+from ckstore.format.manifest import Manifest, relocated
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend
 from ckstore.repair_copies import Copies
@@ -226,30 +226,15 @@ def _replace(parts: Parts, mend: Mend, plan: RepairPlan, copies: Copies) -> bool
 def _next_generation(manifest: Manifest, known: Sequence[KnownFrame], generation: int) -> Manifest:
     header = manifest.header
     packs, frames = locate(known)
-    replacement = build_manifest(
-        store_id=header.store_id,
-        run=header.run,
-        seq=header.seq,
-        step=header.step,
-        time_ns=header.time_ns,
-        parent=header.parent,
-        origin_id=header.origin_id,
-        is_archival=header.is_archival,
-        fidelity=header.fidelity,
-        metrics=header.metrics,
+    replacement = relocated(
+        manifest,
         generation=generation,
-        tree=manifest.tree,
-        tensors=manifest.tensors,
-        storages=manifest.storages,
-        chunks=manifest.chunks,
         packs=packs,
         frames=frames,
         bytes_written=header.bytes_written,
         chunks_new=0,
         choices=manifest.choices,
-        losses=manifest.losses,
     )
-    assert replacement.checkpoint_id == manifest.checkpoint_id, "a repair never changes what a checkpoint is"
     counts = replace(replacement.header, chunks_new=header.chunks_new, chunks_reused=header.chunks_reused)
     return replace(replacement, header=counts)
 

@@ -50,6 +50,7 @@ __all__ = [
     "build_manifest",
     "decode_manifest",
     "encode_manifest",
+    "relocated",
     "republished",
 ]
 
@@ -172,6 +173,45 @@ def republished(entry: Manifest, *, seq: int, time_ns: int, is_archival: bool) -
         choices=entry.choices,
         losses=entry.losses,
     )
+
+
+def relocated(
+    entry: Manifest,
+    *,
+    generation: int,
+    packs: Sequence[PackRef],
+    frames: Sequence[FrameRef],
+    bytes_written: int,
+    chunks_new: int,
+    choices: Choices | None,
+) -> Manifest:
+    """Return a later generation of a manifest: the same checkpoint with the same id, its frames elsewhere."""
+    header = entry.header
+    later = build_manifest(
+        store_id=header.store_id,
+        run=header.run,
+        seq=header.seq,
+        step=header.step,
+        time_ns=header.time_ns,
+        parent=header.parent,
+        tree=entry.tree,
+        tensors=entry.tensors,
+        storages=entry.storages,
+        chunks=entry.chunks,
+        packs=packs,
+        frames=frames,
+        bytes_written=bytes_written,
+        chunks_new=chunks_new,
+        generation=generation,
+        origin_id=header.origin_id,
+        is_archival=header.is_archival,
+        fidelity=header.fidelity,
+        metrics=header.metrics,
+        choices=choices,
+        losses=entry.losses,
+    )
+    assert later.checkpoint_id == header.checkpoint_id, "what moves stays what it was"
+    return later
 
 
 def _computed(logical: Logical, frames: Sequence[FrameRef]) -> dict[str, Any]:
