@@ -1,13 +1,21 @@
-"""A real S3 server on the loopback, an empty prefix of a bucket, and a client without patience."""
+"""A real S3 server on the loopback, an empty prefix of a bucket, a client without patience, and a store with a copy."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+import ckstore
 from ckstore.io import remote
 from ckstore.io.remote_options import RemoteOptions
 from ckstore.testing.fault_proxy import fault_proxy
 from ckstore.testing.s3_server import s3_server
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pushing import state_of
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +58,19 @@ def hasty(monkeypatch):
         try_count=2, pause_seconds=0.005, pause_seconds_max=0.02, read_timeout_seconds=0.6, connect_timeout_seconds=2
     )
     monkeypatch.setattr(remote, "DEFAULT_OPTIONS", options)
+
+
+@pytest.fixture(params=["bucket", "folder"])
+def place(request, tmp_path, address):
+    """Where a store may be copied to: an empty prefix, or a folder that is not there."""
+    return address if request.param == "bucket" else str(tmp_path / "attic")
+
+
+@pytest.fixture
+def pushed(folder, place):
+    """A store of three checkpoints, of which the older two were pushed there; packs here are not freed yet."""
+    with ckstore.open(folder) as store:
+        for step in (1, 2, 3):
+            store.commit(state_of(step), step)
+        store.push(place, keep_local=1)
+        yield store

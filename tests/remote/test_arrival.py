@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from pushing import assert_restores, pack_of, packs_here, state_of
 
 import ckstore
 from ckstore.cli.main import run
 from ckstore.errors import CorruptError
-from ckstore.format import layout
 from ckstore.io.address import backend_for
-
-
-def state_of(seed, count=60_000):
-    source = np.random.default_rng(seed)
-    return {"w": source.standard_normal(count).astype(np.float32), "step": seed}
-
-
-def assert_restores(store, *steps):
-    for step in steps:
-        assert np.array_equal(store.restore(step)["w"], state_of(step)["w"])
-
-
-@pytest.fixture(params=["bucket", "folder"])
-def place(request, tmp_path, address):
-    return address if request.param == "bucket" else str(tmp_path / "attic")
-
-
-@pytest.fixture
-def pushed(folder, place):
-    with ckstore.open(folder) as store:
-        for step in (1, 2, 3):
-            store.commit(state_of(step), step)
-        store.push(place, keep_local=1)
-        yield store
-
-
-def pack_of(store, step):
-    return layout.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
-
-
-def packs_here(folder):
-    return {file.stem for file in folder.glob("packs/*/*.pack")}
 
 
 def put_over(backend, name, content):

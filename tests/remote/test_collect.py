@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from pushing import assert_restores, state_of
 
 import ckstore
 from ckstore.io.address import backend_for
-
-
-def state_of(seed, count=60_000):
-    source = np.random.default_rng(seed)
-    return {"w": source.standard_normal(count).astype(np.float32), "step": seed}
 
 
 def filled(folder, count):
@@ -23,11 +18,6 @@ def filled(folder, count):
 
 def packs_in(folder):
     return {file.stem for file in folder.glob("packs/*/*.pack")}
-
-
-def assert_restores(store, *steps):
-    for step in steps:
-        assert np.array_equal(store.restore(step)["w"], state_of(step)["w"])
 
 
 def test_collection_frees_what_was_pushed_and_nothing_else(folder, address):

@@ -26,11 +26,6 @@ def assert_restores(store, *steps):
         assert np.array_equal(store.restore(step)["shared"], np.arange(9_000))
 
 
-@pytest.fixture(params=["bucket", "folder"])
-def place(request, tmp_path, address):
-    return address if request.param == "bucket" else str(tmp_path / "attic")
-
-
 @pytest.fixture
 def pushed(folder, place):
     with ckstore.open(folder) as store:

@@ -1,7 +1,8 @@
-"""Make the modules beside these tests importable; an arena and threads for those that stage."""
+"""Make the modules beside these tests importable; what those that stage, hand over and commit in a saver begin with."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import time
@@ -9,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import ckstore
+from ckstore import handover
 from ckstore.saver.arena import Arena
 from ckstore.staging.copying import Crew
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from pretend import PretendSaver
+from rig import Desk
 
 
 @pytest.fixture
@@ -39,3 +45,48 @@ def crew():
     made = Crew(2)
     yield made
     made.close()
+
+
+@pytest.fixture
+def address(folder):
+    """A store on disk with nothing in it."""
+    ckstore.open(folder).close()
+    return str(folder)
+
+
+@pytest.fixture
+def desk(address):
+    """A trainer's desk before that store."""
+    made = Desk(address)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def savers(monkeypatch):
+    """The pretended savers that were started: from now on all are."""
+    PretendSaver.started = []
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    return PretendSaver.started
+
+
+@pytest.fixture
+def handing_store(savers, folder):
+    """A store on disk with pretended savers, which end what they have begun before it closes."""
+    opened = ckstore.open(folder)
+    yield opened
+    for saver in savers:
+        saver.is_quick = True
+        for ticket in list(saver.begun):
+            saver.finish(ticket)
+    opened.close()
+
+
+@pytest.fixture
+def policy(handing_store):
+    """Return a function that sets fields of that store's policy."""
+
+    def choose(**fields):
+        handing_store._policy = dataclasses.replace(handing_store._policy, **fields)
+
+    return choose

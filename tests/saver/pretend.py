@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
+import numpy as np
+
+from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.receipt import Receipt
 from ckstore.saver.arena import STAGED
@@ -138,3 +141,23 @@ class HeldCrew:
 
         monkeypatch.setattr(copying.HostCopy, "send", held_send)
         monkeypatch.setattr(copying.HostCopy, "join", noted_join)
+
+
+class OwnerOfAll:
+    """Takes the place of attached optimizers: all memory is theirs."""
+
+    def spans(self):
+        return [(0, 1 << 62)]
+
+    def release(self):
+        """Do nothing."""
+
+
+def state(seed, nbytes=5 * MIB):
+    return {"w": np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8), "seed": seed}
+
+
+def slow(savers):
+    """Let the last saver end nothing by itself."""
+    savers[-1].is_quick = False
+    return savers[-1]

@@ -35,6 +35,22 @@ def noise(seed, nbytes=8 * MIB, count=1):
     return {f"w{index}": source.integers(0, 1 << 32, nbytes // 4, np.uint32) for index in range(count)}
 
 
+def restored(address, ref=None):
+    with ckstore.open(address) as store:
+        return store.restore(ref)
+
+
+def equal(left, right):
+    assert left.keys() == right.keys()
+    return all(np.array_equal(left[key], right[key]) for key in left)
+
+
+def packs_nbytes(address):
+    """Return how many bytes of packs are not zero: what was written, whatever was reserved."""
+    files = [path for path in Path(address).rglob("*") if path.is_file() and path.stat().st_size > MIB]
+    return sum(np.count_nonzero(np.fromfile(path, np.uint8)) for path in files)
+
+
 def until(has_come, what="it"):
     """Wait for a condition that must come."""
     deadline = time.monotonic() + SECONDS_MAX

@@ -32,20 +32,6 @@ from ckstore.saver.tickets import Callbacks, Tickets
 from ckstore.store.lease import is_stopped, process_started
 
 
-@pytest.fixture
-def address(folder):
-    """A store on disk with nothing in it."""
-    ckstore.open(folder).close()
-    return str(folder)
-
-
-@pytest.fixture
-def desk(address):
-    made = Desk(address)
-    yield made
-    made.close()
-
-
 def steps(address):
     with ckstore.open(address) as store:
         return store.steps()

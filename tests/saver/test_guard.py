@@ -17,7 +17,6 @@ from pretend import HeldCrew, PretendSaver
 from torch import nn
 
 import ckstore
-from ckstore import handover
 from ckstore.capture import capture
 from ckstore.errors import CorruptError, UsageError
 
@@ -28,14 +27,6 @@ ADAMS = {
     "fused": {"fused": True},
     "one by one": {"foreach": False, "fused": False},
 }
-
-
-@pytest.fixture
-def savers(monkeypatch):
-    """The savers that were started."""
-    PretendSaver.started = []
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
-    return PretendSaver.started
 
 
 @pytest.fixture

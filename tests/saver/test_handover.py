@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import threading
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
-from pretend import PretendSaver
+from pretend import OwnerOfAll, PretendSaver, slow, state
 
 import ckstore
 from ckstore import handover
@@ -23,51 +21,8 @@ pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def savers(monkeypatch):
-    PretendSaver.started = []
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
-    return PretendSaver.started
-
-
-@pytest.fixture
-def store(savers, folder):
-    opened = ckstore.open(folder)
-    yield opened
-    for saver in savers:
-        saver.is_quick = True
-        for ticket in list(saver.begun):
-            saver.finish(ticket)
-    opened.close()
-
-
-@pytest.fixture
-def policy(store):
-    """Return a function that sets fields of the store's policy."""
-
-    def choose(**fields):
-        store._policy = dataclasses.replace(store._policy, **fields)
-
-    return choose
-
-
-def state(seed, nbytes=5 * MIB):
-    return {"w": np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8), "seed": seed}
-
-
-class OwnerOfAll:
-    """Takes the place of attached optimizers: all memory is theirs."""
-
-    def spans(self):
-        return [(0, 1 << 62)]
-
-    def release(self):
-        """Do nothing."""
-
-
-def slow(savers):
-    """Let the last saver end nothing by itself."""
-    savers[-1].is_quick = False
-    return savers[-1]
+def store(handing_store):
+    return handing_store
 
 
 def test_the_saver_is_started_by_the_first_commit_and_kept(store, savers, folder):

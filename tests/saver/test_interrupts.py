@@ -15,18 +15,10 @@ from pretend import PretendSaver
 from rig import SECONDS_MAX, noise
 
 import ckstore
-from ckstore import handover, workers
+from ckstore import workers
 from ckstore.staging import copying
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
-
-
-@pytest.fixture
-def savers(monkeypatch):
-    """The pretended savers that were started."""
-    PretendSaver.started = []
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
-    return PretendSaver.started
 
 
 def test_ctrl_c_after_the_saver_was_told_and_before_anything_was_copied_gives_the_state_up(savers, folder, monkeypatch):

@@ -37,13 +37,6 @@ say(loader)
 
 
 @pytest.fixture
-def address(folder):
-    """A store on disk with nothing in it."""
-    ckstore.open(folder).close()
-    return str(folder)
-
-
-@pytest.fixture
 def child(address):
     children = []
 

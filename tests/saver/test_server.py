@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SECONDS_MAX, SOURCE, Desk, Handed, noise, until
+from rig import SECONDS_MAX, SOURCE, Desk, Handed, noise, restored, until
 
 import ckstore
 from ckstore.config import MIB, Policy
@@ -26,36 +26,6 @@ from ckstore.saver.messages import send
 from ckstore.store.lease import SaverPurpose, process_started
 
 PLAIN = Policy(compression="none")
-
-
-@pytest.fixture
-def address(folder):
-    """A store on disk with nothing in it."""
-    ckstore.open(folder).close()
-    return str(folder)
-
-
-@pytest.fixture
-def desk(address):
-    made = Desk(address)
-    yield made
-    made.close()
-
-
-def restored(address, ref=None):
-    with ckstore.open(address) as store:
-        return store.restore(ref)
-
-
-def equal(left, right):
-    assert left.keys() == right.keys()
-    return all(np.array_equal(left[key], right[key]) for key in left)
-
-
-def packs_nbytes(address):
-    """Return how many bytes of packs are not zero: what was written, whatever was reserved."""
-    files = [path for path in Path(address).rglob("*") if path.is_file() and path.stat().st_size > MIB]
-    return sum(np.count_nonzero(np.fromfile(path, np.uint8)) for path in files)
 
 
 # What is committed

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
-from rig import SECONDS_MAX, Desk, noise, until
+from rig import SECONDS_MAX, Desk, equal, noise, packs_nbytes, restored, until
 
 import ckstore
 from ckstore import forms
@@ -20,36 +18,6 @@ from ckstore.saver.state import Board, GatedLease, Ticket, places_to_sample
 from ckstore.tree import TensorNode
 
 PLAIN = Policy(compression="none")
-
-
-@pytest.fixture
-def address(folder):
-    """A store on disk with nothing in it."""
-    ckstore.open(folder).close()
-    return str(folder)
-
-
-@pytest.fixture
-def desk(address):
-    made = Desk(address)
-    yield made
-    made.close()
-
-
-def restored(address, ref=None):
-    with ckstore.open(address) as store:
-        return store.restore(ref)
-
-
-def equal(left, right):
-    assert left.keys() == right.keys()
-    return all(np.array_equal(left[key], right[key]) for key in left)
-
-
-def packs_nbytes(address):
-    """Return how many bytes of packs are not zero: what was written, whatever was reserved."""
-    files = [path for path in Path(address).rglob("*") if path.is_file() and path.stat().st_size > MIB]
-    return sum(np.count_nonzero(np.fromfile(path, np.uint8)) for path in files)
 
 
 @pytest.mark.parametrize("compression", ["none", "fast"])
