@@ -94,9 +94,8 @@ class Keeping(Handle):
     ) -> GcReport:
         """Drop the checkpoints that no rule keeps, and move what nobody needs to the trash; free what lay there long.
 
-        Readers, writers and other collections may go on meanwhile. Dropped checkpoints can be brought back by
-        ``undelete`` until they are freed. Garbage is looked for in the whole store. What cannot be read keeps what it
-        may name: nothing is raised for it, and ``obstacles`` of the report says so.
+        Readers, writers and others may go on meanwhile. Dropped checkpoints can be brought back by ``undelete`` until
+        they are freed. What cannot be read keeps what it may name, anywhere in the store: ``obstacles`` tells.
 
         Args:
             policy: What is kept, a ``Retention`` or its rules; None: as is stored, and without that only garbage goes.

@@ -179,9 +179,7 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
     report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
     assert "cannot be read" in report.runs[0].blocked
     assert "may name any pack" in report.done.stop
-    stopped, blocked = report.obstacles
-    assert "packs were left alone" in stopped
-    assert "nothing of run main was dropped" in blocked
+    assert ["left alone" in line or "nothing of run main" in line for line in report.obstacles] == [True, True]
     assert [name.run for name in report.done.dropped] == ["other"]
     assert packs_in_place(backend) == packs
     assert report.done.freed_nbytes == 0
@@ -204,9 +202,8 @@ def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, 
 
     monkeypatch.setattr(Marker, "look", damaging_look)
     report = keeper(history).gc(LAST_ONE)
-    assert not report.plan.stop, "it was seen too late for the plan"
-    assert "may name any pack" in report.done.stop
-    assert report.done.stop == report.stop
+    assert report.plan.stop == "" != report.stop == report.done.stop
+    assert "may name any pack" in report.stop
     assert packs_in_place(backend) == packs
 
 
