@@ -5,7 +5,8 @@ The rules (``retention``) know nothing of files, and the collector (``store.gc``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ckstore.store.gc import GcDone, collect
 from ckstore.store.gc_far import collect_far
 from ckstore.store.gc_lock import collector_lock
 from ckstore.store.gc_marks import Marked, Marker
+from ckstore.store.gc_pace import paced
 from ckstore.store.gc_plan import GcLimits, GcPlan, make_plan
 from ckstore.store.gc_survey import RunFacts, Survey, survey
 from ckstore.store.known import LOST_TIER
@@ -146,8 +148,23 @@ def collect_store(
             raise UsageError(report.refused, where=parts.backend.root, todo="nothing was changed; see --dry-run")
         tell = on_progress or (lambda done, total: None)
         act = collect_far if report.plan.is_final else collect
-        done = act(parts, marker, report.plan, limits, "retention", tell)
+        with _in_leisure(parts) as acting:
+            done = act(acting, marker, report.plan, limits, "retention", tell)
         return GcReport(False, report.runs, report.plan, done, limits)
+
+
+@contextmanager
+def _in_leisure(parts: Parts) -> Iterator[Parts]:
+    """Yield parts that give way to whoever commits to the store just now; these, if nobody does."""
+    backend = paced(parts.backend, parts.clock)
+    if backend is parts.backend:
+        yield parts
+        return
+    acting = Parts(backend, parts.record, parts.run, clock=parts.clock)
+    try:
+        yield acting
+    finally:
+        acting.close()
 
 
 def why_not_ours(parts: Parts) -> str:

@@ -28,6 +28,7 @@ from ckstore.io.backend import ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.store.audit import Audit, FrameCheck
 from ckstore.store.damage import PackUses, Place, label_of
+from ckstore.store.elsewhere import readable_from
 from ckstore.store.known import LOST_TIER
 from ckstore.store.packs import read_ranges
 
@@ -93,7 +94,7 @@ class PackAudit:
         home = self._audit.home_of(self._pack_id)
         if home is not self._parts.backend:
             with contextlib.suppress(FileNotFoundError):
-                return home.open_read(layout.pack_name(self._pack_id))
+                return readable_from(self._parts.backend, home, home.open_read(layout.pack_name(self._pack_id)))
         return None
 
     def _check_ends(self, file: ReadFile) -> tuple[PackTail, PackDirectory]:

@@ -12,6 +12,7 @@ from ckstore.format import layout
 from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, Distant, Fetching, ReadFile, ReadRequest, ReadResult, ViewedFile
 from ckstore.io.buffers import BufferPool
+from ckstore.store.elsewhere import fetcher_of, readable_from
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.range_cache import CachedFile
@@ -55,6 +56,7 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
         except FileNotFoundError:
             continue
         if file.nbytes == pack.nbytes:
+            file = readable_from(parts.backend, backend, file)
             cache = parts.tiers.cache if keeps_ranges else None
             return file if cache is None or not _is_viewed(file) else CachedFile(file, pack.pack_id, cache)
         file.close()
@@ -106,8 +108,8 @@ def read_ranges(backend: Backend, requests: Iterable[ReadRequest], pool: BufferP
     What lies in different places is fetched in the order of the requests, one place after another: a range that others
     wait for is asked for before them.
     """
-    for is_elsewhere, group in groupby(requests, key=lambda request: isinstance(request.file, Fetching)):
-        if not is_elsewhere:
+    for fetcher, group in groupby(requests, key=lambda request: fetcher_of(request.file)):
+        if not fetcher:
             yield from backend.read_ranges(group, pool)
             continue
         first = next(group)

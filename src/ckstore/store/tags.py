@@ -13,11 +13,11 @@ import socket
 from collections.abc import Callable, Sequence
 
 from ckstore.clock import Clock
-from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
 from ckstore.ids import new_token
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, Distant
 from ckstore.store.lease import boot_identity, has_rebooted, process_started
 
 _log = logging.getLogger("ckstore")
@@ -127,22 +127,22 @@ class Tags:
 
     def declare_all(self, seqs: Sequence[int], purpose: str) -> list[str]:
         """Say durably that all of these are about to be dropped or demoted; return the intents' paths."""
+        now, token = self._clock.now_ns(), new_token()
+        record = IntentRecord(
+            host=socket.gethostname(),
+            boot_id=boot_identity(),
+            pid=os.getpid(),
+            process_started=process_started(os.getpid()) or "",
+            token=token,
+            acquired_ns=now,
+            heartbeat_ns=now,
+            what=purpose,
+        )
         paths: list[str] = []
         try:
             for seq in seqs:
-                now, token = self._clock.now_ns(), new_token()
-                record = IntentRecord(
-                    host=socket.gethostname(),
-                    boot_id=boot_identity(),
-                    pid=os.getpid(),
-                    process_started=process_started(os.getpid()) or "",
-                    token=token,
-                    acquired_ns=now,
-                    heartbeat_ns=now,
-                    what=purpose,
-                )
                 path = layout.intent_name(self._run, seq, token)
-                self._backend.create(path, encode_record(record), sync=True)
+                self._create_intent(path, encode_record(record), paths[0] if paths else None)
                 paths.append(path)
             self._backend.sync_folder(layout.claims_folder(self._run))
         except BaseException:
@@ -152,6 +152,14 @@ class Tags:
                     self.retract(path)
             raise
         return paths
+
+    def _create_intent(self, path: str, content: bytes, first: str | None) -> None:
+        """Make an intent durable, but for its name; those of one batch are one file, which is synced and freed once."""
+        if first is not None and not isinstance(self._backend, Distant):
+            with contextlib.suppress(UnsupportedError, FileNotFoundError):
+                self._backend.link(first, path)
+                return
+        self._backend.create(path, content, sync=True)
 
     def retract(self, path: str) -> None:
         """Remove an intent; what remains after a crash is removed by gc."""

@@ -27,6 +27,7 @@ from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest, Streaming
 from ckstore.io.buffers import BufferPool
 from ckstore.store.doomed import put_small
+from ckstore.store.elsewhere import readable_from
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.packs import open_pack, read_ranges
 from ckstore.store.parts import Parts
@@ -101,9 +102,8 @@ class PackCopy:
 
     def _copy(self, pack: PackRef) -> None:
         is_new = self._ensure(pack)
-        if self._check is not None:
-            if not is_new:
-                self._check_file(pack, layout.pack_name(pack.pack_id), is_new=False)
+        if self._check is not None and not is_new:
+            self._check_file(pack, layout.pack_name(pack.pack_id), is_new=False)
         elif self._reads_back or not is_new:
             # What lay there already is not believed: it may have been changed since.
             self._read_back(pack)
@@ -168,7 +168,7 @@ class PackCopy:
 
     def _check_file(self, pack: PackRef, name: str, *, is_new: bool) -> None:
         assert self._check is not None, "asked for"
-        file = self._target.open_read(name)
+        file = readable_from(self._parts.backend, self._target, self._target.open_read(name))
         try:
             self._check(pack, file, is_new=is_new)
         finally:
