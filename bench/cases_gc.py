@@ -19,7 +19,8 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench
 
 RULES = ("--keep-last", "10", "--keep-every", "100", "--keep-within", "1d", "--keep-best", "loss:3")
-COMMITS_A_ROUND = 15
+BESIDE_SECONDS = 3.0
+BESIDE_NBYTES = (1_000_000, 100_000_000)
 
 PROGRAM = """
 import re, sys, time
@@ -91,55 +92,87 @@ def _planning(place: Path, manifests_nbytes: int, options: tuple[str, ...]) -> P
 
 
 def gc_beside(bench: Bench) -> Result:
-    """Commit 1 MB again and again, alone and beside a collection that begins anew whenever it has ended."""
-    result = Result("gc_beside", "ms", is_higher_better=False)
-    result.setting = {"checkpoints": bench.count, "commits a round": COMMITS_A_ROUND, "rounds": bench.rounds}
+    """Commit again and again, alone and beside a collection that begins anew whenever it has ended."""
+    sizes = BESIDE_NBYTES[:1] if bench.is_small else BESIDE_NBYTES
+    result = Result("gc_beside", "ms", is_higher_better=False, columns=("p90", "mean", "commits", "dropped_meanwhile"))
+    result.setting = {"checkpoints": bench.count, "seconds a sample": BESIDE_SECONDS, "rounds": bench.rounds}
     if bench.has_ckstore is not None:
         result.unusable["ckstore"] = bench.has_ckstore
         return result
     place = bench.folder / "store"
     long_history.make(place, bench.count)
-    beside = ("gc", str(place), "--run", "beside", "--keep-last", "3", "--now", "--min-age", "1s")
-    participants = {"alone": _committing(place, None), "beside a collection": _committing(place, beside)}
+    seconds = 0.3 if bench.is_small else BESIDE_SECONDS
+    participants: dict[str, Participant] = {}
+    for nbytes in sizes:
+        for is_beside in (False, True):
+            name = f"{nbytes // 10**6} MB {'beside a collection' if is_beside else 'alone'}"
+            participants[name] = _committing(place, nbytes, seconds, is_beside=is_beside)
     interleave(result, participants, bench.rounds)
-    result.add_ratios(["alone"], ["beside a collection"])
+    for nbytes in sizes:
+        size = f"{nbytes // 10**6} MB"
+        result.add_ratios([f"{size} alone"], [f"{size} beside a collection"])
     result.notes.append("a ratio of alone / beside above 1: alone is faster by so much")
     machine.remove_tree(place)
     return result
 
 
-def _committing(place: Path, beside: tuple[str, ...] | None) -> Participant:
-    """Return what commits to a run of its own while a process of its own does something else."""
+def _committing(place: Path, nbytes: int, seconds: float, *, is_beside: bool) -> Participant:
+    """Return what commits to a run of its own while a process of its own collects, or nobody does."""
     import ckstore
 
     counter = iter(range(10**9))
+    rules = ("gc", str(place), "--run", "beside", "--keep-last", "3", "--now", "--min-age", "1s", "--json")
+    values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
+
+    def commit(store: Any) -> float:
+        step = next(counter)
+        # Other values every time, at the price of one pass, and outside of what is measured.
+        values.view(np.uint32)[:] ^= np.uint32((step + 1) * 2_654_435_761 & 0x7FFFFF)
+        began = time.perf_counter()
+        store.commit({"w": values}, step)
+        return time.perf_counter() - began
 
     def run() -> Sample:
-        other = None
-        if beside is not None:
-            command = [sys.executable, "-c", LOOP, *beside, "--json"]
-            other = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment()
-            )
-            assert other.stderr is not None
-            other.stderr.readline()
-        try:
-            with ckstore.open(place, run="beside") as store:
-                seconds = [_commit(store, next(counter)) for _ in range(COMMITS_A_ROUND)]
-        finally:
-            if other is not None:
-                other.kill()
-                other.communicate()
-        return Sample(1e3 * statistics.median(seconds[1:]), {"seconds": seconds})
+        # Whoever ran before has left nothing: else one pays for the garbage of another.
+        with ckstore.open(place, run="beside") as store:
+            commit(store)
+        clean = [sys.executable, "-m", "ckstore", *rules]
+        subprocess.run(clean, check=True, stdout=subprocess.DEVNULL, env=_environment())
+        os.sync()
+        with ckstore.open(place, run="beside") as store:
+            commit(store)
+            before = _count(place)
+            other = _collector(rules) if is_beside else None
+            took: list[float] = []
+            try:
+                end = time.monotonic() + seconds
+                while time.monotonic() < end or len(took) < 2:
+                    took.append(commit(store))
+                left = _count(place)
+            finally:
+                if other is not None:
+                    other.kill()
+                    other.communicate()
+        dropped = before + len(took) - left
+        ordered = sorted(took)
+        facts: dict[str, object] = {"p90": 1e3 * ordered[len(ordered) * 9 // 10], "mean": 1e3 * statistics.mean(took)}
+        facts |= {"commits": len(took), "dropped_meanwhile": dropped, "seconds": took}
+        return Sample(1e3 * statistics.median(took), facts)
 
     return run
 
 
-def _commit(store: Any, step: int) -> float:
-    state = {"w": np.random.default_rng(step).standard_normal(250_000).astype(np.float32)}
-    began = time.perf_counter()
-    store.commit(state, step)
-    return time.perf_counter() - began
+def _count(place: Path) -> int:
+    return sum(1 for _ in (place / "manifests" / "beside").iterdir())
+
+
+def _collector(rules: tuple[str, ...]) -> subprocess.Popen[str]:
+    """Start what collects without end, and wait until it begins."""
+    command = [sys.executable, "-c", LOOP, *rules]
+    other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment())
+    assert other.stderr is not None
+    other.stderr.readline()
+    return other
 
 
 CASES: dict[str, Callable[[Bench], Result]] = {"gc_plan": gc_plan, "gc_beside": gc_beside}
