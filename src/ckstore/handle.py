@@ -24,6 +24,7 @@ from ckstore.store.references import (
     newest_whole,
     resolve,
     tiers_of,
+    tiers_of_each,
 )
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class Handle:
                 by_seq.setdefault(record.seq, []).append(name)
             headers = headers_newest_first(self._parts.manifests)
             return [
-                Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers_of(self._parts.manifests, header))
-                for header in headers
+                Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers)
+                for header, tiers in zip(headers, tiers_of_each(self._parts.manifests, headers), strict=True)
             ]
 
     def steps(self) -> list[int]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError
 from ckstore.format import layout
-from ckstore.format.header import ManifestHeader
+from ckstore.format.layout import ManifestName
 from ckstore.info import Info
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
+from ckstore.store.at_once import ask_each
 from ckstore.store.parts import Parts, read_store_record
-from ckstore.store.references import looked_at, tiers_of
+from ckstore.store.references import header_or_none, tiers_of
 
 UNREADABLE = (CorruptError, UnsupportedError, BackendError)
 
@@ -85,26 +86,25 @@ def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
     tags, damaged_tags = _tags_by_seq(parts)
     names = parts.manifests.listing().names
     entries: list[Entry] = []
-    newest_first = names[::-1]
-    headers = looked_at(parts.manifests, newest_first)
-    for name, header in zip(newest_first, headers, strict=False):
-        if isinstance(header, UNREADABLE):
-            entries.append(Entry(name.seq, name.step, None, str(header)))
-        elif isinstance(header, Exception):
-            raise header
-        elif header is not None:
-            entries.append(_entry(parts, header, sorted(tags.get(header.seq, ()))))
+    # Far away, many are asked for at the same time, and a few more than are wanted.
+    for entry in ask_each(parts.backend, lambda name: _entry(parts, name, tags), names[::-1]):
+        if entry is not None:
+            entries.append(entry)
         if limit is not None and len(entries) >= limit:
             break
     return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags))
 
 
-def _entry(parts: Parts, header: ManifestHeader, tags: list[str]) -> Entry:
+def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:
+    """Return what is shown of an entry; None of one that was dropped meanwhile."""
     try:
-        tiers = tiers_of(parts.manifests, header)
+        header = header_or_none(parts.manifests, name)
+        if header is None:
+            return None
+        info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(parts.manifests, header))
     except UNREADABLE as error:
-        return Entry(header.seq, header.step, None, str(error))
-    return Entry(header.seq, header.step, Info.of(header, tags=tags, tiers=tiers))
+        return Entry(name.seq, name.step, None, str(error))
+    return Entry(header.seq, header.step, info)
 
 
 def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], list[tuple[str, str]]]:

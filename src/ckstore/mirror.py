@@ -4,7 +4,9 @@ For each checkpoint that is not there in its newest form: take its seq there, co
 manifest. Then tags. Nothing here changes, and nothing there is removed: what was dropped here stays there.
 
 Invariants:
-- A checkpoint exists there only when all that it needs was seen there.
+- A checkpoint exists there only when all that it needs was seen there, and every byte of it was found to be what was
+  committed: a copy of damage is none.
+- One that is damaged keeps no other from being copied; which those were is told at the end.
 - A mirror that was interrupted is done again, and copies what is missing.
 """
 
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 from ckstore.errors import CorruptError, NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest
+from ckstore.format.manifest import Manifest, PackRef
 from ckstore.format.records import encode_record
 from ckstore.io.address import backend_for
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, ReadFile
+from ckstore.store.altered import damaged_error
+from ckstore.store.arrival import Arrivals
 from ckstore.store.known import LOST_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
@@ -39,6 +43,7 @@ class MirrorRun:
         partial_count: Those of which parts are lost; they are left out.
         kept_count: Checkpoints there that are not here any more.
         tag_count: Tags that were set or moved there.
+        damaged_count: Those that are damaged here, or there; they were not copied.
     """
 
     run: str
@@ -47,6 +52,7 @@ class MirrorRun:
     partial_count: int
     kept_count: int
     tag_count: int
+    damaged_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ def mirror(
     Raises:
         UsageError: Another store lies there, or it is the same place.
         ConflictError: A checkpoint there is another one.
-        CorruptError: A pack here is damaged or missing, or one there is not ours.
+        CorruptError: Of some, a pack here is damaged or missing, or one there is not ours: these were not copied, and
+            all others were. Its ``checkpoints`` names them, its ``report`` tells of all.
         BackendError: The place does not answer.
     """
     target = backend_for(address)
@@ -107,7 +114,10 @@ class _Mirror:
         self._parts = parts
         self._target = target
         self._store = StoreCopy(parts, target)
-        self._packs = PackCopy(parts, target, reads_back=read_back)
+        self._packs = PackCopy(parts, target, reads_back=read_back, check=self._check)
+        self._arrivals: Arrivals | None = None
+        self._damaged: dict[ManifestName, CorruptError] = {}
+        self._left_out: set[tuple[str, int]] = set()
 
     def run(self, *, dry_run: bool, on_progress: Callable[[int, int], None] | None) -> MirrorReport:
         tell = on_progress or (lambda done, total: None)
@@ -123,34 +133,47 @@ class _Mirror:
             for name in here[run]:
                 is_new = name not in there[run]
                 if is_new and not dry_run:
-                    is_whole = self._copy(name)
-                    partial += not is_whole
-                    is_new = is_whole
+                    is_new = self._copy(name)
+                    partial += not is_new and name not in self._damaged
+                    if not is_new and all(other.seq != name.seq for other in there[run]):
+                        self._left_out.add((run, name.seq))
                 copied += is_new
                 done += 1
                 tell(done, total)
             tags = 0 if dry_run else sum(self._copy_tags(run))
             gone = {name.seq for name in there[run]} - {name.seq for name in here[run]}
-            reports.append(MirrorRun(run, len(here[run]), copied, partial, len(gone), tags))
+            damaged = sum(name.run == run for name in self._damaged)
+            reports.append(MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, damaged))
         copies = self._packs.copied
-        return MirrorReport(self._target.root, dry_run, tuple(reports), sum(copies.values()), len(copies))
+        report = MirrorReport(self._target.root, dry_run, tuple(reports), sum(copies.values()), len(copies))
+        if self._damaged:
+            raise damaged_error("copied", self._damaged, report)
+        return report
 
     def _names_there(self, run: str) -> set[ManifestName]:
         files = self._target.list_names(layout.manifests_folder(run))
         return {name for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
 
     def _copy(self, name: ManifestName) -> bool:
-        """Copy a checkpoint; return False for one of which parts are lost, or that is gone."""
+        """Copy a checkpoint; return False for one of which parts are lost or damaged, or that is gone."""
         try:
             manifest = self._loaded(name)
+            if any(pack.tier == LOST_TIER for pack in manifest.packs):
+                return False
+            self._store.claim(manifest.header)
+            self._arrivals = Arrivals(self._parts, manifest.header.name, manifest, copy=self._target)
+            self._packs.run(manifest.packs)
+            self._store.put_manifest(manifest)
         except NotFoundError:
             return False
-        if any(pack.tier == LOST_TIER for pack in manifest.packs):
+        except CorruptError as error:
+            self._damaged[name] = error
             return False
-        self._store.claim(manifest.header)
-        self._packs.run(manifest.packs)
-        self._store.put_manifest(manifest)
         return True
+
+    def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
+        assert self._arrivals is not None, "a checkpoint is being copied"
+        self._arrivals.check(pack, file, is_new=is_new)
 
     def _loaded(self, name: ManifestName) -> Manifest:
         if name.run == self._parts.run:
@@ -161,6 +184,9 @@ class _Mirror:
         """Set each tag there that is not as it is here; yield whether it was set."""
         there = Tags(self._target, run, self._parts.clock)
         for name, record in sorted(Tags(self._parts.backend, run, self._parts.clock).all().items()):
+            if (run, record.seq) in self._left_out:
+                # It would point to nothing there.
+                continue
             # A damaged one is set anew.
             with contextlib.suppress(NotFoundError, CorruptError):
                 if there.get(name) == record:

@@ -6,6 +6,7 @@ there.
 
 Invariants:
 - Between any two steps every checkpoint can be restored.
+- One that cannot be brought back keeps no other from it; which those were is told at the end.
 - A pack has its name here only when all its bytes are durable, and were found to be those that were committed.
 """
 
@@ -14,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ckstore.errors import ConflictError, NotFoundError
+from ckstore.errors import ConflictError, CorruptError, NotFoundError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, PackRef
 from ckstore.ids import PackId
 from ckstore.io.backend import ReadFile
+from ckstore.store.altered import damaged_error
 from ckstore.store.arrival import Arrivals
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
@@ -39,6 +41,7 @@ class PullEntry:
         tiers: Where it lay, besides here.
         packs_nbytes: Bytes of its packs there; other checkpoints may name them too.
         is_done: Whether it is here now.
+        problem: Why it is not: what lies there is not what was pushed; empty otherwise.
     """
 
     seq: int
@@ -46,6 +49,7 @@ class PullEntry:
     tiers: tuple[str, ...]
     packs_nbytes: int
     is_done: bool
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ def pull(
 
     Raises:
         NotFoundError: No such checkpoint, or its tier is not configured.
-        CorruptError: A pack there is not what was pushed; what is here stays as it is.
+        CorruptError: Of some, a pack there is not what was pushed, or the manifest here is damaged: these are as they
+            were, and all others are here. Its ``checkpoints`` names them, its ``report`` tells of all.
         CapacityError: The disk is full; what was brought back so far is here.
         BackendError: A server does not answer.
     """
@@ -94,8 +99,13 @@ def pull(
     names = list(listed) if refs is None else [resolve(parts, ref) for ref in refs]
     away: dict[ManifestName, dict[PackId, int]] = {}
     tiers: dict[ManifestName, tuple[str, ...]] = {}
+    damaged: dict[ManifestName, CorruptError] = {}
     for name in sorted(set(names), reverse=True):
-        manifest = _loaded(parts, name, is_asked_for=refs is not None)
+        try:
+            manifest = _loaded(parts, name, is_asked_for=refs is not None)
+        except CorruptError as error:
+            damaged[name] = error
+            continue
         packs = [] if manifest is None else [pack for pack in manifest.packs if _is_away(pack.tier)]
         if packs:
             away[name] = {pack.pack_id: pack.nbytes for pack in packs}
@@ -104,10 +114,18 @@ def pull(
     puller = _Puller(parts, on_progress, total)
     entries = []
     for name, packs_away in away.items():
-        is_done = not dry_run and puller.pull(name)
-        entries.append(PullEntry(name.seq, name.step, tiers[name], sum(packs_away.values()), is_done))
+        is_done = False
+        try:
+            is_done = not dry_run and puller.pull(name)
+        except CorruptError as error:
+            damaged[name] = error
+        problem = str(damaged[name]) if name in damaged else ""
+        entries.append(PullEntry(name.seq, name.step, tiers[name], sum(packs_away.values()), is_done, problem))
     copied = puller.copied
-    return PullReport(parts.run, dry_run, tuple(entries), total, sum(copied.values()), len(copied))
+    report = PullReport(parts.run, dry_run, tuple(entries), total, sum(copied.values()), len(copied))
+    if damaged:
+        raise damaged_error("pulled", damaged, report)
+    return report
 
 
 def _loaded(parts: Parts, name: ManifestName, *, is_asked_for: bool) -> Manifest | None:

@@ -100,7 +100,8 @@ class Tiering(Handle):
 
         Raises:
             NotFoundError: No such checkpoint, or its tier is not configured.
-            CorruptError: A pack there is not what was pushed.
+            CorruptError: Of some, a pack there is not what was pushed: these are as they were, and all others are here.
+                ``checkpoints`` names them, ``report`` tells of all.
             CapacityError: The disk is full; what was brought back so far is here.
             BackendError: The server does not answer.
         """
@@ -132,7 +133,8 @@ class Tiering(Handle):
         Raises:
             UsageError: Another store lies there.
             ConflictError: Someone else commits there.
-            CorruptError: A pack here is damaged or missing, or one there is not ours.
+            CorruptError: Of some, a pack here is damaged or missing, or one there is not ours: these were not copied,
+                and all others were. ``checkpoints`` names them, ``report`` tells of all.
             BackendError: The server does not answer, or refuses.
         """
         from ckstore.mirror import mirror

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from pushing import assert_restores, pack_of, packs_here, state_of
 
@@ -56,6 +58,46 @@ def test_altered_payload_names_the_tensor_and_the_command_fails(pushed, folder, 
     assert run(["pull", str(folder)]) == CorruptError.exit_code
     assert "is not what was pushed there" in capsys.readouterr().err
     assert_restores(pushed, 2, 3)
+
+
+def test_altered_checkpoint_keeps_no_other_from_being_pulled(pushed, folder, place, capsys, quiet_log):
+    pushed.commit(state_of(4), 4)
+    pushed.push(keep_local=0)
+    pushed.gc(now=True)
+    there = backend_for(place)
+    names = {step: pack_of(pushed, step) for step in (2, 3)}
+    sound = {step: content_of(there, name) for step, name in names.items()}
+    for step, name in names.items():
+        put_over(there, name, flipped(bytearray(sound[step]), 20_000))
+    with pytest.raises(CorruptError, match=r"seq 2 \(step 3\).*seq 1 \(step 2\)") as caught:
+        pushed.pull()
+    assert [(entry.step, entry.is_done) for entry in caught.value.report.entries] == [
+        (4, True), (3, False), (2, False), (1, True),
+    ]  # fmt: skip
+    assert len(caught.value.checkpoints) == 2
+    for name in names.values():
+        there.unlink(name)
+    assert_restores(pushed, 4, 1)
+    for step, name in names.items():
+        there.create(name, bytes(sound[step]), sync=True)
+    put_over(there, names[3], flipped(bytearray(sound[3]), 20_000))
+    assert run(["pull", str(folder), "--json"]) == CorruptError.exit_code
+    said = capsys.readouterr()
+    assert [(entry["step"], entry["is_done"]) for entry in json.loads(said.out)["checkpoints"]] == [
+        (3, False),
+        (2, True),
+    ]
+    assert "seq 2 (step 3) of run main" in said.err
+
+
+def test_damaged_manifest_keeps_no_other_from_being_pulled(pushed, folder):
+    pushed.gc(now=True)
+    (manifest,) = folder.glob("manifests/main/*-000000000002.*")
+    manifest.chmod(0o600)
+    manifest.write_bytes(flipped(bytearray(manifest.read_bytes()), -100))
+    with pytest.raises(CorruptError, match="seq 1"):
+        pushed.pull()
+    assert [pack.tier for pack in pushed.contents(1).packs] == ["local"]
 
 
 def test_damaged_copy_that_lies_here_does_not_count_as_pulled(pushed, folder):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 import ckstore
+from ckstore.cli.main import run
 from ckstore.errors import CorruptError, UsageError
+from ckstore.format import layout
+from ckstore.io.address import backend_for
 
 
 def state_of(seed, count=30_000):
@@ -88,11 +93,75 @@ def test_repacked_checkpoint_is_copied_in_its_new_form(filled, address):
         assert_holds(copy, 1, 2)
 
 
-def test_missing_pack_stops_a_mirror(filled, address):
+def pack_of(store, step):
+    return layout.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[20_000] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(content)
+
+
+def test_missing_pack_is_told_and_everything_else_is_copied(filled, address):
     with ckstore.open(filled) as store:
-        next((filled / "packs").glob("*/*.pack")).unlink()
-        with pytest.raises(CorruptError):
+        (filled / pack_of(store, 2)).unlink()
+        with pytest.raises(CorruptError, match=r"seq 1 \(step 2\) of run main") as caught:
             store.mirror(address)
+        facts = [(each.run, each.copied_count, each.damaged_count) for each in caught.value.report.runs]
+        assert facts == [("main", 1, 1), ("other", 1, 0)]
+    with ckstore.open(address, create=False) as copy:
+        assert_holds(copy, 1)
+
+
+@pytest.mark.parametrize("is_bucket", [True, False])
+def test_altered_pack_is_not_copied_and_a_mended_one_is(filled, address, tmp_path, is_bucket, capsys, quiet_log):
+    place = address if is_bucket else str(tmp_path / "copy")
+    with ckstore.open(filled) as store:
+        path = filled / pack_of(store, 1)
+        sound = path.read_bytes()
+        alter(path)
+        with pytest.raises(CorruptError, match=r"seq 0 \(step 1\) of run main.*offset") as caught:
+            store.mirror(place)
+        assert str(path) in str(caught.value)
+        assert caught.value.tensors == ("w",)
+        assert backend_for(place).stat(pack_of(store, 1)) is None
+        assert run(["mirror", str(filled), place, "--json"]) == CorruptError.exit_code
+        said = capsys.readouterr()
+        assert [each["damaged_count"] for each in json.loads(said.out)["runs"]] == [1, 0]
+        assert "damaged, and was not copied" in said.err
+        with ckstore.open(place, create=False) as copy:
+            assert_holds(copy, 2)
+            assert copy.tags() == {}
+        path.write_bytes(sound)
+        store.mirror(place)
+    with ckstore.open(place, create=False) as copy:
+        assert_holds(copy, 1, 2)
+        assert copy.tags() == {"best": 0}
+
+
+def test_pack_that_was_altered_in_the_copy_is_found_when_it_is_needed(filled, tmp_path):
+    place = tmp_path / "copy"
+    with ckstore.open(filled) as store:
+        store.mirror(str(place))
+        alter(place / pack_of(store, 2))
+        # The same bytes again, under another checkpoint.
+        store.rewind(2)
+        with pytest.raises(CorruptError, match="lies in the copy already") as caught:
+            store.mirror(str(place))
+        assert str(place) in str(caught.value)
+
+
+def test_store_in_a_bucket_is_copied_to_a_folder(address, tmp_path):
+    with ckstore.open(address) as store:
+        for step in (1, 2):
+            store.commit(state_of(step), step)
+        store.mirror(str(tmp_path / "copy"), read_back=True)
+        store.rewind(1)
+        store.mirror(str(tmp_path / "copy"))
+    with ckstore.open(tmp_path / "copy", create=False) as copy:
+        assert_holds(copy, 1, 2)
 
 
 def test_store_is_no_copy_of_itself(filled, tmp_path):

@@ -91,6 +91,30 @@ def test_manifest_that_appears_after_all_has_its_packs(address, proxy, hasty):
         assert store.verify("decode").is_clean
 
 
+def test_tier_of_a_store_in_a_bucket_may_be_a_folder(address, tmp_path):
+    """Its packs are read by what reads folders, and mixed with those of the bucket where one restore needs both."""
+    attic, copy = str(tmp_path / "attic"), str(tmp_path / "copy")
+    with ckstore.open(address) as store:
+        for step in (1, 2, 3):
+            store.commit({"mine": state_of(step), "shared": state_of(0)}, step)
+        store.push(attic, keep_local=1, read_back=True)
+        store.gc(now=True, min_age=0)
+        for step in (1, 2, 3):
+            got = store.restore(step)
+            assert_equal(got["mine"], state_of(step))
+            assert_equal(got["shared"], state_of(0))
+        assert store.verify("decode", remote=True).is_clean
+        store.mirror(copy)
+        store.pull(2)
+        assert {pack.tier for pack in store.contents(2).packs} == {"local"}
+    with ckstore.open(address, create=False) as store:
+        assert_equal(store.restore(1)["mine"], state_of(1))
+        assert_equal(store.restore(2)["mine"], state_of(2))
+    with ckstore.open(copy, create=False) as store:
+        assert store.steps() == [1, 2, 3]
+        assert store.verify("decode").is_clean
+
+
 def test_server_that_ignores_conditions_takes_copies_and_no_commits(address, proxy, folder, monkeypatch):
     from ckstore.errors import UnsupportedError
     from ckstore.io.remote import Bucket

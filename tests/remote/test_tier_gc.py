@@ -215,6 +215,25 @@ def test_list_of_a_living_process_or_another_machine_blocks_until_it_is_old(list
     assert_restores(store, 1)
 
 
+class Jumped:
+    """The clock of a machine whose time was set a day ahead."""
+
+    def __getattr__(self, name):
+        return getattr(SYSTEM_CLOCK, name)
+
+    def now_ns(self):
+        return SYSTEM_CLOCK.now_ns() + 86_400 * 10**9
+
+
+def test_clock_that_jumped_does_not_make_a_list_old(listed, place, quiet_log):
+    _, there, pack_ids = listed
+    path = put_list(there, pack_ids, host="elsewhere", boot_id="m/b/n")
+    packs = {bytes.fromhex(pack_id) for pack_id in pack_ids}
+    assert doomed.doomed_in(there, packs, Jumped()) == packs
+    assert doomed.remove_dead_lists(there, Jumped()) == 0
+    assert lists_in(there) == [path]
+
+
 def test_list_that_this_process_has_left_behind_blocks_nobody(listed, place, monkeypatch):
     store, there, pack_ids = listed
     path = put_list(there, pack_ids)

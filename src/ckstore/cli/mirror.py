@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Shared, StorePath, opened
+from ckstore.cli.options import AsJson, Shared, StorePath, opened, report_of
 from ckstore.cli.output import Column
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import CorruptError
 
 if TYPE_CHECKING:
     from ckstore.mirror import MirrorReport, MirrorRun
@@ -19,6 +20,7 @@ _COLUMNS = (
     Column("checkpoints", is_number=True),
     Column("copied", is_number=True),
     Column("partial", is_number=True, worth=0),
+    Column("damaged", is_number=True),
     Column("only there", is_number=True, worth=1),
     Column("tags", is_number=True, worth=2),
 )
@@ -44,16 +46,24 @@ def run(
     \b
     copied      checkpoints that were not there, or in an older form
     partial     those of which parts are lost: they are left out
+    damaged     those whose packs are not what was committed: left out, named at the end, and the exit code is 12
     only there  those that are not here any more
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
-        report = store.mirror(address, read_back=read_back, dry_run=dry_run)
+        damage: CorruptError | None = None
+        try:
+            report = store.mirror(address, read_back=read_back, dry_run=dry_run)
+        except CorruptError as error:
+            damage, report = error, report_of(error)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
+    if damage is not None:
+        # All others came through; which did not is told last, and by the exit code.
+        raise damage
 
 
 def _print(report: MirrorReport, seconds: float) -> None:
@@ -70,7 +80,10 @@ def _print(report: MirrorReport, seconds: float) -> None:
 
 
 def _cells(each: MirrorRun) -> list[str]:
-    counts = (each.checkpoint_count, each.copied_count, each.partial_count, each.kept_count, each.tag_count)
+    counts = (
+        each.checkpoint_count, each.copied_count, each.partial_count,
+        each.damaged_count, each.kept_count, each.tag_count,
+    )  # fmt: skip
     return [each.run, *(str(count) for count in counts)]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ckstore.errors import CorruptError
 
 if TYPE_CHECKING:
     from ckstore.api import Store
@@ -42,3 +44,10 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
 
     with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
         yield store
+
+
+def report_of(error: CorruptError) -> Any:
+    """Return the report of what went well nonetheless; raise the error where nothing did."""
+    if "report" not in error.facts:
+        raise error
+    return error.facts["report"]

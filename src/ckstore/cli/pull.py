@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened, report_of
 from ckstore.cli.output import Column
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import CorruptError
 
 if TYPE_CHECKING:
     from ckstore.pull import PullEntry, PullReport
@@ -34,16 +35,24 @@ def run(
 ) -> None:
     """Bring checkpoints back from other tiers.
 
-    What lies there stays there.
+    What lies there stays there. Where packs of a checkpoint are not what was pushed, it stays as it is, all others
+    come, and the command ends with code 12.
     """
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, output.progress("pulling") as tell:
-        report = store.pull(refs or None, dry_run=dry_run, on_progress=tell)
+        damage: CorruptError | None = None
+        try:
+            report = store.pull(refs or None, dry_run=dry_run, on_progress=tell)
+        except CorruptError as error:
+            damage, report = error, report_of(error)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
+    if damage is not None:
+        # All others came through; which did not is told last, and by the exit code.
+        raise damage
 
 
 def _print(report: PullReport, seconds: float) -> None:
@@ -51,9 +60,10 @@ def _print(report: PullReport, seconds: float) -> None:
         output.say(f"Everything asked for of run {report.run} lies here.")
         return
     would = "would come" if report.is_dry_run else "came"
-    plural = "" if len(report.entries) == 1 else "s"
-    title = f"run {report.run}: {len(report.entries)} checkpoint{plural} {would} back"
-    output.print_table(_COLUMNS, [_cells(entry) for entry in report.entries], title=title)
+    entries = [entry for entry in report.entries if not entry.problem]
+    plural = "" if len(entries) == 1 else "s"
+    title = f"run {report.run}: {len(entries)} checkpoint{plural} {would} back"
+    output.print_table(_COLUMNS, [_cells(entry) for entry in entries], title=title)
     output.say("")
     if report.is_dry_run:
         output.say(f"At most {output.size(report.bytes_to_pull)} to copy.")

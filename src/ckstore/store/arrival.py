@@ -1,4 +1,4 @@
-"""Read what has arrived from another tier, every byte of it, before it counts as a pack of this store.
+"""Read what has arrived from another place, every byte of it, before it counts as a pack there.
 
 A bucket has other masters, and a pack here stands for its bytes: one that was changed there would be restored from
 ever after, however sound the bucket is by then.
@@ -16,7 +16,7 @@ from ckstore.errors import CorruptError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, PackRef
-from ckstore.io.backend import ReadFile
+from ckstore.io.backend import Backend, ReadFile
 from ckstore.store.audit import Audit, FrameCheck
 from ckstore.store.damage import Report, Uses
 from ckstore.store.known import LOCAL_TIER
@@ -28,16 +28,18 @@ _POLICY = Policy(threads=1, memory_nbytes_max=64 * MIB)
 
 
 class Arrivals:
-    """Checks the packs of one checkpoint that come from other tiers.
+    """Checks the packs of one checkpoint that come from other tiers, or go to a copy of the store.
 
     Args:
         parts: The store.
         name: The checkpoint's manifest.
         manifest: What it says.
+        copy: Where they go, if that is not the store itself.
     """
 
-    def __init__(self, parts: Parts, name: ManifestName, manifest: Manifest) -> None:
+    def __init__(self, parts: Parts, name: ManifestName, manifest: Manifest, *, copy: Backend | None = None) -> None:
         self._parts = parts
+        self._copy = copy
         here = replace(manifest, packs=tuple(replace(pack, tier=LOCAL_TIER) for pack in manifest.packs))
         self._uses_there, self._uses_here = Uses(), Uses()
         self._uses_there.add(name, manifest)
@@ -48,34 +50,44 @@ class Arrivals:
 
         Args:
             pack: The pack, as the manifest names it.
-            file: What holds its bytes here.
-            is_new: They were just copied; else they lay here.
+            file: What holds its bytes where they go.
+            is_new: They are just being copied; else they lay there.
 
         Raises:
-            CorruptError: They are not what the pack was made of; it names the pack there, or the one that lay here.
+            CorruptError: They are not what the pack was made of; it names the pack where they came from, or the one
+                that lay there already.
         """
         parts, report = self._parts, Report("read")
         uses = self._uses_there if is_new else self._uses_here
         audit = Audit(parts, uses, report, _never, 1, _POLICY, lambda: None, is_partial=False)
-        where = audit.home_of(pack.pack_id).location_of(layout.pack_name(pack.pack_id))
+        name = layout.pack_name(pack.pack_id)
+        source = audit.home_of(pack.pack_id).location_of(name)
+        where = source if self._copy is None or is_new else self._copy.location_of(name)
         try:
             PackAudit(audit, pack.pack_id).check(file)
         except CorruptError as error:
-            raise _refused(error.what, where, pack, is_new=is_new) from error
+            raise self._refused(error.what, where, pack, is_new=is_new) from error
         if report.damage:
             first = report.damage[0]
-            raise _refused(first.what, first.where, pack, is_new=is_new, tensors=first.tensors)
+            where = first.where.replace(source, where)
+            raise self._refused(first.what, where, pack, is_new=is_new, tensors=first.tensors)
 
-
-def _refused(what: str, where: str, pack: PackRef, *, is_new: bool, tensors: tuple[str, ...] = ()) -> CorruptError:
-    pack_id = pack.pack_id.hex()
-    if is_new:
-        what = f"a pack in the tier {pack.tier!r} is not what was pushed there: {what}"
-        todo = "bring it back there from a copy, then pull again; nothing here was changed"
-    else:
-        what = f"a pack that lies here already is damaged: {what}"
-        todo = "`ckstore gc` frees it if the tier has it; then pull again"
-    return CorruptError(what, where=where, todo=todo, pack_id=pack_id, tensors=tensors)
+    def _refused(
+        self, what: str, where: str, pack: PackRef, *, is_new: bool, tensors: tuple[str, ...] = ()
+    ) -> CorruptError:
+        if is_new and pack.tier != LOCAL_TIER:
+            what = f"a pack in the tier {pack.tier!r} is not what was pushed there: {what}"
+            todo = "bring it back there from a copy, then try again; nothing here was changed"
+        elif is_new:
+            what = f"a pack here is damaged, and was not copied: {what}"
+            todo = "`ckstore repair` may find its bytes elsewhere; then mirror again"
+        elif self._copy is not None:
+            what = f"a pack that lies in the copy already is damaged: {what}"
+            todo = "remove it there, then mirror again"
+        else:
+            what = f"a pack that lies here already is damaged: {what}"
+            todo = "`ckstore gc` frees it if the tier has it; then pull again"
+        return CorruptError(what, where=where, todo=todo, pack_id=pack.pack_id.hex(), tensors=tensors)
 
 
 def _never() -> FrameCheck:

@@ -192,7 +192,9 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
         return True
     age_seconds = (clock.now_ns() - info.modified_ns) / 1e9
     if age_seconds > LIST_AGE_SECONDS_MAX:
-        return True
+        # The clock here may have jumped; that of the place has stamped the list, and stamps another file now.
+        there_ns = _now_there_ns(backend)
+        return there_ns is not None and (there_ns - info.modified_ns) / 1e9 > LIST_AGE_SECONDS_MAX
     if record is None or age_seconds < LAST_REQUEST_SECONDS:
         return False
     here = boot_identity()
@@ -203,6 +205,24 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
     if record.pid == os.getpid() and record.process_started == process_started(os.getpid()):
         return path not in _AT_WORK
     return process_started(record.pid) != record.process_started
+
+
+def _now_there_ns(backend: Backend) -> int | None:
+    """Return what a place takes for now: the time that it gives to a new file; None where it takes none."""
+    # What lies in ``tmp`` of a bucket lies in this process's memory, and has its time.
+    name = (
+        f"{layout.trash_folder(new_token())}/clock" if isinstance(backend, Distant) else layout.draft_name(new_token())
+    )
+    try:
+        backend.create(name, b"now", sync=False)
+        try:
+            info = backend.stat(name)
+        finally:
+            with contextlib.suppress(CkstoreError, FileNotFoundError):
+                backend.unlink(name)
+    except CkstoreError:
+        return None
+    return None if info is None else info.modified_ns
 
 
 def put_small(backend: Backend, name: str, content: bytes) -> None:

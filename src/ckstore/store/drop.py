@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ckstore.errors import CkstoreError, CorruptError
 from ckstore.format.layout import ManifestName
+from ckstore.store.at_once import do_each
 from ckstore.store.parts import Parts
 from ckstore.store.references import header_or_none
 
@@ -113,7 +114,6 @@ def _drop_batch(
             parts.manifests.move_to_trash(frozenset(name.seq for name in doomed))
             done.names += doomed
     finally:
-        for intent in intents:
-            # One that stays is removed by the next collection once this process has ended.
-            with contextlib.suppress(CkstoreError):
-                parts.tags.retract(intent)
+        # One that stays is removed by the next collection once this process has ended.
+        with contextlib.suppress(CkstoreError):
+            do_each(parts.backend, parts.tags.retract, intents)

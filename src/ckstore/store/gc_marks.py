@@ -23,6 +23,7 @@ from ckstore.format.layout import ManifestName
 from ckstore.format.location import PackRef, decode_pack_row
 from ckstore.format.pack_table import PackTable, decode_pack_table
 from ckstore.ids import DIGEST_NBYTES, PackId
+from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 
@@ -144,9 +145,31 @@ class Marker:
         backend, limits = self._parts.backend, self._parts.limits
         where = backend.location_of(path)
         content = backend.read_bytes(path, nbytes_max=limits.manifest_nbytes_max)
-        return self._decoded(name, content, where)
+        return self.decoded(name, content, where)
 
-    def _decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[Marked, PackTable]:
+    def read_each(self, wanted: Iterable[tuple[ManifestName, str]]) -> Iterator[tuple[Marked, PackTable] | Exception]:
+        """Yield for each name and path what ``read`` returns or raises; far away, many are read at the same time."""
+
+        def content_of(each: tuple[ManifestName, str]) -> tuple[ManifestName, str, bytes | Exception]:
+            name, path = each
+            try:
+                limit = self._parts.limits.manifest_nbytes_max
+                return name, path, self._parts.backend.read_bytes(path, nbytes_max=limit)
+            except (FileNotFoundError, *UNREADABLE) as error:
+                return name, path, error
+
+        # Numbers are given by one thread, whoever reads.
+        for name, path, content in ask_each(self._parts.backend, content_of, wanted):
+            if isinstance(content, Exception):
+                yield content
+                continue
+            try:
+                yield self.decoded(name, content, self._parts.backend.location_of(path))
+            except UNREADABLE as error:
+                yield error
+
+    def decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[Marked, PackTable]:
+        """Return what ``read`` does of bytes that were read already."""
         table = decode_pack_table(content, limits=self._parts.limits, expect=name, where=where)
         if table.header.store_id != self._parts.store_id:
             raise CorruptError("the manifest belongs to another store", where=where)
@@ -156,7 +179,11 @@ class Marker:
     def _look_at_run(self, run: str, seen: _Seen) -> None:
         for _ in range(_LISTINGS_MAX):
             names = self._names_in_place(run) | self._names_in_place(run)
-            vanished = [name for name in sorted(names) if not self._mark(name, seen)]
+            wanted = [name for name in sorted(names) if not self._is_marked(name, seen)]
+            contents = ask_each(self._parts.backend, self._content_of, wanted)
+            vanished = [
+                name for name, content in zip(wanted, contents, strict=True) if not self._mark(name, content, seen)
+            ]
             if not vanished:
                 return
         raise CorruptError(
@@ -169,20 +196,29 @@ class Marker:
         files = self._parts.backend.list_names(layout.manifests_folder(run))
         return {name for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
 
-    def _mark(self, name: ManifestName, seen: _Seen) -> bool:
-        """Add a manifest to what was seen; return False when it is not there any more."""
-        if name in seen.manifests and name.generation == 0:
-            return True
+    def _is_marked(self, name: ManifestName, seen: _Seen) -> bool:
+        """Whether a manifest need not be read again: of a higher generation, other bytes may have taken the name."""
+        if name.generation:
+            return False
         cached = self._cache.get(name)
-        if cached is not None and name.generation == 0:
+        if cached is not None:
             seen.manifests[name] = cached
-            return True
-        backend = self._parts.backend
-        where = backend.location_of(name.path)
+        return name in seen.manifests
+
+    def _content_of(self, name: ManifestName) -> bytes | Exception:
         try:
-            content = backend.read_bytes(name.path, nbytes_max=self._parts.limits.manifest_nbytes_max)
+            return self._parts.backend.read_bytes(name.path, nbytes_max=self._parts.limits.manifest_nbytes_max)
+        except (FileNotFoundError, *UNREADABLE) as error:
+            return error
+
+    def _mark(self, name: ManifestName, content: bytes | Exception, seen: _Seen) -> bool:
+        """Add a manifest to what was seen; return False when it is not there any more."""
+        cached = self._cache.get(name)
+        try:
+            if isinstance(content, Exception):
+                raise content
             if cached is None or content[-DIGEST_NBYTES:] != cached.digest or len(content) != cached.nbytes:
-                cached, _ = self._decoded(name, content, where)
+                cached, _ = self.decoded(name, content, self._parts.backend.location_of(name.path))
         except FileNotFoundError:
             return False
         except UNREADABLE as error:

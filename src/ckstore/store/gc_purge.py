@@ -17,6 +17,7 @@ from types import MappingProxyType
 from ckstore.errors import CkstoreError
 from ckstore.format import layout
 from ckstore.ids import PackId
+from ckstore.store.at_once import ask_each
 from ckstore.store.gc_marks import Look, Marker
 from ckstore.store.gc_survey import strays_among
 from ckstore.store.parts import Parts
@@ -81,8 +82,10 @@ def _unlink(
     unnamed = {pack.pack_id for pack in packs if not look.is_named(pack.pack_id)}
     done.unproven = unproven_packs(parts, marker, look.manifests.values(), unnamed, waits)
     unlinked: list[str] = []
-    for manifest in (manifest for folder in folders for manifest in folder.manifests):
-        if trash.unlink(manifest.path):
+    manifests = [manifest for folder in folders for manifest in folder.manifests]
+    unlinks = ask_each(parts.backend, lambda manifest: trash.unlink(manifest.path), manifests)
+    for manifest, is_unlinked in zip(manifests, unlinks, strict=True):
+        if is_unlinked:
             unlinked.append(manifest.path)
             done.nbytes += manifest.nbytes
     for pack in packs:

@@ -15,7 +15,7 @@ from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
 from ckstore.io.backend import Distant, FileInfo
-from ckstore.store.gc_marks import UNREADABLE, Look, Marked, Marker, missing_packs
+from ckstore.store.gc_marks import Look, Marked, Marker, missing_packs
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
@@ -192,14 +192,11 @@ def _run_facts(
 
 def named_in_trash(parts: Parts, marker: Marker, trash: Iterable[TrashFolder]) -> dict[str, frozenset[PackId]]:
     """Return the packs that manifests in the trash name; those that cannot be read say nothing."""
+    wanted = [(trashed.name, trashed.path) for folder in trash for trashed in folder.manifests]
     named = {}
-    for folder in trash:
-        for trashed in folder.manifests:
-            try:
-                marked, _ = marker.read(trashed.name, trashed.path)
-            except (FileNotFoundError, *UNREADABLE):
-                continue
-            named[trashed.path] = frozenset(ref.pack_id for ref in marker.packs_of(marked))
+    for (_, path), found in zip(wanted, marker.read_each(wanted), strict=True):
+        if not isinstance(found, Exception):
+            named[path] = frozenset(ref.pack_id for ref in marker.packs_of(found[0]))
     return named
 
 

@@ -104,7 +104,8 @@ def count_frames(marker: Marker, manifests: Iterable[Marked]) -> list[PackUse]:
         CorruptError: One cannot be read any more.
     """
     count = FrameCount()
-    for marked in manifests:
-        again, table = marker.read(marked.name, marked.name.path)
-        count.add(again, table)
+    for found in marker.read_each((marked.name, marked.name.path) for marked in manifests):
+        if isinstance(found, Exception):
+            raise found
+        count.add(*found)
     return count.uses()

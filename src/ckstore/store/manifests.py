@@ -28,6 +28,7 @@ from ckstore.format.header import (
 from ckstore.format.layout import ManifestName
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
+from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.trash import make_durable_folder
 
@@ -230,10 +231,14 @@ class Manifests:
         self.backend.sync_folder(layout.TMP_FOLDER)
 
     def mark_dropped(self, *seqs: int) -> None:
-        """Make drop marks, in this order; every generation of these seqs is to go, and none will come back."""
-        for seq in seqs:
+        """Make drop marks, in any order; every generation of these seqs is to go, and none will come back."""
+
+        def mark(seq: int) -> None:
             with contextlib.suppress(FileExistsError):
                 self.backend.create(layout.drop_mark_name(self.run, seq), b"", sync=False)
+
+        for _ in ask_each(self.backend, mark, seqs):
+            pass
         self.backend.sync_folder(layout.claims_folder(self.run))
 
     def is_marked(self, seq: int) -> bool:
@@ -259,17 +264,18 @@ class Manifests:
         while doomed := sorted(filter(is_doomed, self._names_in_place()), key=lambda name: name.file):
             # A collector that frees at once may take an empty folder of the trash at any moment; then it is made again.
             with contextlib.suppress(FileNotFoundError):
-                if count == 0:
-                    make_durable_folder(self.backend, folder)
-            for name in doomed:
-                target = f"{folder}/{name.file}"
-                with contextlib.suppress(FileNotFoundError):
-                    self.backend.rename(self.path_of(name), target)
-                    count += 1
+                make_durable_folder(self.backend, folder)
+            count += sum(ask_each(self.backend, lambda name: self._is_moved(name, folder), doomed))
             with contextlib.suppress(FileNotFoundError):
                 self.backend.sync_folder(folder)
             self.backend.sync_folder(layout.manifests_folder(self.run))
         return count
+
+    def _is_moved(self, name: ManifestName, folder: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self.backend.rename(self.path_of(name), f"{folder}/{name.file}")
+            return True
+        return False
 
 
 def no_checkpoint(run: str, root: str) -> NotFoundError:

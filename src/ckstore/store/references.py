@@ -11,7 +11,7 @@ from ckstore.errors import CkstoreError, ConflictError, CorruptError, MissingChu
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
 from ckstore.format.layout import ManifestName
-from ckstore.io.backend import Distant
+from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOST_TIER
 from ckstore.store.manifests import Manifests, no_checkpoint
 from ckstore.store.parts import Parts
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 Reference = int | str
 
 _LISTINGS_MAX = 5
-
-_LOOKS_AHEAD = 64
-"""Headers that are read far away before it is known whether they are wanted."""
 
 
 def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
@@ -44,7 +41,7 @@ def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
 
 
 def looked_at(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[ManifestHeader | CkstoreError | None]:
-    """Yield for each name its header, None for one that was dropped, or why it cannot be read.
+    """Return for each name its header, None for one that was dropped, or why it cannot be read.
 
     Far away, many are read at the same time.
     """
@@ -55,14 +52,12 @@ def looked_at(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[M
         except CkstoreError as error:
             return error
 
-    if not isinstance(manifests.backend, Distant) or len(names) < 2:
-        yield from map(look, names)
-        return
-    from concurrent.futures import ThreadPoolExecutor
+    return ask_each(manifests.backend, look, names)
 
-    with ThreadPoolExecutor(manifests.backend.requests_at_once, thread_name_prefix="ckstore-remote") as threads:
-        for begin in range(0, len(names), _LOOKS_AHEAD):
-            yield from threads.map(look, names[begin : begin + _LOOKS_AHEAD])
+
+def tiers_of_each(manifests: Manifests, headers: Sequence[ManifestHeader]) -> Iterator[tuple[str, ...]]:
+    """Return for each header what ``tiers_of`` does; far away, many are read at the same time."""
+    return ask_each(manifests.backend, lambda header: tiers_of(manifests, header), headers)
 
 
 def tiers_of(manifests: Manifests, header: ManifestHeader) -> tuple[str, ...]:

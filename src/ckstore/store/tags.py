@@ -18,6 +18,7 @@ from ckstore.format import layout
 from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend, Distant
+from ckstore.store.at_once import ask_each
 from ckstore.store.lease import boot_identity, has_rebooted, process_started
 
 _log = logging.getLogger("ckstore")
@@ -138,12 +139,9 @@ class Tags:
             heartbeat_ns=now,
             what=purpose,
         )
-        paths: list[str] = []
+        paths = [layout.intent_name(self._run, seq, token) for seq in seqs]
         try:
-            for seq in seqs:
-                path = layout.intent_name(self._run, seq, token)
-                self._create_intent(path, encode_record(record), paths[0] if paths else None)
-                paths.append(path)
+            self._create_intents(paths, encode_record(record))
             self._backend.sync_folder(layout.claims_folder(self._run))
         except BaseException:
             # As long as this process lives they would refuse tags.
@@ -153,13 +151,18 @@ class Tags:
             raise
         return paths
 
-    def _create_intent(self, path: str, content: bytes, first: str | None) -> None:
-        """Make an intent durable, but for its name; those of one batch are one file, which is synced and freed once."""
-        if first is not None and not isinstance(self._backend, Distant):
-            with contextlib.suppress(UnsupportedError, FileNotFoundError):
-                self._backend.link(first, path)
-                return
-        self._backend.create(path, content, sync=True)
+    def _create_intents(self, paths: Sequence[str], content: bytes) -> None:
+        """Make intents durable, but for their names; in a folder they are one file, which is synced and freed once."""
+
+        def create(path: str) -> None:
+            if path != paths[0] and not isinstance(self._backend, Distant):
+                with contextlib.suppress(UnsupportedError, FileNotFoundError):
+                    self._backend.link(paths[0], path)
+                    return
+            self._backend.create(path, content, sync=True)
+
+        for _ in ask_each(self._backend, create, paths):
+            pass
 
     def retract(self, path: str) -> None:
         """Remove an intent; what remains after a crash is removed by gc."""

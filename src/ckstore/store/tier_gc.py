@@ -20,6 +20,7 @@ from ckstore.format.location import decode_pack_row
 from ckstore.format.pack_table import decode_pack_table
 from ckstore.ids import PackId
 from ckstore.io.backend import Distant, FileInfo
+from ckstore.store.at_once import ask_each, do_each
 from ckstore.store.doomed import put_small, remove_dead_lists, remove_packs
 from ckstore.store.gc_lock import collector_lock
 from ckstore.store.gc_marks import UNREADABLE, Marker
@@ -99,9 +100,9 @@ class _Collector:
             found.lists = remove_dead_lists(self._target, self._parts.clock, everyone=clear_lists)
         there = self._manifests_there()
         kept = self._seqs_kept()
-        for name in sorted(there):
-            if (name.run, name.seq) not in kept and self._is_dropped(name) and self._is_ours(name):
-                found.dropped.append(name)
+        gone = [name for name in sorted(there) if (name.run, name.seq) not in kept and self._is_dropped(name)]
+        ours = ask_each(self._target, self._is_ours, gone)
+        found.dropped += [name for name, is_ours in zip(gone, ours, strict=True) if is_ours]
         found.superseded = self._superseded(there - set(found.dropped))
         doomed = {*found.dropped, *found.superseded}
         if not dry_run:
@@ -163,16 +164,18 @@ class _Collector:
             return False
 
     def _remove_manifests(self, names: Iterable[ManifestName]) -> None:
+        names = sorted(names)
         marked = {(name.run, name.seq) for name in names if self._is_dropped(name)}
-        for run, seq in sorted(marked):
-            with contextlib.suppress(FileExistsError):
-                put_small(self._target, layout.drop_mark_name(run, seq), b"")
-        for name in sorted(names):
-            self._unlink(name.path)
+        do_each(self._target, self._mark, sorted(marked))
+        do_each(self._target, self._unlink, names)
 
-    def _unlink(self, path: str) -> None:
+    def _mark(self, dropped: tuple[str, int]) -> None:
+        with contextlib.suppress(FileExistsError):
+            put_small(self._target, layout.drop_mark_name(*dropped), b"")
+
+    def _unlink(self, name: ManifestName) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._target.unlink(path)
+            self._target.unlink(name.path)
 
     # Packs
 
@@ -210,11 +213,10 @@ class _Collector:
         Raises:
             CkstoreError: One cannot be read.
         """
-        named: set[PackId] = set()
-        for name in there:
-            if name not in self._tables:
-                self._tables[name] = self._table_there(name)
-            named |= self._tables[name]
+        there = list(there)
+        unread = [name for name in there if name not in self._tables]
+        self._tables |= zip(unread, ask_each(self._target, self._table_there, unread), strict=True)
+        named = set[PackId]().union(*(self._tables[name] for name in there))
         trashed = self._trashed()
         look = self._marker.look()
         if look.unreadable:
@@ -224,10 +226,12 @@ class _Collector:
         for content in look.quarantined:
             # Any bytes of it may be a name.
             named |= {pack_id for pack_id, _ in self._packs_there() if bytes(pack_id) in content}
-        for name, path in {*trashed, *self._trashed()}:
-            with contextlib.suppress(FileNotFoundError):
-                marked, _ = self._marker.read(name, path)
-                named |= {ref.pack_id for ref in self._marker.packs_of(marked)}
+        for found in self._marker.read_each({*trashed, *self._trashed()}):
+            if isinstance(found, FileNotFoundError):
+                continue
+            if isinstance(found, Exception):
+                raise found
+            named |= {ref.pack_id for ref in self._marker.packs_of(found[0])}
         return named
 
     def _table_there(self, name: ManifestName) -> frozenset[PackId]:

@@ -1,0 +1,27 @@
+"""Checkpoints that a copy could not take because their packs are not what was committed: all others go first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckstore.errors import CorruptError
+from ckstore.format.layout import ManifestName
+
+_NAMED_MAX = 10
+
+
+def damaged_error(what_was_not: str, damaged: Mapping[ManifestName, CorruptError], report: object) -> CorruptError:
+    """Return one error that names every checkpoint, and says of the first what is wrong with it.
+
+    Args:
+        what_was_not: What did not happen to them: ``"pulled"``.
+        damaged: Each checkpoint, and why not.
+        report: What became of the others; a fact of the error, beside those of the first.
+    """
+    names = sorted(damaged, reverse=True)
+    first = damaged[names[0]]
+    labels = [f"seq {name.seq} (step {name.step}) of run {name.run}" for name in names]
+    rest = f" and {len(labels) - _NAMED_MAX} more" if len(labels) > _NAMED_MAX else ""
+    facts = {**first.facts, "checkpoints": tuple(labels), "report": report}
+    what = f"not {what_was_not}: {', '.join(labels[:_NAMED_MAX])}{rest}; of the first, {first.what}"
+    return CorruptError(what, where=first.where, todo=first.todo, **facts)
