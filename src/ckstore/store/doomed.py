@@ -220,7 +220,7 @@ def _now_there_ns(backend: Backend) -> int | None:
         finally:
             with contextlib.suppress(CkstoreError, FileNotFoundError):
                 backend.unlink(name)
-    except CkstoreError:
+    except (CkstoreError, OSError):
         return None
     return None if info is None else info.modified_ns
 
