@@ -220,3 +220,26 @@ def test_nothing_is_dropped_for_the_sake_of_one_whose_pack_is_freed_meanwhile(st
     assert report.done.dropped == []
     assert all("was freed" in why for why in report.done.spared.values())
     same(store, 1, 1)
+
+
+def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store, monkeypatch):
+    """A collector that frees at once takes the folder with what was moved so far; the rest goes to one of its own."""
+    commit_all(disk_store, [1, 2])
+    parts, taken = disk_store._parts, []
+    rename = parts.backend.rename
+
+    def freed_after_the_first(source, target):
+        if taken:
+            rename(source, target)
+            return
+        rename(source, target)
+        taken.append(target)
+        parts.backend.unlink(target)
+        assert parts.trash.remove_if_empty(target.split("/")[1])
+
+    parts.manifests.mark_dropped(0, 1)
+    with monkeypatch.context() as patches:
+        patches.setattr(parts.backend, "rename", freed_after_the_first)
+        assert parts.manifests.move_to_trash(frozenset({0, 1})) == 2
+    assert len(taken) == 1
+    assert disk_store.steps() == []
