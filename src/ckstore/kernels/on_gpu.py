@@ -1,24 +1,33 @@
 """The quantizers' loops on torch tensors, on the device where these are: a GPU quantizes before anything is copied.
 
-The names of quant_on_numpy; results are returned, not written. What a reader computes again, ``finish_values``, and
-the symbols of ``quantize_values`` and ``bin_values`` are the same bit for bit; sums may differ in their last bits, as a
-device adds in an order of its own: they are the encoder's choice, and stored.
+The names of quant_on_numpy and outer_on_numpy; results are returned, not written. What a reader computes again
+(``finish_values``, ``multiply_integers``, ``finish_outer``) and the symbols of ``quantize_values`` and ``bin_values``
+are the same bit for bit; sums and directions may differ in their last bits, as a device adds in an order of its own:
+they are the encoder's choice, and stored.
 
 Invariants:
-- One operation of IEEE 754 binary32 is one operation of torch: nothing is fused, and no tensor core is used.
+- One operation of IEEE 754 binary32 is one operation of torch: nothing is fused. Products that must be exact are of
+  integers in fp64, which no setting of torch rounds to fewer bits.
 - Tensors are contiguous and on one device; nothing is copied to the host but what says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor as Tensor
 
+from ckstore.kernels import outer_on_numpy
 from ckstore.kernels.quant_on_numpy import ADD, ESCAPE, FLOOR, PLAIN, ROOT, ROW_MAX, ROW_MIN, ZERO, require
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_TINY = 2.0**-126
+# Directions of less than this share of the greatest square are rounding errors.
+_NO_SIZE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,138 @@ def levels_of(values: Tensor, inverses: Tensor, units: Tensor, row: int, phase: 
     escapes = torch.nonzero(symbols == ESCAPE).reshape(-1)
     symbols[escapes] = ZERO
     return Levels(symbols, escapes, totals)
+
+
+# Products of narrow matrices
+
+
+def multiply_integers(left: Tensor, right: Tensor, shifts: Tensor) -> Tensor:
+    """Return the sum of the products of left columns and right rows, each times a power of two; sums are below 2**53.
+
+    Args:
+        left: int16, one column for each direction.
+        right: int16, one row for each direction.
+        shifts: uint8, the powers.
+
+    Returns:
+        fp32, the exact sums rounded once.
+    """
+    require(left.shape[1] == right.shape[0] == shifts.numel(), "lengths differ")
+    doubles = torch.ldexp(right.double(), shifts.int()[:, None])
+    # A sum of nothing but zeros of either sign is +0, in whatever order it was taken.
+    return (left.double() @ doubles + 0.0).float()
+
+
+def finish_outer(
+    product: Tensor,
+    rows: Tensor | None,
+    cols: Tensor | None,
+    base: Tensor | None,
+    count: int,
+    row: int,
+    phase: int,
+    dtype: torch.dtype,
+    rule: int,
+    scale: float,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the elements that a product stands for, and the greatest magnitude by rule 1, as ``outer_on_numpy`` does.
+
+    Args:
+        product: fp32, the rows that the chunk touches.
+        rows: Factors of rows, by rule 2; else None.
+        cols: Factors of columns, by rule 2; else None.
+        base: As many elements as the chunk has; None by rule 2.
+        count: Elements of the chunk.
+        row: Elements of a row.
+        phase: Where in its row the first element lies.
+        dtype: Of the elements.
+        rule: ``outer_on_numpy``'s ADD, ROOT or SQUARE.
+        scale: What 1 in the product stands for.
+        limit: Greatest magnitude, by rule 1.
+    """
+    require(rule in (outer_on_numpy.ADD, outer_on_numpy.ROOT, outer_on_numpy.SQUARE), "rule must be 0, 1 or 2")
+    require(dtype in _FLOATS, "elements are fp32, bf16 or fp16")
+    require(ROW_MIN <= row <= ROW_MAX and 0 <= phase < row, "row or phase is no length of a row")
+    require(product.numel() == -(-(phase + count) // row) * row * (count > 0), "lengths differ")
+    is_square = rule == outer_on_numpy.SQUARE
+    given = (base is None, rows is not None, cols is not None)
+    require(given == (is_square,) * 3, "a rule lacks what it takes")
+    p = product.reshape(-1, row) * _single(scale)
+    if rows is not None and cols is not None:
+        roots = (p + 1.0).clamp(min=1 / 16) * (rows[:, None] * cols[None])
+        p = (roots * roots).clamp(min=2.0**-126)
+        p = torch.where((rows == 0)[:, None] | (cols == 0)[None], 0.0, p)
+    flat = p.reshape(-1)[phase : phase + count]
+    greatest = torch.zeros((), device=product.device)
+    if base is not None:
+        require(base.numel() == count, "length of the base is another one")
+        other = _floats(base).reshape(-1)
+        if rule == outer_on_numpy.ADD:
+            flat = other + flat
+        else:
+            flat = flat.clamp(-_single(limit), _single(limit))
+            greatest = flat.abs().max() if count else greatest
+            flat = flat * _root(other)
+    return flat.to(dtype), greatest
+
+
+def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the strongest left directions, singular values (fp64) and right directions, as ``quant.lowrank`` does.
+
+    Args:
+        matrix: Finite fp32 values.
+        signs: Random signs, as long as the shorter side.
+        count: Most directions.
+        least: Squares of singular values that are not above it are left out.
+    """
+    rows, cols = matrix.shape
+    across = matrix if rows <= cols else matrix.T
+    basis = _orthogonal((signs @ across) @ across.T)
+    inside = basis @ across
+    squares, vectors = _eigen(inside @ inside.T)
+    sizes = squares[:count].clamp(min=_TINY).sqrt()
+    kept = int((sizes.square() > least).sum())
+    sizes, turn = sizes[:kept], vectors[:kept].float()
+    here, there = turn @ basis, (turn / sizes[:, None].float()) @ inside
+    return (here.T, sizes, there) if rows <= cols else (there.T, sizes, here)
+
+
+def measure_values(source: Tensor, made: Tensor) -> Tensor:
+    """Return the greatest difference, and the sums of squared differences and of squared values, as three fp64."""
+    require(source.shape == made.shape, "lengths differ")
+    one, other = _floats(source).double(), _floats(made).double()
+    off = one - other
+    greatest = off.abs().max() if off.numel() else torch.zeros((), dtype=torch.float64, device=off.device)
+    return torch.stack([greatest, off.square().sum(), one.square().sum()])
+
+
+def roots_of(values: Tensor) -> Tensor:
+    """Return square roots of fp32 values, correctly rounded."""
+    return _root(values)
+
+
+def rows_of(values: Tensor, row: int, phase: int) -> Tensor:
+    """Return the rows that a chunk touches; what it does not have of them is zero."""
+    return _matrix(values, row, phase)
+
+
+def put(array: NDArray[Any], beside: Tensor) -> Tensor:
+    """Return a copy of a small array of the host on the device of a tensor."""
+    return torch.from_numpy(np.array(array)).to(beside.device)
+
+
+def _orthogonal(wide: Tensor) -> Tensor:
+    """Return orthogonal rows of length 1 that span what those of a matrix do, but for directions of no size."""
+    squares, turn = _eigen(wide @ wide.T)
+    kept = squares > _NO_SIZE * squares[0].clamp(min=_TINY)
+    return (turn[kept] / squares[kept].sqrt()[:, None]).float() @ wide
+
+
+def _eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, the greatest first, and eigenvectors as rows, in fp64."""
+    values, vectors = torch.linalg.eigh(symmetric.double())
+    return values.flip(0), vectors.T.flip(0)
 
 
 def _floats(elements: Tensor) -> Tensor:

@@ -116,11 +116,30 @@ def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
         rank_max: Most directions.
     """
     rows, cols = matrix.shape
-    # More directions than this are no narrow matrices any more, whatever they would save.
-    count = max(1, min(rank_max, RANK_MAX, rows * cols // (_NARROW * (rows + cols))))
-    left, sizes, right = _directions(matrix, count, _KEPT_FROM * (rows + cols) * step * step)
+    return product_of(*_directions(matrix, count_max(rows, cols, rank_max), least_square(rows, cols, step)), step)
+
+
+def count_max(rows: int, cols: int, rank_max: int) -> int:
+    """Return how many directions are looked for: more are no narrow matrices any more, whatever they would save."""
+    return max(1, min(rank_max, RANK_MAX, rows * cols // (_NARROW * (rows + cols))))
+
+
+def least_square(rows: int, cols: int, step: float) -> float:
+    """Return the square of a singular value from which on a direction takes away more than it costs."""
+    return _KEPT_FROM * (rows + cols) * step * step
+
+
+def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: float) -> Product | None:
+    """Round directions to integers; None where they do not fit.
+
+    Args:
+        left: Left directions as columns, of length 1.
+        sizes: Singular values, the greatest first.
+        right: Right directions as rows, of length 1.
+        step: Width of a step, as ``fit`` takes it.
+    """
     if not sizes.size:
-        return nothing(rows, cols)
+        return nothing(len(left), right.shape[1])
     shifts = np.rint(np.log2(sizes[0] / sizes))
     if shifts[-1] > SHIFT_MAX:
         return None
@@ -155,7 +174,7 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
         return _times_turned(matrix, vectors) if rows <= cols else _times(vectors, matrix)
 
     short = min(rows, cols)
-    basis = _orthogonal(to_short_side(to_long_side(_sketch(min(count + _OVERSAMPLED, short), short))))
+    basis = _orthogonal(to_short_side(to_long_side(random_signs(count, short))))
     inside = to_long_side(basis)
     squares, vectors = _eigen(_gram(inside))
     sizes: NDArray[np.float64] = np.sqrt(np.maximum(squares[:count], _TINY))
@@ -210,7 +229,11 @@ def _eigen(symmetric: Floats) -> tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @lru_cache(maxsize=16)
-def _sketch(count: int, length: int) -> Floats:
-    """Return a fixed matrix of random signs."""
+def _signs(count: int, length: int) -> Floats:
     bits = np.random.Generator(np.random.PCG64(length)).integers(0, 2, (count, length), np.uint8)
     return bits.astype(np.float32) * 2 - 1
+
+
+def random_signs(count: int, length: int) -> Floats:
+    """Return a fixed matrix of random signs, with some rows more than directions are looked for."""
+    return _signs(min(count + _OVERSAMPLED, length), length)

@@ -19,6 +19,7 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckstore import kernels
 from ckstore.errors import MalformedError
@@ -74,8 +75,7 @@ def make_change(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
     found = _fitted(matrix, grid, settings, is_relative=True)
     if found is None:
         return None
-    product, whole = found
-    return Approximated(_HEAD.pack(grid.row, grid.phase) + pack(product), grid, product, whole=whole)
+    return approximated(*found, grid)
 
 
 def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: float) -> Approximated | None:
@@ -84,9 +84,7 @@ def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: floa
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
         return None
-    product, whole = found
-    head = _HEAD.pack(grid.row, grid.phase) + _LIMIT.pack(limit)
-    return Approximated(head + pack(product), grid, product, _LIMIT.unpack(_LIMIT.pack(limit))[0], whole=whole)
+    return approximated(*found, grid, limit=limit)
 
 
 def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximated | None:
@@ -98,21 +96,40 @@ def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
     matrix = _matrix(roots, grid)
     rows, cols = np.empty(grid.row_count), np.empty(grid.row)
     kernels.sums_of_values(values, rows.data, cols.data, grid.row, grid.phase, False)
-    mean = float(rows.sum()) / roots.size
-    cols /= np.maximum(grid.col_sizes(), 1)
-    factors = factors_of(rows / np.maximum(grid.row_sizes(), 1)), factors_of(cols / mean if mean > 0 else cols)
-    matrix *= _inverse(factors[0])[:, None]
-    matrix *= _inverse(factors[1])
+    factors = sides_of(rows, cols, grid)
+    matrix *= inverse_of(factors[0])[:, None]
+    matrix *= inverse_of(factors[1])
     matrix -= 1
     _clear_outside(matrix, grid)
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
         return None
-    parts = [_HEAD.pack(grid.row, grid.phase)]
-    for side in factors:
+    return approximated(*found, grid, factors=factors)
+
+
+def sides_of(rows: NDArray[np.float64], cols: NDArray[np.float64], grid: Grid) -> tuple[Factors, Factors]:
+    """Return the factors of rows and columns from sums of the roots of second moments; those of columns are used up."""
+    mean = float(rows.sum()) / grid.count
+    cols /= np.maximum(grid.col_sizes(), 1)
+    return factors_of(rows / np.maximum(grid.row_sizes(), 1)), factors_of(cols / mean if mean > 0 else cols)
+
+
+def approximated(
+    product: Product,
+    whole: Floats | None,
+    grid: Grid,
+    *,
+    limit: float | None = None,
+    factors: tuple[Factors, Factors] | None = None,
+) -> Approximated:
+    """Return a product with its payload: with a limit that of first moments, with factors that of second ones."""
+    parts, kept = [_HEAD.pack(grid.row, grid.phase)], 0.0
+    if limit is not None:
+        parts.append(_LIMIT.pack(limit))
+        (kept,) = _LIMIT.unpack(parts[-1])
+    for side in factors or ():
         parts += [_FACTORS.pack(side.exponent, side.octave_bits), side.codes.tobytes()]
-    product, whole = found
-    return Approximated(b"".join([*parts, pack(product)]), grid, product, factors=factors, whole=whole)
+    return Approximated(b"".join([*parts, pack(product)]), grid, product, kept, factors, whole)
 
 
 def read(payload: memoryview, form: str, count: int) -> Approximated:
@@ -169,8 +186,7 @@ def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool)
     """Return a product that comes near enough, and its integers."""
     energy = _energy(matrix)
     mean = energy / max(1, grid.count)
-    # Squares must neither vanish nor overflow.
-    if not _SQUARE_MIN < mean < 1 / _SQUARE_MIN or min(matrix.shape) < _SIDE_MIN:
+    if not can_be_squared(mean, matrix.shape):
         return None if mean or matrix.any() else (nothing(*matrix.shape), np.zeros_like(matrix))
     found = fit(matrix, settings.step * (mean**0.5 if is_relative else 1.0), settings.rank_max)
     if found is None:
@@ -183,6 +199,11 @@ def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool)
         error -= matrix[start : start + height]
         left_over += _energy(error)
     return (found, whole) if left_over <= settings.error_max * energy else None
+
+
+def can_be_squared(mean: float, shape: tuple[int, ...]) -> bool:
+    """Whether squares of so many neither vanish nor overflow, and the shorter side has room for directions."""
+    return _SQUARE_MIN < mean < 1 / _SQUARE_MIN and min(shape) >= _SIDE_MIN
 
 
 def _matrix(values: Floats, grid: Grid) -> Floats:
@@ -200,7 +221,8 @@ def _clear_outside(matrix: Floats, grid: Grid) -> None:
     flat[grid.phase + grid.count :] = 0
 
 
-def _inverse(factors: Factors) -> Floats:
+def inverse_of(factors: Factors) -> Floats:
+    """Return one over each factor, and 0 for 0."""
     values = factors.values()
     inverses: Floats = np.divide(np.float32(1), values, out=np.zeros_like(values), where=values > 0)
     return inverses

@@ -25,8 +25,19 @@ def quantize_first(
     """Write the symbols of fp32 quotients; None where there is nothing to quantize."""
     if settings.form == "ternary":
         return _quantize_ternary(values, symbols, grid, settings)
-    levels = min(LEVELS_MAX, max(1, math.ceil(settings.clip / settings.step)))
-    return quantize_grid(values, symbols, grid, Steps(settings.step, settings.dead_zone, levels, "one"))
+    steps = Steps(settings.step, settings.dead_zone, levels_of_first(settings), "one")
+    return quantize_grid(values, symbols, grid, steps)
+
+
+def levels_of_first(settings: FirstMomentSettings) -> int:
+    """Return how many levels on either side reach to the clip."""
+    return min(LEVELS_MAX, max(1, math.ceil(settings.clip / settings.step)))
+
+
+def ternary_bounds(settings: FirstMomentSettings) -> NDArray[np.float32]:
+    """Return the two bounds between three values."""
+    limit = np.float32(settings.step * settings.dead_zone)
+    return np.array([-limit, np.nextafter(limit, np.float32(np.inf))], np.float32)
 
 
 def _quantize_ternary(
@@ -35,8 +46,7 @@ def _quantize_ternary(
     sums = squares_of(values, grid)
     if not 0.0 < sums.total < np.inf:
         return None
-    limit = np.float32(settings.step * settings.dead_zone)
-    bounds: NDArray[np.float32] = np.array([-limit, np.nextafter(limit, np.float32(np.inf))], np.float32)
+    bounds = ternary_bounds(settings)
     rows, cols = factors.ones(grid.row_count), factors.ones(grid.row)
     edges = (rows.values().data, cols.values().data)
     kernels.bin_values(values, *edges, bounds.data, symbols, grid.row, grid.phase)

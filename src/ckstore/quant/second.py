@@ -25,7 +25,8 @@ _ROWS_MIN = 8
 # The grid reaches so many powers of two of the root on either side of the factors.
 _REACH = 16
 # Smaller moments have no factors that are normal numbers.
-_MOMENT_MIN = 2.0**-118
+MOMENT_MIN = 2.0**-118
+"""Second moments of which the greatest is not above it are not quantized."""
 
 
 def quantize_second(
@@ -36,16 +37,10 @@ def quantize_second(
     kernels.sums_of_values(values, row_sums.data, col_sums.data, grid.row, grid.phase, False)
     x = np.frombuffer(values, np.float32)
     greatest = float(x.max())
-    if float(x.min()) < 0 or not _MOMENT_MIN < greatest < factors.FACTOR_MAX:
+    if float(x.min()) < 0 or not MOMENT_MIN < greatest < factors.FACTOR_MAX:
         return None
-    has_cols = has_factors(grid)
-    mean = float(row_sums.sum()) / grid.count
-    row_means = row_sums / grid.row_sizes()
-    rows = factors.factors_of(row_means / mean if has_cols else row_means)
-    cols = factors.ones(grid.row)
-    if has_cols:
-        cols = factors.factors_of(col_sums / np.maximum(grid.col_sizes(), 1))
-    if settings.form == "rank1" and has_cols:
+    rows, cols = scales_of_second(row_sums, col_sums, grid)
+    if settings.form == "rank1" and has_factors(grid):
         np.frombuffer(symbols, np.uint8).fill(ZERO)
         table, counts = np.zeros(256, np.float32), np.zeros(256)
         table[ZERO], counts[ZERO] = 1.0, grid.count
@@ -55,6 +50,23 @@ def quantize_second(
     no_classes = contexts.one_stream(np.zeros(grid.row_count, np.uint8), np.zeros(grid.row, np.uint8))
     floor = _least_positive(x)
     return Quantized(rows, cols, table, counts, no_classes, NO_ESCAPES, 0.0, None, floor)
+
+
+def scales_of_second(
+    row_sums: NDArray[np.float64], col_sums: NDArray[np.float64], grid: Grid
+) -> tuple[factors.Factors, factors.Factors]:
+    """Return the factors of rows and columns whose product comes nearest, from the sums of both."""
+    row_means = row_sums / grid.row_sizes()
+    if not has_factors(grid):
+        return factors.factors_of(row_means), factors.ones(grid.row)
+    mean = float(row_sums.sum()) / grid.count
+    return factors.factors_of(row_means / mean), factors.factors_of(col_sums / np.maximum(grid.col_sizes(), 1))
+
+
+def log_bounds(log_step: float) -> tuple[int, NDArray[np.float32]]:
+    """Return how many levels a grid of logarithms has on either side, and the bounds between them."""
+    levels = min(LEVELS_MAX, math.ceil(_REACH / log_step))
+    return levels, np.exp2(2.0 * log_step * (np.arange(-levels, levels) + 0.5)).astype(np.float32)
 
 
 def has_factors(grid: Grid) -> bool:
@@ -71,8 +83,7 @@ def _on_log_grid(
     log_step: float,
 ) -> NDArray[np.float64]:
     """Write the symbols of what the factors leave over; return how often each occurs, and its sum."""
-    levels = min(LEVELS_MAX, math.ceil(_REACH / log_step))
-    bounds = np.exp2(2.0 * log_step * (np.arange(-levels, levels) + 0.5)).astype(np.float32)
+    levels, bounds = log_bounds(log_step)
     above, beside = _inverse(rows), _inverse(cols)
     kernels.bin_values(values, above.data, beside.data, bounds.data, symbols, grid.row, grid.phase)
     codes = np.frombuffer(symbols, np.uint8)
