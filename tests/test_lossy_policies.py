@@ -65,6 +65,61 @@ def test_a_rule_that_names_nothing_is_told_with_what_comes_near(store):
     assert receipt.warnings == ("the rule for 'modle.w*' names nothing in this state; the nearest path is model.w",)
 
 
+def test_a_policy_that_finds_nothing_to_quantize_says_so(store):
+    rng = np.random.default_rng(5)
+    for step, state in enumerate(
+        (
+            {"blobs": {"w": rng.standard_normal((300, 300))}, "step": 1},
+            {"model": {"w": rng.standard_normal((20, 20)).astype(np.float32)}},
+            {"counts": np.arange(90_000).reshape(300, 300)},
+        )
+    ):
+        receipt = store.commit(state, step, policy=lossy_policy(NEAR))
+        (warning,) = receipt.warnings
+        assert "the fidelity 'near' found nothing to quantize, and all of this is exact" in warning
+        assert "4096 floats" in warning
+        assert store.info("latest").fidelity == "exact"
+    state = AdamRun().train().state()
+    assert store.commit(state, 3, policy=lossy_policy(NEAR)).warnings == (), "a keyframe has what will be quantized"
+    everything = replace(NEAR, rules=(("*", "exact"),))
+    assert store.commit(state, 4, policy=lossy_policy(everything)).warnings == (), "what was asked for needs no word"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
+def test_a_rule_keeps_the_rounding_of_a_master_that_is_quantized(store, dtype):
+    """Its own bits come back: not those of the rounding of what the master becomes."""
+    if dtype == "bfloat16":
+        torch = pytest.importorskip("torch")
+
+    def rounded(w):
+        return torch.from_numpy(w).bfloat16() if dtype == "bfloat16" else w.astype(dtype)
+
+    def bits(array):
+        return (array.view(torch.int16).numpy() if dtype == "bfloat16" else array).tobytes()
+
+    run = AdamRun()
+    for rules in ((("half.*", "exact"),), (("half.*", TensorSettings(weights="exact")),)):
+        for step in range(3):
+            state = run.train().state()
+            state["half"] = {"w": rounded(state["model"]["w"])}
+            receipt = store.commit(state, step, policy=lossy_policy(replace(NEAR, rules=rules)))
+            assert receipt.warnings == ()
+            assert bits(store.restore()["half"]["w"]) == bits(state["half"]["w"])
+        assert W in losses(store)
+        assert "half.w" not in losses(store)
+    assert store.verify("decode").damage == []
+
+
+def test_weights_alone_go_on_in_a_chain_as_long_as_weights_with_their_moments(store):
+    """Exact moments are read once, whatever the chain of their weight: they are no reason to begin anew."""
+    weights_only = replace(NEAR, tensors=replace(NEAR.tensors, first="exact", second="exact"))
+    run, hops = AdamRun(), []
+    for step in range(12):
+        store.commit(run.train().state(), step, policy=lossy_policy(weights_only, read_amplification_max=1.6))
+        hops.append(losses(store)[W].hops if W in losses(store) else 0)
+    assert hops == list(range(12))
+
+
 @pytest.mark.parametrize(
     "bounds",
     [{"max_rel_rms": 1e-6}, {"max_abs": 1e-9}, {"bits_per_parameter": 0.01}],

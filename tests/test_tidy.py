@@ -99,7 +99,7 @@ ALLOWED = {
     "repack_plan": CORE | {"bases", "basing", "repack_ledger", "repack_sketch"},
     "repack": CORE | {"bases", "basing", "chunks", "repack_plan", "repack_sketch", "stored_state"},
     "diff": CORE | {"info", "stored_state", "distance"},
-    "demote_plan": CORE,
+    "demote_plan": CORE | {"lossy_warnings"},
     "demote": CORE
     | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"},
     "demote_policy": CORE | {"policies"},

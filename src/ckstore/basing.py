@@ -5,7 +5,7 @@ survey -> decide -> a form for every chunk. Without a base, or where a policy wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -144,7 +144,15 @@ def choose_forms(
     lossy: LossyPlan | None = None
     if candidates is not None:
         amplification = policy.read_amplification_max
-        lossy = plan_lossy(candidates, plan, paths, masters, known, bases, limits, read_amplification_max=amplification)
+        apart = _kept_roundings(plan, masters, candidates)
+        with_master = {chunk: master for chunk, master in masters.items() if chunk not in apart}
+        lossy = plan_lossy(
+            candidates, plan, paths, with_master, known, bases, limits, read_amplification_max=amplification
+        )
+        # What a rule keeps is no rounding of a master that is about to change.
+        masters = {
+            chunk: master for chunk, master in masters.items() if not (chunk in apart and master in lossy.chunks)
+        }
     quantized = frozenset() if lossy is None else lossy.chunks
     if policy.compression == "none" or not policy.delta:
         reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
@@ -166,6 +174,13 @@ def choose_forms(
     if lossy is not None:
         forms = _with_bases(forms, lossy, is_held=policy.base_cache == "memory")
     return Basing(forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy)
+
+
+def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
+    """Return the chunks that may be roundings, and stay as they are by a rule that names them."""
+    storage_of = {chunk: plan.chunks[chunk].sources[0].storage for chunk in masters}
+    kept = {storage for storage in set(storage_of.values()) if candidates.keeps_exact(storage)}
+    return frozenset(chunk for chunk, storage in storage_of.items() if storage in kept)
 
 
 def _with_bases(forms: tuple[Form, ...], lossy: LossyPlan, *, is_held: bool) -> tuple[Form, ...]:

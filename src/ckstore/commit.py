@@ -130,12 +130,14 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
 
 def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[str]:
     """Return what those should know who lose something on purpose."""
-    from ckstore.lossy_warnings import diverged_warnings, rules_warnings
+    from ckstore.lossy_warnings import diverged_warnings, rules_warnings, vain_warnings
 
-    assert request.policy.residual is not None
+    residual = request.policy.residual
+    assert residual is not None
     looked_at = {loss.storage for loss in manifest.losses}
-    rules = rules_warnings(request.policy.residual, request.captured.tree)
-    return [*rules, *diverged_warnings(request.captured, looked_at, stored.warnings)]
+    rules = rules_warnings(residual, request.captured.tree)
+    vain = [] if looked_at else vain_warnings(residual, request.captured)
+    return [*rules, *vain, *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 
 def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:

@@ -23,7 +23,7 @@ from ckstore.bases import Bases
 from ckstore.basing import Basing, choose_forms
 from ckstore.chunks import Stored
 from ckstore.config import MIB, DemotePolicy, Policy
-from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion
+from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion, plan_warnings
 from ckstore.errors import (
     BackendError,
     BoundError,
@@ -89,13 +89,17 @@ def demote(
     if dry_run:
         entries = plan_demotion(parts, wanted, refs, passed_over)
         packs = packs_nbytes(parts)
-        return DemoteReport(parts.run, True, tuple(entries), packs, packs, 0)
+        told = plan_warnings(parts, wanted.fidelity, entries)
+        return DemoteReport(parts.run, True, tuple(entries), packs, packs, 0, told)
     parts.prepare_run()
     if isinstance(parts.backend, Distant) or names_newest(parts, refs):
         # A writer in a bucket may take back what was seen whole; and who makes the newest one lossy resumes from it.
         parts.lease.take()
     finish_replacements(parts)
     entries = plan_demotion(parts, wanted, refs, passed_over)
+    told = plan_warnings(parts, wanted.fidelity, entries)
+    for warning in told:
+        _log.warning("%s", warning)
     before = packs_nbytes(parts)
     demoter = _Demoter(parts, wanted, policy, is_named=bool(refs))
     try:
@@ -103,7 +107,7 @@ def demote(
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
         parts.look_again()
-    return DemoteReport(parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes)
+    return DemoteReport(parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes, told)
 
 
 def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:

@@ -5,6 +5,7 @@ What comes out is data: ``demote`` carries it out, and a dry run prints it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,8 @@ from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format.fidelity import EXACT_FIDELITY
 from ckstore.format.header import ManifestHeader
 from ckstore.format.manifest import Manifest
+from ckstore.lossy_warnings import named_nothing, tensor_words
+from ckstore.quant.settings import Residual
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 
@@ -62,6 +65,7 @@ class DemoteReport:
         packs_before: Bytes of the packs that the run's checkpoints need.
         packs_after: The same afterwards; packs that are needed no more are freed when the store is collected.
         bytes_written: Bytes of new packs.
+        warnings: Rules of the fidelity that name nothing in any checkpoint that is, or would be, demoted.
     """
 
     run: str
@@ -70,6 +74,19 @@ class DemoteReport:
     packs_before: int
     packs_after: int
     bytes_written: int
+    warnings: tuple[str, ...] = ()
+
+
+def plan_warnings(parts: Parts, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:
+    """Return a warning for each rule that names nothing in any checkpoint that is to be demoted."""
+    paths: dict[str, None] = {}
+    for entry in entries if residual.rules else ():
+        if entry.action == "demote":
+            # One that was dropped since has nothing that could be named.
+            with contextlib.suppress(NotFoundError):
+                tree = load_whole(parts, resolve(parts, f"seq:{entry.seq}")).tree
+                paths |= dict.fromkeys(tensor_words(tree))
+    return tuple(named_nothing(residual, list(paths))) if paths else ()
 
 
 def plan_demotion(

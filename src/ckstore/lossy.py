@@ -151,6 +151,18 @@ class Candidates:
         """Storages that want chunks of their own, however small they are."""
         return frozenset(self.tensors)
 
+    def keeps_exact(self, storage: int) -> bool:
+        """Whether a rule says that a weight there stays as it is, were it even the rounding of one that does not."""
+        return self._settings(self._views.get(storage, []), "weight") is None
+
+    def exact_moments(self) -> Mapping[int, int]:
+        """Return the moments that stay exact beside a weight that may be quantized, with that weight."""
+        return {
+            moment: weight
+            for moment, weight in self.weight_of.items()
+            if weight in self.tensors and (moment not in self.tensors or self.tensors[moment].settings == EXACT)
+        }
+
     def add_master(self, storage: int) -> None:
         """Take a storage for a weight because another one is its rounding, although it stands in an optimizer."""
         self._add(storage, is_master=True)

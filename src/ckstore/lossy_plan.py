@@ -50,7 +50,7 @@ def plan_lossy(
         bases: What the previous checkpoint holds.
         limits: Bounds of the store.
         read_amplification_max: The most that restoring a weight and its moments may read, in what they would take
-            exactly; the moments, which have no chain, take almost nothing.
+            exactly; moments have no chain: quantized they take almost nothing, and exact ones what they take.
     """
     residual = candidates.residual
     if bases.hops_max + 1 >= residual.keyframe_every:
@@ -60,7 +60,8 @@ def plan_lossy(
     planner = _Planner(candidates, plan, masters, limits)
     planner.find_masters()
     due: list[str] = []
-    read_share_max = read_amplification_max * _EXACT_SHARE * planner.state_share()
+    share, share_exact = planner.state_share()
+    read_share_max = _EXACT_SHARE * (read_amplification_max * share - share_exact)
     for storage, tensor in sorted(candidates.tensors.items()):
         if tensor.role == "weight":
             hops = bases.hops_at(paths.get(storage)) + 1
@@ -110,12 +111,13 @@ class _Planner:
             if own is not None and storage not in candidates.tensors:
                 candidates.add_master(storage)
 
-    def state_share(self) -> float:
-        """Return the bytes of weights and moments in those of the weights."""
-        nbytes = dict.fromkeys(("weight", "first", "second"), 0)
-        for storage, tensor in self._candidates.tensors.items():
-            nbytes[tensor.role] += self._plan.storages[storage].nbytes
-        return sum(nbytes.values()) / max(1, nbytes["weight"])
+    def state_share(self) -> tuple[float, float]:
+        """Return the bytes of weights and moments in those of the weights, and those of moments that stay exact."""
+        candidates, storages = self._candidates, self._plan.storages
+        exact = candidates.exact_moments()
+        nbytes = {storage: storages[storage].nbytes for storage in {*candidates.tensors, *exact}}
+        weights = sum(storages[index].nbytes for index, each in candidates.tensors.items() if each.role == "weight")
+        return sum(nbytes.values()) / max(1, weights), sum(nbytes[storage] for storage in exact) / max(1, weights)
 
     def bases_of(self, storage: int, path: Path, known: Known, bases: Bases) -> dict[int, KnownFrame]:
         """Return the frame of the base of each chunk of a storage; nothing where one has none."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from ckstore.capture import Captured
 from ckstore.distance import floats_of, is_finite
-from ckstore.lossy import WIDTHS, memory_shape
+from ckstore.lossy import WIDTHS, Candidates, memory_shape
 from ckstore.pairing import FLOAT_NAMES
-from ckstore.quant.settings import Residual
+from ckstore.quant.settings import Residual, TensorSettings
 from ckstore.tensor import TensorSpec, count_of
 from ckstore.tree import Node, Path, TensorNode, format_path, leaves_of
 
@@ -28,13 +28,33 @@ _DOUBLES = {"float64", "<f8"}
 
 def rules_warnings(residual: Residual, tree: Node) -> list[str]:
     """Return a warning for each rule that names nothing in the state, with the path that comes nearest."""
-    paths = [format_path(path) for path, leaf in leaves_of(tree) if isinstance(leaf, TensorNode)]
+    return named_nothing(residual, tensor_words(tree))
+
+
+def tensor_words(tree: Node) -> list[str]:
+    """Return the dotted paths of all tensors."""
+    return [format_path(path) for path, leaf in leaves_of(tree) if isinstance(leaf, TensorNode)]
+
+
+def named_nothing(residual: Residual, paths: Sequence[str]) -> list[str]:
+    """Return a warning for each rule that names none of these dotted paths."""
     warnings = []
     for glob in residual.globs_without(paths):
         near = difflib.get_close_matches(glob, paths[:_COMPARED_COUNT], n=1, cutoff=0.0)
         meant = f"; the nearest path is {near[0]}" if near else ""
         warnings.append(f"the rule for {glob!r} names nothing in this state{meant}")
     return warnings
+
+
+def vain_warnings(residual: Residual, captured: Captured) -> list[str]:
+    """Return a warning where a policy that loses something finds nothing to quantize, and no rule of it says so."""
+    if Candidates(captured, replace(residual, rules=(), tensors=TensorSettings())).tensors:
+        return []
+    if residual.rules and Candidates(captured, residual).tensors:
+        return []
+    what = f"no matrix of {residual.nelements_min} floats or more is known to be a weight or a moment of Adam"
+    todo = "name weights by a rule, or commit a ckstore.TrainState"
+    return [f"the fidelity {residual.name!r} found nothing to quantize, and all of this is exact: {what}; {todo}"]
 
 
 def tensor_paths(tree: Node) -> dict[Path, int]:

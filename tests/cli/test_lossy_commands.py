@@ -88,7 +88,9 @@ def test_demote_does_what_its_dry_run_says(call, aged):
     code, out, _ = call("demote", aged, *options, "--json")
     assert code == 0
     done = json.loads(out)
-    assert set(done) == {"run", "is_dry_run", "packs_before", "packs_after", "bytes_written", "seconds", "checkpoints"}
+    assert set(done) == {
+        *("run", "is_dry_run", "packs_before", "packs_after", "bytes_written", "seconds", "warnings", "checkpoints"),
+    }
     assert [entry["action"] for entry in planned["checkpoints"]] == [entry["action"] for entry in done["checkpoints"]]
     assert [entry["seq"] for entry in done["checkpoints"] if entry["is_done"]] == [4, 2, 1]
     assert set(done["checkpoints"][0]) == {
@@ -137,6 +139,16 @@ def test_demote_goes_by_the_rules_that_were_saved(call, aged):
     assert call("demote", aged, "--forget-policy", 99)[0] == 10
     with ckstore.open(aged) as store:
         assert store.demotion is None
+
+
+def test_demote_warns_of_stored_rules_that_name_nothing(call, aged):
+    rules = (("modle.*", "exact"), ("model.*", "exact"))
+    with ckstore.open(aged) as store:
+        store.set_demotion(ckstore.DemotePolicy(fidelity=ckstore.Residual.small(rules=rules)))
+    for options in (("--dry-run",), ()):
+        out = call("demote", aged, *options)[1]
+        assert "Warning: the rule for 'modle.*' names nothing in this state; the nearest path is model." in out
+        assert "'model.*'" not in out
 
 
 def test_an_empty_run_is_said_to_be_empty(call, tmp_path):

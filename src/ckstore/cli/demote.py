@@ -106,6 +106,8 @@ def _print(report: DemoteReport, seconds: float) -> None:
     would = "would be" if report.is_dry_run else "were"
     title = f"run {report.run}: {len(chosen)} of {len(report.entries)} checkpoints {would} demoted"
     output.print_table(_COLUMNS, [_cells(entry, is_dry_run=report.is_dry_run) for entry in report.entries], title=title)
+    for warning in report.warnings:
+        output.say(f"Warning: {warning}.")
     if report.is_dry_run or not chosen:
         return
     output.say("")
@@ -137,5 +139,6 @@ def _json_of(report: DemoteReport, seconds: float) -> dict[str, Any]:
         "packs_after": report.packs_after,
         "bytes_written": report.bytes_written,
         "seconds": seconds,
+        "warnings": list(report.warnings),
         "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
     }
