@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import ckstore
-from ckstore.errors import ConflictError, UsageError
+from ckstore.errors import BoundError, ConflictError
 from ckstore.testing.model import difference
 
 pytestmark = pytest.mark.slow
@@ -209,7 +209,7 @@ class LongLife(RuleBasedStateMachine):
     def demote(self, run, newest, every, kind):
         store = self.stores[run]
         policy = ckstore.DemotePolicy(keep_newest=newest, keep_every=every, fidelity=getattr(ckstore.Residual, kind)())
-        report = store.demote(policy)
+        report = store.demote(policy=policy)
         for entry in report.entries:
             if not entry.is_done:
                 continue
@@ -264,7 +264,7 @@ class LongLife(RuleBasedStateMachine):
         assert difference(store.restore(f"seq:{seq}"), wanted.state) is None
         assert (store.info(f"seq:{seq}").fidelity == "exact") == wanted.is_exact
         if not wanted.is_exact:
-            with pytest.raises(UsageError):
+            with pytest.raises(BoundError):
                 store.restore(f"seq:{seq}", exact=True)
 
     def teardown(self):
