@@ -85,6 +85,8 @@ def delete(parts: Parts, reference: Reference) -> Deleted:
         for name in parts.manifests.listing().names
         if name.seq == target.seq or (is_step and name.step == target.step)
     ]
+    if not names:
+        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=parts.backend.root)
     intents: list[str] = []
     try:
         for name in names:

@@ -6,6 +6,8 @@ import pytest
 from gc_rig import LAST_ONE, check_restores, commit_all, keeper, pack_of, packs_in_place, state_of
 
 import ckstore
+from ckstore import history
+from ckstore.errors import NotFoundError
 from ckstore.format.manifest import republished
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.gc_marks import Marker
@@ -243,3 +245,18 @@ def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store
         assert parts.manifests.move_to_trash(frozenset({0, 1})) == 2
     assert len(taken) == 1
     assert disk_store.steps() == []
+
+
+def test_delete_of_what_was_dropped_the_moment_before_says_so(store, monkeypatch):
+    """Found by a storm of 15,000 commits: the collector comes between finding the checkpoint and listing its step."""
+    resolve = history.resolve
+
+    def dropped_meanwhile(parts, reference):
+        name = resolve(parts, reference)
+        keeper(store).gc(LAST_ONE)
+        return name
+
+    monkeypatch.setattr(history, "resolve", dropped_meanwhile)
+    with pytest.raises(NotFoundError, match="dropped meanwhile"):
+        store.delete(0)
+    check_restores(store, [2])
