@@ -16,6 +16,7 @@ SRC = ROOT / "src" / "ckstore"
 FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 400, 120
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
+GROUND |= {"recapture"}  # A capture again, from what the last one has found.
 GROUND.add("workers")  # Threads and nothing else: it imports the standard library only.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
@@ -32,6 +33,7 @@ ALLOWED = {
     "leaves": {"errors", "tree", "values", "tensor"},
     "capture": {"errors", "tree", "values", "tensor", "leaves"},
     "matching": {"errors", "tree", "values", "tensor", "leaves", "capture"},
+    "recapture": {"errors", "tree", "values", "tensor", "leaves", "capture"},
     "placement": GROUND,
     "kernels": GROUND,
     "format": GROUND,

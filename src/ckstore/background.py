@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckstore.capture import Captured
     from ckstore.handover import Handover
     from ckstore.pending import Pending
+    from ckstore.recapture import Recapture
     from ckstore.receipt import Receipt
     from ckstore.stale import Fingerprint
     from ckstore.tensor import LeafAdapter
@@ -49,6 +50,7 @@ class Background(Advising):
         self._bases: Bases | None = None
         self._handover: Handover | None = None
         self._guarded: Guarded | None = None
+        self._recapture: Recapture | None = None
         self._published: int | None = None
         self._durable: deque[Receipt | None] = deque()
         self._owner = os.getpid()
@@ -282,9 +284,11 @@ class Background(Advising):
         return self._handover
 
     def _captured(self, state: Any) -> Captured:
-        from ckstore.capture import capture
+        from ckstore.recapture import Recapture
 
-        return capture(state, loaded_adapters())
+        if self._recapture is None:
+            self._recapture = Recapture()
+        return self._recapture.capture(state, loaded_adapters())
 
 
 def loaded_adapters() -> list[LeafAdapter]:

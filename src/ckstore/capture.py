@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +41,10 @@ GAP_NBYTES_MAX = 64 << 10
 """Leaves of one allocation with a wider gap between them are stored apart."""
 
 _WASTE_NBYTES_MIN = 16 << 20
-_KINDS = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
-_FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
+KINDS: Mapping[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
+"""The types of mappings that are stored, exactly these, and their names in the tree."""
+
+FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class Captured:
     Args:
         tree: The state without the tensors' bytes.
         paths: The first path of each tensor.
-        tensors: What the tree's tensor nodes count in.
+        tensors: What the tree's tensor nodes count in; never changed. Two captures that have this same list differ in
+            nothing of their storages but where they lie.
         storages: What the tensors' ``storage`` counts in.
         warnings: What the user should know, in whole sentences.
     """
@@ -69,6 +72,28 @@ class Captured:
         return sum(storage.nbytes for storage in self.storages)
 
 
+class Asked:
+    """What objects have answered when they were asked for their state, to be told again to a second walk.
+
+    Asking may take long, or need other processes: a walk that is given up must not make it happen twice.
+    """
+
+    def __init__(self) -> None:
+        self._answers: deque[tuple[object, object]] = deque()
+
+    def ask(self, item: object, question: Callable[[Any], object]) -> object:
+        """Ask an object, and keep the answer."""
+        answer = question(item)
+        self._answers.append((item, answer))
+        return answer
+
+    def ask_or_recall(self, item: object, question: Callable[[Any], object]) -> object:
+        """Return what was answered, in the order of asking, or ask."""
+        if self._answers and self._answers[0][0] is item:
+            return self._answers.popleft()[1]
+        return question(item)
+
+
 def capture(state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
     """Take a state apart.
 
@@ -81,25 +106,35 @@ def capture(state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
         LeafTypeError: A leaf cannot be stored; the error names its path.
         UsageError: A container holds itself, is nested too deep, or has a key that is neither str nor int.
     """
-    walk = _Walk((NumpyAdapter(), *adapters))
-    tree = walk.node_of(state, ())
-    tensors, storages = _share(walk.leaves)
-    walk.warnings.extend(_sparse_views(walk, tensors, storages))
-    return Captured(tree, walk.paths, tensors, storages, walk.warnings)
+    return Walk((NumpyAdapter(), *adapters), Asked()).captured(state)
 
 
-class _Walk:
-    """One walk over a state; collects its tensors."""
+class Walk:
+    """One walk over a state; collects its tensors.
 
-    def __init__(self, adapters: Sequence[LeafAdapter]) -> None:
+    Args:
+        adapters: All libraries of tensors.
+        asked: What objects have answered to an earlier walk.
+    """
+
+    def __init__(self, adapters: Sequence[LeafAdapter], asked: Asked) -> None:
         self.adapters = adapters
+        self._asked = asked
         self.long_bytes = BytesAdapter()
+        self.items: list[object] = []
         self.leaves: list[TensorLeaf] = []
         self.paths: list[Path] = []
         self.warnings: list[str] = []
-        # The objects are kept beside the numbers: an id means nothing once its object is gone.
-        self._seen: dict[int, tuple[object, int]] = {}
+        # An id means nothing once its object is gone: ``items`` keeps them.
+        self._seen: dict[int, int] = {}
         self._open: set[int] = set()
+
+    def captured(self, state: object) -> Captured:
+        """Return a state, taken apart."""
+        tree = self.node_of(state, ())
+        tensors, storages = _share(self.leaves)
+        sparse = _sparse_views(self, tensors, storages)
+        return Captured(tree, self.paths, tensors, storages, [*self.warnings, *sparse])
 
     def node_of(self, item: object, path: Path) -> Node:
         """Return the node of a part of the state."""
@@ -107,7 +142,7 @@ class _Walk:
         if plain is not None:
             return self._plain(item, plain, path)
         kind = type(item)
-        if kind in _KINDS:
+        if kind in KINDS:
             return self._within(item, path, self._mapping)
         if kind is list:
             return self._within(item, path, lambda items, here: ListNode(self._sequence(items, here)))
@@ -117,13 +152,17 @@ class _Walk:
         if converter is not None:
             name, to_state = converter.name, converter.to_state
             return self._within(
-                item, path, lambda whole, here: ConvertedNode(name, self.node_of(to_state(whole), here))
+                item,
+                path,
+                lambda whole, here: ConvertedNode(name, self.node_of(self._asked.ask_or_recall(whole, to_state), here)),
             )
         leaf = self._library_leaf(item, path)
         if leaf is not None:
             return leaf
         if has_state_dict(item):
-            return self._within(item, path, lambda whole, here: self.node_of(whole.state_dict(), here))
+            return self._within(
+                item, path, lambda whole, here: self.node_of(self._asked.ask_or_recall(whole, state_dict_of), here)
+            )
         raise leaf_type_error(item, path)
 
     def _plain(self, item: object, plain: ValueNode, path: Path) -> Node:
@@ -149,12 +188,13 @@ class _Walk:
         return None
 
     def _tensor(self, item: object, leaf: TensorLeaf, path: Path) -> TensorNode:
-        seen = self._seen.get(id(item))
-        if seen is None:
-            seen = self._seen[id(item)] = (item, len(self.leaves))
+        number = self._seen.get(id(item))
+        if number is None:
+            number = self._seen[id(item)] = len(self.leaves)
+            self.items.append(item)
             self.leaves.append(leaf)
             self.paths.append(path)
-        return TensorNode(seen[1])
+        return TensorNode(number)
 
     def _within(self, item: Any, path: Path, make: Callable[[Any, Path], Node]) -> Node:
         if id(item) in self._open:
@@ -170,7 +210,7 @@ class _Walk:
         return tuple(self.node_of(item, (*path, index)) for index, item in enumerate(items))
 
     def _mapping(self, items: Mapping[Any, object], path: Path) -> DictNode:
-        kind = _KINDS[type(items)]
+        kind = KINDS[type(items)]
         keys = tuple(_checked_key(key, path) for key in items)
         children = tuple(self.node_of(items[key], (*path, key)) for key in keys)
         attributes = dict(getattr(items, "__dict__", {}))
@@ -186,14 +226,14 @@ class _Walk:
         if not isinstance(items, defaultdict):
             return None
         try:
-            return _FACTORY_NAMES[items.default_factory]
+            return FACTORY_NAMES[items.default_factory]
         except (KeyError, TypeError):
             raise leaf_type_error(
                 items, path, f"its default factory {items.default_factory!r} is none of {', '.join(FACTORIES)}"
             ) from None
 
 
-def _sparse_views(walk: _Walk, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
+def _sparse_views(walk: Walk, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
     users: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if storages[tensor.storage].nbytes >= _WASTE_NBYTES_MIN:
@@ -217,6 +257,11 @@ def has_state_dict(item: object) -> bool:
     )
 
 
+def state_dict_of(item: Any) -> object:
+    """Ask an object for its state."""
+    return item.state_dict()
+
+
 def _checked_key(key: object, path: Path) -> Key:
     if type(key) is str:
         try:
@@ -236,14 +281,14 @@ def _checked_key(key: object, path: Path) -> Key:
 
 # Not frozen: hundreds are made in each commit, and that would take three times as long.
 @dataclass(slots=True)
-class _Span:
-    """A span of memory that is to be a storage."""
+class MemorySpan:
+    """A span of memory that is to be a storage; ``keep`` lists what keeps each of its leaves alive."""
 
     start: int
     nbytes: int
     element_width: int
     is_float: bool
-    keep: object = field(repr=False)
+    keep: list[object] = field(repr=False)
     reader: Callable[[int, int], memoryview] | None
 
     @property
@@ -262,7 +307,7 @@ class _Span:
 def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:
     """Give every leaf its storage: one for leaves that lie close together in one allocation."""
     clusters: list[list[int]] = [[number] for number, leaf in enumerate(leaves) if leaf.memory.nbytes == 0]
-    for allocation in _allocations(leaves):
+    for allocation in allocations_of(leaves):
         clusters.extend(_clusters(leaves, allocation))
     clusters.sort(key=min)
     tensors: dict[int, TensorSpec] = {}
@@ -275,7 +320,7 @@ def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage
     return [tensors[number] for number in range(len(leaves))], storages
 
 
-def _allocations(leaves: list[TensorLeaf]) -> list[list[int]]:
+def allocations_of(leaves: Sequence[TensorLeaf]) -> list[list[int]]:
     """Group leaves whose allocations overlap: one library's memory may be another one's view."""
     order = [number for number, leaf in enumerate(leaves) if leaf.memory.nbytes]
     order.sort(key=lambda number: (leaves[number].memory.space, leaves[number].memory.owner_start))
@@ -308,11 +353,11 @@ def _clusters(leaves: list[TensorLeaf], allocation: list[int]) -> list[list[int]
     return clusters
 
 
-def _span_of(leaves: list[TensorLeaf]) -> _Span:
+def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
     if len(leaves) == 1 and leaves[0].origin == leaves[0].memory.start:
         # Nearly every tensor of a training run, of which there are hundreds in each commit.
         leaf, memory = leaves[0], leaves[0].memory
-        return _Span(memory.start, memory.nbytes, leaf.element_width, leaf.is_float, [memory.keep], memory.read)
+        return MemorySpan(memory.start, memory.nbytes, leaf.element_width, leaf.is_float, [memory.keep], memory.read)
     start = min(leaf.memory.start for leaf in leaves)
     end = max(leaf.memory.start + leaf.memory.nbytes for leaf in leaves)
     first = min(leaves, key=lambda leaf: leaf.memory.start)
@@ -321,7 +366,7 @@ def _span_of(leaves: list[TensorLeaf]) -> _Span:
         start -= (start - first.memory.owner_start) % 16
     largest = max(leaves, key=lambda leaf: leaf.memory.nbytes)
     keep = [leaf.memory.keep for leaf in leaves]
-    return _Span(start, end - start, largest.element_width, largest.is_float, keep, first.memory.read)
+    return MemorySpan(start, end - start, largest.element_width, largest.is_float, keep, first.memory.read)
 
 
 def _spec_of(leaf: TensorLeaf, storage: int, start: int) -> TensorSpec:

@@ -29,7 +29,7 @@ from ckstore.pending import Pending, left_out_error, skipped, told_later
 from ckstore.receipt import Receipt
 from ckstore.saver.arena import FREE, SLOTS_MAX
 from ckstore.saver.client import Saver
-from ckstore.saver.head import Head, encode_head
+from ckstore.saver.head import HeadWriter
 from ckstore.saver.tickets import Callbacks
 from ckstore.staging.devices import Span
 from ckstore.staging.dock import Dock
@@ -54,6 +54,7 @@ class Handover:
         self._parts = parts
         self._owner = os.getpid()
         self._dock = Dock(parts.limits)
+        self._heads = HeadWriter()
         self._saver: Saver | None = None
         self._nice = 0
         self._ticket = 0
@@ -221,7 +222,7 @@ class Handover:
             give = partial(self._give, handed, head, stowage.end)
             try:
                 # Ctrl-C comes before or after it: the saver was told, or it was not.
-                run_aside(give, on_interrupt=lambda error: None)
+                run_aside(give, on_interrupt=lambda error: None, start=self._dock.crew(order.policy).send_one)
                 return handed
             except BaseException as error:
                 # Nobody has this pending commit: who called is told by the error.
@@ -262,8 +263,8 @@ class Handover:
         self, order: Order, stowage: Stowage, starts: NDArray[np.uint64], saver: Saver
     ) -> tuple[Handed, bytes]:
         """Find a free slot for the commit, and take memory for its head; return that head too."""
-        head = encode_head(
-            Head.of(
+        head = self._heads.encode(
+            self._heads.head_of(
                 order.captured,
                 stowage.places,
                 step=order.step,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.tensor import Memory, TensorLeaf, TensorSpec, extent_of
+from ckstore.tensor import Memory, Sight, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -217,6 +217,11 @@ class NumpyAdapter:
             memory=Memory("cpu", owner_start, owner_nbytes, origin + lo, hi - lo, leaf),
             is_writable=leaf.flags.writeable,
         )
+
+    def glance(self, leaf: object) -> Sight | None:
+        """Describe it: there are few arrays in a state."""
+        told = self.describe(leaf, ())
+        return None if told is None else told.sight
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
         """Return a scalar as its dtype and bytes."""

@@ -168,6 +168,23 @@ class TensorLeaf:
         """Step of each dimension in bytes, whatever unit the library counts in."""
         return byte_strides_of(self.library, self.strides, self.itemsize)
 
+    @property
+    def sight(self) -> Sight:
+        """What a glance tells of it."""
+        memory = self.memory
+        place = (memory.space, memory.owner_nbytes, memory.start - memory.owner_start, memory.nbytes)
+        facts = (self.library, self.dtype, self.shape, self.strides, self.itemsize, self.element_width, self.is_float)
+        flags = (self.origin - memory.owner_start, self.is_parameter, self.requires_grad)
+        return (*facts, *place, *flags), memory.owner_start, memory.keep, memory.read
+
+
+Sight = tuple[tuple[object, ...], int, object, Callable[[int, int], memoryview] | None]
+"""What a glance at a tensor tells: facts, the address of its allocation, and ``keep`` and ``read`` of its memory.
+
+Two tensors with equal facts, and of equal addresses, are described in the same way but for ``keep`` and ``read``; with
+another address, every address in the description differs by as much.
+"""
+
 
 class LeafAdapter(Protocol):
     """A library of tensors: how its leaves become spans of bytes, and how they come back."""
@@ -183,6 +200,10 @@ class LeafAdapter(Protocol):
         Raises:
             LeafTypeError: It is one of ours that cannot be stored.
         """
+        ...
+
+    def glance(self, leaf: object) -> Sight | None:
+        """Say what tells whether ``describe`` would say the same as before; None: ask it, it is none of the usual."""
         ...
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:

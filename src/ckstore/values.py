@@ -162,6 +162,11 @@ def converter_for(kind: type[Any]) -> Converter | None:
     return _BY_TYPE.get(kind)
 
 
+def registered_converters() -> dict[type[Any], Converter]:
+    """Return the converters that there are now."""
+    return dict(_BY_TYPE)
+
+
 def converter_named(name: str) -> Converter:
     """Return the converter of this name.
 

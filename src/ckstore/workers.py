@@ -113,12 +113,22 @@ def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_
         raise failures[0]
 
 
-def run_aside(step: Callable[[], Result], *, on_interrupt: Callable[[BaseException], None]) -> Result:
-    """Run ``step`` on a thread of its own, so that Ctrl-C is raised in a caller who waits and never halfway through it.
+def _start_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="ckstore-aside", daemon=True).start()
+
+
+def run_aside(
+    step: Callable[[], Result],
+    *,
+    on_interrupt: Callable[[BaseException], None],
+    start: Callable[[Callable[[], None]], None] = _start_thread,
+) -> Result:
+    """Run ``step`` on another thread, so that Ctrl-C is raised in a caller who waits and never halfway through it.
 
     Args:
         step: What to run; whatever it raises is raised here.
         on_interrupt: Called with what interrupted the caller, to make the step end soon; it is waited for.
+        start: Lets another thread call what it is given, which never raises; otherwise a new one.
     """
     results: list[Result] = []
     failures: list[BaseException] = []
@@ -137,7 +147,7 @@ def run_aside(step: Callable[[], Result], *, on_interrupt: Callable[[BaseExcepti
             ended.set()
 
     try:
-        threading.Thread(target=work, name="ckstore-aside", daemon=True).start()
+        start(work)
         ended.wait()
     except BaseException as error:
         if not chance.acquire(blocking=False):

@@ -17,7 +17,7 @@ from ckstore.capture import capture
 from ckstore.config import MIB
 from ckstore.saver.arena import UNIT_NBYTES, Arena
 from ckstore.staging.copying import Crew
-from ckstore.staging.devices import kinds_of, pin
+from ckstore.staging.devices import kinds_of, pin, starts_of
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW, stow
 
@@ -58,7 +58,7 @@ def test_pinning_without_a_device_does_nothing():
 def test_memory_of_the_host_lies_in_no_device():
     captured = capture([torch.ones(5), np.ones(5)], [TorchAdapter()])
     assert [staging_cuda.device_of(storage) for storage in captured.storages] == [None, None]
-    assert kinds_of(captured, ())[0] == [NOW, NOW]
+    assert kinds_of(captured, starts_of(captured.storages), ()) == [NOW, NOW]
 
 
 class Staged:
@@ -66,8 +66,8 @@ class Staged:
 
     def __init__(self, state, guarded=()):
         self.captured = capture(state, [TorchAdapter()])
-        kinds, starts = kinds_of(self.captured, guarded)
-        self.kinds = kinds
+        starts = starts_of(self.captured.storages)
+        self.kinds = kinds = kinds_of(self.captured, starts, guarded)
         self.stowage = stow(self.captured.storages, kinds, [])
         self.arena, self.crew, self.told = Arena.create(self.stowage.end), Crew(2), []
         self.slot = self.arena.slots[0]

@@ -18,7 +18,7 @@ from ckstore.capture import capture
 from ckstore.config import MIB, Policy
 from ckstore.saver.arena import STAGED, UNIT_NBYTES, Arena
 from ckstore.saver.client import Saver
-from ckstore.saver.head import Head, SampleRow, encode_head
+from ckstore.saver.head import HeadWriter, SampleRow
 from ckstore.saver.tickets import Callbacks
 from ckstore.store.lease import process_started
 
@@ -150,8 +150,9 @@ class Desk:
         for storage in captured.storages:
             places.append(end)
             end += -(-storage.nbytes // 4096) * 4096
-        head = encode_head(
-            Head.of(
+        writer = HeadWriter()
+        head = writer.encode(
+            writer.head_of(
                 captured,
                 places,
                 step=step,

@@ -9,7 +9,7 @@ import numpy as np
 from ckstore.capture import capture
 from ckstore.config import Limits
 from ckstore.saver.state import places_to_sample
-from ckstore.staging.devices import kinds_of
+from ckstore.staging.devices import starts_of
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import LAZY, NOW, stow
 
@@ -34,7 +34,7 @@ class Staged:
         self.staging = Staging(
             self.captured,
             self.stowage,
-            kinds_of(self.captured, ())[1],
+            starts_of(self.captured.storages),
             self.slot,
             crew,
             bell=self.bell,

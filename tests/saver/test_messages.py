@@ -16,7 +16,7 @@ from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedE
 from ckstore.format.records import encode_inner
 from ckstore.receipt import Receipt
 from ckstore.saver import messages
-from ckstore.saver.head import Head, SampleRow, StorageRow, decode_head, encode_head
+from ckstore.saver.head import HeadWriter, SampleRow, StorageRow, decode_head
 from ckstore.saver.messages import (
     MESSAGE_NBYTES_MAX,
     TEXT_NBYTES_MAX,
@@ -237,12 +237,12 @@ def head_of(**changes):
     captured = capture(STATE)
     places = [4096 * index for index in range(len(captured.storages))]
     facts = {"step": 5, "metrics": {"loss": 0.5}, "tags": ["best"], "policy": Policy(compression="none", threads=2)}
-    return captured, Head.of(captured, places, **{**facts, **changes})
+    return captured, HeadWriter().head_of(captured, places, **{**facts, **changes})
 
 
 def test_heads_say_all_that_a_commit_wants_to_know():
     captured, head = head_of(samples=[SampleRow(0, 0, 8, 0, 100, 8)])
-    back = decode_head(encode_head(head), slot_nbytes=1 << 20)
+    back = decode_head(HeadWriter().encode(head), slot_nbytes=1 << 20)
     assert back.tree == captured.tree
     assert back.tensors == captured.tensors
     assert [(row.nbytes, row.element_width, row.is_float) for row in back.storages] == [
@@ -255,9 +255,9 @@ def test_heads_say_all_that_a_commit_wants_to_know():
 def test_heads_that_reach_beyond_their_slot_are_refused():
     _, head = head_of()
     end = max(row.place + row.nbytes for row in head.storages)
-    assert decode_head(encode_head(head), slot_nbytes=end)
+    assert decode_head(HeadWriter().encode(head), slot_nbytes=end)
     with pytest.raises(MalformedError, match="beyond the slot"):
-        decode_head(encode_head(head), slot_nbytes=end - 1)
+        decode_head(HeadWriter().encode(head), slot_nbytes=end - 1)
 
 
 @pytest.mark.parametrize(
@@ -273,18 +273,18 @@ def test_heads_that_reach_beyond_their_slot_are_refused():
 def test_samples_that_do_not_fit_are_refused(row):
     _, head = head_of(samples=[row])
     with pytest.raises(MalformedError):
-        decode_head(encode_head(head), slot_nbytes=1 << 20)
+        decode_head(HeadWriter().encode(head), slot_nbytes=1 << 20)
 
 
 def test_heads_with_impossible_policies_are_refused():
-    content = encode_head(head_of()[1])
+    content = HeadWriter().encode(head_of()[1])
     assert b"none" in content
     with pytest.raises(MalformedError):
         decode_head(content.replace(b"\xa4none", b"\xa4nope"), slot_nbytes=1 << 20)
 
 
 def test_damaged_heads_are_refused_or_mean_something():
-    content = encode_head(head_of()[1])
+    content = HeadWriter().encode(head_of()[1])
     source = random.Random(5)
     for _ in range(2000):
         changed = bytearray(content)

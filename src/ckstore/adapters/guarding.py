@@ -28,6 +28,7 @@ class Guarded:
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = weakref.WeakMethod(on_step) if hasattr(on_step, "__self__") else lambda: on_step
         self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._last: tuple[list[Span], list[Span]] = [], []
 
     def attach(self, optimizer: object) -> None:
         """Guard the steps of an optimizer from now on; once more does nothing.
@@ -55,13 +56,16 @@ class Guarded:
 
     def spans(self) -> list[Span]:
         """Return the memory that they own now, ascending; what touches is joined."""
-        found = sorted({span for optimizer in list(self._hooks) for span in _spans_of(optimizer)})
+        found = [span for optimizer in list(self._hooks) for span in _spans_of(optimizer)]
+        if found == self._last[0]:
+            return self._last[1]
         joined: list[Span] = []
-        for start, end in found:
+        for start, end in sorted(set(found)):
             if joined and start <= joined[-1][1]:
                 joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
             else:
                 joined.append((start, end))
+        self._last = found, joined
         return joined
 
     def release(self) -> None:
@@ -98,7 +102,9 @@ def _spans_of(optimizer: Any) -> list[Span]:
     while parts:
         part = parts.pop()
         if isinstance(part, torch.Tensor):
-            spans.append(_span_of(part))
+            span = _span_of(part)
+            if span is not None:
+                spans.append(span)
         elif isinstance(part, dict):
             parts.extend(part.values())
         elif isinstance(part, (list, tuple)):
@@ -106,12 +112,15 @@ def _spans_of(optimizer: Any) -> list[Span]:
     return spans
 
 
-def _span_of(tensor: torch.Tensor) -> Span:
-    """Return the memory of a tensor; none where it has no plain memory, or owns a part only of what it spans."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        return 0, 0
+def _span_of(tensor: torch.Tensor) -> Span | None:
+    """Return the memory of a tensor; None where it has no plain memory, or owns a part only of what it spans."""
+    kind = type(tensor)
+    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    if not _is_dense(tensor):
+        return None
     start = tensor.data_ptr()
-    return (start, start + tensor.numel() * tensor.element_size()) if _is_dense(tensor) else (0, 0)
+    return start, start + tensor.nbytes
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

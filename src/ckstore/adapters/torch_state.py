@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.tensor import Memory, TensorLeaf, TensorSpec, extent_of
+from ckstore.tensor import Memory, Sight, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -100,6 +100,24 @@ class TorchAdapter:
             # A resolved copy is not the leaf: writing to it would change nothing.
             is_writable=not is_lazy,
         )
+
+    def glance(self, leaf: object) -> Sight | None:
+        """Look at a plain tensor, a microsecond; what ``describe`` would refuse or copy is told of by it alone."""
+        kind = type(leaf)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            return None
+        assert isinstance(leaf, torch.Tensor)
+        if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+            return None
+        wants_gradient = leaf.requires_grad
+        # Its graph is nobody's affair here.
+        plain = leaf.detach() if wants_gradient else leaf
+        storage = leaf.untyped_storage()
+        start = storage.data_ptr()
+        device = None if leaf.is_cpu else leaf.device
+        facts = (kind, leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset(), storage.nbytes())
+        read = None if device is None else _reader(storage, start, device)
+        return (*facts, wants_gradient, device), start, (plain, storage), read
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
         """Return a dtype, device or Size as text."""
@@ -215,12 +233,19 @@ def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
     if plain.is_cpu:
         return Memory("cpu", start, storage.nbytes(), origin, nbytes, (plain, storage)), origin
 
+    read = _reader(storage, start, plain.device)
+    return Memory(str(plain.device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+
+
+def _reader(storage: torch.UntypedStorage, start: int, device: torch.device) -> Callable[[int, int], memoryview]:
+    """Return what copies addresses of a device's storage to the host."""
+
     def read(lo: int, hi: int) -> memoryview:
-        held = torch.empty(0, dtype=torch.uint8, device=plain.device)
+        held = torch.empty(0, dtype=torch.uint8, device=device)
         held.set_(storage, lo - start, (hi - lo,), (1,))
         return held.cpu().numpy().data
 
-    return Memory(str(plain.device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+    return read
 
 
 def _dtype_named(name: str) -> torch.dtype:

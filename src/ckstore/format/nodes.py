@@ -8,14 +8,18 @@ A tensor is its index, a bare integer. Every other node is an array that begins 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ckstore.errors import MalformedError
-from ckstore.format.records import decode_inner, encode_inner
+from ckstore.format.records import decode_inner, encode_inner, encoded
 from ckstore.tree import DEPTH_MAX, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 
 NODE_DEPTH_MAX = DEPTH_MAX + 1
 """Most nodes around one another: containers, and in the innermost one a plain value or tensor."""
+
+_WRITTEN_SPARE = 1000
+"""Nodes that may change before what was written of all of them is forgotten."""
 
 _VALUE_TYPES = frozenset((type(None), bool, int, str, bytes))
 _DICT, _LIST, _TUPLE, _VALUE, _CONVERTED = range(5)
@@ -37,15 +41,48 @@ def _plain(node: Node | None, depth: int) -> object:
         return node.tensor
     if isinstance(node, ValueNode):
         return [_VALUE, node.type, node.value]
-    if isinstance(node, DictNode):
-        children = [_plain(child, depth + 1) for child in node.children]
-        return [_DICT, node.kind, list(node.keys), children, _plain(node.metadata, depth + 1), node.factory]
-    if isinstance(node, (ListNode, TupleNode)):
-        kind = _LIST if isinstance(node, ListNode) else _TUPLE
-        return [kind, [_plain(child, depth + 1) for child in node.children]]
     if isinstance(node, ConvertedNode):
         return [_CONVERTED, node.name, _plain(node.child, depth + 1)]
-    return None
+    return None if node is None else _container(node, depth, _plain)
+
+
+def _container(
+    node: DictNode | ListNode | TupleNode, depth: int, plain: Callable[[Node | None, int], object]
+) -> object:
+    children = [plain(child, depth + 1) for child in node.children]
+    if isinstance(node, DictNode):
+        return [_DICT, node.kind, list(node.keys), children, plain(node.metadata, depth + 1), node.factory]
+    return [_LIST if isinstance(node, ListNode) else _TUPLE, children]
+
+
+class TreeWriter:
+    """Writes trees, one after the other, as ``encode_tree`` does; what was in an earlier one is not encoded again."""
+
+    def __init__(self) -> None:
+        # The nodes are kept beside what became of them: an id means nothing once its object is gone.
+        self._written: dict[tuple[int, int], tuple[Node, object]] = {}
+        self._count_max = 0
+
+    def encode(self, root: Node) -> bytes:
+        """Return a tree as written.
+
+        Raises:
+            MalformedError: It is nested more deeply than a reader would follow.
+        """
+        if len(self._written) > self._count_max:
+            self._written.clear()
+        content = encode_inner(self._plain(root, 0))
+        self._count_max = self._count_max or 2 * len(self._written) + _WRITTEN_SPARE
+        return content
+
+    def _plain(self, node: Node | None, depth: int) -> object:
+        if not isinstance(node, (DictNode, ListNode, TupleNode)):
+            return _plain(node, depth)
+        key = id(node), depth
+        found = self._written.get(key)
+        if found is None:
+            found = self._written[key] = node, encoded(_container(node, depth, self._plain))
+        return found[1]
 
 
 def decode_tree(content: bytes | memoryview, *, tensor_count: int, where: object = None) -> Node:

@@ -284,6 +284,11 @@ def encode_inner(content: object) -> bytes:
         raise UsageError(f"a record cannot be written ({problem})") from None
 
 
+def encoded(content: object) -> object:
+    """Return what can stand in an inner record for the content, and is not encoded again; see ``encode_inner``."""
+    return msgspec.Raw(encode_inner(content))
+
+
 def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = None) -> R:
     """Read an inner record; ``kind`` is a record, a builtin, or ``list[record]``.
 

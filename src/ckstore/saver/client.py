@@ -151,7 +151,7 @@ class Saver:
         parent_ticket: int = 0,
         is_streamed: bool = True,
     ) -> None:
-        """Hand over a slot that is being staged; its head (``messages.encode_head``) is there.
+        """Hand over a slot that is being staged; its head (``head.HeadWriter``) is there.
 
         Args:
             ticket: A number of the trainer's, greater than every earlier one.

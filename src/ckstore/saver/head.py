@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, cast
 
 from ckstore.capture import Captured
 from ckstore.config import Policy
 from ckstore.errors import MalformedError
-from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.format.records import Count, TensorRow, decode_inner, encode_inner
+from ckstore.format.nodes import TreeWriter, decode_tree
+from ckstore.format.records import Count, TensorRow, decode_inner, encode_inner, encoded
 from ckstore.policies import policy_of, policy_row
 from ckstore.tensor import TensorSpec
 from ckstore.tree import Node
@@ -69,9 +70,22 @@ class Head:
     storages: Sequence[StorageRow]
     samples: Sequence[SampleRow] = ()
 
-    @classmethod
-    def of(
-        cls,
+
+class HeadWriter:
+    """Describes captured states and writes their heads, one after the other.
+
+    What is the same as in the last one, by identity, is neither described nor encoded again.
+    """
+
+    def __init__(self) -> None:
+        self._trees = TreeWriter()
+        self._placed: tuple[object, object] = None, None
+        self._storages: list[StorageRow] = []
+        self._parts: tuple[object, ...] = ()
+        self._rows: tuple[object, ...] = ()
+
+    def head_of(
+        self,
         captured: Captured,
         places: Sequence[int],
         *,
@@ -82,28 +96,37 @@ class Head:
         samples: Sequence[SampleRow] = (),
     ) -> Head:
         """Describe a captured state whose storages are staged at these places."""
-        rows = [
-            StorageRow(place, storage.nbytes, storage.element_width, storage.is_float)
-            for place, storage in zip(places, captured.storages, strict=True)
-        ]
-        return cls(step, metrics, tags, policy, captured.warnings, captured.tree, captured.tensors, rows, samples)
-
-
-def encode_head(head: Head) -> bytes:
-    """Return a head as it lies in the slot."""
-    return encode_inner(
-        _HeadRow(
-            step=head.step,
-            metrics=dict(head.metrics),
-            tags=list(head.tags),
-            policy=policy_row(head.policy),
-            warnings=list(head.warnings),
-            tree=encode_tree(head.tree),
-            tensors=[_row_of(tensor) for tensor in head.tensors],
-            storages=list(head.storages),
-            samples=list(head.samples),
+        if self._placed[0] is not captured.tensors or self._placed[1] is not places:
+            self._storages = [
+                StorageRow(place, storage.nbytes, storage.element_width, storage.is_float)
+                for place, storage in zip(places, captured.storages, strict=True)
+            ]
+            self._placed = captured.tensors, places
+        return Head(
+            step, metrics, tags, policy, captured.warnings, captured.tree, captured.tensors, self._storages, samples
         )
-    )
+
+    def encode(self, head: Head) -> bytes:
+        """Return a head as it lies in the slot."""
+        parts = head.tensors, head.storages, head.samples
+        if len(self._parts) != len(parts) or not all(map(is_, parts, self._parts)):
+            tensors = [_row_of(tensor) for tensor in head.tensors]
+            self._rows = encoded(tensors), encoded(head.storages), encoded(head.samples)
+            self._parts = parts
+        tensor_rows, storage_rows, sample_rows = self._rows
+        return encode_inner(
+            _HeadRow(
+                step=head.step,
+                metrics=dict(head.metrics),
+                tags=list(head.tags),
+                policy=policy_row(head.policy),
+                warnings=list(head.warnings),
+                tree=self._trees.encode(head.tree),
+                tensors=cast("list[TensorRow]", tensor_rows),
+                storages=cast("list[StorageRow]", storage_rows),
+                samples=cast("list[SampleRow]", sample_rows),
+            )
+        )
 
 
 def decode_head(content: bytes | memoryview, *, slot_nbytes: int) -> Head:

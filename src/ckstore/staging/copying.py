@@ -53,6 +53,10 @@ class Crew:
         for _ in range(count):
             self._work.put(work)
 
+    def send_one(self, work: Callable[[], None]) -> None:
+        """Let one thread call this; it must not raise."""
+        self.send(work, 1)
+
     def start(self, count: int | None = None) -> None:
         """Start as many threads now."""
         while len(self._threads) < (self.count if count is None else count):

@@ -40,15 +40,20 @@ class DeviceCopies(Protocol):
         ...
 
 
-def kinds_of(captured: Captured, guarded: Sequence[Span]) -> tuple[list[int], NDArray[np.uint64]]:
-    """Return when each storage is copied, and its address in the memory that it lies in.
+def starts_of(storages: Sequence[HostStorage]) -> NDArray[np.uint64]:
+    """Return the address of each storage in the memory that it lies in."""
+    return np.array([_start_of(storage) for storage in storages], np.uint64)
+
+
+def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[Span]) -> list[int]:
+    """Return when each storage is copied.
 
     Args:
         captured: The state.
+        starts: The address of each storage.
         guarded: Memory that a guard protects, ascending.
     """
     storages = captured.storages
-    starts = np.array([_start_of(storage) for storage in storages], np.uint64)
     nbytes = np.array([storage.nbytes for storage in storages], np.uint64)
     if guarded:
         memory = _Memory(guarded)
@@ -64,7 +69,7 @@ def kinds_of(captured: Captured, guarded: Sequence[Span]) -> tuple[list[int], ND
             kinds.append(LAZY if lazy else NOW)
         else:
             kinds.append(DEVICE_LAZY if lazy and _is_cuda(storage) else DEVICE_NOW)
-    return kinds, starts
+    return kinds
 
 
 class _Memory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,29 @@ from ckstore.errors import CapacityError
 from ckstore.saver.arena import FREE, SLOTS_MAX, UNIT_NBYTES, Arena, Slot, units_of
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
-from ckstore.staging.devices import Span, kinds_of, pin
+from ckstore.staging.devices import Span, kinds_of, pin, starts_of
 from ckstore.staging.stowage import NOW, Stowage, stow
+from ckstore.tensor import TensorSpec
 
 _STOWED_MAX = 4
 """Shapes that are remembered: those of a state, and of parts of it that are committed apart."""
 
 _POPULATED_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stowed:
+    """What was stowed last: the tensors of the capture, which memory was guarded, and where its storages lay."""
+
+    tensors: Sequence[TensorSpec]
+    guarded: tuple[Span, ...]
+    starts: NDArray[np.uint64]
+    stowage: Stowage
+
+    def is_for(self, captured: Captured, guarded: Sequence[Span], starts: NDArray[np.uint64]) -> bool:
+        """Whether this state would be stowed in the same way."""
+        is_same = self.tensors is captured.tensors and self.guarded == tuple(guarded)
+        return is_same and np.array_equal(self.starts, starts)
 
 
 class Dock:
@@ -32,6 +49,7 @@ class Dock:
         self._arena: Arena | None = None
         self._crew: Crew | None = None
         self._stowed: dict[object, Stowage] = {}
+        self._last: _Stowed | None = None
 
     @property
     def arena(self) -> Arena:
@@ -62,13 +80,17 @@ class Dock:
 
     def stow(self, captured: Captured, guarded: Sequence[Span]) -> tuple[Stowage, NDArray[np.uint64]]:
         """Say where a state goes in a slot, and where each of its storages lies now."""
-        kinds, starts = kinds_of(captured, guarded)
+        starts, last = starts_of(captured.storages), self._last
+        if last is not None and last.is_for(captured, guarded, starts):
+            return last.stowage, starts
+        kinds = kinds_of(captured, starts, guarded)
         key = (*kinds, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))
         if key not in self._stowed:
             if len(self._stowed) >= _STOWED_MAX:
                 self._stowed.clear()
             sampled = places_to_sample(captured.storages, self._limits)
             self._stowed[key] = stow(captured.storages, kinds, sampled)
+        self._last = _Stowed(captured.tensors, tuple(guarded), starts, self._stowed[key])
         return self._stowed[key], starts
 
     def is_streamed(self, stowage: Stowage, policy: Policy) -> bool:

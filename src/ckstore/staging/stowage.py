@@ -7,7 +7,7 @@ first: samples of everything, small storages, then the rest in the order of the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -48,6 +48,12 @@ class Section:
     begin: int
     firsts: NDArray[np.uint64]
     rows: NDArray[np.int64]
+    storages: tuple[int, ...] = field(init=False)
+    """The storages that it holds something of, ascending."""
+
+    def __post_init__(self) -> None:
+        # Each commit asks for it, and a layout is used again by many.
+        object.__setattr__(self, "storages", tuple(np.unique(self.rows[:, _STORAGE]).tolist()))
 
     @property
     def unit_count(self) -> int:
@@ -63,11 +69,6 @@ class Section:
     def nbytes(self) -> int:
         """Bytes that are copied, samples included."""
         return int(self.rows[:, _NBYTES].sum())
-
-    @property
-    def storages(self) -> list[int]:
-        """The storages that it holds something of."""
-        return sorted(set(self.rows[:, _STORAGE].tolist()))
 
     def table(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
         """Return source, destination and length of each row, for ``kernels.copy_units``.
