@@ -23,6 +23,7 @@ COMMITS = 3
 STEPS_A_COMMIT = 4
 QUIET_SECONDS = 2.0
 NICENESSES = (0, 5, 10, 19)
+RETURNS = 6
 
 
 def stall_blocking(bench: Bench) -> Result:
@@ -92,6 +93,58 @@ def _note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
                 result.notes.append(
                     f"{name}: {times:.2f} times the stall of {other}; shorter in {won} of {len(rounds)} rounds"
                 )
+
+
+def stall_return(bench: Bench) -> Result:
+    """Commit behind the guard of an optimizer that owns nearly all of the state: until ``commit_async`` returns."""
+    state = histories.gpt_state(bench.nbytes, donors=histories.synthetic_donors())
+    optimizer = _owner_of(state)
+    result = Result("stall_return", "ms", is_higher_better=False)
+    result.setting = {"state_nbytes": histories.nbytes_of(state), "rounds": bench.rounds, "values": "synthetic"}
+    result.setting |= {"tensors": sum(1 for _ in histories.tensors_of(state)), "commits": RETURNS}
+    result.columns = ("first_ms", "shortest_ms", "longest_ms", "step_waits_ms")
+    machine.check_space(bench.folder, int((RETURNS + 2) * 1.2 * histories.nbytes_of(state)))
+
+    def committing(compression: str) -> Participant:
+        def run() -> Sample:
+            returns, waits = [], []
+            place = bench.folder / "store"
+            with open_store(place, compression) as store:
+                store.attach(optimizer)
+                store.prewarm(state)
+                for step in range(RETURNS + 1):
+                    began = time.perf_counter()
+                    pending = store.commit_async({**state, "step": step}, step)
+                    returns.append(1e3 * (time.perf_counter() - began))
+                    # As a step does: what it changes has been copied, and no cache holds anything else afterwards.
+                    began = time.perf_counter()
+                    with store.guard(optimizer):
+                        waits.append(1e3 * (time.perf_counter() - began))
+                        background.change(state)
+                    pending.result()
+            machine.remove_tree(place)
+            first, *later = returns
+            facts: dict[str, object] = {"first_ms": first, "returns_ms": later, "shortest_ms": min(later)}
+            facts |= {"longest_ms": max(later), "step_waits_ms": statistics.median(waits)}
+            return Sample(statistics.median(later), facts)
+
+        return run
+
+    mine: dict[str, Participant] = {f"ckstore {name}": committing(name) for name in VARIANTS}
+    interleave(result, _if_possible(bench, result, mine), bench.rounds)
+    result.notes.append("a sample is the median of the commits after the first; between them every tensor is rewritten")
+    result.notes.append("step_waits_ms: what the guard waits for right after the call, where there is no forward pass")
+    return result
+
+
+def _owner_of(state: histories.State) -> torch.optim.Optimizer:
+    """Make the weights of a state parameters, and return an optimizer that owns them and the moments of the state."""
+    weights = {name: torch.nn.Parameter(tensor) for name, tensor in state["model"].items()}
+    state["model"] = weights
+    optimizer = torch.optim.AdamW(weights.values())
+    for parameter, moments in zip(weights.values(), state["optimizer"]["state"].values(), strict=True):
+        optimizer.state[parameter] = moments
+    return optimizer
 
 
 def stall_guarded(bench: Bench) -> Result:
@@ -286,6 +339,7 @@ def _if_possible(bench: Bench, result: Result, mine: dict[str, Any]) -> dict[str
 
 CASES: dict[str, Callable[[Bench], Result]] = {
     "stall_blocking": stall_blocking,
+    "stall_return": stall_return,
     "stall_guarded": stall_guarded,
     "stall_python_loop": stall_python_loop,
     "stall_nice": stall_nice,
