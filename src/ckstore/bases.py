@@ -57,6 +57,20 @@ class Bases:
         self._held: dict[ChunkId, _Held] = {}
         self._drafts: dict[ChunkId, _Held] = {}
         self._lock = threading.Lock()
+        self._nbytes_max: int | None = None
+        self._drafts_nbytes = self._held_nbytes = 0
+        self.held_nbytes_peak = 0
+        """Most bytes of bases that were held at once since the last commit began."""
+
+    def begin(self, nbytes_max: int | None) -> None:
+        """Begin a commit while which, and after which, no more than these bytes of bases are held; None: no bound."""
+        with self._lock:
+            self._nbytes_max = nbytes_max
+            for chunk_id in list(self._held) if nbytes_max is not None else ():
+                if self._held_nbytes <= (nbytes_max or 0):
+                    break
+                self._held_nbytes -= len(self._held.pop(chunk_id).plain)
+            self.held_nbytes_peak = self._held_nbytes + self._drafts_nbytes
 
     @property
     def keyframe_seq(self) -> int | None:
@@ -67,7 +81,7 @@ class Bases:
     @property
     def held_nbytes(self) -> int:
         """Bytes of bases held in memory."""
-        return sum(len(held.plain) for table in (self._held, self._drafts) for held in table.values())
+        return self._held_nbytes + self._drafts_nbytes
 
     @property
     def samples_nbytes(self) -> int:
@@ -87,7 +101,8 @@ class Bases:
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
         with self._lock:
             self._held = self._held_from(wanted)
-            self._drafts = {}
+            self._held_nbytes = sum(len(held.plain) for held in self._held.values())
+            self._drafts, self._drafts_nbytes = {}, 0
 
     def _held_from(self, wanted: set[ChunkId]) -> dict[ChunkId, _Held]:
         """Return what to go on holding: one chunk for each place, the newer one where both are there."""
@@ -135,16 +150,23 @@ class Bases:
     def hold(self, chunk_id: ChunkId, plain: memoryview) -> None:
         """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them.
 
-        Until ``follow`` makes them what the next commit is coded against, ``forget_drafts`` lets go of them.
+        Until ``follow`` makes them what the next commit is coded against, ``forget_drafts`` lets go of them. What
+        would pass the bound is not kept: whoever wants it reads it back from the store.
         """
         held = _Held(plain, xxh3_64(plain))
         with self._lock:
-            self._drafts[chunk_id] = held
+            former = self._drafts.get(chunk_id)
+            drafts_nbytes = self._drafts_nbytes + len(plain) - (len(former.plain) if former is not None else 0)
+            if self._nbytes_max is not None and self._held_nbytes + drafts_nbytes > self._nbytes_max:
+                return
+            self._drafts[chunk_id], self._drafts_nbytes = held, drafts_nbytes
+            self.held_nbytes_peak = max(self.held_nbytes_peak, self._held_nbytes + drafts_nbytes)
 
     def forget_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""
         with self._lock:
             self._drafts.clear()
+            self._drafts_nbytes = 0
 
     def held(self, chunk_id: ChunkId) -> memoryview | None:
         """Return plain bytes that are held and still what they were."""

@@ -65,6 +65,7 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     """
     parts.prepare_run()
     parts.lease.take()  # 1
+    request.bases.begin(request.policy.base_cache_nbytes_max)
     try:
         return _commit(parts, request, watch)
     finally:
@@ -124,6 +125,7 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
         chunks_delta=stored.chunks_delta,
         chunks_derived=stored.chunks_derived,
         chunks_lossy=stored.chunks_lossy,
+        bytes_bases=(request.bases.held_nbytes, request.bases.held_nbytes_peak),
     )
     return Committed(receipt, fingerprint)
 

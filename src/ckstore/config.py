@@ -50,7 +50,9 @@ class Policy:
         delta: Code tensors against the previous commit or the last keyframe where a sample says that it pays.
         read_amplification_max: Bound on the bytes that a restore reads, in those of a checkpoint stored whole.
         base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
-            of those that the next commit will want: up to the size of the state, twice that while a commit runs.
+            of those that the next commit will want: up to the size of the state, twice that while a commit runs. It is
+            told by ``Receipt.bytes_bases`` and ``bytes_bases_peak``.
+        base_cache_nbytes_max: Bound on those bytes, at any time; None: none but that. Bases beyond it are read back.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
             ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
             ``"near"`` and ``"small"`` are short for these two.
@@ -82,6 +84,7 @@ class Policy:
     delta: bool = True
     read_amplification_max: float = 1.6
     base_cache: BaseCache = "none"
+    base_cache_nbytes_max: int | None = None
     fidelity: Fidelity = "exact"
     verify_encoded: bool = True
     verify_restored: Literal["blake3", "xxh3"] = "blake3"
@@ -97,6 +100,11 @@ class Policy:
         self._check_background()
         _check_choice("compression", self.compression, ("none", "fast", "best"))
         _check_choice("base_cache", self.base_cache, ("none", "memory"))
+        if self.base_cache_nbytes_max is not None and self.base_cache_nbytes_max < 0:
+            raise UsageError(
+                "base_cache_nbytes_max must not be negative",
+                where=f"Policy(base_cache_nbytes_max={self.base_cache_nbytes_max!r})",
+            )
         if not 1 <= self.read_amplification_max <= 1000:
             raise UsageError(
                 "read_amplification_max must be between 1 and 1000",

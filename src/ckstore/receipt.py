@@ -53,6 +53,10 @@ class Receipt:
         worst_rel_rms: The greatest RMS error of any of them, in the RMS of its values.
         worst_path: The tensor that has it.
         worst_spike: Largest |update| / lr that a next step of Adam could make; 0.0 where that is not known.
+        bytes_bases: Plain bytes that are held in memory for the next commit, where ``base_cache`` is ``"memory"``: on
+            the heap of the saver for a background commit, else of this process; the arena and ``memory_nbytes_max`` do
+            not count them.
+        bytes_bases_peak: The most that were held of them at once during the commit.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
         engine: What wrote the packs: ``"uring"`` or ``"pwrite"``.
         warnings: What the caller should look at, each a sentence.
@@ -76,6 +80,8 @@ class Receipt:
     worst_rel_rms: float = 0.0
     worst_path: str = ""
     worst_spike: float = 0.0
+    bytes_bases: int = 0
+    bytes_bases_peak: int = 0
 
     @property
     def ratio(self) -> float:
@@ -93,6 +99,7 @@ class Receipt:
         chunks_delta: int,
         chunks_derived: int,
         chunks_lossy: int = 0,
+        bytes_bases: tuple[int, int] = (0, 0),
     ) -> Receipt:
         """Make the receipt of a published manifest."""
         header = manifest.header
@@ -116,6 +123,8 @@ class Receipt:
             worst_rel_rms=0.0 if worst is None else worst.rel_rms,
             worst_path="" if worst is None else _path_of(manifest, worst.storage),
             worst_spike=max((loss.spike or 0.0 for loss in manifest.losses), default=0.0),
+            bytes_bases=bytes_bases[0],
+            bytes_bases_peak=bytes_bases[1],
         )
 
 

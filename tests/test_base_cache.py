@@ -1,0 +1,80 @@
+"""Protects the bound on bases that are held in memory: it is kept and told, and costs reading back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.bases import Bases
+from ckstore.errors import UsageError
+from ckstore.ids import ChunkId
+
+CHUNK_NBYTES = 4 << 20
+CHUNKS = 4
+
+
+def state_of(step):
+    """Return a state of four chunks, all of which change a little with each step."""
+    values = np.random.default_rng(0).normal(size=CHUNKS * CHUNK_NBYTES // 4).astype(np.float32)
+    return {"w": values * np.float32(1 + step * 2**-16), "step": step}
+
+
+def commits(folder, *, is_async, **options):
+    policy = ckstore.Policy(base_cache="memory", threads=1, **options)
+    with ckstore.open(folder, policy=policy) as store:
+        for step in range(3):
+            state = state_of(step)
+            yield store.commit_async(state, step).result() if is_async else store.commit(state, step)
+        assert np.array_equal(store.restore()["w"], state_of(2)["w"])
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["commit", "commit_async"])
+def test_receipts_tell_what_is_held(tmp_path, is_async):
+    receipts = list(commits(tmp_path / "store", is_async=is_async))
+    assert [receipt.bytes_bases for receipt in receipts[:2]] == [CHUNKS * CHUNK_NBYTES] * 2
+    assert receipts[0].bytes_bases_peak == CHUNKS * CHUNK_NBYTES
+    assert all(CHUNKS * CHUNK_NBYTES <= each.bytes_bases_peak <= 2 * CHUNKS * CHUNK_NBYTES for each in receipts)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["commit", "commit_async"])
+@pytest.mark.parametrize("bound", [0, CHUNK_NBYTES, 2 * CHUNK_NBYTES + 5])
+def test_no_more_is_held_than_the_policy_allows(tmp_path, bound, is_async):
+    receipts = list(commits(tmp_path / "store", is_async=is_async, base_cache_nbytes_max=bound))
+    assert all(receipt.bytes_bases <= receipt.bytes_bases_peak <= bound for receipt in receipts)
+    assert receipts[0].bytes_bases == bound // CHUNK_NBYTES * CHUNK_NBYTES
+    freely = commits(tmp_path / "freely", is_async=False)
+    told = [(receipt.chunks_delta, receipt.bytes_written) for receipt in receipts]
+    assert told == [(receipt.chunks_delta, receipt.bytes_written) for receipt in freely], "they were read back"
+    assert told[1][0] == CHUNKS
+
+
+def test_nothing_is_held_or_told_where_bases_are_read_back(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        receipt = store.commit(state_of(0), 0)
+    assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (0, 0)
+
+
+def test_a_lower_bound_lets_go_of_what_is_held():
+    bases = Bases()
+    bases.begin(None)
+    for number in range(4):
+        bases.hold(ChunkId(bytes([number]) * 32), memoryview(bytes(100)))
+    bases._held, bases._held_nbytes = bases._drafts, bases._drafts_nbytes
+    bases._drafts, bases._drafts_nbytes = {}, 0
+    bases.begin(250)
+    assert bases.held_nbytes == bases.held_nbytes_peak == 200
+    bases.hold(ChunkId(b"x" * 32), memoryview(bytes(51)))
+    assert bases.held_nbytes == 200
+    bases.hold(ChunkId(b"y" * 32), memoryview(bytes(50)))
+    assert bases.held_nbytes == sum(len(each.plain) for each in (*bases._held.values(), *bases._drafts.values())) == 250
+    # The same chunk once more takes no more room.
+    bases.hold(ChunkId(b"y" * 32), memoryview(bytes(50)))
+    assert bases.held_nbytes == 250
+    bases.forget_drafts()
+    assert bases.held_nbytes == 200
+
+
+def test_a_bound_below_zero_is_refused():
+    with pytest.raises(UsageError, match="base_cache_nbytes_max"):
+        ckstore.Policy(base_cache_nbytes_max=-1)
