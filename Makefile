@@ -38,7 +38,7 @@ $(VENV)/.bench-installed: $(VENV)/.installed
 bench: $(VENV)/.bench-installed  ## ckstore and its peers in one interleaved run; needs about 20 GB of disk.
 	$(BIN)/python -m bench.run
 
-bench-table:  ## Make README's table from the newest results.
+bench-table:  ## Make README's table, and those of docs/BENCH.md, from the newest results.
 	$(BIN)/python -m bench.table
 
 clean:

@@ -1,10 +1,10 @@
-"""Write the README's table of measured numbers from the newest record of each case.
+"""Write README's table and the longer ones of docs/BENCH.md from the newest record of each case.
 
-    python -m bench.table            # rewrites what stands between the markers in README.md
+    python -m bench.table            # rewrites what stands between the markers in both files
     python -m bench.table --print    # only prints it
 
 Speeds of different cases come from different runs; inside a column all numbers come from one run, and the
-device's row says what the disk gave in that run.
+device's row says what the disk, or a memory copy, gave in that run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from bench.measure import BUSY_CORES
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 Records = dict[str, dict[str, Any]]
+MAIN_CASES = ("commit_durable", "restore_cold", "peak_memory", "stall_blocking")
+"""Whose records README's table shows."""
 
 
 def newest_records(results: Path) -> Records:
@@ -33,25 +36,48 @@ def newest_records(results: Path) -> Records:
     return records
 
 
+STALLS = {
+    "device": "a copy on 2 threads",
+    "DCP": "DCP async_save",
+    "torchsnapshot": "torchsnapshot async_take",
+    "torch.save": "clone, then torch.save on a thread",
+}
+"""What a tool is called where it saves in the background; ckstore has one name."""
+
+
 def make_table(records: Records) -> str:
-    """Return the table and the sentences below it, in Markdown."""
+    """Return README's table and the sentences below it, in Markdown."""
     save, load = _medians(records, "commit_durable"), _medians(records, "restore_cold")
-    memory = _medians(records, "peak_memory")
+    memory, stall = _medians(records, "peak_memory"), _medians(records, "stall_blocking")
     names = [name for name in {**save, **load} if not name.endswith("into=")]
     names.sort(key=lambda name: (name != "device", not name.startswith("ckstore"), -save.get(name, 0.0)))
     lines = [
-        "| | durable save, GB/s | cold load, GB/s | memory beyond the state, save / load, MiB |",
-        "|---|--:|--:|--:|",
+        "| | durable save, GB/s | cold load, GB/s | async save: training waits, s "
+        "| memory beyond the state, save / load, MiB |",
+        "|---|--:|--:|--:|--:|",
     ]
     for name in names:
-        cells = [_number(save.get(name)), _load_cell(name, load), _memory_cell(name, memory)]
+        wait = stall.get(STALLS.get(name, name))
+        cells = [_number(save.get(name)), _load_cell(name, load), _number(wait), _memory_cell(name, memory)]
         lines.append(f"| {_label(name)} | " + " | ".join(cells) + " |")
+    lines += [f"| {name} | not available: {reason} | | | |" for name, reason in sorted(_missing(records).items())]
+    said = [*_ratios(records), *table_coding.summary(records), *_busy(records, MAIN_CASES), _provenance(records)]
+    return "\n".join([*lines, "", *said])
+
+
+def make_details(records: Records) -> str:
+    """Return the tables and sentences of docs/BENCH.md, in Markdown."""
+    others = [case for case in records if case not in MAIN_CASES]
+    lines = [*table_coding.tables(records), *_sentences(records), *_busy(records, others)]
+    return "\n".join([*lines, _machines(records, sorted(others))])
+
+
+def _missing(records: Records) -> dict[str, str]:
     missing: dict[str, str] = {}
     for case, record in records.items():
         if not case.startswith(table_coding.PREFIXES):
             missing |= record["not_available"]
-    lines += [f"| {name} | not available: {reason} | | |" for name, reason in sorted(missing.items())]
-    return "\n".join([*lines, "", *table_coding.tables(records), *_sentences(records)])
+    return missing
 
 
 def _medians(records: Records, case: str) -> dict[str, float]:
@@ -65,7 +91,7 @@ def _number(value: float | None) -> str:
 
 def _label(name: str) -> str:
     if name == "device":
-        return "*the device itself, O_DIRECT, best depth*"
+        return "*the disk itself, O_DIRECT, best depth; a memory copy*"
     if name.startswith("ckstore"):
         return f"**ckstore**, compression {name.partition(' ')[2]}"
     return name
@@ -82,16 +108,15 @@ def _memory_cell(name: str, memory: dict[str, float]) -> str:
     return "" if save is None or load is None else f"{save:.0f} / {load:.0f}"
 
 
+def _ratios(records: Records) -> list[str]:
+    ratios = records.get("commit_durable", {}).get("ratios", {})
+    pairs = [(name, found["median"]) for name, found in ratios.items() if name.startswith("ckstore none / ")]
+    listed = ", ".join(f"{median:.2f} times {name.partition(' / ')[2]}" for name, median in pairs)
+    return [f"Durable save of plain bytes, round by round: {listed}."] if listed else []
+
+
 def _sentences(records: Records) -> list[str]:
     said = []
-    ratios = records.get("commit_durable", {}).get("ratios", {})
-    if ratios:
-        pairs = [(name, found["median"]) for name, found in ratios.items() if name.startswith("ckstore none / ")]
-        said.append(
-            "Durable save of plain bytes, round by round: "
-            + ", ".join(f"{median:.2f} times {name.partition(' / ')[2]}" for name, median in pairs)
-            + "."
-        )
     stored = _medians(records, "stored_real")
     if stored:
         listed = ", ".join(f"{name} {share:.1%}" for name, share in stored.items())
@@ -105,25 +130,41 @@ def _sentences(records: Records) -> list[str]:
     if listing and "ckstore ls" in listing["participants"]:
         seconds, count = listing["participants"]["ckstore ls"]["median"], listing["setting"]["checkpoints"]
         said.append(f"`ckstore ls` of {count:,} checkpoints: {seconds:.2f} s.")
-    busy = [case for case, record in records.items() if record["setting"].get("busy_cores_before", 0.0) > BUSY_CORES]
-    if busy:
-        said.append(f"Not to be quoted, because something else was using the machine: {', '.join(sorted(busy))}.")
-    said.append(_provenance(records))
     return said
+
+
+def _busy(records: Records, cases: Iterable[str]) -> list[str]:
+    """Say which of these cases were measured while something else used the machine."""
+    settings = {case: records[case]["setting"] for case in cases if case in records}
+    busy = [case for case, setting in settings.items() if setting.get("busy_cores_before", 0.0) > BUSY_CORES]
+    if not busy:
+        return []
+    return [f"Not to be quoted, because something else was using the machine: {', '.join(sorted(busy))}."]
 
 
 def _provenance(records: Records) -> str:
     if not records:
         return "No measurements yet: `make bench`."
-    newest = max(records.values(), key=lambda record: record["date"])
-    setting = records.get("commit_durable", newest)["setting"]
+    setting = records.get("commit_durable", next(iter(records.values())))["setting"]
     size = f"{setting['state_nbytes'] / 1e9:.1f} GB in {setting['tensors']} tensors, " if "tensors" in setting else ""
-    machine = newest["machine"]
     return (
-        f"{size}medians; {machine['processor']}, {machine['cores']} cores, {machine['file_system']}, "
-        f"{machine['system']}; every tool with fsync, caches dropped before each load. "
-        "Printed by `python -m bench.run` and `python -m bench.table`; what is behind each number: docs/BENCH.md."
+        f"{size}medians; every tool with fsync, caches dropped before each load; torch.save in the background: of a "
+        f"clone, on a thread. {_machines(records, MAIN_CASES)} Printed by `python -m bench.run` and "
+        "`python -m bench.table`; what is behind each number, and all coders: docs/BENCH.md."
     )
+
+
+def _machines(records: Records, cases: Iterable[str]) -> str:
+    """Say on which machine each case was measured: records outlive machines."""
+    cases_of: dict[str, list[str]] = {}
+    for case in cases:
+        if case in records:
+            found = records[case]["machine"]
+            text = f"{found['processor']}, {found['cores']} cores, {found['file_system']}, {found['system']}"
+            cases_of.setdefault(text, []).append(case)
+    if len(cases_of) == 1:
+        return f"{next(iter(cases_of))}."
+    return " ".join(f"{', '.join(cases)}: {text}." for text, cases in cases_of.items())
 
 
 def replace_between_markers(text: str, table: str) -> str:
@@ -144,13 +185,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--details", type=Path, default=HERE.parent / "docs" / "BENCH.md")
     parser.add_argument("--print", action="store_true", dest="is_dry")
     given = parser.parse_args(arguments)
-    table = make_table(newest_records(given.results))
-    if given.is_dry:
-        print(table)
-        return 0
-    given.readme.write_text(replace_between_markers(given.readme.read_text(), table))
+    records = newest_records(given.results)
+    for path, text in ((given.readme, make_table(records)), (given.details, make_details(records))):
+        if given.is_dry:
+            print(text)
+        else:
+            path.write_text(replace_between_markers(path.read_text(), text))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The README's tables and sentences about coding and histories, from the newest records of their cases."""
+"""Tables and sentences about coding and histories, from the newest records of their cases."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ CODECS = {
     "codec_delta_fp32_gap100": "gap 100",
     "codec_delta_bf16_gap10": "bf16 against gap 10",
 }
+SUMMARY = {
+    "codec_full_fp32": "fp32 training state",
+    "codec_full_bf16": "bf16 weights",
+    "codec_delta_fp32_gap10": "fp32 against ten steps before",
+}
 HISTORIES = {
     "history_fp32": "fp32, AdamW",
     "history_bf16": "bf16 + fp32 master",
@@ -26,6 +31,17 @@ Records = dict[str, dict[str, Any]]
 def tables(records: Records) -> list[str]:
     """Return both tables in Markdown, those of which there are records."""
     return [*_codec_table(records), *_history_table(records)]
+
+
+def summary(records: Records) -> list[str]:
+    """Return one sentence about coding: how small, how fast on one core, beside ZipNN."""
+    parts = []
+    for case, title in SUMMARY.items():
+        found = records.get(case, {"participants": {}})["participants"]
+        cells = [(name, _codec_cell(found, name)) for name in ("ckstore", "zipnn")]
+        if all(cell for _, cell in cells):
+            parts.append(f"{title}: " + ", ".join(f"{name} {cell}" for name, cell in cells))
+    return [f"Lossless, plain/stored · encode / decode in GB/s of one core: {'; '.join(parts)}."] if parts else []
 
 
 def _codec_table(records: Records) -> list[str]:

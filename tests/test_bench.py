@@ -13,7 +13,7 @@ if str(ROOT) not in sys.path:
     # The bench is no part of the package; it is found from the root, as `python -m bench.run` finds it.
     sys.path.append(str(ROOT))
 
-from bench import coders, entropy, histories, measure, ours, peers, run, table_coding, training  # noqa: E402
+from bench import coders, entropy, histories, measure, ours, peers, run, table, table_coding, training  # noqa: E402
 from bench.cases import CASES  # noqa: E402
 from bench.measure import Result, Sample  # noqa: E402
 from examples.train_gpt import Settings  # noqa: E402
@@ -194,3 +194,28 @@ def test_tables_show_sizes_speeds_and_who_is_missing():
     assert "| z4ai | 79.0% (80.0%) | 78.50% |" in lines
     assert "keyframes where ckstore did: 2 times" in " ".join(table_coding.sentences({"history_fp32": history}))
     assert table_coding.tables({}) == []
+
+
+def record_of(case, processor, *, busy=0.0, **medians):
+    machine = {"processor": processor, "cores": 2, "file_system": "ext4", "system": "Linux 6"}
+    participants = {name.replace("_", " "): {"median": value} for name, value in medians.items()}
+    setting = {"busy_cores_before": busy, "state_nbytes": 2e9, "tensors": 294}
+    return {"case": case, "machine": machine, "participants": participants, "setting": setting, "not_available": {}}
+
+
+def test_table_says_on_which_machine_each_column_was_measured_and_what_is_not_to_be_quoted():
+    records = {
+        "commit_durable": record_of("commit_durable", "old", device=3.0, ckstore_none=2.5, DCP=1.0),
+        "stall_blocking": record_of("stall_blocking", "new", busy=1.5, ckstore_none=0.1)
+        | {"not_available": {"X": "no"}},
+        "gc_plan": record_of("gc_plan", "new", busy=0.5),
+    }
+    told = table.make_table(records)
+    assert "| **ckstore**, compression none | 2.50 |  | 0.10 |  |" in told
+    assert "| X | not available: no | | | |" in told
+    assert "commit_durable: old, 2 cores, ext4, Linux 6. stall_blocking: new, 2 cores, ext4, Linux 6." in told
+    assert "something else was using the machine: stall_blocking." in told
+    details = table.make_details(records)
+    assert "something else was using the machine: gc_plan." in details
+    assert details.endswith("new, 2 cores, ext4, Linux 6.")
+    assert table.make_table({}).count("No measurements yet") == 1
