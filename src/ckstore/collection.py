@@ -96,8 +96,10 @@ class GcReport:
         """Bytes that are free now, or would be."""
         if self.done is not None:
             return self.done.freed_nbytes
-        goes_at_once = self.limits.frees_at_once or self.plan.is_final
-        return self.plan.purged_nbytes + (self.plan.moved_nbytes + self.plan.rewritten_nbytes if goes_at_once else 0)
+        if self.limits.frees_at_once:
+            return self.plan.purged_nbytes + self.plan.moved_nbytes + self.plan.rewritten_nbytes
+        # In a bucket what is rewritten stays as long as the trash has manifests that name it.
+        return self.plan.purged_nbytes + (self.plan.moved_nbytes if self.plan.is_final else 0)
 
     @property
     def later_nbytes(self) -> int:
@@ -105,9 +107,15 @@ class GcReport:
         if self.limits.frees_at_once:
             return 0
         if self.plan.is_final:
-            return self.plan.waiting_nbytes + self.plan.held_nbytes
+            return self.plan.waiting_nbytes + self.plan.held_nbytes + self._rewritten_nbytes()
         moved = self.plan.moved_nbytes + self.plan.rewritten_nbytes if self.done is None else self.done.moved_nbytes
         return self.plan.waiting_nbytes + moved
+
+    def _rewritten_nbytes(self) -> int:
+        if self.done is None:
+            return self.plan.rewritten_nbytes
+        rewritten = set(self.done.repacked.pack_ids)
+        return sum(rewrite.nbytes for rewrite in self.plan.rewrites if rewrite.pack_id in rewritten)
 
 
 def collect_store(

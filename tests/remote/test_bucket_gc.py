@@ -97,6 +97,114 @@ def test_purge_frees_what_was_dropped(store, address):
     assert_restores(store, 1)
 
 
+def state_with_little_of_its_own(seed):
+    return {"w": state_of(seed)["w"], "shared": np.random.default_rng(0).standard_normal(30_000), "step": seed}
+
+
+@pytest.fixture
+def wasteful(address):
+    """A bucket with one pack of two thirds that others need, and a third that nobody does."""
+    with ckstore.open(address, policy=ckstore.Policy(compression="none")) as opened:
+        for step in (1, 2, 3):
+            opened.commit(state_with_little_of_its_own(step), step)
+        opened.delete(1)
+        yield opened
+
+
+def assert_is_whole(store, *steps):
+    assert store.steps() == list(steps)
+    for step in steps:
+        got, wanted = store.restore(step), state_with_little_of_its_own(step)
+        assert np.array_equal(got["w"], wanted["w"])
+        assert np.array_equal(got["shared"], wanted["shared"])
+    assert store.verify("decode").is_clean
+
+
+def nbytes_at(address):
+    return sum(info.nbytes for _, info in backend_for(address).list_deep("packs"))
+
+
+def test_pack_of_which_much_is_needed_by_nobody_is_rewritten(wasteful, address):
+    before = nbytes_at(address)
+    planned = wasteful.gc(now=True, min_age=0, dry_run=True)
+    report = wasteful.gc(now=True, min_age=0)
+    assert [each.pack_id for each in planned.plan.rewrites] == report.done.repacked.pack_ids
+    assert report.done.repacked.manifests == 2
+    assert report.done.repacked.troubles == []
+    assert before - nbytes_at(address) == pytest.approx(160_000, abs=20_000)
+    assert report.freed_nbytes == planned.freed_nbytes
+    assert len(packs_at(address)) == 3
+    assert lists_in(backend_for(address)) == []
+    assert_is_whole(wasteful, 2, 3)
+    assert wasteful.gc(now=True, min_age=0).plan.is_empty
+    with ckstore.open(address) as again:
+        again.commit(state_with_little_of_its_own(4), 4)
+        assert_is_whole(again, 2, 3, 4)
+
+
+def test_what_was_rewritten_goes_with_the_manifests_that_named_it(wasteful, address):
+    wasteful.gc(now=True, min_age=0, repack_nbytes_max=0)
+    before = packs_at(address)
+    planned = wasteful.gc(min_age=0, dry_run=True)
+    report = wasteful.gc(min_age=0)
+    assert report.done.repacked.manifests == 2
+    assert (report.freed_nbytes, planned.freed_nbytes) == (0, 0)
+    assert report.later_nbytes >= planned.plan.rewritten_nbytes > 300_000
+    assert before < packs_at(address)
+    assert_is_whole(wasteful, 2, 3)
+    assert wasteful.gc(now=True, min_age=0).freed_nbytes > 300_000
+    assert len(packs_at(address)) == len(before)
+    assert_is_whole(wasteful, 2, 3)
+
+
+def test_budget_of_rewriting_holds_in_a_bucket_too(wasteful, address):
+    before = packs_at(address)
+    assert wasteful.gc(now=True, min_age=0, repack_nbytes_max=0).plan.rewrites == ()
+    assert packs_at(address) == before
+    assert wasteful.gc(now=True, min_age=0, waste_max=0.9).plan.rewrites == ()
+
+
+def test_rewriting_that_meets_another_collector_leaves_everything_as_it_was(wasteful, address, monkeypatch, quiet_log):
+    """The new pack stands in the list of a collector that took it for garbage: the replacement is withdrawn."""
+    create_pack, listed = wasteful._parts.backend.create_pack, []
+
+    def lists_it(name, **expected):
+        packs = {bytes.fromhex(name.rpartition("/")[2].removesuffix(".pack")): 1}
+        listed.append(doomed._write_list(backend_for(address), wasteful._parts.clock, packs))
+        return create_pack(name, **expected)
+
+    monkeypatch.setattr(wasteful._parts.backend, "create_pack", lists_it)
+    report = wasteful.gc(now=True, min_age=0)
+    assert len(listed) == 1
+    assert report.done.repacked.manifests == 0
+    assert len(report.done.repacked.troubles) == 2
+    assert_is_whole(wasteful, 2, 3)
+    doomed._AT_WORK.clear()
+    backend_for(address).unlink(listed[0])
+    monkeypatch.undo()
+    assert wasteful.gc(now=True, min_age=0).done.repacked.manifests == 2
+    assert_is_whole(wasteful, 2, 3)
+
+
+def test_damaged_pack_is_not_rewritten_and_stays(wasteful, address, quiet_log):
+    there = backend_for(address)
+    wasteful.gc(now=True, min_age=0, repack_nbytes_max=0)
+    (rewrite,) = wasteful.gc(now=True, min_age=0, dry_run=True).plan.rewrites
+    name = layout.pack_name(rewrite.pack_id)
+    content = bytearray(there.read_bytes(name, nbytes_max=1 << 30))
+    sound = bytes(content)
+    for offset in range(5000, len(content) - 9000, 1000):
+        content[offset] ^= 1
+    there.unlink(name)
+    there.create(name, bytes(content), sync=True)
+    report = wasteful.gc(now=True, min_age=0)
+    assert report.done.repacked.pack_ids == []
+    assert "is left as it is" in report.done.repacked.troubles[0]
+    there.unlink(name)
+    there.create(name, sound, sync=True)
+    assert_is_whole(wasteful, 2, 3)
+
+
 def test_command_collects_a_bucket(store, address, capsys):
     assert run(["gc", address, "--keep-last", "1", "--now", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)

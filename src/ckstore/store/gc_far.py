@@ -2,7 +2,8 @@
 
 A bucket has no atomic rename, so a pack cannot be taken away from a writer and given back. Instead the collector
 writes down what it is about to remove, then looks at all manifests: see ``doomed``. What manifests in the trash name
-stays, so that what was dropped can be brought back as long as it lies there.
+stays, so that what was dropped can be brought back as long as it lies there. A pack of which much is needed by nobody
+is rewritten as elsewhere, and goes when the manifests that named it have left the trash.
 
 Invariants:
 - No pack is removed that a manifest in place, in the trash or in quarantine names in a look that began after the list
@@ -20,6 +21,7 @@ from ckstore.store.gc_marks import Marker
 from ckstore.store.gc_plan import GcLimits, GcPlan
 from ckstore.store.gc_survey import named_in_trash
 from ckstore.store.parts import Parts
+from ckstore.store.tier_proof import unproven_packs
 
 
 def collect_far(
@@ -42,12 +44,24 @@ class _FarCollector(Collector):
         if self._limits.frees_at_once and not self.done.stop:
             # Manifests before packs: what they name goes only when they have gone.
             self._purge(self._parts.trash.contents())
+        if not is_proven and not self._limits.frees_at_once:
+            # Manifests in the trash name these yet.
+            return
+        if planned and not is_proven and not self.done.stop:
+            planned = self._proven(planned)
         if planned and not self.done.stop:
-            assert is_proven, "nothing is rewritten here"
             removed = remove_packs(self._parts.backend, self._parts.clock, planned, lambda: self._named(planned))
             self.done.freed_files += len(removed.packs)
             self.done.freed_nbytes += sum(removed.packs.values())
             self.done.stop = removed.stop
+
+    def _proven(self, planned: dict[PackId, int]) -> dict[PackId, int]:
+        """Leave out what manifests say is in a tier, and was not seen there just now."""
+        manifests = self._marker.look().manifests.values()
+        found = unproven_packs(self._parts, self._marker, manifests, planned, self.done.waits)
+        for unproven in found.values():
+            self._keep(unproven)
+        return {pack_id: nbytes for pack_id, nbytes in planned.items() if pack_id not in found}
 
     def _named(self, planned: dict[PackId, int]) -> set[PackId]:
         """Return what anything names: what is moved from its place to the trash meanwhile is seen in one of both."""

@@ -201,7 +201,7 @@ def make_plan(
             moves = tuple(move for move in moves if move.pack_id not in held)
         unproven = find_unproven(staying, [move.pack_id for move in moves])
         moves = tuple(move for move in moves if move.pack_id not in unproven)
-        rewrites = () if is_final else tuple(_rewrites(found, marker, staying, blocked, limits, count_uses))
+        rewrites = tuple(_rewrites(found, marker, staying, blocked, limits, count_uses))
     return GcPlan(
         stop=found.stop,
         rescues=tuple(found.trashed_and_named()),
