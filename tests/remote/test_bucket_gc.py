@@ -132,17 +132,18 @@ def test_pack_of_which_much_is_needed_by_nobody_is_rewritten(wasteful, address):
     assert report.done.repacked.manifests == 2
     assert report.done.repacked.troubles == []
     assert before - nbytes_at(address) == pytest.approx(160_000, abs=20_000)
-    assert report.freed_nbytes == planned.freed_nbytes
+    # The manifests that were replaced come on top.
+    assert 0 < report.freed_nbytes - planned.freed_nbytes < 10_000
     assert len(packs_at(address)) == 3
     assert lists_in(backend_for(address)) == []
     assert_is_whole(wasteful, 2, 3)
     assert wasteful.gc(now=True, min_age=0).plan.is_empty
-    with ckstore.open(address) as again:
-        again.commit(state_with_little_of_its_own(4), 4)
-        assert_is_whole(again, 2, 3, 4)
+    wasteful.commit(state_with_little_of_its_own(4), 4)
+    assert_is_whole(wasteful, 2, 3, 4)
 
 
 def test_what_was_rewritten_goes_with_the_manifests_that_named_it(wasteful, address):
+    assert wasteful.gc(min_age=0, dry_run=True).plan.rewrites == (), "what was dropped can still be brought back"
     wasteful.gc(now=True, min_age=0, repack_nbytes_max=0)
     before = packs_at(address)
     planned = wasteful.gc(min_age=0, dry_run=True)

@@ -194,6 +194,7 @@ def make_plan(
     moves, rewrites = tuple[PackMove, ...](), tuple[PackRewrite, ...]()
     young_nbytes, held_nbytes, unproven = 0, 0, dict[PackId, Unproven]()
     if not found.stop:
+        held = set[PackId]()
         moves, young_nbytes = _moves(found, marker, staying, limits)
         if is_final:
             held = _held(found, marker, waiting, () if limits.frees_at_once else leaving)
@@ -201,7 +202,7 @@ def make_plan(
             moves = tuple(move for move in moves if move.pack_id not in held)
         unproven = find_unproven(staying, [move.pack_id for move in moves])
         moves = tuple(move for move in moves if move.pack_id not in unproven)
-        rewrites = tuple(_rewrites(found, marker, staying, blocked, limits, count_uses))
+        rewrites = tuple(_rewrites(found, marker, staying, blocked, held, limits, count_uses))
     return GcPlan(
         stop=found.stop,
         rescues=tuple(found.trashed_and_named()),
@@ -281,10 +282,14 @@ def _rewrites(
     marker: Marker,
     staying: Sequence[Marked],
     blocked: set[str],
+    held: Collection[PackId],
     limits: GcLimits,
     count_uses: Callable[[Sequence[Marked]], list[PackUse]],
 ) -> Iterable[PackRewrite]:
-    """Yield the packs that are worth rewriting, those that free most for each byte written first."""
+    """Yield the packs that are worth rewriting, those that free most for each byte written first.
+
+    Where packs stay for what lies in the trash (``held``), rewriting them now would free nothing.
+    """
     if limits.repack_nbytes_max == 0 or not staying:
         return
     refs = marker.numbers.refs
@@ -293,6 +298,8 @@ def _rewrites(
     for use in count_uses(staying):
         ref, info = refs[use.number], found.packs.get(refs[use.number].pack_id)
         if ref.tier != LOCAL_TIER or use.number in kept or info is None or info.nbytes != ref.nbytes:
+            continue
+        if ref.pack_id in held:
             continue
         waste = info.nbytes - use.packed_nbytes
         if waste > limits.waste_max * info.nbytes:
