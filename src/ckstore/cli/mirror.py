@@ -46,7 +46,7 @@ def run(
     \b
     copied      checkpoints that were not there, or in an older form
     partial     those of which parts are lost: they are left out
-    damaged     those whose packs are not what was committed: left out, named at the end, and the exit code is 12
+    damaged     altered ones: left out, named at the end, and the exit code is 12
     only there  those that are not here any more
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     begun = SYSTEM_CLOCK.monotonic()
