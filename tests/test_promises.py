@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import Policy, UsageError, chunks, kernels
+from ckstore import Policy, UsageError, chunks, forms, kernels
 from ckstore.commit import Request
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.io.memory import MemoryBackend
@@ -177,5 +177,29 @@ def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(sto
     monkeypatch.setattr(chunks.kernels, "copy_bytes", faulty)
     state["w"] += 1
     with pytest.raises(ckstore.CorruptError, match="changed while it was being copied"):
+        store.commit(state, 2, policy=policy)
+    assert store.steps() == [1]
+
+
+def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(store, monkeypatch):
+    state = {"w": np.random.default_rng(6).standard_normal(3 << 20).astype(np.float32)}
+    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    hashed = []
+    hash_one = chunks.chunk_id_of
+    monkeypatch.setattr(chunks, "chunk_id_of", lambda plain: hashed.append(len(plain)) or hash_one(plain))
+    policy = Policy(compression="fast")
+    assert store.commit(state, 1, policy=policy).bytes_written < state["w"].nbytes
+    assert hashed == [4 << 20] * 3
+    assert np.array_equal(store.restore()["w"], state["w"])
+    encode = forms.encode
+
+    def faulty(plain, **options):
+        wrong = np.array(plain)
+        wrong[len(wrong) // 2] ^= 1
+        return encode(memoryview(wrong), **options)
+
+    monkeypatch.setattr(forms, "encode", faulty)
+    state["w"] += 1
+    with pytest.raises(ckstore.CorruptError, match="changed while it was being committed, or memory is faulty"):
         store.commit(state, 2, policy=policy)
     assert store.steps() == [1]

@@ -93,8 +93,8 @@ class Coded:
     base_plain: memoryview | None = None
     is_derived: bool = False
     is_lossy: bool = False
-    checksum: int | None = None
-    """Of a payload that is the very bytes that were hashed, where nobody can change those."""
+    plain_checksum: int | None = None
+    """Of the very bytes that were hashed, where nobody can change those."""
 
     @property
     def base_id(self) -> ChunkId:
@@ -229,9 +229,9 @@ class ChunkWriter:
             with turn:
                 self._results[index] = known
             return
-        if self.is_steady and not coded.encoded.steps:
+        if self.is_steady:
             # At once, while it is in the cache.
-            coded.checksum = xxh3_64(plain)
+            coded.plain_checksum = xxh3_64(plain)
         with turn:
             frame, is_first = self._take_place(index, chunk_id, coded)
         if is_first:
@@ -331,18 +331,21 @@ class ChunkWriter:
         )
 
         # A plain payload is its own decoding: it is hashed again piece by piece, as it is copied. Where nobody can
-        # have changed it since it was hashed, a checksum finds what copying did to it, in a sixth of the time.
-        hasher = None if encoded.steps or coded.checksum is not None else new_hasher()
+        # have changed it since it was hashed, a checksum finds what copying or coding did, in a sixth of the time.
+        wanted = coded.plain_checksum
+        hasher = None if encoded.steps or wanted is not None else new_hasher()
 
         def check(payload: Sequence[memoryview]) -> None:
             if hasher is not None:
                 require_identity(hasher.digest(), frame.chunk_id)
-            elif self.policy.verify_encoded and coded.checksum is None:
-                found = worker.identity_of_payload(payload, encoded, chunk, coded.base_plain)
-                require_identity(found, frame.chunk_id)
+            elif encoded.steps and self.policy.verify_encoded:
+                plain = worker.decode_payload(payload, encoded, chunk, coded.base_plain)
+                if wanted is None or xxh3_64(plain) != wanted:
+                    require_identity(chunk_id_of(plain), frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
-        self._packer.fill(frame.place, header, encoded.parts, check, watch=watch, checksum=coded.checksum)
+        checksum = None if encoded.steps else wanted
+        self._packer.fill(frame.place, header, encoded.parts, check, watch=watch, checksum=checksum)
 
 
 @dataclass(frozen=True, slots=True)

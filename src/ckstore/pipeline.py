@@ -14,7 +14,7 @@ from ckstore.choice import TIE_SHARE
 from ckstore.config import Compression
 from ckstore.errors import CorruptError
 from ckstore.forms import Encoded, Scratch
-from ckstore.ids import ChunkId, chunk_id_of
+from ckstore.ids import ChunkId
 from ckstore.plan import ChunkPlan
 
 BufferPurpose = Literal[
@@ -127,10 +127,10 @@ class ChunkWorker:
         full_bits = forms.estimate_full(sample, width, is_float, self._scratch)
         return forms.estimate_delta(sample, base_sample, width, is_float, self._scratch) < full_bits * (1 - TIE_SHARE)
 
-    def identity_of_payload(
+    def decode_payload(
         self, payload: Sequence[memoryview], encoded: Encoded, chunk: ChunkPlan, base: memoryview | None = None
-    ) -> ChunkId:
-        """Decode a coded payload as it lies in the write block, and return the identity of what comes out.
+    ) -> memoryview:
+        """Decode a coded payload as it lies in the write block; what comes out is valid until the next call.
 
         Raises:
             CorruptError: It does not decode at all.
@@ -140,7 +140,7 @@ class ChunkWorker:
         forms.decode(
             whole, encoded.steps, width=encoded.width, destination=destination, scratch=self._scratch, base=base
         )
-        return chunk_id_of(destination)
+        return destination
 
     def _joined(self, parts: Sequence[memoryview]) -> memoryview:
         """Put a frame that spans two write blocks into one piece, as decoders want it."""
