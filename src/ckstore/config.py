@@ -72,7 +72,8 @@ class Policy:
         arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs.
         saver_nice: Added to the niceness of the saver process, so that training comes first. With 16 it has at most 3%
             of a processor that training wants whole, and all of those that are idle; where training leaves none idle
-            for long, a lower one has commits written sooner.
+            for long, a lower one has commits written sooner. It is left out while ``result()``, a full arena, ``wait``
+            or ``close`` wait for the saver, where the system lets a process raise its priority (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
             a commit whose state was changed in between fails and names the tensor.
 

@@ -58,7 +58,7 @@ class Handed:
     def wait_over(self) -> None:
         """Wait until its slot may be used again."""
         self.staging.finish()
-        self.saver.wait(self.free, None, f"end the commit of step {self.pending.step}")
+        self.saver.wait(self.free, None, f"end the commit of step {self.pending.step}", is_urgent=True)
 
     def tell_staged(self) -> None:
         """Say that all is copied, here and to the saver."""

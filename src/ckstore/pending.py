@@ -14,12 +14,12 @@ from ckstore.receipt import Receipt
 class Waiter(Protocol):
     """Waits for an event, and says now and then for what."""
 
-    def __call__(self, event: threading.Event, timeout: float | None, doing: str) -> bool:
-        """Return whether it is set."""
+    def __call__(self, event: threading.Event, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
+        """Return whether it is set; whoever sets it need not give way to others meanwhile, where it is urgent."""
         ...
 
 
-def _wait(event: threading.Event, timeout: float | None, doing: str) -> bool:
+def _wait(event: threading.Event, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
     return event.wait(timeout)
 
 
@@ -106,7 +106,7 @@ class Pending:
         if timeout is None or timeout > 0:
             # Copying ends by itself, and soon; where checksums are compared, this is when.
             self._finish()
-        if not self._wait(self._done, timeout, f"finish the commit of step {self.step}"):
+        if not self._wait(self._done, timeout, f"finish the commit of step {self.step}", is_urgent=True):
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
         if self._error is not None:

@@ -111,7 +111,7 @@ class PretendSaver:
         self.is_alive = False
         return True
 
-    def wait(self, event, timeout, doing):
+    def wait(self, event, timeout, doing, *, is_urgent=False):
         return event.wait(5 if timeout is None else timeout)
 
 

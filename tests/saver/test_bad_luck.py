@@ -25,6 +25,7 @@ from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.saver import messages, process, server
 from ckstore.saver.arena import Arena
+from ckstore.saver.priority import Priority
 from ckstore.store.lease import process_started
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -199,7 +200,7 @@ def test_a_ticket_is_granted_before_it_can_end(folder, monkeypatch):
     arena = Arena.create()
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     hello = messages.Hello(str(folder), "main", "auto", os.getpid(), process_started(os.getpid()), 0, 30)
-    made = server.Server(theirs, bell, arena, hello)
+    made = server.Server(theirs, bell, arena, hello, Priority(0))
     told = []
 
     def tell(message, *, wait_ms=None):

@@ -37,6 +37,7 @@ TO_SAVER_SAMPLES = [
     messages.Abort(4),
     messages.Release(),
     messages.Quit(),
+    messages.Hurry(),
 ]
 TO_TRAINER_SAMPLES = [
     messages.Ready(99),

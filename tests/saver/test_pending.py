@@ -47,7 +47,7 @@ def test_a_timeout_is_for_both_waits_together():
     pending = Pending(3)
     waited = []
 
-    def wait(event, timeout, doing):
+    def wait(event, timeout, doing, *, is_urgent=False):
         waited.append((timeout, doing))
         return event.wait(timeout)
 

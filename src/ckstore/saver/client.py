@@ -218,7 +218,7 @@ class Saver:
             self._released.append(released)
         with contextlib.suppress(Exception):
             self._say(messages.Release(), is_patient=True)
-        return self.wait(released, timeout, "give up the writer lease")
+        return self.wait(released, timeout, "give up the writer lease", is_urgent=True)
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
         """End the saver when it has done what was begun; what nobody waits for is carried through all the same.
@@ -232,23 +232,27 @@ class Saver:
             self._say(messages.Quit(), is_patient=is_waited)
         if not is_waited:
             return not self.is_alive
-        if not self.wait(self._dead, timeout, "finish"):
+        if not self.wait(self._dead, timeout, "finish", is_urgent=True):
             return False
         if threading.current_thread() is not self._listener:
             self._listener.join()
         return True
 
-    def wait(self, event: threading.Event, timeout: float | None, doing: str) -> bool:
+    def wait(self, event: threading.Event, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
         """Wait for an event that the listening thread sets, at the latest when the saver dies; say so after a while.
 
         Args:
             event: Callbacks or this class set it.
             timeout: Seconds; None: as long as the saver lives.
             doing: What the saver is to do, as in "waiting for the saver to ...".
+            is_urgent: Let it not give way to others meanwhile.
 
         Returns:
             Whether the event is set.
         """
+        if is_urgent and not event.is_set() and (timeout is None or timeout > 0):
+            with contextlib.suppress(CkstoreError):
+                self._say(messages.Hurry())
         begun = self._clock.monotonic()
         patience = PATIENCE_SECONDS
         while True:

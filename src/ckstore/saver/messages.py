@@ -75,6 +75,10 @@ class Abort(NamedTuple):
     ticket: Count
 
 
+class Hurry(NamedTuple):
+    """Trainer: somebody waits, until all that was begun has ended; the saver need not give way so long."""
+
+
 class Release(NamedTuple):
     """Trainer: when all tickets are done, give up the lease and forget the run; answered by Released."""
 
@@ -144,6 +148,7 @@ Message = (
     | Begin
     | Staged
     | Abort
+    | Hurry
     | Release
     | Quit
     | Ready
@@ -155,7 +160,7 @@ Message = (
     | Released
     | Log
 )  # fmt: skip
-TO_SAVER = (Hello, Begin, Staged, Abort, Release, Quit)
+TO_SAVER = (Hello, Begin, Staged, Abort, Release, Quit, Hurry)
 TO_TRAINER = (Ready, Began, Progress, Done, Failed, SlotFree, Released, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)

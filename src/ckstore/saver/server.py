@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 from collections import deque
-from pathlib import Path
 
 from ckstore.errors import CkstoreError, MalformedError, SaverError
 from ckstore.saver import messages
@@ -28,6 +27,7 @@ from ckstore.saver.arena import Arena
 from ckstore.saver.committer import Committer
 from ckstore.saver.head import decode_head
 from ckstore.saver.messages import Message
+from ckstore.saver.priority import Priority
 from ckstore.saver.process import HELD_SIGNALS, Watch
 from ckstore.saver.state import Board, Ticket
 
@@ -96,10 +96,12 @@ class _LogToTrainer(logging.Handler):
 class Server:
     """One saver."""
 
-    def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: messages.Hello) -> None:
+    def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: messages.Hello, priority: Priority) -> None:
         self._end = end
         self._bell = bell
         self._arena = arena
+        self._priority = priority
+        self._is_hurried = False
         self._trainer = Watch(hello.trainer_pid, hello.trainer_started)
         self.channel = Channel(end, self._trainer)
         self._board = Board()
@@ -186,6 +188,8 @@ class Server:
             self._add(message)
         elif isinstance(message, messages.Quit):
             self._is_ending = True
+        elif isinstance(message, messages.Hurry):
+            self._hurry()
         elif not isinstance(message, messages.Staged):
             raise MalformedError(f"a {type(message).__name__} message came where none belongs")
 
@@ -225,7 +229,16 @@ class Server:
         self._is_ending = True
         os.eventfd_write(self._bell, 1)
 
+    def _hurry(self) -> None:
+        with self._changed:
+            if self._is_hurried or not (self._jobs or self._is_working):
+                return
+            self._is_hurried = True
+            self._priority.hurry()
+
     def _lose_trainer(self) -> None:
+        # Nobody trains any more, and whoever starts the run again has to wait.
+        self._hurry()
         self._board.tell_gone()
         self._is_ending = True
         self._committer.disown()
@@ -271,6 +284,9 @@ class Server:
         while True:
             with self._changed:
                 self._is_working = False
+                if self._is_hurried and not self._jobs:
+                    self._is_hurried = False
+                    self._priority.give_way()
                 # Whoever listens may be waiting for this one to end.
                 os.eventfd_write(self._bell, 1)
                 self._changed.wait_for(lambda: self._jobs or self._is_over)
@@ -297,8 +313,9 @@ def main(fds: list[int]) -> int:
     message = messages.receive(end, messages.TO_SAVER)
     if not isinstance(message, messages.Hello):
         raise MalformedError("the trainer did not begin with a hello")
-    _give_way(message.nice)
-    server = Server(end, bell, Arena.attach(arena_fd), message)
+    priority = Priority(message.nice)
+    priority.give_way()
+    server = Server(end, bell, Arena.attach(arena_fd), message, priority)
     _log.addHandler(_LogToTrainer(server.channel, message.log_level))
     _log.setLevel(message.log_level)
     _log.propagate = False
@@ -321,12 +338,3 @@ def end_without_threads() -> None:
 
     threading.Thread(target=watch, name="ckstore-faults", daemon=True).start()
     sys.unraisablehook = faults.put
-
-
-def _give_way(nice: int) -> None:
-    """Let the trainer go first; what the system refuses is left."""
-    with contextlib.suppress(OSError):
-        os.nice(nice)
-    # A session has its own share where the kernel groups processes by session: niceness counts within it only.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(nice))

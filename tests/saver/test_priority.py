@@ -1,0 +1,146 @@
+"""The saver gives way while training goes on, and not while somebody waits for it, or when the trainer is dead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from rig import Desk, noise, until
+
+import ckstore
+from ckstore.config import MIB
+from ckstore.errors import SaverError
+from ckstore.saver import client, messages
+from ckstore.saver.arena import Arena
+from ckstore.saver.priority import NICE_MAX, Priority
+from ckstore.saver.server import Server
+
+NICE = 7
+START = os.getpriority(os.PRIO_PROCESS, 0)
+LOW = min(NICE_MAX, START + NICE)
+
+raises_priority = pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
+
+
+def niceness_of(pid):
+    """Return the niceness of every thread of a process."""
+    # The 19th field; the name in brackets may hold anything.
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {int(stat.rpartition(")")[2].split()[16]) for stat in stats}
+
+
+@pytest.fixture
+def desk(address):
+    found = Desk(address, nice=NICE)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def address(folder):
+    ckstore.open(folder).close()
+    return folder
+
+
+@raises_priority
+def test_saver_has_its_full_priority_while_somebody_waits_for_what_it_does(desk):
+    desk.saver.wait_ready()
+    until(lambda: niceness_of(desk.saver.pid) == {LOW}, "a saver that gives way")
+    handed = desk.begin(noise(1, 3 * MIB), 1).stage()
+    waiter = threading.Thread(target=desk.saver.wait, args=(handed.free, 30, "end a test"), kwargs={"is_urgent": True})
+    waiter.start()
+    until(lambda: niceness_of(desk.saver.pid) == {START}, "a saver that hurries")
+    handed.finish().wait()
+    waiter.join()
+    until(lambda: niceness_of(desk.saver.pid) == {LOW}, "a saver that gives way again")
+
+
+def test_nothing_else_makes_a_saver_hurry(desk):
+    """A trainer that only makes sure that its state is staged, or looks whether it is durable, trains on."""
+    desk.saver.wait_ready()
+    handed = desk.begin(noise(1, 3 * MIB), 1).stage()
+    assert not desk.saver.wait(handed.free, 0.2, "end a test")
+    assert not desk.saver.wait(handed.free, 0, "end a test", is_urgent=True)
+    assert niceness_of(desk.saver.pid) == {LOW}
+    handed.finish().wait()
+
+
+@raises_priority
+def test_results_and_slots_are_waited_for_urgently(folder, monkeypatch):
+    said = []
+    say = client.Saver._say
+
+    def note(self, message, **options):
+        said.append(type(message).__name__)
+        return say(self, message, **options)
+
+    monkeypatch.setattr(client.Saver, "_say", note)
+    with ckstore.open(folder) as store:
+        pending = store.commit_async(noise(1, 24 * MIB), 1)
+        pending.wait_staged()
+        assert "Hurry" not in said
+        pending.result()
+        assert "Hurry" in said
+        del said[:]
+        for step in (2, 3, 4):
+            store.commit_async(noise(step, 24 * MIB), step)
+        assert "Hurry" in said
+
+
+def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(address):
+    """Nobody trains any more, and whoever starts the run again waits for it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = os.eventfd(0)
+    arena = Arena.create(slot_count=1)
+    priority = Noted()
+    hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", NICE, 30)
+    server = Server(theirs, bell, arena, hello, priority)
+    server._hurry()
+    assert priority.calls == []
+    server._is_working = True
+    server._lose_trainer()
+    server._hurry()
+    assert priority.calls == ["hurry"]
+    for end in (ours, theirs):
+        end.close()
+    os.close(bell)
+    server._trainer.close()
+    arena.close()
+
+
+class Noted:
+    """A priority that only notes what it is asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def give_way(self):
+        self.calls.append("give way")
+
+    def hurry(self):
+        self.calls.append("hurry")
+
+
+def test_what_the_system_refuses_is_left(monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    priority = Priority(NICE)
+    priority.give_way()
+    priority.hurry()
+
+
+def test_hurry_to_a_saver_that_is_dead_is_no_error_of_its_own(desk, monkeypatch):
+    handed = desk.begin(noise(1, 3 * MIB), 1)
+
+    def fail(message, **_):
+        raise SaverError("nobody listens")
+
+    monkeypatch.setattr(desk.saver, "_say", fail)
+    assert not desk.saver.wait(handed.free, 0.05, "end a test", is_urgent=True)
+    monkeypatch.undo()
