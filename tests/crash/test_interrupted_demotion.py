@@ -112,7 +112,7 @@ def test_a_demotion_that_ends_anywhere_leaves_every_checkpoint(tell):
 def test_a_demotion_that_ends_at_any_step_leaves_every_checkpoint(tell):
     disk = recorded()
     count = 0
-    for state in crash_states(disk, seed=SEED, samples=20):
+    for state in crash_states(disk, seed=SEED, samples=60):
         check(state.disk)
         count += 1
     tell(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states")

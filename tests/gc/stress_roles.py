@@ -13,6 +13,7 @@ import random
 import signal
 import time
 import traceback
+from collections import Counter
 
 import numpy as np
 
@@ -177,6 +178,7 @@ def write_once(store, run, rng, note):
         with contextlib.suppress(NotFoundError, ConflictError, CorruptError):
             # Whatever it meant is dropped, or was torn by a writer that died, or is there.
             state = store.restore(f"seq:{rng.choice(names).seq}")
+            note(f"again {run} {store.restored.step}")
             info = store.rewind(f"seq:{store.restored.seq}")
             note(f"commit {run} {info.seq} {info.step} {state['number']}")
     else:
@@ -218,7 +220,8 @@ def collect(folder, run, rng, note):
 def undelete_one(keeping, rng, note):
     dropped = [manifest for entry in keeping.trash() for manifest in entry.manifests if manifest[0] == keeping.run]
     if dropped:
-        run, seq, *_ = rng.choice(dropped)
+        run, seq, step, *_ = rng.choice(dropped)
+        note(f"again {run} {step}")
         with contextlib.suppress(NotFoundError, CorruptError, ConflictError):
             info = keeping.undelete(f"seq:{seq}")
             note(f"undeleted {run} {info.seq}")
@@ -320,7 +323,7 @@ ROLES = {"writer": write, "collector": collect, "reader": read}
 
 def check(folder, acks, counters):
     """Return what was lost: acknowledged and neither dropped nor there, or dropped although it had to stay."""
-    held, doubtful, failures = {}, set(), []
+    held, doubtful, again, failures = {}, set(), Counter(), []
     for line in acks:
         verb, *facts = line.split()
         if verb == "commit":
@@ -330,6 +333,8 @@ def check(folder, acks, counters):
             held[run, seq] = step, number
         elif verb == "deleting":
             doubtful.add((facts[0], int(facts[1])))
+        elif verb == "again":
+            again[facts[0], int(facts[1])] += 1
     for run in sorted({run for run, _ in held}):
         remove_unacknowledged(folder, run, failures.append)
     failures = [failure for failure in failures if failure.startswith("FAIL") or "given twice" in failure]
@@ -342,13 +347,15 @@ def check(folder, acks, counters):
         failures += [f"damage: {damage.what} {damage.where}" for damage in report.damage]
     for run in sorted({run for run, _ in held}):
         mine = {seq: facts for (each, seq), facts in held.items() if each == run}
-        failures += check_run(folder, run, mine, {seq for each, seq in doubtful if each == run}, counters)
+        doubts = {seq for each, seq in doubtful if each == run}
+        failures += check_run(folder, run, mine, doubts, {step: again[run, step] for _, step in again}, counters)
     return failures
 
 
-def check_run(folder, run, held, doubtful, counters):
+def check_run(folder, run, held, doubtful, again, counters):
     failures = []
     newest_of_step = {held[seq][0]: seq for seq in sorted(held)}
+    entries_of_step = Counter(step for step, _ in held.values())
     with open_store(folder, run) as store:
         listing = store._parts.manifests.listing()
         present = {name.seq for name in listing.names}
@@ -358,7 +365,10 @@ def check_run(folder, run, held, doubtful, counters):
         for seq, (step, number) in held.items():
             if seq in listing.dropped:
                 counters["gone by rule or by hand"] += 1
-                is_every = step % KEPT_EVERY == 0 and newest_of_step[step] == seq
+                # A rewind that was published by one that died before it could say so, or what was brought back, is a
+                # newer entry of its step, for which this one went; it may be gone by now itself.
+                is_known = entries_of_step[step] > again.get(step, 0)
+                is_every = step % KEPT_EVERY == 0 and newest_of_step[step] == seq and is_known
                 if seq not in doubtful and (seq in newest or is_every or seq in tagged):
                     failures.append(f"{run} seq {seq} (step {step}) was dropped although it had to stay")
             elif seq not in present:

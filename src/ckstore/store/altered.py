@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckstore.errors import CorruptError
+from ckstore.errors import CorruptError, MissingChunkError
 from ckstore.format.layout import ManifestName
 
 _NAMED_MAX = 10
@@ -24,4 +24,7 @@ def damaged_error(what_was_not: str, damaged: Mapping[ManifestName, CorruptError
     rest = f" and {len(labels) - _NAMED_MAX} more" if len(labels) > _NAMED_MAX else ""
     facts = {**first.facts, "checkpoints": tuple(labels), "report": report}
     what = f"not {what_was_not}: {', '.join(labels[:_NAMED_MAX])}{rest}; of the first, {first.what}"
-    return CorruptError(what, where=first.where, todo=first.todo, **facts)
+    # Whoever asks for what is missing, and nothing else is wrong, is told by the class that it is missing.
+    is_missing = all(isinstance(error, MissingChunkError) for error in damaged.values())
+    kind = MissingChunkError if is_missing else CorruptError
+    return kind(what, where=first.where, todo=first.todo, **facts)
