@@ -6,7 +6,9 @@ is durable, under the same promise for everybody: who does not sync is followed 
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -244,14 +246,45 @@ class Loop:
 
 
 def count_in_python(is_over: Callable[[], bool]) -> float:
-    """Run a loop of pure Python until told otherwise; return rounds of it a second."""
+    """Run a loop of pure Python until told otherwise; return rounds of it a second.
+
+    It asks every 64 rounds, about twice a millisecond, so that asking takes no part of it, whatever that costs.
+    """
     numbers, total, rounds = list(range(256)), 0, 0
     began = time.perf_counter()
     while not is_over():
-        for number in numbers:
-            total += number * number % 7
-        rounds += 1
+        for _ in range(64):
+            for number in numbers:
+                total += number * number % 7
+        rounds += 64
     return rounds / (time.perf_counter() - began)
+
+
+def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: float) -> tuple[float, float, float]:
+    """Run the loop beside saves until so much of it was seen, and alone before and after each of them.
+
+    Args:
+        count: Saves once; returns rounds a second until that was over, and the seconds it took.
+        enough_seconds: Of loops beside saves.
+
+    Returns:
+        Rounds a second beside saves, the share of those alone that this is, and seconds a save took.
+    """
+
+    def alone() -> float:
+        until = time.perf_counter() + enough_seconds / 4
+        return count_in_python(lambda: time.perf_counter() >= until)
+
+    rates, quiet, seconds = [], [alone()], []
+    while sum(seconds) < enough_seconds:
+        rate, took = count()
+        rates.append(rate)
+        seconds.append(took)
+        quiet.append(alone())
+    rounds = sum(rate * took for rate, took in zip(rates, seconds, strict=True))
+    beside = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
+    expected = sum(rate * took for rate, took in zip(beside, seconds, strict=True))
+    return rounds / sum(seconds), rounds / expected, statistics.mean(seconds)
 
 
 def usage_of(pid: int) -> Iterator[tuple[str, int]]:

@@ -230,24 +230,24 @@ def stall_python_loop(bench: Bench) -> Result:
     result.unusable |= reasons
     machine.check_space(folder, int(2.5 * nbytes))
 
-    def alone() -> Sample:
-        until = time.perf_counter() + QUIET_SECONDS
-        return Sample(background.count_in_python(lambda: time.perf_counter() >= until))
+    def sampled(count: Callable[[], tuple[float, float]]) -> Sample:
+        rate, share, seconds = background.count_beside(count, enough_seconds=QUIET_SECONDS)
+        return Sample(rate, {"kept_share": share, "durable_seconds": seconds})
 
     def by(rival: background.Rival) -> Participant:
-        def run() -> Sample:
+        def count() -> tuple[float, float]:
             background.change(state)
             place = folder / "rival"
             place.mkdir()
             began = time.perf_counter()
             rate, ended = _counting(rival.begin(state, place))
             machine.remove_tree(place)
-            return Sample(rate, {"durable_seconds": ended - began})
+            return rate, ended - began
 
-        return run
+        return partial(sampled, count)
 
     def by_ckstore(compression: str) -> Participant:
-        def run() -> Sample:
+        def count() -> tuple[float, float]:
             background.change(state)
             place = folder / "store"
             with open_store(place, compression) as store:
@@ -258,18 +258,23 @@ def stall_python_loop(bench: Bench) -> Result:
                 seconds = time.perf_counter() - began
                 pending.result()
             machine.remove_tree(place)
-            return Sample(rate, {"durable_seconds": seconds})
+            return rate, seconds
 
-        return run
+        return partial(sampled, count)
 
-    participants: dict[str, Participant] = {"alone": alone, **{rival.name: by(rival) for rival in found}}
+    participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | _if_possible(bench, result, mine), bench.rounds)
-    result.add_ratios([name for name in result.samples if name != "alone"], ["alone"])
     for name, samples in result.samples.items():
-        for sample, kept in zip(samples, result.ratios.get(f"{name} / alone", []), strict=False):
-            sample.facts["kept_share"] = kept
-    result.notes.append("the loop runs from when the call has returned until the save is durable")
+        shares = [float(sample.facts["kept_share"]) for sample in samples]
+        result.notes.append(
+            f"{name}: the loop keeps {statistics.median(shares):.1%} of its speed "
+            f"({min(shares):.1%} to {max(shares):.1%})"
+        )
+    result.notes.append(
+        "the loop runs from when the call has returned until the save is durable, and alone before and after each save; "
+        f"a sample is as many saves as take {QUIET_SECONDS:g} s"
+    )
     return result
 
 
