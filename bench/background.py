@@ -287,6 +287,12 @@ def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: fl
     return rounds / sum(seconds), rounds / expected, statistics.mean(seconds)
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return for how long a process has computed, the kernel's work for it included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def usage_of(pid: int) -> Iterator[tuple[str, int]]:
     """Yield what a process has: memory of its own and of files in bytes, descriptors, threads, children."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -155,7 +155,7 @@ def stall_guarded(bench: Bench) -> Result:
     result = Result("stall_guarded", "s a step", is_higher_better=False)
     result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "steps": COMMITS * STEPS_A_COMMIT}
     result.setting |= {"commits": COMMITS, "cores": cores}
-    result.columns = ("lost_share", "return_ms", "stall_ms")
+    result.columns = ("lost_share", "saver_cpu_seconds", "return_ms", "stall_ms")
     machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
     before = torch.get_num_threads()
     threads_of = {f"training on {count} of {cores} cores": count for count in sorted({max(1, cores // 2), cores})}
@@ -176,9 +176,10 @@ def stall_guarded(bench: Bench) -> Result:
             for sample, share in zip(mine, lost, strict=False):
                 sample.facts["lost_share"] = share
             if lost:
+                worked = statistics.median(float(sample.facts["saver_cpu_seconds"]) for sample in mine)
                 result.notes.append(
                     f"{name}, ckstore {compression}: a commit costs {statistics.median(lost):.1%} of a step "
-                    f"({min(lost):.1%} to {max(lost):.1%})"
+                    f"({min(lost):.1%} to {max(lost):.1%}); the saver computes for {worked:.2f} s"
                 )
     result.notes.append(
         f"{STEPS_A_COMMIT} steps follow each commit; one that finds the last not written yet waits for it"
@@ -203,6 +204,8 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str |
         store.attach(loop.optimizer)
         store.prewarm(loop.state)
         loop.train_one_step()
+        saver = store._handover.saver_pid
+        worked = background.cpu_seconds(saver)
         began = time.perf_counter()
         for number in range(COMMITS * STEPS_A_COMMIT):
             if number % STEPS_A_COMMIT == 0:
@@ -215,9 +218,11 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str |
         late += not pendings[-1].is_done
         receipts = [pending.result() for pending in pendings]
         stalls = [1e3 * pending.stall_seconds for pending in pendings]
+        worked = (background.cpu_seconds(saver) - worked) / COMMITS
     machine.remove_tree(place)
     facts: dict[str, object] = {"return_ms": statistics.median(returns), "stall_ms": statistics.median(stalls)}
-    facts |= {"returns_ms": returns, "stalls_ms": stalls, "not_written_in_time": late, **facts_of(receipts[-1])}
+    facts |= {"saver_cpu_seconds": worked, "not_written_in_time": late}
+    facts |= {"returns_ms": returns, "stalls_ms": stalls, **facts_of(receipts[-1])}
     return Sample(seconds, facts)
 
 
@@ -272,7 +277,7 @@ def stall_python_loop(bench: Bench) -> Result:
             f"({min(shares):.1%} to {max(shares):.1%})"
         )
     result.notes.append(
-        "the loop runs from when the call has returned until the save is durable, and alone before and after each save; "
+        "the loop runs from when the call has returned until the save is durable, and alone before and after; "
         f"a sample is as many saves as take {QUIET_SECONDS:g} s"
     )
     return result
