@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -260,31 +259,53 @@ def count_in_python(is_over: Callable[[], bool]) -> float:
     return rounds / (time.perf_counter() - began)
 
 
-def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: float) -> tuple[float, float, float]:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A loop of pure Python beside saves.
+
+    Args:
+        rate: Rounds a second.
+        share: Of the rounds a second of the same loop alone, right before and right after.
+        had_processor: Share of the time for which the loop did not wait for a processor.
+        seconds: What a save took.
+    """
+
+    rate: float
+    share: float
+    had_processor: float
+    seconds: float
+
+
+def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: float) -> Beside:
     """Run the loop beside saves until so much of it was seen, and alone before and after each of them.
 
     Args:
         count: Saves once; returns rounds a second until that was over, and the seconds it took.
         enough_seconds: Of loops beside saves.
-
-    Returns:
-        Rounds a second beside saves, the share of those alone that this is, and seconds a save took.
     """
 
     def alone() -> float:
         until = time.perf_counter() + enough_seconds / 4
         return count_in_python(lambda: time.perf_counter() >= until)
 
-    rates, quiet, seconds = [], [alone()], []
+    rates, quiet, seconds, delayed = [], [alone()], [], 0.0
     while sum(seconds) < enough_seconds:
+        before = delay_seconds()
         rate, took = count()
+        delayed += delay_seconds() - before
         rates.append(rate)
         seconds.append(took)
         quiet.append(alone())
     rounds = sum(rate * took for rate, took in zip(rates, seconds, strict=True))
     beside = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
     expected = sum(rate * took for rate, took in zip(beside, seconds, strict=True))
-    return rounds / sum(seconds), rounds / expected, statistics.mean(seconds)
+    total = sum(seconds)
+    return Beside(rounds / total, rounds / expected, 1 - delayed / total, total / len(seconds))
+
+
+def delay_seconds() -> float:
+    """Return for how long the main thread of this process could have run and had no processor."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def cpu_seconds(pid: int) -> float:

@@ -106,7 +106,7 @@ def async_thousand(bench: Bench) -> Result:
         return result
     state = histories.gpt_state(1_000_000, donors=histories.synthetic_donors())
     changing = next(tensor for _, tensor in histories.tensors_of(state))
-    place, part = bench.folder / "store", max(1, min(50, bench.count // 4))
+    place, part, warm = bench.folder / "store", max(1, min(50, bench.count // 4)), bench.count // 4
     seconds: list[tuple[float, float]] = []
     usages: dict[int, dict[str, dict[str, int]]] = {}
     with open_store(place, "fast") as store:
@@ -117,7 +117,7 @@ def async_thousand(bench: Bench) -> Result:
             returned = time.perf_counter() - began
             pending.result()
             seconds.append((time.perf_counter() - began, returned))
-            end = part if step <= part else bench.count - 1
+            end = warm if step <= warm else bench.count - 1
             if end - LOOKS < step <= end:
                 sides = {"trainer": os.getpid(), "saver": store._handover.saver_pid}
                 found = {side: dict(background.usage_of(pid)) for side, pid in sides.items()}
@@ -130,13 +130,13 @@ def async_thousand(bench: Bench) -> Result:
     result.notes.append(f"what a process has is the lowest of {LOOKS} looks, after as many commits in a row")
     first, last = (statistics.median(wall for wall, _ in some) for some in parts.values())
     result.notes.append(f"median of the last {part} commits / of the first {part}: {last / first:.2f}")
-    before, after = usages[part], usages[bench.count - 1]
+    before, after = usages[warm], usages[bench.count - 1]
     for side, had in before.items():
         grown = {name: after[side][name] - value for name, value in had.items()}
         memory = (grown.pop("RssAnon") + grown.pop("RssFile")) / MIB
         more = ", ".join(f"{count} {name.lower()}" for name, count in grown.items())
         result.setting[f"{side}_grew_mib"] = round(memory, 1)
-        result.notes.append(f"from commit {part} on the {side} has grown by {memory:.1f} MiB, {more}")
+        result.notes.append(f"from commit {warm} on the {side} has grown by {memory:.1f} MiB, {more}")
     machine.remove_tree(place)
     return result
 

@@ -275,9 +275,9 @@ SCENARIOS = {
 }
 
 
-STRIDES = {"collect home": 6}
-"""Of how many kinds of faults a request meets one, where it is not 2: a collection there makes a hundred requests, and
-whether it did harm is known after two hundred more."""
+STRIDES = {"collect home": 6, "rewrite": 4}
+"""Of how many kinds of faults a request meets one, where it is not 2: a collection there makes up to a hundred
+requests, and whether it did harm is known after two hundred more."""
 
 
 def strike(proxy, scenario, number, fault, is_for_ever):
