@@ -204,7 +204,9 @@ class Rewrite:
         with ckstore.open(self.folder) as store:
             proxy.begin()
             assert_restores(store, 2, 3)
-            assert not has_acted or self.report.stop or self.report.repacked.troubles or self.report.renewed == 2
+            # A server that shows nothing, again and again, has nothing to be rewritten.
+            is_told = has_acted and not self.report.stop and not self.report.repacked.troubles
+            assert not is_told or self.report.renewed == 2 * len(self.report.rewrites)
             for _ in range(2):
                 # What is half done is finished, and what was replaced goes for good.
                 store.gc_tier(min_age=0)
