@@ -70,7 +70,7 @@ class Policy:
         staging_threads: Threads that copy the state for a background commit, the caller's included; None: as many as
             reach the memory's bandwidth, at most eight.
         arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs.
-        saver_nice: Added to the niceness of the saver process, so that training comes first. With 16 it has at most 3%
+        saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most 1.5%
             of a processor that training wants whole, and all of those that are idle; where training leaves none idle
             for long, a lower one has commits written sooner. It is left out while ``result()``, a full arena, ``wait``
             or ``close`` wait for the saver, where the system lets a process raise its priority (root, ``ulimit -e``).
@@ -94,7 +94,7 @@ class Policy:
     on_busy: OnBusy = "wait"
     staging_threads: int | None = None
     arena_nbytes_max: int | None = None
-    saver_nice: int = 16
+    saver_nice: int = 19
     debug_guard: bool = False
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
 from ckstore.store.replace import settle
-from ckstore.store.tier_copy import PackCopy, StoreCopy
+from ckstore.store.tier_copy import PackCopy, RelocatedError, StoreCopy
 
 _log = logging.getLogger("ckstore")
 
@@ -275,6 +276,8 @@ class _Pusher:
                 self._copy(manifest)
                 self._replace(manifest)
                 return True
+            except RelocatedError:
+                self._step_over(manifest)
             except NotFoundError as error:
                 if self._parts.manifests.is_marked(name.seq):
                     _log.warning("seq %d was dropped while it was pushed: %s", name.seq, error.what)
@@ -292,6 +295,15 @@ class _Pusher:
         self._store.claim(manifest.header)
         self._packs.run(manifest.packs)
         self._store.put_manifest(manifest)
+
+    def _step_over(self, manifest: Manifest) -> None:
+        """Take a generation here that is free there: this store had gone on there, and was set back since."""
+        header = manifest.header
+        generation = max(header.generation, self._store.highest_generation(header)) + 1
+        replacement = replace(manifest, header=replace(header, generation=generation))
+        # If another was first, it is looked at again.
+        with contextlib.suppress(ConflictError):
+            settle(self._parts, replacement, self._parts.manifests.publish(replacement))
 
     def _replace(self, manifest: Manifest) -> None:
         """Say here where the checkpoint lies now; from then on nothing here is needed for it."""

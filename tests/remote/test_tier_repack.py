@@ -162,6 +162,55 @@ def test_a_store_that_was_lost_comes_back_from_its_tier_after_it(wasteful, place
 # What bars it
 
 
+def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, place):
+    """What frees a copy here looks for the pack in the tier because manifests say that it is there."""
+    with ckstore.open(folder) as store:
+        for step in (1, 2):
+            store.commit(state_of(step), step)
+        store.commit({"w": state_of(3)["w"]}, 3)
+        (old,) = packs_of(store, 1)
+        store.delete(1)
+        store.push(place, keep_local=1)
+        # The trash here is freed of what was dropped and of what a push has replaced; the pack lies here yet.
+        for trashed in store._parts.trash.contents():
+            for manifest in trashed.manifests:
+                store._parts.trash.unlink(manifest.path)
+        assert old in packs_of(store, 2)
+        assert store._parts.backend.stat(layout.pack_name(bytes.fromhex(old))) is not None
+        assert store.gc_tier(min_age=0).rewrites == []
+        backend_for(place).unlink(layout.pack_name(bytes.fromhex(old)))
+        assert store.gc(now=True, min_age=0).unproven
+        assert_restores(store, 2)
+
+
+def test_checkpoint_that_misses_a_pack_there_is_not_rewritten_again_and_again(wasteful, place):
+    shared = {pack.pack_id: pack.nbytes for pack in wasteful.contents(2).packs}
+    (own,) = shared.keys() - {max(packs_at(place), key=packs_at(place).get)}
+    backend_for(place).unlink(layout.pack_name(bytes.fromhex(own)))
+    for _ in range(3):
+        report = wasteful.gc_tier(min_age=0)
+        assert (report.rewrites, report.repacked.nbytes_written) == ([], 0)
+        wasteful.gc(now=True, min_age=0)
+
+
+def test_store_that_was_set_back_pushes_and_collects_as_before(wasteful, place, folder):
+    """Its newest manifest rotted, and an earlier generation was brought back: numbers there are taken."""
+    (name,) = [each for each in wasteful._parts.manifests.listing().names if each.step == 2]
+    earlier = folder / name.path, (folder / name.path).read_bytes()
+    wasteful.gc_tier(min_age=0)
+    wasteful.gc(now=True, min_age=0)
+    for _ in range(2):
+        (name,) = [each for each in wasteful._parts.manifests.listing().names if each.step == 2]
+        (folder / name.path).unlink()
+        earlier[0].write_bytes(earlier[1])
+        wasteful.pull()
+        wasteful.push(place, keep_local=0)
+        wasteful.gc(now=True, min_age=0)
+    collect_all(wasteful)
+    collect_all(wasteful)
+    assert_tidy(wasteful, place, 2, 3)
+
+
 def test_checkpoints_that_were_pulled_bar_it(wasteful, place):
     """Their copies there name the pack, and no manifest here says so any more."""
     wasteful.pull()
@@ -293,8 +342,7 @@ def test_damage_in_a_pack_there_is_told_and_nothing_changes(wasteful, place):
 def test_another_manifest_under_the_name_there_is_told_and_nothing_is_lost(wasteful, place):
     there = backend_for(place)
     name = layout.parse_manifest_file("main", manifests_at(place)[-1])
-    home = wasteful._parts.manifests.listing().names
-    generation = next(each.generation for each in home if each.seq == name.seq) + 1
+    generation = name.generation + 1
     taken = layout.ManifestName("main", name.seq, name.step, generation)
     content = there.read_bytes(name.path, nbytes_max=1 << 30)
     put = tier_repack.StoreCopy.put_manifest

@@ -26,6 +26,8 @@ _COLUMNS = (
     Column("why", is_elastic=True),
 )
 
+TRASH_FOR = "24h"
+
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -82,7 +84,7 @@ def run(
     now: Now = False,
     max_delete: MaxDelete = None,
     min_age: MinAge = None,
-    trash_for: TrashFor = "24h",
+    trash_for: TrashFor = TRASH_FOR,
     repack_max: RepackMax = "4G",
     save_policy: Save = False,
     forget_policy: Forget = False,
@@ -103,6 +105,7 @@ def run(
 
         others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
         others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
+        others["--trash-for"] = trash_for if trash_for != TRASH_FOR else None
         given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         given |= {"dry_run": dry_run, "clear_lists": clear_lists}
         collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)

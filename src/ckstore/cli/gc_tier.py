@@ -100,6 +100,8 @@ def _lines_of(report: TierGc) -> list[str]:
             f"{size(report.repacked.nbytes_written)}; the old ones go in a later collection there, after the trash "
             "here has been freed of the manifests that named them."
         )
+    if report.renewed:
+        lines.append(f"{_count(report.renewed, 'manifest')} {would}put there anew, since they name other packs here.")
     lines += [f"{trouble}." for trouble in report.repacked.troubles]
     if report.lists:
         lines.append(f"{_count(report.lists, 'list')} of collectors that do not live any more removed.")

@@ -92,6 +92,11 @@ def repack(
                 moved |= _copy(parts, marker, rewrite, tier, blocks, buffers, done)
             except (CorruptError, FileNotFoundError) as error:
                 done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
+            except BackendError as error:
+                if tier == LOCAL_TIER or error.is_transient:
+                    raise
+                # One object that a server refuses; what is done of others counts.
+                done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
             except CapacityError as error:
                 done.troubles.append(f"no more packs are rewritten: {error}")
                 break

@@ -42,6 +42,10 @@ BLOCKS_PER_PACK = 6
 _TRIES = 3
 
 
+class RelocatedError(ConflictError):
+    """The name of a manifest is taken by the same checkpoint in other places: one of both was rewritten."""
+
+
 class PackCheck(Protocol):
     """Checks every byte of a pack that arrives, and raises where they are not its own."""
 
@@ -317,6 +321,7 @@ class StoreCopy:
         """Make the checkpoint exist there; all its packs were seen there.
 
         Raises:
+            RelocatedError: A manifest of the same checkpoint has the name, and names other places.
             ConflictError: Another manifest has the name.
         """
         header = manifest.header
@@ -330,11 +335,18 @@ class StoreCopy:
         # Another version of this program may have put the same in other bytes.
         other = decode_manifest(found, limits=self._parts.limits, expect=name, where=where)
         if (other.checkpoint_id, other.packs, other.frames) != (there.checkpoint_id, there.packs, there.frames):
-            raise ConflictError(
+            kind = RelocatedError if other.checkpoint_id == there.checkpoint_id else ConflictError
+            raise kind(
                 f"another manifest of seq {header.seq} lies there",
                 where=where,
                 todo="someone commits or pushes there too; push to another prefix. Nothing here was let go of",
             )
+
+    def highest_generation(self, header: ManifestHeader) -> int:
+        """Return the highest generation of a checkpoint there; -1: there is none."""
+        files = self._target.list_names(layout.manifests_folder(header.run))
+        names = (layout.parse_manifest_file(header.run, file) for file in files)
+        return max((name.generation for name in names if name is not None and name.seq == header.seq), default=-1)
 
     def _ensure(self, name: str, content: bytes, *, nbytes_max: int) -> bytes:
         """Make a small file unless it is there; return what is there then, whosever it is."""

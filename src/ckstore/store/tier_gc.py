@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ckstore.errors import CorruptError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.location import decode_pack_row
@@ -23,7 +24,7 @@ from ckstore.ids import PackId
 from ckstore.store.at_once import ask_each, do_each
 from ckstore.store.doomed import put_small, remove_dead_lists, remove_packs
 from ckstore.store.gc_lock import collector_lock
-from ckstore.store.gc_marks import UNREADABLE
+from ckstore.store.gc_marks import UNREADABLE, Marked
 from ckstore.store.gc_plan import GcLimits, PackRewrite
 from ckstore.store.gc_repack import Repacked, repack
 from ckstore.store.parts import Parts
@@ -47,7 +48,8 @@ class TierGc:
         rewrites: Packs of which much is needed by nobody, which are rewritten; they go in a later collection, when the
             trash here has none of the manifests any more that named them.
         repacked: What rewriting them came to.
-        renewed: Manifests that were put there anew, since they named a pack that was rewritten.
+        renewed: Manifests that were put there anew, since they named a pack that was rewritten; in a dry run those that
+            an interrupted collection has left.
         lists: Lists of dead collectors that were removed; they had kept others from using what they named.
         stop: Why no pack was removed; empty where nothing spoke against it.
     """
@@ -131,9 +133,15 @@ class _Collector:
             found.stop = str(error)
             return found
         stored = self._choose_packs(found, named)
-        self._choose_rewrites(found, named, stored)
-        if not dry_run:
-            self._carry_out(found)
+        try:
+            self._choose_rewrites(found, named, stored)
+            if dry_run:
+                found.renewed = len(self._outdated(named))
+            else:
+                self._carry_out(found)
+        except (CorruptError, UnsupportedError) as error:
+            # A manifest that was read a moment ago.
+            found.stop = str(error)
         return found
 
     # Manifests
@@ -208,7 +216,8 @@ class _Collector:
 
         # Another replaces or drops checkpoints just now: what is wasted is for the next collection to find.
         with contextlib.suppress(FileNotFoundError):
-            found.rewrites = plan_rewrites(self._tier, named, self._marker.here, stored, are_ours, self._limits)
+            here, limits = self._marker.here, self._limits
+            found.rewrites = plan_rewrites(self._parts, self._tier, named, here, stored, are_ours, limits)
 
     def _carry_out(self, found: TierGc) -> None:
         target, clock, marker = self._target, self._parts.clock, self._marker
@@ -219,11 +228,10 @@ class _Collector:
         if found.stop:
             return
         found.repacked = repack(self._parts, marker.here, found.rewrites, tier=self._tier)
-        outdated = outdated_copies(self._tier, marker.named(marker.manifests_there()), marker.here)
-        ours = self._ours(marked.name for marked in outdated)
-        found.renewed = renew_copies(
-            self._parts,
-            target,
-            [marked for marked, is_ours in zip(outdated, ours, strict=True) if is_ours],
-            found.repacked.troubles,
-        )
+        outdated = self._outdated(marker.named(marker.manifests_there()))
+        found.renewed = renew_copies(self._parts, target, outdated, found.repacked.troubles)
+
+    def _outdated(self, named: Named) -> list[tuple[Marked, ManifestName]]:
+        found = outdated_copies(self._tier, named, self._marker.here)
+        ours = self._ours(copy for _, copy in found)
+        return [pair for pair, is_ours in zip(found, ours, strict=True) if is_ours]

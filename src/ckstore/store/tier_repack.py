@@ -1,26 +1,30 @@
 """Rewrite packs in a tier of which much is needed by nobody: first for this store's manifests, then for those there.
 
-What lies in the tier is a copy of this store's checkpoints, and a manifest there equals the one that this store has,
-or had, of its generation. So a pack there is rewritten as one here is: its needed frames are copied to a new one there,
-the manifests here are replaced, and what is here then is put there too. The old pack goes when nothing names it any
-more, the trash here included: see ``tier_gc``.
+What lies in the tier is a copy of this store's checkpoints. So a pack there is rewritten as one here is: its needed
+frames are copied to a new one there, the manifests here are replaced, and what is here then is put there too, as the
+next generation of what is there. The old pack goes when nothing names it any more, the trash here included: see
+``tier_gc``.
 
 Invariants:
 - A manifest is put there only after the one here, which names the same packs, was published and has seen them all.
 - What an interrupted collection has left is what the next one finds to do: each checkpoint is compared with its copy.
-- Nothing is rewritten that is not this store's alone: copies that were changed there, or brought back since, bar it.
+- A pack is rewritten only if all that names it can follow, and if it does not lie here too: the copy here is freed by
+  the proof that it lies there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from ckstore.errors import BackendError, CapacityError, CkstoreError
+from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
 from ckstore.io.backend import Backend
-from ckstore.store.gc_marks import Marked, Marker
+from ckstore.store.gc_marks import Marked, Marker, missing_packs
 from ckstore.store.gc_plan import GcLimits, PackRewrite, worthwhile_rewrites
+from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.tier_copy import StoreCopy
 from ckstore.store.tier_marks import Named
@@ -34,7 +38,7 @@ class _Pairs:
 
     def __init__(self, tier: str, named: Named, marker: Marker) -> None:
         self._tier = tier
-        self._marker = marker
+        self.marker = marker
         self._dropped = {(run, seq) for run, seqs in named.look.dropped.items() for seq in seqs}
         self.home: dict[Checkpoint, Marked] = {}
         """For each checkpoint, its manifest here of the highest generation."""
@@ -46,25 +50,24 @@ class _Pairs:
         marked = self.home.get((name.run, name.seq))
         if marked is None or (name.run, name.seq) in self._dropped or marked.name.generation < name.generation:
             return None
-        return marked if all(ref.tier == self._tier for ref in self._marker.packs_of(marked)) else None
+        return marked if all(ref.tier == self._tier for ref in self.marker.packs_of(marked)) else None
 
 
-def outdated_copies(tier: str, named: Named, marker: Marker) -> list[Marked]:
-    """Return the manifests here whose copies in a tier name other packs: of those some were rewritten."""
+def outdated_copies(tier: str, named: Named, marker: Marker) -> list[tuple[Marked, ManifestName]]:
+    """Return the manifests here whose copies in a tier name other packs, with these: some packs were rewritten."""
     pairs, highest = _Pairs(tier, named, marker), dict[Checkpoint, ManifestName]()
     for name in sorted(named.there):
         highest[name.run, name.seq] = name
     found = []
     for name in highest.values():
         marked = pairs.follower(name)
-        if marked is None or marked.name.generation == name.generation:
-            continue
-        if {ref.pack_id for ref in marker.packs_of(marked)} != named.there[name]:
-            found.append(marked)
+        if marked is not None and {ref.pack_id for ref in marker.packs_of(marked)} != named.there[name]:
+            found.append((marked, name))
     return found
 
 
 def plan_rewrites(
+    parts: Parts,
     tier: str,
     named: Named,
     marker: Marker,
@@ -75,6 +78,7 @@ def plan_rewrites(
     """Choose the packs of a tier that are worth rewriting.
 
     Args:
+        parts: The store whose tier it is.
         tier: Its name.
         named: What manifests name, here and there.
         marker: The one that has looked at those here.
@@ -90,15 +94,13 @@ def plan_rewrites(
         return []
     from ckstore.store.gc_waste import count_frames
 
-    pairs, refs, barred = _Pairs(tier, named, marker), marker.numbers.refs, set(named.held)
+    pairs, refs = _Pairs(tier, named, marker), marker.numbers.refs
     current = list(pairs.home.values())
-    for marked in named.look.manifests.values():
-        # A lower generation that an interrupted replacement has left is for the next collection here.
-        is_current = pairs.home[marked.name.run, marked.name.seq] is marked
-        barred |= {ref.pack_id for ref in marker.packs_of(marked) if ref.tier != tier or not is_current}
+    barred = named.held | _barred_here(parts, tier, named, pairs, stored)
     naming: dict[PackId, list[ManifestName]] = {}
     for name, packs in named.there.items():
         if pairs.follower(name) is None:
+            # Pulled, dropped, demoted, or committed there by another: its copy has nothing to follow.
             barred |= packs
         for pack_id in packs:
             naming.setdefault(pack_id, []).append(name)
@@ -110,13 +112,43 @@ def plan_rewrites(
             uses.append(use)
 
     def may_rewrite(pack_id: PackId) -> bool:
-        return are_ours(naming.get(pack_id, ()))
+        return not _lies_here(parts, pack_id) and are_ours(naming.get(pack_id, ()))
 
     # Each manifest is written here, and there.
     return list(worthwhile_rewrites(uses, marker, staying, limits, manifest_copies=2, may_rewrite=may_rewrite))
 
 
-def renew_copies(parts: Parts, target: Backend, outdated: Iterable[Marked], troubles: list[str]) -> int:
+def _barred_here(
+    parts: Parts, tier: str, named: Named, pairs: _Pairs, stored: Mapping[PackId, int]
+) -> frozenset[PackId]:
+    """Return the packs of manifests here that cannot be replaced, or that would still name them after that."""
+    marker, barred = pairs.marker, set[PackId]()
+    wanted = {ref for marked in named.look.manifests.values() for ref in marker.packs_of(marked)}
+    missing = missing_packs(parts, wanted)
+    for marked in named.look.manifests.values():
+        refs = list(marker.packs_of(marked))
+        # A lower generation that an interrupted replacement has left is for the next collection here; and who replaces
+        # a manifest has to see all of its packs.
+        is_replaceable = pairs.home[marked.name.run, marked.name.seq] is marked and all(
+            stored.get(ref.pack_id) == ref.nbytes
+            if ref.tier == tier
+            else ref.tier == LOCAL_TIER and ref.pack_id not in missing
+            for ref in refs
+        )
+        barred |= {ref.pack_id for ref in refs if ref.tier != tier or not is_replaceable}
+    return frozenset(barred)
+
+
+def _lies_here(parts: Parts, pack_id: PackId) -> bool:
+    """Whether a pack lies here too: what frees it looks for it in the tier, by the manifests that say so."""
+    return parts.backend.stat(layout.pack_name(pack_id)) is not None or any(
+        parts.backend.stat(name) is not None for name in parts.trash.find_pack(pack_id)
+    )
+
+
+def renew_copies(
+    parts: Parts, target: Backend, outdated: Iterable[tuple[Marked, ManifestName]], troubles: list[str]
+) -> int:
     """Put manifests to a tier whose copies there name other packs; return how many; what cannot be is told.
 
     Raises:
@@ -124,7 +156,7 @@ def renew_copies(parts: Parts, target: Backend, outdated: Iterable[Marked], trou
         BackendError: It does not answer.
     """
     count = 0
-    for marked in outdated:
+    for marked, copy in outdated:
         name = marked.name
         run = parts.of_run(name.run)
         try:
@@ -132,7 +164,9 @@ def renew_copies(parts: Parts, target: Backend, outdated: Iterable[Marked], trou
             if run.lost_packs(manifest.packs):
                 # Replaced or dropped since, and collected; or damage, which a reader of it tells.
                 continue
-            StoreCopy(run, target).put_manifest(manifest)
+            # Never above what is here: a push finds the next number here free there.
+            header = replace(manifest.header, generation=copy.generation + 1)
+            StoreCopy(run, target).put_manifest(replace(manifest, header=header))
             count += 1
         except FileNotFoundError:
             # Dropped or replaced since.
