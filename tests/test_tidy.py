@@ -47,7 +47,8 @@ ALLOWED = {
     "forms": GROUND | {"codec", "delta", "kernels", "lossy_forms"},
     "lossy_directions": GROUND | {"codec", "quant", "kernels"},
     "lossy_payload": GROUND | {"codec", "quant", "kernels"},
-    "lossy_forms": GROUND | {"lossy_directions", "lossy_payload", "codec", "quant", "kernels"},
+    "lossy_grids": GROUND | {"codec", "quant", "kernels", "lossy_payload"},
+    "lossy_forms": GROUND | {"lossy_directions", "lossy_grids", "lossy_payload", "codec", "quant", "kernels"},
     "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
     # Parts of the two stories, in files of their own.
     "workers": set(),
