@@ -57,7 +57,9 @@ ALLOWED = {
     "arguments": GROUND | {"format"},
     "stale": GROUND | {"format"},
     "choice": GROUND,
-    "bases": CORE | {"choice"},
+    # Torch's tensors are named in one place, and nothing of torch.
+    "device_bases": {"ids"},
+    "bases": CORE | {"choice", "device_bases"},
     "masters": CORE,
     "pairing": {"errors", "tree", "values", "tensor"},
     "train_state": {"errors", "capture"},
@@ -74,9 +76,23 @@ ALLOWED = {
     "restore_plan": CORE,
     "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
     "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates"},
+    "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
+    "lossy_device_task": CORE
+    | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task"},
     "lossy_target": CORE | {"chunks", "distance", "lossy", "lossy_forms", "lossy_task"},
     "lossy_chunks": CORE
-    | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"},
+    | {
+        "lossy_device_task",
+        "lossy_target",
+        "chunks",
+        "bases",
+        "basing",
+        "lossy",
+        "lossy_forms",
+        "lossy_task",
+        "distance",
+        "fates",
+    },
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
     | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing"},
@@ -199,7 +215,8 @@ DOORS = {
     "cloudpickle": set(),
     "asyncio": set(),
 }
-LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
+LAZY = {("lossy_chunks", "lossy_device_task")}  # It has torch loaded, which the saver never has.
+LAZY |= {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
 """Imports that may stand inside functions only."""
 
 

@@ -37,6 +37,7 @@ from ckstore.tiering import Tiering
 
 # The stories and all they need are imported by the verbs that tell them: listing and tagging start at once.
 if TYPE_CHECKING:
+    from ckstore.capture import Captured
     from ckstore.format.manifest import Manifest
     from ckstore.receipt import Receipt
     from ckstore.repack import RepackReport
@@ -149,6 +150,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             watch = Stopwatch(self._parts.clock)
             with watch("stage"):
                 captured = capture(state, loaded_adapters())
+                _wait_for_devices(captured)
             request = Request(
                 captured=captured,
                 step=number,
@@ -343,6 +345,15 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         for sentence in passed_over:
             _log.warning("%s", sentence)
         return manifest, passed_over
+
+
+def _wait_for_devices(captured: Captured) -> None:
+    """Let every thread of a commit find on devices what the trainer's thread has told them to compute."""
+    if all(storage.is_host for storage in captured.storages):
+        return
+    from ckstore.adapters.torch_state import wait_for_devices
+
+    wait_for_devices(captured.storages)
 
 
 def _adapters(*, needs_torch: bool) -> list[LeafAdapter]:

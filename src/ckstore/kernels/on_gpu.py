@@ -25,6 +25,10 @@ from ckstore.kernels import outer_on_numpy
 from ckstore.kernels.quant_on_numpy import ADD, ESCAPE, FLOOR, PLAIN, ROOT, ROW_MAX, ROW_MIN, ZERO, require
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {str(each).removeprefix("torch."): each for each in (*_FLOATS, torch.float64)}
+"""By the names that settings and trees have for them."""
+
+_MODULUS = 1 << 64
 _TINY = 2.0**-126
 # Directions of less than this share of the greatest square are rounding errors.
 _NO_SIZE = 1e-6
@@ -257,6 +261,20 @@ def measure_values(source: Tensor, made: Tensor) -> Tensor:
     return torch.stack([greatest, off.square().sum(), one.square().sum()])
 
 
+def sums_of_words(elements: Tensor) -> tuple[int, int]:
+    """Return the sum of the words and that of each times its place, modulo 2**64, as ``quant_on_numpy`` does."""
+    words = words_of(elements).long()
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    total, weighted = torch.stack([words.sum(), (words * places).sum()]).tolist()
+    return int(total) % _MODULUS, int(weighted) % _MODULUS
+
+
+def sum_of_squares(one: Tensor, other: Tensor, where: Tensor) -> float:
+    """Return the sum of the squared differences of some elements."""
+    off = _floats(one)[where].double() - _floats(other)[where].double()
+    return float(off.square().sum())
+
+
 def roots_of(values: Tensor) -> Tensor:
     """Return square roots of fp32 values, correctly rounded."""
     return _root(values)
@@ -267,8 +285,68 @@ def rows_of(values: Tensor, row: int, phase: int) -> Tensor:
     return _matrix(values, row, phase)
 
 
+def elements_of(content: Tensor, dtype: str) -> Tensor:
+    """Return bytes as elements of a dtype of ``DTYPES``; a view where they lie evenly."""
+    kind = DTYPES[dtype]
+    is_even = content.storage_offset() % kind.itemsize == 0
+    return (content if is_even else content.clone()).view(kind)
+
+
+def words_of(elements: Tensor) -> Tensor:
+    """Return the words of elements of two or four bytes, as integers that share their memory."""
+    return elements.reshape(-1).view(torch.int32 if elements.dtype.itemsize == 4 else torch.int16)
+
+
+def same_words(one: Tensor, other: Tensor) -> bool:
+    """Whether no word differs."""
+    return torch.equal(one, other)
+
+
+def count_changed(one: Tensor, other: Tensor) -> int:
+    """Return how many words differ."""
+    return int((words_of(one) != words_of(other)).sum())
+
+
+def are_moments(second: Tensor, first: Tensor) -> bool:
+    """Whether all elements are finite, and none of the second moments is negative."""
+    return bool((torch.isfinite(second) & (second >= 0) & torch.isfinite(first)).all())
+
+
+def raised(values: Tensor, made: Tensor, least: float) -> Tensor | None:
+    """Return where values below ``least``, but for zeros, became more than four times what they are; None: nowhere."""
+    own = _floats(values)
+    found = (own > 0) & (own < least) & (_floats(made) > 4 * own)
+    return found if bool(found.any()) else None
+
+
+def all_finite(elements: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return bool(torch.isfinite(elements).all())
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Return as many zeros, all of them positive."""
+    return torch.zeros_like(tensor)
+
+
+def has_doubles(tensor: Tensor) -> bool:
+    """Whether the device of a tensor can compute what must be exact."""
+    return tensor.device.type != "mps"
+
+
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """Return a copy on the host; whatever quantizing brings there, but for single numbers, comes through here."""
+    found: NDArray[Any] = tensor.contiguous().cpu().numpy()
+    return found
+
+
+def uploaded(plain: memoryview, beside: Tensor) -> Tensor:
+    """Return the elements of a chunk of the host on the device of a tensor, and of its dtype."""
+    return put(np.frombuffer(plain, np.uint8), beside).view(beside.dtype)
+
+
 def put(array: NDArray[Any], beside: Tensor) -> Tensor:
-    """Return a copy of a small array of the host on the device of a tensor."""
+    """Return a copy of an array of the host on the device of a tensor."""
     return torch.from_numpy(np.array(array)).to(beside.device)
 
 
