@@ -16,8 +16,7 @@ SRC = ROOT / "src" / "ckstore"
 FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 400, 120
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
-GROUND |= {"recapture"}  # A capture again, from what the last one has found.
-GROUND.add("workers")  # Threads and nothing else: it imports the standard library only.
+GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {
@@ -57,7 +56,6 @@ ALLOWED = {
     "arguments": GROUND | {"format"},
     "stale": GROUND | {"format"},
     "choice": GROUND,
-    # Torch's tensors are named in one place, and nothing of torch.
     "device_bases": {"ids"},
     "bases": CORE | {"choice", "device_bases"},
     "masters": CORE,
@@ -81,18 +79,8 @@ ALLOWED = {
     | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task"},
     "lossy_target": CORE | {"chunks", "distance", "lossy", "lossy_forms", "lossy_task"},
     "lossy_chunks": CORE
-    | {
-        "lossy_device_task",
-        "lossy_target",
-        "chunks",
-        "bases",
-        "basing",
-        "lossy",
-        "lossy_forms",
-        "lossy_task",
-        "distance",
-        "fates",
-    },
+    | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"}
+    | {"lossy_device_task"},
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
     | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing"},
@@ -215,8 +203,8 @@ DOORS = {
     "cloudpickle": set(),
     "asyncio": set(),
 }
-LAZY = {("lossy_chunks", "lossy_device_task")}  # It has torch loaded, which the saver never has.
-LAZY |= {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
+LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
+LAZY.add(("lossy_chunks", "lossy_device_task"))  # That loads torch, which the saver never does.
 """Imports that may stand inside functions only."""
 
 

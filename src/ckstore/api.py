@@ -135,7 +135,6 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             CapacityError: The disk is full; earlier checkpoints are intact.
             BackendError: The medium failed.
         """
-        from ckstore.capture import capture
         from ckstore.commit import Request, commit
         from ckstore.receipt import Stopwatch
 
@@ -149,8 +148,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             self._parts.lease.wait_for_orphan()
             watch = Stopwatch(self._parts.clock)
             with watch("stage"):
-                captured = capture(state, loaded_adapters())
-                _wait_for_devices(captured)
+                captured = _captured(state)
             request = Request(
                 captured=captured,
                 step=number,
@@ -347,13 +345,16 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         return manifest, passed_over
 
 
-def _wait_for_devices(captured: Captured) -> None:
-    """Let every thread of a commit find on devices what the trainer's thread has told them to compute."""
-    if all(storage.is_host for storage in captured.storages):
-        return
-    from ckstore.adapters.torch_state import wait_for_devices
+def _captured(state: Any) -> Captured:
+    """Take a state apart, so that every thread of a commit finds on devices what the trainer's has let them compute."""
+    from ckstore.capture import capture
 
-    wait_for_devices(captured.storages)
+    captured = capture(state, loaded_adapters())
+    if not all(storage.is_host for storage in captured.storages):
+        from ckstore.adapters.torch_state import wait_for_devices
+
+        wait_for_devices(captured.storages)
+    return captured
 
 
 def _adapters(*, needs_torch: bool) -> list[LeafAdapter]:

@@ -87,13 +87,15 @@ class Devices:
         if self._is_off:
             return None
         try:
-            return work()
+            with on_gpu.undisturbed():
+                return work()
         except DivergedError:
             self._tell("a device decoded other bytes than the host from the same codes: it may be faulty")
         except RuntimeError as problem:
             # Memory that is short is no better for the next chunk: each failure lets the allocator give up its caches.
             self._is_off = True
-            self._tell(f"a device could not quantize ({str(problem).splitlines()[0][:200]})")
+            reason = str(problem).partition("\n")[0][:200] or type(problem).__name__
+            self._tell(f"a device could not quantize ({reason})")
         # Whatever was kept there is not trusted, or takes the memory that was short.
         self._bases.forget()
         return None
@@ -133,7 +135,9 @@ class DeviceTaskCoder(TaskCoder):
         assert base is not None, "a weight is told as a change"
         content = devices.bytes_of(index)
         roundings = {other: devices.bytes_of(other) for other in task.rounded}
-        if content is None or not isinstance(tensor.settings, WeightSettings) or None in roundings.values():
+        if content is None or not isinstance(tensor.settings, WeightSettings):
+            return None
+        if any(other is None or other.device != content.device for other in roundings.values()):
             return None
         base_plain = desk.base_plain_of(base, desk.plan.chunks[index].nbytes, self._thread)
         if base_plain is None:
@@ -167,7 +171,7 @@ class DeviceTaskCoder(TaskCoder):
         kernels.round_floats(became, again, kind)
         own, there = on_gpu.elements_of(content, name), made.became.to(on_gpu.DTYPES[name])
         off = lossy_on_device.measured(own, there, again)
-        changed = on_gpu.count_changed(own, there)
+        changed = int((on_gpu.words_of(own) != on_gpu.words_of(there)).sum())
         distance = Distance(own.numel(), changed, off.max_abs, off.sum_sq_error, off.sum_sq_value)
         draft = Draft(index, chunk_id_of(again), coded_rounding(forms.rounded_as(kind), became), self._task.weight)
         return _Rounding(draft, distance)
@@ -193,10 +197,10 @@ class DeviceTaskCoder(TaskCoder):
         task, desk, thread, devices = self._task, self._desk, self._thread, self._devices
         tensor, first_tensor = desk.tensor_of(task.second), desk.tensor_of(task.first)
         contents = devices.bytes_of(task.second), devices.bytes_of(task.first)
-        are_known = isinstance(tensor.settings, SecondMomentSettings) and tensor.dtype == first_tensor.dtype
-        if contents[0] is None or contents[1] is None or not are_known:
+        if contents[0] is None or contents[1] is None or contents[0].device != contents[1].device:
             return None
-        assert isinstance(tensor.settings, SecondMomentSettings)
+        if not isinstance(tensor.settings, SecondMomentSettings) or tensor.dtype != first_tensor.dtype:
+            return None
         place = self._place(task.second, contents[0], tensor, "second")
         first_place = self._place(task.first, contents[1], first_tensor, "first")
         if not on_gpu.are_moments(place.plain, first_place.plain):

@@ -155,7 +155,7 @@ def rounding_of(rounded: Tensor, plain: Tensor) -> str | None:
     """Return ``"bfloat16"`` or ``"float16"`` if bytes are, bit by bit, fp32 elements rounded to these; else None."""
     for name in ("bfloat16", "float16"):
         words = on_gpu.words_of(plain.to(on_gpu.DTYPES[name]))
-        if on_gpu.same_words(words, on_gpu.words_of(on_gpu.elements_of(rounded, name))):
+        if words.equal(on_gpu.words_of(on_gpu.elements_of(rounded, name))):
             return name
     return None
 
@@ -169,7 +169,7 @@ def measured(plain: Tensor, became: Tensor, reconstruction: memoryview) -> Measu
     if on_gpu.sums_of_words(became) != sums_of_words(reconstruction, plain.dtype.itemsize):
         raise DivergedError
     max_abs, sum_sq_error, sum_sq_value = on_gpu.to_host(on_gpu.measure_values(plain, became)).tolist()
-    is_same = not max_abs and on_gpu.same_words(on_gpu.words_of(plain), on_gpu.words_of(became))
+    is_same = not max_abs and on_gpu.words_of(plain).equal(on_gpu.words_of(became))
     return Measured(max_abs, sum_sq_error, sum_sq_value, is_same)
 
 
@@ -212,7 +212,7 @@ def _symbols(
 
 
 def _zeros(place: Place) -> MadeThere | None:
-    became = on_gpu.zeros_like(place.plain)
+    became = place.plain.new_zeros(place.plain.shape)
     np.frombuffer(place.reconstruction, np.uint8).fill(0)
     off = measured(place.plain, became, place.reconstruction)
     if not off.is_told:

@@ -13,6 +13,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,16 +299,6 @@ def words_of(elements: Tensor) -> Tensor:
     return elements.reshape(-1).view(torch.int32 if elements.dtype.itemsize == 4 else torch.int16)
 
 
-def same_words(one: Tensor, other: Tensor) -> bool:
-    """Whether no word differs."""
-    return torch.equal(one, other)
-
-
-def count_changed(one: Tensor, other: Tensor) -> int:
-    """Return how many words differ."""
-    return int((words_of(one) != words_of(other)).sum())
-
-
 def are_moments(second: Tensor, first: Tensor) -> bool:
     """Whether all elements are finite, and none of the second moments is negative."""
     return bool((torch.isfinite(second) & (second >= 0) & torch.isfinite(first)).all())
@@ -324,9 +316,11 @@ def all_finite(elements: Tensor) -> bool:
     return bool(torch.isfinite(elements).all())
 
 
-def zeros_like(tensor: Tensor) -> Tensor:
-    """Return as many zeros, all of them positive."""
-    return torch.zeros_like(tensor)
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Compute as it is written here, whatever the caller's thread has set up for its training."""
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def has_doubles(tensor: Tensor) -> bool:
