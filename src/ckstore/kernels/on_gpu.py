@@ -174,7 +174,9 @@ def multiply_integers(left: Tensor, right: Tensor, shifts: Tensor) -> Tensor:
         fp32, the exact sums rounded once.
     """
     require(left.shape[1] == right.shape[0] == shifts.numel(), "lengths differ")
-    doubles = torch.ldexp(right.double(), shifts.int()[:, None])
+    # Powers of two are made of integers: a device's power function may be off in its last bit.
+    powers = torch.bitwise_left_shift(torch.ones_like(shifts, dtype=torch.int64), shifts.long())
+    doubles = right.double() * powers.double()[:, None]
     # A sum of nothing but zeros of either sign is +0, in whatever order it was taken.
     return (left.double() @ doubles + 0.0).float()
 
