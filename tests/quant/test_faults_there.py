@@ -156,3 +156,30 @@ def test_a_commit_that_fails_leaves_nothing_on_the_device(stores, traffic, devic
     receipt = store.commit(run.train().state(), 1, policy=lossy_policy())
     assert receipt.bytes_quantized_on_device == 12 * COUNT
     assert receipt.bytes_bases_on_device == 4 * COUNT
+
+
+def test_numbers_that_are_none_are_seen_there_in_what_nothing_quantizes(stores, traffic, device):
+    run = Run(device=device)
+    for step in range(3):
+        state = run.train().state()
+        if step != 1:
+            state["model"]["bias"][3] = math.nan
+            state["totals"] = torch.tensor([1.0, -math.inf], dtype=torch.float64, device=device)
+        receipt, beside = commit_both(stores, state, step)
+        assert receipt.warnings == beside.warnings
+        told = ("model.bias, totals hold NaN or infinity: the run may have diverged",)
+        assert receipt.warnings == (() if step == 1 else told)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+def test_a_commit_waits_for_what_the_trainer_computes_on_a_stream_of_its_own(stores):
+    state = Run(device="cuda").train().state()
+    stores[0].commit(state, 0, policy=lossy_policy())
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)
+        state["model"]["w"].add_(1)
+        receipt = stores[0].commit(state, 1, policy=lossy_policy())
+    assert receipt.bytes_quantized_on_device == 12 * COUNT
+    off = stores[0].restore()["model"]["w"] - state["model"]["w"].cpu()
+    assert float(off.abs().max()) < 0.6
