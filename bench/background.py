@@ -6,6 +6,7 @@ is durable, under the same promise for everybody: who does not sync is followed 
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -244,14 +245,73 @@ class Loop:
 
 
 def count_in_python(is_over: Callable[[], bool]) -> float:
-    """Run a loop of pure Python until told otherwise; return rounds of it a second."""
+    """Run a loop of pure Python until told otherwise; return rounds of it a second.
+
+    It asks every 64 rounds, about twice a millisecond, so that asking takes no part of it, whatever that costs.
+    """
     numbers, total, rounds = list(range(256)), 0, 0
     began = time.perf_counter()
     while not is_over():
-        for number in numbers:
-            total += number * number % 7
-        rounds += 1
+        for _ in range(64):
+            for number in numbers:
+                total += number * number % 7
+        rounds += 64
     return rounds / (time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A loop of pure Python beside saves.
+
+    Args:
+        rate: Rounds a second.
+        share: Of the rounds a second of the same loop alone, right before and right after.
+        had_processor: Share of the time for which the loop did not wait for a processor.
+        seconds: What a save took.
+    """
+
+    rate: float
+    share: float
+    had_processor: float
+    seconds: float
+
+
+def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: float) -> Beside:
+    """Run the loop beside saves until so much of it was seen, and alone before and after each of them.
+
+    Args:
+        count: Saves once; returns rounds a second until that was over, and the seconds it took.
+        enough_seconds: Of loops beside saves.
+    """
+
+    def alone() -> float:
+        until = time.perf_counter() + enough_seconds / 4
+        return count_in_python(lambda: time.perf_counter() >= until)
+
+    rates, quiet, seconds, delayed = [], [alone()], [], 0.0
+    while sum(seconds) < enough_seconds:
+        before = delay_seconds()
+        rate, took = count()
+        delayed += delay_seconds() - before
+        rates.append(rate)
+        seconds.append(took)
+        quiet.append(alone())
+    rounds = sum(rate * took for rate, took in zip(rates, seconds, strict=True))
+    beside = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
+    expected = sum(rate * took for rate, took in zip(beside, seconds, strict=True))
+    total = sum(seconds)
+    return Beside(rounds / total, rounds / expected, 1 - delayed / total, total / len(seconds))
+
+
+def delay_seconds() -> float:
+    """Return for how long the main thread of this process could have run and had no processor."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return for how long a process has computed, the kernel's work for it included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def usage_of(pid: int) -> Iterator[tuple[str, int]]:

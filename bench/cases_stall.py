@@ -19,7 +19,7 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
 VARIANTS = ("none", "fast")
-COMMITS = 3
+COMMITS = 4
 STEPS_A_COMMIT = 4
 QUIET_SECONDS = 2.0
 NICENESSES = (0, 5, 10, 19)
@@ -153,101 +153,104 @@ def stall_guarded(bench: Bench) -> Result:
     loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
     nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
     result = Result("stall_guarded", "s a step", is_higher_better=False)
-    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "steps": COMMITS * STEPS_A_COMMIT}
-    result.setting |= {"commits": COMMITS, "cores": cores}
-    result.columns = ("lost_share", "return_ms", "stall_ms")
+    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "pairs": COMMITS, "cores": cores}
+    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
     machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
     before = torch.get_num_threads()
-    threads_of = {f"training on {count} of {cores} cores": count for count in sorted({max(1, cores // 2), cores})}
     participants: dict[str, Participant] = {}
-    for name, threads in threads_of.items():
-        participants[f"{name}, no commits"] = partial(_train, bench, loop, threads, None)
-        if bench.has_ckstore is None:
-            for compression in VARIANTS:
-                participants[f"{name}, ckstore {compression}"] = partial(_train, bench, loop, threads, compression)
-    interleave(result, participants, bench.rounds)
-    torch.set_num_threads(before)
-    for name in threads_of:
-        quiet = result.samples.get(f"{name}, no commits", [])
+    for threads in sorted({max(1, cores // 2), cores}):
         for compression in VARIANTS:
-            mine = result.samples.get(f"{name}, ckstore {compression}", [])
-            pairs = zip(mine, quiet, strict=False)
-            lost = [STEPS_A_COMMIT * (one.value - other.value) / other.value for one, other in pairs]
-            for sample, share in zip(mine, lost, strict=False):
-                sample.facts["lost_share"] = share
-            if lost:
-                result.notes.append(
-                    f"{name}, ckstore {compression}: a commit costs {statistics.median(lost):.1%} of a step "
-                    f"({min(lost):.1%} to {max(lost):.1%})"
-                )
+            name = f"training on {threads} of {cores} cores, ckstore {compression}"
+            participants[name] = partial(_train, bench, loop, threads, compression)
+    interleave(result, _if_possible(bench, result, participants), bench.rounds)
+    torch.set_num_threads(before)
+    for name, samples in result.samples.items():
+        lost = [share for sample in samples for share in sample.facts["lost_shares"]]
+        held_up, worked = (
+            statistics.median(float(sample.facts[fact]) for sample in samples)
+            for fact in ("held_up_share", "saver_cpu_seconds")
+        )
+        quarters = statistics.quantiles(lost, n=4) if len(lost) > 1 else [lost[0]] * 3
+        result.notes.append(
+            f"{name}: a commit costs {statistics.median(lost):.1%} of a step (the middle half of {len(lost)} pairs: "
+            f"{quarters[0]:.1%} to {quarters[2]:.1%}); of {held_up:.1%} of a step it is known that the loop waited or "
+            f"had no processor; the saver computes for {worked:.2f} s"
+        )
     result.notes.append(
-        f"{STEPS_A_COMMIT} steps follow each commit; one that finds the last not written yet waits for it"
+        f"{STEPS_A_COMMIT} steps without a commit, then one and {STEPS_A_COMMIT} steps, and the wait until it is "
+        "written, if it is not; again and again"
     )
     return result
 
 
-def _train(bench: Bench, loop: background.Loop, threads: int, compression: str | None) -> Sample:
-    """Train some steps with commits between them; a sample is seconds a step."""
+def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
+    """Train some steps without and with a commit, in turns; a sample is seconds a step with them."""
     torch.set_num_threads(threads)
-    if compression is None:
-        loop.train_one_step()
-        began = time.perf_counter()
-        for _ in range(COMMITS * STEPS_A_COMMIT):
-            loop.train_one_step()
-        return Sample((time.perf_counter() - began) / (COMMITS * STEPS_A_COMMIT))
-    returns: list[float] = []
-    pendings: list[Any] = []
-    late = 0
+    quiet, busy, held_up, returns = [], [], [], []
     place = bench.folder / "store"
     with open_store(place, compression) as store:
         store.attach(loop.optimizer)
         store.prewarm(loop.state)
         loop.train_one_step()
-        began = time.perf_counter()
-        for number in range(COMMITS * STEPS_A_COMMIT):
-            if number % STEPS_A_COMMIT == 0:
-                late += bool(pendings) and not pendings[-1].is_done
-                called = time.perf_counter()
-                pendings.append(store.commit_async(loop.state, loop.step))
-                returns.append(1e3 * (time.perf_counter() - called))
-            loop.train_one_step()
-        seconds = (time.perf_counter() - began) / (COMMITS * STEPS_A_COMMIT)
-        late += not pendings[-1].is_done
-        receipts = [pending.result() for pending in pendings]
-        stalls = [1e3 * pending.stall_seconds for pending in pendings]
+        saver, worked = store._handover.saver_pid, 0.0
+        for _ in range(COMMITS):
+            quiet.append(_steps_seconds(loop))
+            delayed, began = background.delay_seconds(), time.perf_counter()
+            computed = background.cpu_seconds(saver)
+            pending = store.commit_async(loop.state, loop.step)
+            returns.append(1e3 * (time.perf_counter() - began))
+            _steps_seconds(loop)
+            waited = time.perf_counter()
+            receipt = pending.result()
+            ended = time.perf_counter()
+            busy.append((ended - began) / STEPS_A_COMMIT)
+            held_up.append(background.delay_seconds() - delayed + pending.stall_seconds + ended - waited)
+            worked += background.cpu_seconds(saver) - computed
     machine.remove_tree(place)
-    facts: dict[str, object] = {"return_ms": statistics.median(returns), "stall_ms": statistics.median(stalls)}
-    facts |= {"returns_ms": returns, "stalls_ms": stalls, "not_written_in_time": late, **facts_of(receipts[-1])}
-    return Sample(seconds, facts)
+    lost = [STEPS_A_COMMIT * (one - other) / other for one, other in zip(busy, quiet, strict=True)]
+    facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost}
+    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
+    facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
+    facts |= {"return_ms": statistics.median(returns), "returns_ms": returns, **facts_of(receipt)}
+    return Sample(statistics.median(busy), facts)
+
+
+def _steps_seconds(loop: background.Loop) -> float:
+    """Take some steps; return the seconds of one."""
+    began = time.perf_counter()
+    for _ in range(STEPS_A_COMMIT):
+        loop.train_one_step()
+    return (time.perf_counter() - began) / STEPS_A_COMMIT
 
 
 def stall_python_loop(bench: Bench) -> Result:
     """Run a loop of pure Python while a state is being saved, beside the same loop alone."""
     result = bench.result("stall_python_loop", "rounds/s", is_higher_better=True)
-    result.columns = ("kept_share", "durable_seconds")
+    result.columns = ("kept_share", "had_processor", "durable_seconds")
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
     found, reasons = background.find(_trial(), folder, bench.tools)
     result.unusable |= reasons
     machine.check_space(folder, int(2.5 * nbytes))
 
-    def alone() -> Sample:
-        until = time.perf_counter() + QUIET_SECONDS
-        return Sample(background.count_in_python(lambda: time.perf_counter() >= until))
+    def sampled(count: Callable[[], tuple[float, float]]) -> Sample:
+        found = background.count_beside(count, enough_seconds=QUIET_SECONDS)
+        facts: dict[str, object] = {"kept_share": found.share, "had_processor": found.had_processor}
+        return Sample(found.rate, facts | {"durable_seconds": found.seconds})
 
     def by(rival: background.Rival) -> Participant:
-        def run() -> Sample:
+        def count() -> tuple[float, float]:
             background.change(state)
             place = folder / "rival"
             place.mkdir()
             began = time.perf_counter()
             rate, ended = _counting(rival.begin(state, place))
             machine.remove_tree(place)
-            return Sample(rate, {"durable_seconds": ended - began})
+            return rate, ended - began
 
-        return run
+        return partial(sampled, count)
 
     def by_ckstore(compression: str) -> Participant:
-        def run() -> Sample:
+        def count() -> tuple[float, float]:
             background.change(state)
             place = folder / "store"
             with open_store(place, compression) as store:
@@ -258,18 +261,24 @@ def stall_python_loop(bench: Bench) -> Result:
                 seconds = time.perf_counter() - began
                 pending.result()
             machine.remove_tree(place)
-            return Sample(rate, {"durable_seconds": seconds})
+            return rate, seconds
 
-        return run
+        return partial(sampled, count)
 
-    participants: dict[str, Participant] = {"alone": alone, **{rival.name: by(rival) for rival in found}}
+    participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | _if_possible(bench, result, mine), bench.rounds)
-    result.add_ratios([name for name in result.samples if name != "alone"], ["alone"])
     for name, samples in result.samples.items():
-        for sample, kept in zip(samples, result.ratios.get(f"{name} / alone", []), strict=False):
-            sample.facts["kept_share"] = kept
-    result.notes.append("the loop runs from when the call has returned until the save is durable")
+        shares = [float(sample.facts["kept_share"]) for sample in samples]
+        result.notes.append(
+            f"{name}: the loop keeps {statistics.median(shares):.1%} of its speed "
+            f"({min(shares):.1%} to {max(shares):.1%}), and has a processor for "
+            f"{statistics.median(float(sample.facts['had_processor']) for sample in samples):.1%} of the time"
+        )
+    result.notes.append(
+        "the loop runs from when the call has returned until the save is durable, and alone before and after; "
+        f"a sample is as many saves as take {QUIET_SECONDS:g} s"
+    )
     return result
 
 

@@ -182,7 +182,7 @@ class Keeping(Handle):
             packs = sum(self._parts.trash.rescue_pack(pack.pack_id) for pack in folder.packs)
             undeleted, superseded, troubles = [], 0, []
             for run in sorted({trashed.name.run for trashed in folder.manifests}):
-                parts = self._parts_of(run)
+                parts = self._parts.of_run(run)
                 dropped = parts.manifests.listing().dropped
                 names = {trashed.name.seq: trashed for trashed in folder.manifests if trashed.name.run == run}
                 for seq, trashed in sorted(names.items()):
@@ -283,9 +283,6 @@ class Keeping(Handle):
                 todo="`ckstore trash ls` shows what there is",
             )
         return self._parts.trash.look_into(found[0])
-
-    def _parts_of(self, run: str) -> Parts:
-        return Parts(self._parts.backend, self._parts.record, run, clock=self._parts.clock)
 
     def _runs_to_keep(self) -> tuple[str, ...]:
         """Return this handle's run, if anything was ever committed to it."""

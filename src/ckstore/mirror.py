@@ -178,7 +178,7 @@ class _Mirror:
     def _loaded(self, name: ManifestName) -> Manifest:
         if name.run == self._parts.run:
             return load_whole(self._parts, name)
-        return load_whole(Parts(self._parts.backend, self._parts.record, name.run, clock=self._parts.clock), name)
+        return load_whole(self._parts.of_run(name.run), name)
 
     def _copy_tags(self, run: str) -> Iterator[bool]:
         """Set each tag there that is not as it is here; yield whether it was set."""

@@ -175,7 +175,7 @@ def _writing(parts: Parts, run: str) -> Iterator[Parts]:
             # The next commit must not follow what was replaced.
             parts.look_again()
         return
-    other = Parts(parts.backend, parts.record, run, clock=parts.clock)
+    other = parts.of_run(run)
     try:
         other.prepare_run()
         other.lease.take()

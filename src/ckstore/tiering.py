@@ -6,7 +6,7 @@ What they do is told in ``push``, ``pull`` and ``mirror``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.handle import Handle
@@ -148,17 +148,23 @@ class Tiering(Handle):
         tier: str | None = None,
         *,
         min_age: str | float = "24h",
+        repack_nbytes_max: int | None = None,
+        waste_max: float | None = None,
         dry_run: bool = False,
         clear_lists: bool = False,
     ) -> TierGc:
         """Remove from a tier what was dropped here and is not in the trash here any more, and packs that nobody needs.
 
-        Only the store whose tier it is may do that. What is removed there cannot be brought back.
+        Packs there of which much is needed by nobody are rewritten: what is needed is read from there and written there
+        again, and the old pack goes in a later collection, when the trash here names it no more. Only the store whose
+        tier it is may do that. What is removed there cannot be brought back.
 
         Args:
             tier: Its name; None: the only one.
             min_age: Packs that no manifest names are left alone until they are this old: ``"24h"``, or seconds.
-            dry_run: Only say what would be removed.
+            repack_nbytes_max: Bytes that may be written there to rewrite packs; 0: none is rewritten. Default: 4 GiB.
+            waste_max: A pack of which a larger share is needed by nobody is rewritten. Default: a quarter.
+            dry_run: Only say what would be done.
             clear_lists: No other collector is at work in the tier, whatever lists there say of what they are about to
                 remove: forget these. Those of dead processes of this machine, and old ones, are forgotten anyway.
 
@@ -166,13 +172,17 @@ class Tiering(Handle):
             LockHeldError: Another collection is at work in the store.
             BackendError: The server does not answer, or refuses.
         """
+        from ckstore.store.gc_plan import GcLimits
         from ckstore.store.tier_gc import collect_tier
 
+        seconds = 0.0 if min_age in (0, "0") else span_seconds(min_age)
+        chosen = {"repack_nbytes_max": repack_nbytes_max, "waste_max": waste_max}
+        given: dict[str, Any] = {field: value for field, value in chosen.items() if value is not None}
+        limits = GcLimits(min_age_seconds=seconds, **given)
         with self._lock:
             self._check_open()
             name = tier or self._parts.tiers.name_for(self._place(None, None))
-            seconds = 0.0 if min_age in (0, "0") else span_seconds(min_age)
-            return collect_tier(self._parts, name, min_age_seconds=seconds, dry_run=dry_run, clear_lists=clear_lists)
+            return collect_tier(self._parts, name, limits, dry_run=dry_run, clear_lists=clear_lists)
 
     def _place(self, address: str | None, tier: str | None) -> str:
         """Return the address that is meant."""

@@ -237,6 +237,29 @@ def test_tier_is_collected_by_name(call, store, tmp_path):
     assert set(steps_of(attic)) < set(steps_of(store))
 
 
+def test_packs_of_a_tier_are_rewritten_within_the_budget(call, tmp_path):
+    store, attic, shared = tmp_path / "store", str(tmp_path / "attic"), np.arange(9000)
+    with ckstore.open(store) as opened:
+        for step in (100, 200, 300):
+            opened.commit({"own": np.random.default_rng(step).standard_normal(9000), "shared": shared}, step)
+    documents(call, "push", store, attic, "--keep-local", "1", "--tier", "attic")
+    # What all share lies in the pack of the first.
+    documents(call, "delete", store, "100", "--yes")
+    documents(call, "gc", store, "--now")
+    asked = ("gc", store, "--tier", "attic", "--min-age", "0")
+    assert documents(call, *asked, "--dry-run", "--repack-max", "0")["rewrites"] == []
+    dry = documents(call, *asked, "--dry-run")
+    (rewrite,) = dry["rewrites"]
+    assert (dry["repacked"], dry["renewed_manifests"]) == ([], 0)
+    code, out, _ = call(*asked, "--dry-run")
+    assert (code, "1 pack there would be rewritten: " in out) == (0, True)
+    code, out, _ = call(*asked)
+    assert (code, "1 pack there rewritten into " in out) == (0, True)
+    documents(call, "gc", store, "--now")
+    last = documents(call, *asked)
+    assert [pack["pack_id"] for pack in last["packs"]] == [rewrite["pack_id"]]
+
+
 def test_options_that_do_not_go_with_a_tier_are_refused(call, store):
     for wrong in (("--keep-last", "3"), ("--now",), ("--run", "main")):
         code, _, err = call("gc", store, "--tier", "attic", *wrong)

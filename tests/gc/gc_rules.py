@@ -36,9 +36,9 @@ Limits
     trash names. Model 2: one checkpoint, two replacers that replace once each, one dropper, one
     collector; a dropper or collector that dies is not modelled, nor packs, nor a drop taken back.
     Listing and renaming are taken as linearizable (true on a local file system). Power loss is not
-    modelled: it is covered by acknowledging only after the fsyncs. Neither are tags. Object stores, which
-    have no atomic rename, have a model of their own: bucket_rules.py. Safety only: it does not show that
-    garbage is collected.
+    modelled: it is covered by acknowledging only after the fsyncs. Neither are tags. Object stores, which have
+    no atomic rename, have a model of their own: bucket_rules.py; so has rewriting in a tier: tier_rules.py.
+    Safety only: it does not show that garbage is collected.
 """
 
 from __future__ import annotations

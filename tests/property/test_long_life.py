@@ -68,11 +68,13 @@ class Trainer:
     def draw(self, scale):
         return (self.source.standard_normal(SHAPE) * scale).astype(np.float32)
 
-    def train(self, size):
+    def train(self, size, moves_moments=True):
         """Take a step; of size 0 nothing but the counters moves."""
         before = self.state["optimizer"]["state"][0]
-        first = before["exp_avg"] * np.float32(0.9) + self.draw(1e-4) if size else before["exp_avg"]
-        second = before["exp_avg_sq"] * np.float32(0.95) + self.draw(1e-4) ** 2 if size else before["exp_avg_sq"]
+        first, second = before["exp_avg"], before["exp_avg_sq"]
+        if size and moves_moments:
+            first = first * np.float32(0.9) + self.draw(1e-4)
+            second = second * np.float32(0.95) + self.draw(1e-4) ** 2
         moments = {"step": before["step"] + 1, "exp_avg": first, "exp_avg_sq": second}
         model = self.state["model"]
         weights = model["w"] + self.draw(size) if size else model["w"]
@@ -114,8 +116,11 @@ class LongLife(RuleBasedStateMachine):
 
     @rule(run=ANY_RUN, size=st.sampled_from([0, 1e-5, 1e-3]), kind=st.sampled_from(sorted(POLICIES)))
     def commit(self, run, size, kind):
+        self.commit_step(run, kind, size)
+
+    def commit_step(self, run, kind, size, moves_moments=True):
         store, trainer = self.stores[run], self.trainers[run]
-        trainer.train(size)
+        trainer.train(size, moves_moments)
         receipt = store.commit(trainer.state, trainer.state["step"], policy=POLICIES[kind])
         kept = trainer.state if receipt.fidelity == "exact" else store.restore(f"seq:{receipt.seq}")
         assert receipt.fidelity == "exact" or kind in ("near", "small")
@@ -230,12 +235,23 @@ class LongLife(RuleBasedStateMachine):
     def pull(self, run, number, is_all):
         self.stores[run].pull(None if is_all else f"seq:{self.pick(run, number)}")
 
-    @rule(run=ANY_RUN, tier=ANY_TIER)
-    def collect_tier(self, run, tier):
+    @rule(run=ANY_RUN, tier=ANY_TIER, waste=st.sampled_from([None, 0.05]))
+    def collect_tier(self, run, tier, waste):
         address = str(self.folder / tier)
         names = [name for name, place in self.stores[run].tiers().items() if place.endswith(address)]
         if names:
-            self.stores[run].gc_tier(names[0], min_age=0)
+            report = self.stores[run].gc_tier(names[0], min_age=0, waste_max=waste)
+            assert (report.stop, report.repacked.troubles) == ("", [])
+
+    @rule(run=ANY_RUN, tier=ANY_TIER)
+    def grow_old(self, run, tier):
+        """Everything goes to a tier, one checkpoint goes for good: of its pack the next one needs a part."""
+        self.commit_step(run, "none", 1e-3)
+        self.commit_step(run, "none", 1e-3, moves_moments=False)
+        self.push(run, tier, 0)
+        self.delete(run, -2)
+        self.collect(run, None, True, None)
+        self.collect_tier(run, tier, 0.05)
 
     @rule(run=ANY_RUN)
     def mirror(self, run):

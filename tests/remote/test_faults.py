@@ -184,6 +184,47 @@ class Collect:
             assert store.verify("decode", remote=True).is_clean
 
 
+class Rewrite:
+    """Of what two of three checkpoints in the bucket share the pack is rewritten there."""
+
+    def __init__(self, template, folder, address):
+        shutil.copytree(template, folder)
+        self.folder, self.address = folder, address
+        with ckstore.open(self.folder) as store:
+            store.push(address, keep_local=0)
+            store.delete(1)
+            store.gc(now=True, min_age=0)
+        self.report = None
+
+    def act(self):
+        with ckstore.open(self.folder) as store:
+            self.report = store.gc_tier(min_age=0)
+
+    def check(self, proxy, *, has_acted):
+        with ckstore.open(self.folder) as store:
+            proxy.begin()
+            assert_restores(store, 2, 3)
+            # A server that shows nothing, again and again, has nothing to be rewritten.
+            is_told = has_acted and not self.report.stop and not self.report.repacked.troubles
+            assert not is_told or self.report.renewed == 2 * len(self.report.rewrites)
+            for _ in range(2):
+                # What is half done is finished, and what was replaced goes for good.
+                store.gc_tier(min_age=0)
+                store.gc(now=True, min_age=0)
+            last = store.gc_tier(min_age=0)
+            assert (last.rewrites, last.renewed) == ([], 0)
+            assert store.gc_tier(min_age=0, dry_run=True).packs == {}
+            assert_restores(store, 2, 3)
+            assert store.verify("decode", remote=True).is_clean
+        with ckstore.open(self.address, create=False) as there:
+            assert_restores(there, 2, 3)
+            packs = {name[-37:-5] for name, _ in there._parts.backend.list_deep("packs") if name.endswith(".pack")}
+            # One for each of the two, and one for what they share; what was replaced for one of them only when it broke
+            # is written once more for the other.
+            assert packs == {pack.pack_id for step in (2, 3) for pack in there.contents(step).packs}
+            assert len(packs) <= (3 if has_acted else 4)
+
+
 class CollectHome:
     """A store that lies in a bucket is collected, by a rule: one checkpoint goes, one was dropped before."""
 
@@ -231,13 +272,14 @@ SCENARIOS = {
     "commit": Commit,
     "init": Init,
     "collect": Collect,
+    "rewrite": Rewrite,
     "collect home": CollectHome,
 }
 
 
-STRIDES = {"collect home": 6}
-"""Of how many kinds of faults a request meets one, where it is not 2: a collection there makes a hundred requests, and
-whether it did harm is known after two hundred more."""
+STRIDES = {"collect home": 6, "rewrite": 4}
+"""Of how many kinds of faults a request meets one, where it is not 2: a collection there makes up to a hundred
+requests, and whether it did harm is known after two hundred more."""
 
 
 def strike(proxy, scenario, number, fault, is_for_ever):

@@ -103,7 +103,8 @@ def run(
 
         others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
         others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
-        given = {"min_age": min_age or "24h", "dry_run": dry_run, "clear_lists": clear_lists}
+        given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
+        given |= {"dry_run": dry_run, "clear_lists": clear_lists}
         collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
         return
     from ckstore.keeping import keep

@@ -65,6 +65,15 @@ def _json_of(report: TierGc) -> dict[str, Any]:
         "packs": [{"pack_id": pack_id.hex(), "nbytes": nbytes} for pack_id, nbytes in sorted(report.packs.items())],
         "freed_nbytes": report.freed_nbytes,
         "young_nbytes": report.young_nbytes,
+        "rewrites": [
+            {"pack_id": each.pack_id.hex(), "nbytes": each.nbytes, "packed_nbytes": each.packed_nbytes}
+            for each in report.rewrites
+        ],
+        "repacked": [pack_id.hex() for pack_id in report.repacked.pack_ids],
+        "repacked_nbytes": report.repacked.nbytes_written,
+        "replaced_manifests": report.repacked.manifests,
+        "renewed_manifests": report.renewed,
+        "troubles": report.repacked.troubles,
         "lists": report.lists,
         "stop": report.stop,
     }
@@ -82,6 +91,16 @@ def _lines_of(report: TierGc) -> list[str]:
     ]
     if report.superseded:
         lines.append(f"{_count(len(report.superseded), 'superseded manifest')} {would}removed.")
+    if report.rewrites and report.is_dry_run:
+        become = f"{size(report.rewritten_nbytes)} become {size(report.written_nbytes)}"
+        lines.append(f"{_count(len(report.rewrites), 'pack')} there would be rewritten: {become}.")
+    if report.repacked.pack_ids:
+        lines.append(
+            f"{_count(len(report.repacked.pack_ids), 'pack')} there rewritten into "
+            f"{size(report.repacked.nbytes_written)}; the old ones go in a later collection there, after the trash "
+            "here has been freed of the manifests that named them."
+        )
+    lines += [f"{trouble}." for trouble in report.repacked.troubles]
     if report.lists:
         lines.append(f"{_count(report.lists, 'list')} of collectors that do not live any more removed.")
     if report.young_nbytes:

@@ -157,7 +157,7 @@ class Collector:
         drops = [name for name in self._plan.drops if name not in self.done.spared]
         for run in sorted({name.run for name in drops}):
             names = [name for name in drops if name.run == run]
-            parts = self._run(run)
+            parts = self._parts.of_run(run)
             going = {name.seq for name in names}
             # Before acting on what is seen: else what is kept might be in the page cache only.
             for name in parts.manifests.listing().names:
@@ -177,12 +177,12 @@ class Collector:
         """Step 1: move what is marked or superseded, and still in place."""
         for run in sorted({name.run for name in self._plan.unfinished}):
             seqs = frozenset(name.seq for name in self._plan.unfinished if name.run == run)
-            manifests = self._run(run).manifests
+            manifests = self._parts.of_run(run).manifests
             # The mark may have been made by a process that died before its sync.
             self._parts.backend.sync_folder(layout.claims_folder(run))
             self.done.superseded += manifests.move_to_trash(seqs)
         for run in sorted({name.run for name in self._plan.superseded}):
-            self.done.superseded += finish_replacements(self._run(run), self.done.waits)
+            self.done.superseded += finish_replacements(self._parts.of_run(run), self.done.waits)
 
     def _keep(self, unproven: Unproven) -> None:
         """Tell of a pack that stays because it could not be seen in its tier."""
@@ -256,9 +256,6 @@ class Collector:
             self.done.drafts += self._parts.trash.unlink(draft.path)
         for run in self._parts.runs():
             self.done.intents += Tags(self._parts.backend, run, self._parts.clock).remove_abandoned()
-
-    def _run(self, run: str) -> Parts:
-        return Parts(self._parts.backend, self._parts.record, run, clock=self._parts.clock)
 
 
 _FOLDER_AGE_NS_MIN = 60 * 10**9

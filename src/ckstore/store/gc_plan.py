@@ -286,7 +286,7 @@ def _rewrites(
     limits: GcLimits,
     count_uses: Callable[[Sequence[Marked]], list[PackUse]],
 ) -> Iterable[PackRewrite]:
-    """Yield the packs that are worth rewriting, those that free most for each byte written first.
+    """Yield the packs here that are worth rewriting.
 
     Where packs stay for what lies in the trash (``held``), rewriting them now would free nothing.
     """
@@ -294,16 +294,42 @@ def _rewrites(
         return
     refs = marker.numbers.refs
     kept = {number for marked in staying if marked.name.run in blocked for number in marked.packs}
-    wasteful: list[tuple[float, int, int]] = []
+    uses = []
     for use in count_uses(staying):
         ref, info = refs[use.number], found.packs.get(refs[use.number].pack_id)
-        if ref.tier != LOCAL_TIER or use.number in kept or info is None or info.nbytes != ref.nbytes:
+        if ref.tier != LOCAL_TIER or use.number in kept or ref.pack_id in held:
             continue
-        if ref.pack_id in held:
-            continue
-        waste = info.nbytes - use.packed_nbytes
-        if waste > limits.waste_max * info.nbytes:
-            wasteful.append((waste / info.nbytes, use.number, use.packed_nbytes))
+        if info is not None and info.nbytes == ref.nbytes:
+            uses.append(use)
+    yield from worthwhile_rewrites(uses, marker, staying, limits)
+
+
+def worthwhile_rewrites(
+    uses: Iterable[PackUse],
+    marker: Marker,
+    staying: Sequence[Marked],
+    limits: GcLimits,
+    *,
+    manifest_copies: int = 1,
+    may_rewrite: Callable[[PackId], bool] = lambda pack_id: True,
+) -> Iterable[PackRewrite]:
+    """Yield the packs that are worth rewriting, those that free most for each byte written first.
+
+    Args:
+        uses: What is needed of packs that may be rewritten.
+        marker: Has numbered the packs.
+        staying: Manifests that stay.
+        limits: How much of a pack may be waste, and how much may be written.
+        manifest_copies: How often a manifest is written when it is replaced.
+        may_rewrite: Asked last, about packs that are worth it, since it is dear.
+    """
+    refs = marker.numbers.refs
+    wasteful: list[tuple[float, int, int]] = []
+    for use in uses:
+        nbytes = refs[use.number].nbytes
+        waste = nbytes - use.packed_nbytes
+        if waste > limits.waste_max * nbytes:
+            wasteful.append((waste / nbytes, use.number, use.packed_nbytes))
     if not wasteful:
         return
     naming: dict[int, list[Marked]] = {number: [] for _, number, _ in wasteful}
@@ -313,9 +339,11 @@ def _rewrites(
     budget = limits.repack_nbytes_max
     for _, number, packed_nbytes in sorted(wasteful, key=lambda each: (-each[0], refs[each[1]].pack_id)):
         ref, manifests = refs[number], naming[number]
-        manifests_nbytes = sum(marked.nbytes for marked in manifests)
+        manifests_nbytes = manifest_copies * sum(marked.nbytes for marked in manifests)
         # Writing thousands of manifests anew to free a few bytes is no gain.
         if packed_nbytes + manifests_nbytes > budget or manifests_nbytes > ref.nbytes - packed_nbytes:
+            continue
+        if not may_rewrite(ref.pack_id):
             continue
         budget -= packed_nbytes + manifests_nbytes
         yield PackRewrite(ref.pack_id, ref.nbytes, packed_nbytes, tuple(marked.name for marked in manifests))

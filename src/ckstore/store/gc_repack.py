@@ -2,6 +2,8 @@
 
 Frames are copied as they are, and never decoded: their checksum is compared with the bytes as they lie in the new pack.
 
+The packs may lie in a tier of the store: then the new ones are written there.
+
 Invariants:
 - A new pack is durable before a manifest names it, and a manifest is replaced as docs/FORMAT.md section 10 says.
 - Between any two steps every checkpoint can be restored: the old pack stays until no manifest names it.
@@ -28,6 +30,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.writer import copy_plain
 from ckstore.store.gc_marks import UNREADABLE, Marker
 from ckstore.store.gc_plan import PackRewrite
+from ckstore.store.known import LOCAL_TIER
 from ckstore.store.packer import Packer
 from ckstore.store.packs import open_pack, read_buffer_nbytes, read_frame
 from ckstore.store.parts import Parts
@@ -60,7 +63,12 @@ class Repacked:
 
 
 def repack(
-    parts: Parts, marker: Marker, rewrites: Sequence[PackRewrite], tell: Callable[[], None] = lambda: None
+    parts: Parts,
+    marker: Marker,
+    rewrites: Sequence[PackRewrite],
+    tell: Callable[[], None] = lambda: None,
+    *,
+    tier: str = LOCAL_TIER,
 ) -> Repacked:
     """Rewrite packs; damage, conflicts and a full disk are told, and leave what was there as it was.
 
@@ -69,6 +77,7 @@ def repack(
         marker: Reads tables of manifests.
         rewrites: Which packs, and the manifests that name them.
         tell: Called after each pack and each manifest.
+        tier: Where they lie.
 
     Raises:
         CapacityError: A manifest could not be written.
@@ -80,7 +89,7 @@ def repack(
     with BufferPool(BLOCK_NBYTES, BLOCK_COUNT) as blocks, BufferPool(read_buffer_nbytes(parts.limits), 1) as buffers:
         for rewrite in rewrites:
             try:
-                moved |= _copy(parts, marker, rewrite, blocks, buffers, done)
+                moved |= _copy(parts, marker, rewrite, tier, blocks, buffers, done)
             except (CorruptError, FileNotFoundError) as error:
                 done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
             except CapacityError as error:
@@ -94,18 +103,24 @@ def repack(
 
 
 def _copy(
-    parts: Parts, marker: Marker, rewrite: PackRewrite, blocks: BufferPool, buffers: BufferPool, done: Repacked
+    parts: Parts,
+    marker: Marker,
+    rewrite: PackRewrite,
+    tier: str,
+    blocks: BufferPool,
+    buffers: BufferPool,
+    done: Repacked,
 ) -> dict[Place, tuple[PackRef, int]]:
     """Copy the needed frames of a pack to a new one, durably; return where each lies now."""
     ref, frames = _needed(marker, rewrite)
     if not frames:
         # The manifests that named it have gone since.
         return {}
-    packer = Packer(
-        parts.backend, blocks, store_id=parts.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain
-    )
+    target = parts.backend if tier == LOCAL_TIER else parts.tiers.open(tier)
+    packer = Packer(target, blocks, store_id=parts.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain)
     try:
-        file = open_pack(parts, ref)
+        # What is read once need not be kept here.
+        file = open_pack(parts, ref, keeps_ranges=False)
         try:
             places = {offset: _copy_frame(parts, packer, file, frames[offset], buffers) for offset in sorted(frames)}
         finally:
@@ -117,6 +132,7 @@ def _copy(
         raise
     done.pack_ids.append(rewrite.pack_id)
     done.nbytes_written += made.nbytes
+    made = replace(made, tier=tier)
     return {(rewrite.pack_id, offset): (made, to) for offset, to in places.items()}
 
 
@@ -169,7 +185,7 @@ def _copy_frame(parts: Parts, packer: Packer, file: ReadFile, frame: FrameRef, b
 
 def _replace(parts: Parts, name: ManifestName, moved: dict[Place, tuple[PackRef, int]], done: Repacked) -> None:
     """Publish the next generation of a manifest, whose frames lie where they were copied to."""
-    run = Parts(parts.backend, parts.record, name.run, clock=parts.clock)
+    run = parts.of_run(name.run)
     try:
         manifest = run.manifests.load(name)
         replacement = located_anew(manifest, moved)

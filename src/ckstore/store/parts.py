@@ -178,6 +178,12 @@ class Parts:
         """Return the manifests of any run of this store."""
         return Manifests(self.backend, run, store_id=self.store_id, limits=self.limits)
 
+    def of_run(self, run: str) -> Parts:
+        """Return the parts for another run of this store; tiers that are open are shared."""
+        other = Parts(self.backend, self.record, run, clock=self.clock)
+        other.tiers = self.tiers
+        return other
+
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
         return [name for name in self.backend.list_names(layout.MANIFESTS_FOLDER) if layout.is_name(name)]

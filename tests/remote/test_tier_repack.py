@@ -1,0 +1,350 @@
+"""Protects rewriting in a tier: space that nobody needs comes back, and at no moment is a checkpoint lost for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import BackendError, CkstoreError
+from ckstore.format import layout
+from ckstore.io.address import backend_for
+from ckstore.store import gc_repack, tier_gc, tier_repack
+from ckstore.store.doomed import lists_in
+
+STEPS = (1, 2, 3)
+
+
+def state_of(seed, count=40_000):
+    source = np.random.default_rng(seed)
+    return {"w": source.standard_normal(count).astype(np.float32), "shared": np.arange(9_000), "step": seed}
+
+
+def assert_restores(store, *steps):
+    for step in steps:
+        assert np.array_equal(store.restore(step)["w"], state_of(step)["w"])
+        assert np.array_equal(store.restore(step)["shared"], np.arange(9_000))
+
+
+def packs_at(place):
+    there = backend_for(place)
+    names = [f"{folder}/{file}" for folder in layout.pack_folders() for file in there.list_names(folder)]
+    return {layout.parse_pack_file(name.rpartition("/")[2]).hex(): there.stat(name).nbytes for name in names}
+
+
+def manifests_at(place):
+    return backend_for(place).list_names("manifests/main")
+
+
+def packs_of(store, step):
+    return {pack.pack_id for pack in store.contents(step).packs}
+
+
+@pytest.fixture
+def wasteful(folder, place):
+    """A store whose first checkpoint was dropped for good: of its pack in the tier only the shared chunk is needed."""
+    with ckstore.open(folder) as store:
+        for step in STEPS:
+            store.commit(state_of(step), step)
+        store.push(place, keep_local=1)
+        store.gc(now=True, min_age=0)
+        store.delete(1)
+        store.gc(now=True, min_age=0)
+        yield store
+
+
+def collect_all(store):
+    """Collect there, free what the trash here holds, and collect there once more."""
+    first = store.gc_tier(min_age=0)
+    store.gc(now=True, min_age=0)
+    store.gc_tier(min_age=0)
+    return first
+
+
+def assert_tidy(store, place, *steps):
+    """Nothing is left to do, here or there, and both sides are whole."""
+    again = store.gc_tier(min_age=0)
+    assert (again.packs, again.rewrites, again.renewed, again.superseded, again.stop) == ({}, [], 0, [], "")
+    assert again.repacked.troubles == []
+    assert_restores(store, *steps)
+    assert store.verify("decode", remote=True).is_clean
+    with ckstore.open(place) as there:
+        assert there.steps() == sorted(steps)[: len(there.steps())]
+        assert_restores(there, *there.steps())
+        assert there.verify("decode").is_clean
+    assert lists_in(backend_for(place)) == []
+
+
+def test_pack_of_which_little_is_needed_is_rewritten(wasteful, place):
+    before = packs_at(place)
+    old = max(before, key=before.get)
+    report = wasteful.gc_tier(min_age=0)
+    assert [rewrite.pack_id.hex() for rewrite in report.rewrites] == [old]
+    assert [pack_id.hex() for pack_id in report.repacked.pack_ids] == [old]
+    # Of the checkpoint that names the pack there is one manifest here and a copy of it there.
+    assert (report.repacked.manifests, report.renewed) == (1, 1)
+    (new,) = packs_at(place).keys() - before.keys()
+    assert packs_at(place)[new] == report.rewrites[0].packed_nbytes == report.repacked.nbytes_written
+    assert packs_at(place)[new] < before[old] / 2
+    assert new in packs_of(wasteful, 2)
+    assert old not in packs_of(wasteful, 2)
+    # The manifest that was replaced lies in the trash here, and could be brought back.
+    assert old in packs_at(place)
+    assert_restores(wasteful, 2, 3)
+    wasteful.gc(now=True, min_age=0)
+    last = wasteful.gc_tier(min_age=0)
+    assert [pack_id.hex() for pack_id in last.packs] == [old]
+    assert packs_at(place).keys() == (before.keys() | {new}) - {old}
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_dry_run_tells_what_would_be_rewritten_and_changes_nothing(wasteful, place):
+    packs, manifests = packs_at(place), manifests_at(place)
+    planned = wasteful.gc_tier(min_age=0, dry_run=True)
+    assert (packs_at(place), manifests_at(place)) == (packs, manifests)
+    assert planned.repacked.pack_ids == []
+    assert planned.rewritten_nbytes > planned.written_nbytes > 0
+    assert wasteful.gc_tier(min_age=0).rewrites == planned.rewrites
+
+
+def test_budget_and_share_of_waste_are_kept_to(wasteful):
+    assert wasteful.gc_tier(min_age=0, repack_nbytes_max=0).rewrites == []
+    assert wasteful.gc_tier(min_age=0, repack_nbytes_max=10_000).rewrites == []
+    assert wasteful.gc_tier(min_age=0, waste_max=0.99).rewrites == []
+    assert len(wasteful.gc_tier(min_age=0, waste_max=0.5).rewrites) == 1
+
+
+def test_what_the_trash_can_bring_back_is_not_rewritten_away(folder, place):
+    with ckstore.open(folder) as store:
+        for step in STEPS:
+            store.commit(state_of(step), step)
+        store.push(place, keep_local=1)
+        store.gc(now=True, min_age=0)
+        store.delete(1)
+        assert store.gc_tier(min_age=0).rewrites == [], "it would free nothing"
+        store.undelete("seq:0")
+        assert_restores(store, *STEPS)
+
+
+def test_runs_that_share_a_pack_are_all_told(folder, place):
+    with ckstore.open(folder) as store, ckstore.open(folder, run="other") as other:
+        for step in STEPS:
+            store.commit(state_of(step), step)
+        other.commit(state_of(7), 7)
+        store.push(place, keep_local=1)
+        other.push(place, keep_local=0)
+        store.delete(1)
+        store.gc(now=True, min_age=0)
+        report = collect_all(store)
+        assert report.repacked.manifests == report.renewed == 2
+        assert_tidy(store, place, 2, 3)
+        assert_restores(other, 7)
+        with ckstore.open(place, run="other") as there:
+            assert_restores(there, 7)
+
+
+def test_a_pull_and_another_push_meet_no_conflict_after_it(wasteful, place):
+    collect_all(wasteful)
+    wasteful.pull()
+    wasteful.push(place, keep_local=0)
+    collect_all(wasteful)
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_a_store_that_was_lost_comes_back_from_its_tier_after_it(wasteful, place, tmp_path):
+    collect_all(wasteful)
+    with ckstore.open(place) as there:
+        there.mirror(str(tmp_path / "again"))
+    with ckstore.open(tmp_path / "again") as again:
+        assert_restores(again, 2)
+
+
+# What bars it
+
+
+def test_checkpoints_that_were_pulled_bar_it(wasteful, place):
+    """Their copies there name the pack, and no manifest here says so any more."""
+    wasteful.pull()
+    assert wasteful.gc_tier(min_age=0).rewrites == []
+    wasteful.gc(now=True, min_age=0)
+    assert wasteful.gc_tier(min_age=0).rewrites == []
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_checkpoints_that_another_put_there_bar_it(wasteful, place):
+    """One who commits there finds the chunk that is shared, and names its pack; nobody here knows."""
+    with ckstore.open(place) as there:
+        there.commit(state_of(9), 9)
+        (old,) = packs_of(there, 9) & packs_of(wasteful, 2)
+    assert wasteful.gc_tier(min_age=0).rewrites == []
+    collect_all(wasteful)
+    assert old in packs_at(place)
+    with ckstore.open(place) as there:
+        assert_restores(there, 2, 9)
+
+
+def test_claim_that_is_not_of_a_push_bars_it(wasteful, place):
+    there = backend_for(place)
+    (manifest,) = manifests_at(place)[-1:]
+    claim = layout.claim_name("main", layout.parse_manifest_file("main", manifest).seq)
+    there.unlink(claim)
+    there.create(claim, b"", sync=True)
+    assert wasteful.gc_tier(min_age=0).rewrites == []
+
+
+# What comes between
+
+
+class _DiedError(Exception):
+    pass
+
+
+def test_what_died_before_the_copies_were_renewed_is_finished_by_the_next(wasteful, place, monkeypatch):
+    def dies(*given):
+        raise _DiedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_gc, "renew_copies", dies)
+        with pytest.raises(_DiedError):
+            wasteful.gc_tier(min_age=0)
+    assert_restores(wasteful, 2, 3)
+    with ckstore.open(place) as there:
+        assert_restores(there, 2)
+    wasteful.gc(now=True, min_age=0)
+    report = wasteful.gc_tier(min_age=0)
+    # What is there names the old pack until it is renewed, so that it was not removed.
+    assert (report.packs, report.rewrites, report.renewed) == ({}, [], 1)
+    assert_restores(wasteful, 2, 3)
+    assert list(wasteful.gc_tier(min_age=0).packs) != []
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_what_died_before_a_manifest_was_replaced_leaves_garbage_only(wasteful, place, monkeypatch):
+    def dies(*given):
+        raise _DiedError
+
+    before = packs_at(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(gc_repack, "_replace", dies)
+        with pytest.raises(_DiedError):
+            wasteful.gc_tier(min_age=0)
+    assert len(packs_at(place)) == len(before) + 1
+    assert_restores(wasteful, 2, 3)
+    report = wasteful.gc_tier(min_age=0)
+    assert len(report.packs) == len(report.rewrites) == 1
+    collect_all(wasteful)
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_checkpoint_that_is_dropped_while_its_pack_is_rewritten_stays_dropped(wasteful, place, folder, monkeypatch):
+    copy = gc_repack._copy
+
+    def drops_meanwhile(*given):
+        copied = copy(*given)
+        with ckstore.open(folder) as other:
+            other.delete(2)
+        return copied
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc_repack, "_copy", drops_meanwhile)
+        wasteful.gc_tier(min_age=0)
+    assert wasteful.steps() == [3]
+    collect_all(wasteful)
+    collect_all(wasteful)
+    assert packs_at(place) == {}
+    assert manifests_at(place) == []
+    assert_restores(wasteful, 3)
+
+
+def test_pull_that_comes_between_is_not_undone(wasteful, place, folder, monkeypatch):
+    renew = tier_gc.renew_copies
+
+    def pulls_meanwhile(*given):
+        with ckstore.open(folder) as other:
+            other.pull()
+        return renew(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier_gc, "renew_copies", pulls_meanwhile)
+        assert wasteful.gc_tier(min_age=0).renewed == 0
+    assert packs_of(wasteful, 2) & packs_at(place).keys()
+    collect_all(wasteful)
+    assert_restores(wasteful, 2, 3)
+    wasteful.push(place, keep_local=0)
+    collect_all(wasteful)
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_damage_in_a_pack_there_is_told_and_nothing_changes(wasteful, place):
+    there = backend_for(place)
+    old = max(packs_at(place), key=packs_at(place).get)
+    name = layout.pack_name(bytes.fromhex(old))
+    content = bytearray(there.read_bytes(name, nbytes_max=1 << 30))
+    content[4096:-8192:64] = bytes(len(content[4096:-8192:64]))
+    there.unlink(name)
+    there.create(name, bytes(content), sync=True)
+    before = packs_at(place)
+    report = wasteful.gc_tier(min_age=0)
+    assert report.repacked.pack_ids == []
+    assert [old in trouble and "is left as it is" in trouble for trouble in report.repacked.troubles] == [True]
+    assert packs_at(place) == before
+
+
+def test_another_manifest_under_the_name_there_is_told_and_nothing_is_lost(wasteful, place):
+    there = backend_for(place)
+    name = layout.parse_manifest_file("main", manifests_at(place)[-1])
+    home = wasteful._parts.manifests.listing().names
+    generation = next(each.generation for each in home if each.seq == name.seq) + 1
+    taken = layout.ManifestName("main", name.seq, name.step, generation)
+    content = there.read_bytes(name.path, nbytes_max=1 << 30)
+    put = tier_repack.StoreCopy.put_manifest
+
+    def is_late(self, manifest):
+        if manifest.header.generation == generation:
+            there.create(taken.path, content, sync=True)
+        put(self, manifest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_repack.StoreCopy, "put_manifest", is_late)
+        report = wasteful.gc_tier(min_age=0)
+    assert report.renewed == 0
+    assert "is as it was" in report.repacked.troubles[0]
+    assert_restores(wasteful, 2, 3)
+
+
+def test_silent_tier_loses_nothing(wasteful, place, monkeypatch):
+    def fails(*given, **named):
+        raise BackendError("no answer", is_transient=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc_repack, "settle", fails)
+        with pytest.raises(BackendError):
+            wasteful.gc_tier(min_age=0)
+    assert_restores(wasteful, 2, 3)
+    collect_all(wasteful)
+    collect_all(wasteful)
+    assert_tidy(wasteful, place, 2, 3)
+
+
+def test_rewriting_goes_on_beside_restores_of_the_same_checkpoints(wasteful, monkeypatch):
+    copy = gc_repack._copy
+
+    def restores_meanwhile(*given):
+        assert_restores(wasteful, 2, 3)
+        copied = copy(*given)
+        assert_restores(wasteful, 2, 3)
+        return copied
+
+    monkeypatch.setattr(gc_repack, "_copy", restores_meanwhile)
+    assert len(wasteful.gc_tier(min_age=0).repacked.pack_ids) == 1
+
+
+def test_disk_that_is_full_there_is_told(wasteful, monkeypatch):
+    def is_full(*given):
+        raise ckstore.errors.CapacityError("the disk is full")
+
+    monkeypatch.setattr(gc_repack, "_copy", is_full)
+    report = wasteful.gc_tier(min_age=0)
+    assert "no more packs are rewritten" in report.repacked.troubles[0]
+    assert issubclass(ckstore.errors.CapacityError, CkstoreError)
+    assert_restores(wasteful, 2, 3)
