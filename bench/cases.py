@@ -17,6 +17,7 @@ from typing import Any
 from bench import (
     cases_async,
     cases_codec,
+    cases_device,
     cases_engine,
     cases_gc,
     cases_history,
@@ -290,6 +291,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_history.CASES,
     **cases_codec.CASES,
     **cases_engine.CASES,
+    **cases_device.CASES,
     **cases_gc.CASES,
     **cases_stall.CASES,
     **cases_async.CASES,

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             result.setting["case_seconds"] = round(time.perf_counter() - began, 1)
             measure.show(result)
             has_failed |= any(who.startswith("ckstore") for who in result.unusable)
-            if not given.small:
+            if result.samples and not given.small:
                 measure.tell(f"kept in {measure.save(result, given.results, folder)}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

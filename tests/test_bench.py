@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,19 @@ if str(ROOT) not in sys.path:
     # The bench is no part of the package; it is found from the root, as `python -m bench.run` finds it.
     sys.path.append(str(ROOT))
 
-from bench import coders, entropy, histories, measure, ours, peers, run, table, table_coding, training  # noqa: E402
+from bench import (  # noqa: E402
+    cases_device,
+    coders,
+    entropy,
+    histories,
+    measure,
+    ours,
+    peers,
+    run,
+    table,
+    table_coding,
+    training,
+)
 from bench.cases import CASES  # noqa: E402
 from bench.measure import Result, Sample  # noqa: E402
 from examples.train_gpt import Settings  # noqa: E402
@@ -219,3 +232,18 @@ def test_table_says_on_which_machine_each_column_was_measured_and_what_is_not_to
     assert "something else was using the machine: gc_plan." in details
     assert details.endswith("new, 2 cores, ext4, Linux 6.")
     assert table.make_table({}).count("No measurements yet") == 1
+
+
+def test_quantizing_on_a_device_is_measured_only_where_there_is_one(monkeypatch, capsys):
+    bench = SimpleNamespace(rounds=1, nbytes=1)
+    monkeypatch.setattr(cases_device, "_reason", lambda: "there is no CUDA GPU here")
+    result = CASES["quantize_device"](bench)
+    assert result.unusable == {"GPU": "there is no CUDA GPU here"}
+    assert not result.samples
+    assert "quantize_device is left out: there is no CUDA GPU here" in capsys.readouterr().err
+
+
+def test_what_is_measured_on_a_device_is_what_a_commit_stores():
+    pytest.importorskip("torch")
+    found = cases_device.participants(list(cases_device.chunks_on("cpu", 1)))
+    assert all(work().value > 0 for work in found.values())

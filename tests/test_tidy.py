@@ -16,8 +16,7 @@ SRC = ROOT / "src" / "ckstore"
 FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 400, 120
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
-GROUND |= {"recapture"}  # A capture again, from what the last one has found.
-GROUND.add("workers")  # Threads and nothing else: it imports the standard library only.
+GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {
@@ -47,7 +46,8 @@ ALLOWED = {
     "forms": GROUND | {"codec", "delta", "kernels", "lossy_forms"},
     "lossy_directions": GROUND | {"codec", "quant", "kernels"},
     "lossy_payload": GROUND | {"codec", "quant", "kernels"},
-    "lossy_forms": GROUND | {"lossy_directions", "lossy_payload", "codec", "quant", "kernels"},
+    "lossy_grids": GROUND | {"codec", "quant", "kernels", "lossy_payload"},
+    "lossy_forms": GROUND | {"lossy_directions", "lossy_grids", "lossy_payload", "codec", "quant", "kernels"},
     "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
     # Parts of the two stories, in files of their own.
     "workers": set(),
@@ -56,7 +56,8 @@ ALLOWED = {
     "arguments": GROUND | {"format"},
     "stale": GROUND | {"format"},
     "choice": GROUND,
-    "bases": CORE | {"choice"},
+    "device_bases": {"ids"},
+    "bases": CORE | {"choice", "device_bases"},
     "masters": CORE,
     "pairing": {"errors", "tree", "values", "tensor"},
     "train_state": {"errors", "capture"},
@@ -73,9 +74,13 @@ ALLOWED = {
     "restore_plan": CORE,
     "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
     "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates"},
+    "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
+    "lossy_device_task": CORE
+    | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task"},
     "lossy_target": CORE | {"chunks", "distance", "lossy", "lossy_forms", "lossy_task"},
     "lossy_chunks": CORE
-    | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"},
+    | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"}
+    | {"lossy_device_task"},
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
     | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing"},
@@ -199,6 +204,7 @@ DOORS = {
     "asyncio": set(),
 }
 LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
+LAZY.add(("lossy_chunks", "lossy_device_task"))  # That loads torch, which the saver never does.
 """Imports that may stand inside functions only."""
 
 

@@ -37,6 +37,7 @@ from ckstore.tiering import Tiering
 
 # The stories and all they need are imported by the verbs that tell them: listing and tagging start at once.
 if TYPE_CHECKING:
+    from ckstore.capture import Captured
     from ckstore.format.manifest import Manifest
     from ckstore.receipt import Receipt
     from ckstore.repack import RepackReport
@@ -134,7 +135,6 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             CapacityError: The disk is full; earlier checkpoints are intact.
             BackendError: The medium failed.
         """
-        from ckstore.capture import capture
         from ckstore.commit import Request, commit
         from ckstore.receipt import Stopwatch
 
@@ -148,7 +148,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             self._parts.lease.wait_for_orphan()
             watch = Stopwatch(self._parts.clock)
             with watch("stage"):
-                captured = capture(state, loaded_adapters())
+                captured = _captured(state)
             request = Request(
                 captured=captured,
                 step=number,
@@ -343,6 +343,18 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         for sentence in passed_over:
             _log.warning("%s", sentence)
         return manifest, passed_over
+
+
+def _captured(state: Any) -> Captured:
+    """Take a state apart, so that every thread of a commit finds on devices what the trainer's has let them compute."""
+    from ckstore.capture import capture
+
+    captured = capture(state, loaded_adapters())
+    if not all(storage.is_host for storage in captured.storages):
+        from ckstore.adapters.torch_state import wait_for_devices
+
+        wait_for_devices(captured.storages)
+    return captured
 
 
 def _adapters(*, needs_torch: bool) -> list[LeafAdapter]:

@@ -186,6 +186,8 @@ class Background(Advising):
                     handover.close()
             finally:
                 self._tell_durable()
+                # They may be as large as the state, and lie on devices.
+                self._bases = None
                 super().close()
             if handover is not None:
                 handover.raise_unasked()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckstore.choice import View
+from ckstore.device_bases import DeviceBases
 from ckstore.format.choices import Choices, StorageChoice
 from ckstore.format.manifest import Manifest
 from ckstore.format.wire import xxh3_64
@@ -47,6 +48,8 @@ class Bases:
     """What one handle remembers from one commit to the next; thread-safe where threads of one commit meet."""
 
     def __init__(self) -> None:
+        self.there = DeviceBases()
+        """What devices have of them."""
         self.seq: int | None = None
         self.choices: Choices | None = None
         self._previous: dict[Place, BaseChunk] = {}
@@ -99,6 +102,7 @@ class Bases:
         self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
+        self.there.follow(wanted)
         with self._lock:
             self._held = self._held_from(wanted)
             self._held_nbytes = sum(len(held.plain) for held in self._held.values())
@@ -164,6 +168,7 @@ class Bases:
 
     def forget_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""
+        self.there.forget_drafts()
         with self._lock:
             self._drafts.clear()
             self._drafts_nbytes = 0

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckstore.errors import UsageError
 from ckstore.leaves import BytesAdapter, NumpyAdapter, view_of_memory
-from ckstore.tensor import HostStorage, LeafAdapter, TensorLeaf, TensorSpec
+from ckstore.tensor import HostStorage, LeafAdapter, OnDevice, TensorLeaf, TensorSpec
 from ckstore.tree import (
     DEPTH_MAX,
     FACTORIES,
@@ -302,6 +302,16 @@ class MemorySpan:
         if self.reader is not None and lo < hi:
             return self.reader(self.start + lo, self.start + hi)
         return view_of_memory(self.start + lo, hi - lo, self.keep)
+
+    def there(self, lo: int, hi: int) -> Any:
+        """Return bytes ``lo`` to ``hi`` on their device, as a tensor of bytes; None where there is no way to them."""
+        assert 0 <= lo <= hi <= self.nbytes
+        return self.reader.view(self.start + lo, self.start + hi) if isinstance(self.reader, OnDevice) else None
+
+
+def is_on_device(storage: object) -> TypeGuard[MemorySpan]:
+    """Whether a captured storage lies where those who work on a device can see it."""
+    return isinstance(storage, MemorySpan) and isinstance(storage.reader, OnDevice)
 
 
 def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckstore.basing import WHOLE
+from ckstore.capture import is_on_device
 from ckstore.chunks import ChunkWriter, Coded, CodingThread, NewFrame, Stored, depth_of, thread_nbytes
 from ckstore.config import Limits
 from ckstore.distance import Distance
@@ -32,6 +34,9 @@ from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan
 from ckstore.store.known import KnownFrame
 from ckstore.workers import Turns, run_in_turns
+
+if TYPE_CHECKING:
+    from ckstore.lossy_device_task import Devices
 
 _BUFFERS, _BUFFERS_JOINT = 2, 5
 """Chunks that a thread holds beside what exact storing takes: reconstructions of a task, and a mask."""
@@ -60,6 +65,7 @@ class LossyChunkWriter(ChunkWriter):
     _pairs: dict[int, int] = field(init=False, default_factory=dict)
     _groups: dict[int, int] = field(init=False, default_factory=dict)
     _masters: dict[int, int] = field(init=False, default_factory=dict)
+    _devices: Devices | None = field(init=False, default=None)
     _guard: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -72,7 +78,18 @@ class LossyChunkWriter(ChunkWriter):
             if task.second >= 0:
                 second, first = self._storage_of(task.second), self._storage_of(task.first)
                 self._pairs[first] = second
+        self._devices = self._devices_of()
         self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._fates}
+
+    def _devices_of(self) -> Devices | None:
+        """Return what is quantized where it lies; None: nothing."""
+        storages = [self.storages[storage] for storage in self.lossy.tensors]
+        if self.policy.quantize_on == "host" or not any(map(is_on_device, storages)):
+            return None
+        # Only who has tensors on devices has torch.
+        from ckstore.lossy_device_task import Devices
+
+        return Devices(self.plan, self.storages, self.bases.there)
 
     def _thread_nbytes(self, *, has_bases: bool) -> int:
         is_private = not self.policy.verify_encoded
@@ -103,6 +120,11 @@ class LossyChunkWriter(ChunkWriter):
             loss = fate.loss(storage, 8 * nbytes * spec.element_width / spec.nbytes)
             losses += [] if loss is None else [loss]
         stored.losses = tuple(losses)
+        if self._devices is not None:
+            stored.nbytes_on_device = sum(
+                nbytes for storage, nbytes in self._devices.nbytes_of.items() if not self._fates[storage].failure
+            )
+            stored.warnings += self._devices.warnings
         return stored
 
     def _scale_steps(self, target: float) -> None:
@@ -173,7 +195,7 @@ class LossyChunkWriter(ChunkWriter):
 
     def _store_task(self, task: Task, turn: int, turns: Turns, thread_index: int) -> None:
         thread = self._thread(thread_index)
-        drafts = TaskCoder(self, task, thread).drafts()
+        drafts = self._coder(task, thread).drafts()
         waiting: list[tuple[NewFrame, Coded, ChunkPlan]] = []
         waiting_nbytes = 0
         with turns.turn(turn):
@@ -187,6 +209,13 @@ class LossyChunkWriter(ChunkWriter):
                     waiting.append((frame, draft.coded, self.plan.chunks[draft.index]))
                     waiting_nbytes += draft.coded.encoded.nbytes
         self._fill_all(waiting, thread)
+
+    def _coder(self, task: Task, thread: CodingThread) -> TaskCoder:
+        if self._devices is None:
+            return TaskCoder(self, task, thread)
+        from ckstore.lossy_device_task import DeviceTaskCoder
+
+        return DeviceTaskCoder(self, task, thread, self._devices)
 
     def _put(self, draft: Draft) -> NewFrame | None:
         """Give a chunk its place; None where it needs none."""

@@ -1,9 +1,8 @@
 """How one chunk can be stored with a loss: as codes, most of them against a base; FORMAT.md has the bytes.
 
 What is committed is the reconstruction: it is made here, hashed by the caller, and exactly what the codes decode to.
-Four steps, which stand alone in a frame: ``grid`` adds codes to a base (weights), ``moment2`` multiplies factors of
-rows and columns, ``moment1`` multiplies codes by the roots of its base, the second moment, and ``codebook`` is values
-by themselves. Before these, where the settings ask for it, ``lossy_directions`` tries to do with a few outer products.
+Steps stand alone in a frame: those of ``lossy_grids``, and before these, where the settings ask for it, those of
+``lossy_directions``, which tries to do with a few outer products.
 
 Invariants:
 - What is encoded decodes to the reconstruction, bit for bit, on every machine, and is smaller than the plain bytes.
@@ -13,21 +12,19 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ckstore import kernels, lossy_directions
+from ckstore import kernels, lossy_directions, lossy_grids
 from ckstore.codec import chain
-from ckstore.codec.base import CodecStep, Encoded
+from ckstore.codec.base import CodecStep
 from ckstore.codec.scratch import Scratch, quantizing_nbytes
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.lossy_payload import Codes, read_codes, write_codes
+from ckstore.lossy_grids import CODEBOOK, GRID, MOMENT1, MOMENT2, Made
+from ckstore.lossy_payload import read_codes
 from ckstore.quant import pruned
-from ckstore.quant.bound import Errors, greatest_quotient, measure
+from ckstore.quant.bound import Errors, Measured, measure
 from ckstore.quant.geometry import KINDS, WIDTHS, ChunkShape, FloatName, Grid
 from ckstore.quant.grid import Quantized, Steps, quantize_grid
 from ckstore.quant.moments import quantize_first
@@ -41,7 +38,11 @@ from ckstore.quant.settings import (
 )
 
 __all__ = [
+    "CODEBOOK",
+    "GRID",
     "LOSSY_STEPS",
+    "MOMENT1",
+    "MOMENT2",
     "STEPS_WITH_BASE",
     "ChunkShape",
     "Errors",
@@ -49,6 +50,7 @@ __all__ = [
     "Made",
     "base_nbytes_of",
     "decode",
+    "dropped",
     "encode_first_moment",
     "encode_pruned_moment",
     "encode_second_moment",
@@ -57,33 +59,11 @@ __all__ = [
     "quantizing_nbytes",
 ]
 
-GRID, MOMENT2, MOMENT1, CODEBOOK = _SYMBOL_STEPS = (7, 8, 9, 10)
-LOSSY_STEPS = (*_SYMBOL_STEPS, *lossy_directions.STEPS)
-NAMES = {GRID: "grid", MOMENT2: "moment2", MOMENT1: "moment1", CODEBOOK: "codebook", **lossy_directions.NAMES}
+LOSSY_STEPS = (*lossy_grids.STEPS, *lossy_directions.STEPS)
+NAMES = {**lossy_grids.NAMES, **lossy_directions.NAMES}
 
-
-_RULES = {GRID: 0, MOMENT2: 1, MOMENT1: 2, CODEBOOK: 3}
 STEPS_WITH_BASE = (GRID, MOMENT1, *lossy_directions.WITH_BASE)
 _NO_BYTES = memoryview(b"")
-# Coding that saves less than one part in so many is not worth the loss.
-_SAVING_PART = 64
-# More of them cost more than exact bytes.
-_ESCAPES_PART = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A chunk that was quantized.
-
-    Args:
-        encoded: Steps and payload; the parts lie in the scratch and last until it is used again.
-        reconstruction: What it decodes to: the caller's buffer, whose bytes are what is committed.
-        errors: How that differs from what was given.
-    """
-
-    encoded: Encoded
-    reconstruction: memoryview
-    errors: Errors
 
 
 def encode_weights(
@@ -302,7 +282,7 @@ def decode(
         return
     is_second = codec_id == MOMENT2
     codes = read_codes(payload, destination.nbytes // width, width=width, is_second=is_second, scratch=scratch)
-    _reconstruct(codes, codec_id, kind, base, destination)
+    lossy_grids.reconstruct(codes, codec_id, kind, base, destination)
 
 
 def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
@@ -315,19 +295,8 @@ def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
     return codec_id, config[0]
 
 
-def _reconstruct(codes: Codes, codec_id: int, kind: int, base: memoryview, destination: memoryview) -> None:
-    grid = codes.grid
-    kernels.finish_values(
-        *(codes.symbols, codes.rows.values().data, codes.cols.values().data, codes.table.data, base, destination),
-        *(grid.row, grid.phase, kind, _RULES[codec_id], codes.floor),
-    )
-    if codes.escapes.size:
-        words = np.frombuffer(codes.words, f"<u{WIDTHS[kind]}")
-        np.frombuffer(destination, words.dtype)[codes.escapes] = words
-
-
 def _made(
-    codec_id: int,
+    step: int,
     found: Quantized | None,
     plain: memoryview,
     base: memoryview,
@@ -337,52 +306,31 @@ def _made(
     reconstruction: memoryview,
 ) -> Made | None:
     """Write the payload and its reconstruction, and measure that; None where it does not pay."""
-    if found is None or found.escapes.size > grid.count // _ESCAPES_PART:
+    if found is None or not lossy_grids.escapes_pay(found, grid):
         return None
-    exact = np.frombuffer(plain, f"<u{shape.width}")[found.escapes].tobytes()
-    symbols = scratch.planes(grid.count)
-    codes = Codes(grid, found.rows, found.cols, symbols, found.table, found.floor, found.escapes, exact)
-    _reconstruct(codes, codec_id, shape.kind, base, reconstruction)
-    max_abs, sum_sq_error, sum_sq_value = measure(plain, reconstruction, shape.kind)
-    if not math.isfinite(max_abs) or not math.isfinite(sum_sq_error):
-        return None
-    if not max_abs and reconstruction != plain:
-        # Only the signs of zeros differ: no number tells that, so it must not be.
-        return None
-    parts = write_codes(codes, found.contexts, found.counts, scratch)
-    encoded = Encoded(((codec_id, bytes([shape.kind])),), parts, shape.width)
-    if encoded.nbytes > plain.nbytes - max(1, plain.nbytes // _SAVING_PART):
-        return None
-    errors = Errors(
-        *(grid.count, max_abs, sum_sq_error, sum_sq_value, found.sum_sq if codec_id == GRID else sum_sq_value),
-        grid.count - (0 if found.zero is None else int(found.counts[found.zero]) - found.escapes.size),
-        found.escapes.size,
-        _u_max(found, plain, base, shape) if codec_id == MOMENT1 else 0.0,
+    words = lossy_grids.words_at(plain, found.escapes, shape.width)
+    return lossy_grids.finished(
+        *(step, found, words, base, shape, grid),
+        scratch=scratch,
+        reconstruction=reconstruction,
+        measure=lambda: measure(plain, reconstruction, shape.kind),
     )
-    return Made(encoded, reconstruction, errors)
-
-
-def _u_max(found: Quantized, plain: memoryview, base: memoryview, shape: ChunkShape) -> float:
-    first, second = (_some(side, found.escapes, shape) for side in (plain, base))
-    return greatest_quotient(found.table, found.counts, first, second)
-
-
-def _some(plain: memoryview, places: NDArray[np.int64], shape: ChunkShape) -> NDArray[np.float64]:
-    chosen = np.frombuffer(plain, f"<u{shape.width}")[places]
-    values = np.empty(chosen.size, np.float32)
-    kernels.float_values(chosen.data, values.data, shape.kind)
-    return values.astype(np.float64)
 
 
 def _zeros(
     plain: memoryview, shape: ChunkShape, grid: Grid, scratch: Scratch, reconstruction: memoryview
 ) -> Made | None:
     np.frombuffer(reconstruction, np.uint8).fill(0)
-    max_abs, sum_sq_error, sum_sq_value = measure(plain, reconstruction, shape.kind)
-    if not max_abs and reconstruction != plain:
-        return None
+    off = measure(plain, reconstruction, shape.kind)
+    return dropped(off, shape, grid, scratch, reconstruction) if off.is_told else None
+
+
+def dropped(off: Measured, shape: ChunkShape, grid: Grid, scratch: Scratch, reconstruction: memoryview) -> Made:
+    """Store a reconstruction that is nothing but zeros."""
     encoded = chain.encode(reconstruction, width=shape.width, is_float=True, compression="fast", scratch=scratch)
-    return Made(encoded, reconstruction, Errors(grid.count, max_abs, sum_sq_error, sum_sq_value, sum_sq_value))
+    return Made(
+        encoded, reconstruction, Errors(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, off.sum_sq_value)
+    )
 
 
 def _grid_of(shape: ChunkShape, scratch: Scratch, plain: memoryview, *others: memoryview) -> Grid:

@@ -47,7 +47,7 @@ _ALONE: dict[str, BufferPurpose] = {
     "rounded": "first",
 }
 
-_TINY = 2.0**-128
+TINY = 2.0**-128
 """A second moment below this may be told as more than four times what it is: forms know none below 2 ** -126."""
 
 _NOT_FINITE = "it holds NaN or infinity"
@@ -174,7 +174,7 @@ class TaskCoder:
             draft, became = self._exact(index, plain, tensor, base, base_plain), plain
         else:
             became = made.reconstruction
-            draft = self._draft(index, made, base if _needs_base(made, len(plain)) else None, base_plain)
+            draft = self._draft(index, made, base if needs_base(made) else None, base_plain)
         desk.hold(index, draft.chunk_id, became, is_own=made is not None)
         self._weights = (became, base_plain)
         return [draft, *(each for other in task.rounded for each in self._rounded_drafts(other, plain, became))]
@@ -193,8 +193,7 @@ class TaskCoder:
         name = "bfloat16" if kind == 1 else "float16"
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
         desk.note(index, distance, method=ROUNDED_METHOD)
-        coded = Coded(_kept(encoded), None, became, is_derived=True)
-        return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
+        return [Draft(index, chunk_id_of(again), coded_rounding(encoded, became), beside=self._task.weight)]
 
     def _second_mean(self) -> float | None:
         if self._task.second < 0:
@@ -251,7 +250,7 @@ class TaskCoder:
                 second,
                 became,
                 self._shape(task.first, tensor),
-                _clipped(tensor.settings, tensor),
+                clipped(tensor.settings, tensor),
                 scratch=thread.worker.scratch,
                 reconstruction=desk.reconstruction_for(task.first, "first", thread),
             )
@@ -261,9 +260,12 @@ class TaskCoder:
         if raised is not None:
             again = floats_of(made.reconstruction, tensor.dtype)
             desk.note_raised(task.first, _sum_sq(floats_of(first, tensor.dtype)[raised], again[raised]))
-        draft = self._draft(task.first, made, None, became)
-        if _needs_base(made, len(first)):
-            draft.beside = task.second
+        return self._told_in_second(self._draft(task.first, made, None, became), made)
+
+    def _told_in_second(self, draft: Draft, made: Made) -> Draft:
+        """Let a first moment stand on the second one, unless it is stored by itself."""
+        if needs_base(made):
+            draft.beside = self._task.second
         else:
             draft.coded.base_plain = None
         return draft
@@ -307,7 +309,7 @@ class TaskCoder:
         nbytes, shape = len(made.reconstruction), self._shape(index, tensor)
         method = method_of(made.encoded.steps, tensor.settings, shape, nbytes)
         self._desk.note(index, made.errors, u_max=made.errors.u_max, method=method)
-        coded = Coded(_kept(made.encoded), base, base_plain, is_lossy=True)
+        coded = Coded(kept(made.encoded), base, base_plain, is_lossy=True)
         return Draft(index, chunk_id_of(made.reconstruction), coded)
 
     def _exact(
@@ -329,8 +331,8 @@ class TaskCoder:
         if base_plain is not None:
             encoded = worker.encode_delta(plain, base_plain, chunk, compression)
             if encoded is not None:
-                return Draft(index, chunk_id_of(plain), Coded(_kept(encoded), base, base_plain))
-        return Draft(index, chunk_id_of(plain), Coded(_kept(worker.encode(plain, chunk, compression))))
+                return Draft(index, chunk_id_of(plain), Coded(kept(encoded), base, base_plain))
+        return Draft(index, chunk_id_of(plain), Coded(kept(worker.encode(plain, chunk, compression))))
 
 
 def thread_width(tensor: LossyTensor) -> int:
@@ -347,9 +349,9 @@ def quotient_max(first: NDArray[Any], second: NDArray[Any]) -> float:
 
 def _raised(values: NDArray[Any], became: NDArray[Any]) -> NDArray[np.bool_] | None:
     """Return where second moments became many times what they are because they are next to nothing; None: nowhere."""
-    if float(values.min(initial=1.0)) >= _TINY:
+    if float(values.min(initial=1.0)) >= TINY:
         return None
-    raised: NDArray[np.bool_] = (values > 0) & (values < _TINY)
+    raised: NDArray[np.bool_] = (values > 0) & (values < TINY)
     raised &= became > 4 * values
     return raised if raised.any() else None
 
@@ -359,7 +361,7 @@ def _sum_sq(one: NDArray[Any], other: NDArray[Any]) -> float:
     return float(np.dot(difference, difference))
 
 
-def _clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
+def clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
     """Return settings by which no next step can be too large."""
     if tensor.constants is None:
         return settings
@@ -375,10 +377,16 @@ def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) 
     return float(floats_of(became, tensor.dtype).min(initial=0.0)) < 0
 
 
-def _needs_base(made: Made, plain_nbytes: int) -> bool:
-    return forms.base_nbytes(made.encoded.steps, plain_nbytes) > 0
+def needs_base(made: Made) -> bool:
+    """Whether a chunk cannot be decoded by itself."""
+    return forms.base_nbytes(made.encoded.steps, len(made.reconstruction)) > 0
 
 
-def _kept(encoded: Encoded) -> Encoded:
+def coded_rounding(encoded: Encoded, became: memoryview) -> Coded:
+    """Return how the rounding of what a weight became is stored."""
+    return Coded(kept(encoded), None, became, is_derived=True)
+
+
+def kept(encoded: Encoded) -> Encoded:
     """Return what was encoded in memory of its own: the next chunk of the task is coded in the same scratch."""
     return Encoded(encoded.steps, [memoryview(b"".join(encoded.parts))], encoded.width)

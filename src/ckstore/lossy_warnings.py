@@ -7,12 +7,12 @@ exactly without a look at their values. Who loses something on purpose is told t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ckstore.capture import Captured
+from ckstore.capture import Captured, is_on_device
 from ckstore.distance import floats_of, is_finite
 from ckstore.lossy import WIDTHS, Candidates, memory_shape
 from ckstore.pairing import FLOAT_NAMES
@@ -94,13 +94,17 @@ def _is_wrong(captured: Captured, spec: TensorSpec) -> bool:
     nbytes = count_of(spec.shape) * width
     if not nbytes or memory_shape(replace(spec, offset=0), width, nbytes) is None:
         return False
-    for piece in _pieces(captured, spec, nbytes):
-        if not is_finite(floats_of(piece, name) if name else np.frombuffer(piece, "<f8")):
+    storage, end = captured.storages[spec.storage], spec.offset + nbytes
+    pieces = ((start, min(end, start + _PIECE_NBYTES)) for start in range(spec.offset, end, _PIECE_NBYTES))
+    if is_on_device(storage):
+        # Looked at where it lies, and copied for nothing else.
+        from ckstore.kernels import on_gpu
+
+        return not all(
+            on_gpu.all_finite(on_gpu.elements_of(storage.there(*piece), name or "float64")) for piece in pieces
+        )
+    for piece in pieces:
+        plain = storage.read(*piece)
+        if not is_finite(floats_of(plain, name) if name else np.frombuffer(plain, "<f8")):
             return True
     return False
-
-
-def _pieces(captured: Captured, spec: TensorSpec, nbytes: int) -> Iterator[memoryview]:
-    storage, end = captured.storages[spec.storage], spec.offset + nbytes
-    for start in range(spec.offset, end, _PIECE_NBYTES):
-        yield storage.read(start, min(end, start + _PIECE_NBYTES))

@@ -57,6 +57,8 @@ class Receipt:
             the heap of the saver for a background commit, else of this process; the arena and ``memory_nbytes_max`` do
             not count them.
         bytes_bases_peak: The most that were held of them at once during the commit.
+        bytes_quantized_on_device: Plain bytes stored with a loss whose floats never left the device where they lie.
+        bytes_bases_on_device: Bytes of reconstructions that are kept on devices for the next commit.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
         engine: What wrote the packs: ``"uring"`` or ``"pwrite"``.
         warnings: What the caller should look at, each a sentence.
@@ -82,6 +84,8 @@ class Receipt:
     worst_spike: float = 0.0
     bytes_bases: int = 0
     bytes_bases_peak: int = 0
+    bytes_quantized_on_device: int = 0
+    bytes_bases_on_device: int = 0
 
     @property
     def ratio(self) -> float:
@@ -100,6 +104,7 @@ class Receipt:
         chunks_derived: int,
         chunks_lossy: int = 0,
         bytes_bases: tuple[int, int] = (0, 0),
+        bytes_on_device: tuple[int, int] = (0, 0),
     ) -> Receipt:
         """Make the receipt of a published manifest."""
         header = manifest.header
@@ -125,6 +130,8 @@ class Receipt:
             worst_spike=max((loss.spike or 0.0 for loss in manifest.losses), default=0.0),
             bytes_bases=bytes_bases[0],
             bytes_bases_peak=bytes_bases[1],
+            bytes_quantized_on_device=bytes_on_device[0],
+            bytes_bases_on_device=bytes_on_device[1],
         )
 
 

@@ -9,7 +9,6 @@ from ckstore import kernels
 from ckstore.kernels import on_numpy
 from ckstore.quant import grid as host_grid
 from ckstore.quant import lowrank, lowrank_forms
-from ckstore.quant.bound import measure
 from ckstore.quant.geometry import Grid
 from ckstore.quant.grid import Steps
 from ckstore.quant.lowrank import Product
@@ -171,7 +170,7 @@ def test_hosts_decode_the_grids_of_weights_that_a_device_made(
     np.testing.assert_allclose(found.made.table, own.table, rtol=1e-6)
     made = on_device.rebuilt_grid(found, grid, plain, base, is_second=False)
     assert bytes_of(made) == decoded(found, grid, bytes_of(plain), bytes_of(base), kind, 0)
-    expected = measure(memoryview(bytes_of(plain)), memoryview(bytes_of(made)), kind)
+    expected = kernels.measure_values(bytes_of(plain), bytes_of(made), kind)
     np.testing.assert_allclose(on_gpu.measure_values(plain, made).cpu().numpy(), expected, rtol=1e-9)
 
 

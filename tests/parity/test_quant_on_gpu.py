@@ -154,3 +154,74 @@ def test_wrong_sizes_and_numbers_raise_value_error() -> None:
     ):
         with pytest.raises(ValueError, match=r"."):
             pytest.fail(f"it returned {call()!r}")
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("count", [1, 16_384, 16_385, 70_000])
+def test_sums_of_words_are_those_of_numpy(count: int, kind: int, device: str) -> None:
+    plain = elements(heavy(count, 5), kind, device)
+    width, content = plain.element_size(), bytes_of(plain)
+    expected = on_numpy.sums_of_words(content, width)
+    assert on_gpu.sums_of_words(plain) == expected
+    words = np.frombuffer(content, f"<i{width}").tolist()
+    places = range(1, count + 1)
+    assert expected[0] == sum(words) % 2**64
+    assert expected[1] == sum(word * place for word, place in zip(words, places, strict=True)) % 2**64
+
+
+@pytest.mark.parametrize("fill", [-(2**31), 2**31 - 1])
+def test_sums_of_the_greatest_words_wrap_as_those_of_numpy(fill: int, device: str) -> None:
+    words = np.full(1 << 20, fill, np.int32)
+    assert on_gpu.sums_of_words(put(words.view(np.float32), device)) == on_numpy.sums_of_words(words, 4)
+
+
+def test_sums_of_words_tell_flipped_bits_and_exchanged_words_apart(device: str) -> None:
+    values = heavy(5000, 7)
+    told = {on_gpu.sums_of_words(put(values, device))}
+    for bit in range(32):
+        flipped = values.copy()
+        flipped.view(np.uint32)[1234] ^= np.uint32(1 << bit)
+        told.add(on_gpu.sums_of_words(put(flipped, device)))
+    exchanged = values.copy()
+    exchanged[[3, 4000]] = exchanged[[4000, 3]]
+    told.add(on_gpu.sums_of_words(put(exchanged, device)))
+    assert len(told) == 34
+    with pytest.raises(ValueError, match="2 or 4 bytes"):
+        on_numpy.sums_of_words(b"12345678", 8)
+
+
+def test_moments_that_are_none_and_moments_that_were_raised_are_told(device: str) -> None:
+    sound = put(np.array([0.0, 1e-40, 1e-3], np.float32), device)
+    assert on_gpu.are_moments(sound, -sound)
+    for wrong in (float("nan"), float("inf"), -1e-30):
+        second, first = sound.clone(), sound.clone()
+        second[1] = wrong
+        assert not on_gpu.are_moments(second, sound)
+        first[1] = wrong
+        assert on_gpu.are_moments(sound, first) is (wrong == -1e-30)
+    made = put(np.array([0.0, 1e-38, 1e-3], np.float32), device)
+    found = on_gpu.raised(sound, made, 2.0**-128)
+    assert found.tolist() == [False, True, False]
+    assert on_gpu.sum_of_squares(sound, made, found) == pytest.approx((1e-38 - 1e-40) ** 2)
+    assert on_gpu.raised(sound, sound, 2.0**-128) is None
+
+
+@pytest.mark.parametrize("offset", [0, 2, 3])
+def test_bytes_become_elements_wherever_they_begin(offset: int, device: str) -> None:
+    values = heavy(100, 9)
+    memory = torch.zeros(400 + 16, dtype=torch.uint8, device=device)
+    content = memory[offset : offset + 400]
+    content.copy_(put(values.view(np.uint8), device))
+    found = on_gpu.elements_of(content, "float32")
+    assert bytes_of(found) == values.tobytes()
+    assert (found.data_ptr() == content.data_ptr()) is (offset % 4 == 0)
+    assert on_gpu.uploaded(memoryview(values.tobytes()), found).equal(found)
+
+
+def test_what_a_training_has_set_up_does_not_change_what_is_computed(device: str) -> None:
+    matrix = put(np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32), device)
+    expected = matrix @ matrix
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert not (matrix @ matrix).float().equal(expected)
+        with on_gpu.undisturbed():
+            assert (matrix @ matrix).equal(expected)

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +114,9 @@ class TorchAdapter:
         plain = leaf.detach() if wants_gradient else leaf
         storage = leaf.untyped_storage()
         start = storage.data_ptr()
-        device = None if leaf.is_cpu else leaf.device
+        device = device_of(leaf)
         facts = (kind, leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset(), storage.nbytes())
-        read = None if device is None else _reader(storage, start, device)
+        read = None if device is None else DeviceBytes(storage, start, device)
         return (*facts, wants_gradient, device), start, (plain, storage), read
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
@@ -230,22 +230,46 @@ def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
         nbytes = plain.numel() * itemsize
     else:
         _, nbytes = extent_of(tuple(plain.shape), tuple(step * itemsize for step in plain.stride()), itemsize)
-    if plain.is_cpu:
+    device = device_of(plain)
+    if device is None:
         return Memory("cpu", start, storage.nbytes(), origin, nbytes, (plain, storage)), origin
+    read = DeviceBytes(storage, start, device)
+    return Memory(str(device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
 
-    read = _reader(storage, start, plain.device)
-    return Memory(str(plain.device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+
+def device_of(tensor: torch.Tensor) -> torch.device | None:
+    """Return where a tensor lies; None: in memory of the host. Whoever wants to know asks here."""
+    return None if tensor.is_cpu else tensor.device
 
 
-def _reader(storage: torch.UntypedStorage, start: int, device: torch.device) -> Callable[[int, int], memoryview]:
-    """Return what copies addresses of a device's storage to the host."""
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """The bytes of a storage on a device, by address."""
 
-    def read(lo: int, hi: int) -> memoryview:
-        held = torch.empty(0, dtype=torch.uint8, device=device)
-        held.set_(storage, lo - start, (hi - lo,), (1,))
-        return held.cpu().numpy().data
+    storage: torch.UntypedStorage
+    start: int
+    device: torch.device
 
-    return read
+    def __call__(self, lo: int, hi: int) -> memoryview:
+        """Copy bytes to the host."""
+        return _to_host(self.view(lo, hi))
+
+    def view(self, lo: int, hi: int) -> torch.Tensor:
+        """Return bytes where they lie, as a tensor of uint8 that shares their memory."""
+        held = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return held.set_(self.storage, lo - self.start, (hi - lo,), (1,))
+
+
+def _to_host(held: torch.Tensor) -> memoryview:
+    return held.cpu().numpy().data
+
+
+def wait_for_devices(storages: Iterable[object]) -> None:
+    """Wait until devices have done what this thread has told them, so that any thread reads what they wrote."""
+    readers = [getattr(storage, "reader", None) for storage in storages]
+    for device in {reader.device for reader in readers if isinstance(reader, DeviceBytes)}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _dtype_named(name: str) -> torch.dtype:

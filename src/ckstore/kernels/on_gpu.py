@@ -13,6 +13,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,10 @@ from ckstore.kernels import outer_on_numpy
 from ckstore.kernels.quant_on_numpy import ADD, ESCAPE, FLOOR, PLAIN, ROOT, ROW_MAX, ROW_MIN, ZERO, require
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {str(each).removeprefix("torch."): each for each in (*_FLOATS, torch.float64)}
+"""By the names that settings and trees have for them."""
+
+_MODULUS = 1 << 64
 _TINY = 2.0**-126
 # Directions of less than this share of the greatest square are rounding errors.
 _NO_SIZE = 1e-6
@@ -168,7 +174,9 @@ def multiply_integers(left: Tensor, right: Tensor, shifts: Tensor) -> Tensor:
         fp32, the exact sums rounded once.
     """
     require(left.shape[1] == right.shape[0] == shifts.numel(), "lengths differ")
-    doubles = torch.ldexp(right.double(), shifts.int()[:, None])
+    # Powers of two are made of integers: a device's power function may be off in its last bit.
+    powers = torch.bitwise_left_shift(torch.ones_like(shifts, dtype=torch.int64), shifts.long())
+    doubles = right.double() * powers.double()[:, None]
     # A sum of nothing but zeros of either sign is +0, in whatever order it was taken.
     return (left.double() @ doubles + 0.0).float()
 
@@ -257,6 +265,20 @@ def measure_values(source: Tensor, made: Tensor) -> Tensor:
     return torch.stack([greatest, off.square().sum(), one.square().sum()])
 
 
+def sums_of_words(elements: Tensor) -> tuple[int, int]:
+    """Return the sum of the words and that of each times its place, modulo 2**64, as ``quant_on_numpy`` does."""
+    words = words_of(elements).long()
+    places = torch.arange(1, words.numel() + 1, device=words.device)
+    total, weighted = torch.stack([words.sum(), (words * places).sum()]).tolist()
+    return int(total) % _MODULUS, int(weighted) % _MODULUS
+
+
+def sum_of_squares(one: Tensor, other: Tensor, where: Tensor) -> float:
+    """Return the sum of the squared differences of some elements."""
+    off = _floats(one)[where].double() - _floats(other)[where].double()
+    return float(off.square().sum())
+
+
 def roots_of(values: Tensor) -> Tensor:
     """Return square roots of fp32 values, correctly rounded."""
     return _root(values)
@@ -267,8 +289,60 @@ def rows_of(values: Tensor, row: int, phase: int) -> Tensor:
     return _matrix(values, row, phase)
 
 
+def elements_of(content: Tensor, dtype: str) -> Tensor:
+    """Return bytes as elements of a dtype of ``DTYPES``; a view where they lie evenly."""
+    kind = DTYPES[dtype]
+    is_even = content.storage_offset() % kind.itemsize == 0
+    return (content if is_even else content.clone()).view(kind)
+
+
+def words_of(elements: Tensor) -> Tensor:
+    """Return the words of elements of two or four bytes, as integers that share their memory."""
+    return elements.reshape(-1).view(torch.int32 if elements.dtype.itemsize == 4 else torch.int16)
+
+
+def are_moments(second: Tensor, first: Tensor) -> bool:
+    """Whether all elements are finite, and none of the second moments is negative."""
+    return bool((torch.isfinite(second) & (second >= 0) & torch.isfinite(first)).all())
+
+
+def raised(values: Tensor, made: Tensor, least: float) -> Tensor | None:
+    """Return where values below ``least``, but for zeros, became more than four times what they are; None: nowhere."""
+    own = _floats(values)
+    found = (own > 0) & (own < least) & (_floats(made) > 4 * own)
+    return found if bool(found.any()) else None
+
+
+def all_finite(elements: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return bool(torch.isfinite(elements).all())
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Compute as it is written here, whatever the caller's thread has set up for its training."""
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def has_doubles(tensor: Tensor) -> bool:
+    """Whether the device of a tensor can compute what must be exact."""
+    return tensor.device.type != "mps"
+
+
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """Return a copy on the host; whatever quantizing brings there, but for single numbers, comes through here."""
+    found: NDArray[Any] = tensor.contiguous().cpu().numpy()
+    return found
+
+
+def uploaded(plain: memoryview, beside: Tensor) -> Tensor:
+    """Return the elements of a chunk of the host on the device of a tensor, and of its dtype."""
+    return put(np.frombuffer(plain, np.uint8), beside).view(beside.dtype)
+
+
 def put(array: NDArray[Any], beside: Tensor) -> Tensor:
-    """Return a copy of a small array of the host on the device of a tensor."""
+    """Return a copy of an array of the host on the device of a tensor."""
     return torch.from_numpy(np.array(array)).to(beside.device)
 
 

@@ -63,9 +63,33 @@ class Errors:
         return self.kept_count / self.count if self.count else 0.0
 
 
-def measure(plain: memoryview, made: memoryview, kind: int) -> tuple[float, float, float]:
-    """Return the greatest error, the sum of squares of the errors, and that of the values."""
-    return kernels.measure_values(plain, made, kind)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a reconstruction is off by.
+
+    Args:
+        max_abs: Greatest difference of an element.
+        sum_sq_error: Sum of the differences' squares.
+        sum_sq_value: Of the values' squares.
+        is_same: Whether no bit differs, where no number does; of no meaning elsewhere.
+    """
+
+    max_abs: float
+    sum_sq_error: float
+    sum_sq_value: float
+    is_same: bool
+
+    @property
+    def is_told(self) -> bool:
+        """Whether these numbers tell what is lost: where only signs of zeros differ they do not, so it must not be."""
+        is_finite = math.isfinite(self.max_abs) and math.isfinite(self.sum_sq_error)
+        return is_finite and (self.max_abs > 0 or self.is_same)
+
+
+def measure(plain: memoryview, made: memoryview, kind: int) -> Measured:
+    """Return what elements that were made of others are off by."""
+    max_abs, sum_sq_error, sum_sq_value = kernels.measure_values(plain, made, kind)
+    return Measured(max_abs, sum_sq_error, sum_sq_value, not max_abs and made == plain)
 
 
 def greatest_quotient(

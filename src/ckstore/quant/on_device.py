@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +34,8 @@ Bytes = NDArray[np.uint8]
 
 _RULES = {CHANGE: 0, QUOTIENT: 1, ROOT: 2}
 _ADD, _FLOOR, _ROOT, _PLAIN = 0, 1, 2, 3
+# Sums of squares in fp32 are not nearer than this.
+_SLACK = 1.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def make_outer(form: str, values: Tensor, grid: Grid, settings: LowRank, *, limi
     if not grid.count or not 0 <= float(values.min()) <= float(values.max()) < FACTOR_MAX:
         return None
     roots = on_gpu.roots_of(values)
-    rows, cols = (_host(each) for each in on_gpu.sums_of_values(roots, grid.row, grid.phase, False))
+    rows, cols = (on_gpu.to_host(each) for each in on_gpu.sums_of_values(roots, grid.row, grid.phase, False))
     sides = lowrank_forms.sides_of(rows, cols, grid)
     above, beside = (on_gpu.put(lowrank_forms.inverse_of(side), values) for side in sides)
     matrix = on_gpu.rows_of(roots, grid.row, grid.phase) * above[:, None] * beside - 1.0
@@ -131,15 +132,15 @@ def make_grid(values: Tensor, grid: Grid, steps: Steps) -> GridOnDevice | None:
         *(values, on_gpu.put(inverses, values), on_gpu.put(units, values), grid.row, grid.phase),
         *(1.0 - steps.dead_zone, steps.levels_max),
     )
-    totals = _host(levels.totals)
+    totals = on_gpu.to_host(levels.totals)
     table = conditional_means(totals, zero=ZERO)
     table[0] = 0.0
     counts = totals[:256].copy()
     counts[ZERO] += counts[0]
     counts[0] = 0
-    symbols = _host(levels.symbols)
+    symbols = on_gpu.to_host(levels.symbols)
     found = choose_contexts(symbols.data, sums, grid, is_by_row=is_by_row)
-    escapes = _host(levels.escapes)
+    escapes = on_gpu.to_host(levels.escapes)
     made = Quantized(rows, factors.ones(grid.row), table, counts, found, escapes, sums.total, ZERO)
     return GridOnDevice(made, symbols, levels.symbols)
 
@@ -155,8 +156,8 @@ def make_first(values: Tensor, grid: Grid, settings: FirstMomentSettings) -> Gri
     edges = on_gpu.put(rows.values(), values), on_gpu.put(cols.values(), values)
     bounds = on_gpu.put(ternary_bounds(settings), values)
     there = on_gpu.bin_values(values, *edges, bounds, grid.row, grid.phase) + (ZERO - 1)
-    totals = _host(on_gpu.sums_of_levels(values, there, *edges, grid.row, grid.phase))
-    symbols = _host(there)
+    totals = on_gpu.to_host(on_gpu.sums_of_levels(values, there, *edges, grid.row, grid.phase))
+    symbols = on_gpu.to_host(there)
     found = choose_contexts(symbols.data, sums, grid, is_by_row=False)
     table = conditional_means(totals, zero=ZERO)
     made = Quantized(rows, cols, table, totals[:256].copy(), found, NO_ESCAPES, sums.total, ZERO)
@@ -167,7 +168,7 @@ def make_second(values: Tensor, grid: Grid, settings: SecondMomentSettings) -> G
     """Quantize fp32 second moments by factors and a grid of logarithms; None where they cannot be."""
     if not grid.count or float(values.min()) < 0 or not MOMENT_MIN < float(values.max()) < FACTOR_MAX:
         return None
-    sums = [_host(each) for each in on_gpu.sums_of_values(values, grid.row, grid.phase, False)]
+    sums = [on_gpu.to_host(each) for each in on_gpu.sums_of_values(values, grid.row, grid.phase, False)]
     rows, cols = scales_of_second(sums[0], sums[1], grid)
     if settings.form == "rank1" and has_factors(grid):
         table, counts = np.zeros(256, np.float32), np.zeros(256)
@@ -178,12 +179,12 @@ def make_second(values: Tensor, grid: Grid, settings: SecondMomentSettings) -> G
         above, beside = (on_gpu.put(lowrank_forms.inverse_of(side), values) for side in (rows, cols))
         binned = on_gpu.bin_values(values, above, beside, on_gpu.put(bounds, values), grid.row, grid.phase)
         there = binned + (ZERO - levels)
-        totals = _host(on_gpu.sums_of_levels(values, there, above, beside, grid.row, grid.phase))
+        totals = on_gpu.to_host(on_gpu.sums_of_levels(values, there, above, beside, grid.row, grid.phase))
         table, counts = conditional_means(totals, zero=None), totals[:256]
     floor = float(values[values > 0].min())
     no_classes = contexts.one_stream(np.zeros(grid.row_count, np.uint8), np.zeros(grid.row, np.uint8))
     made = Quantized(rows, cols, table, counts, no_classes, NO_ESCAPES, 0.0, None, floor)
-    return GridOnDevice(made, _host(there), there)
+    return GridOnDevice(made, on_gpu.to_host(there), there)
 
 
 def rebuilt_grid(found: GridOnDevice, grid: Grid, plain: Tensor, base: Tensor | None, *, is_second: bool) -> Tensor:
@@ -221,7 +222,10 @@ def _fitted(
     count = lowrank.count_max(rows, cols, settings.rank_max)
     signs = on_gpu.put(lowrank.random_signs(count, min(rows, cols)), matrix)
     left, sizes, right = on_gpu.directions(matrix, signs, count, lowrank.least_square(rows, cols, step))
-    product = lowrank.product_of(_host(left), _host(sizes), _host(right), step)
+    # What directions leave over, their roundings do not take away: then the narrow sides need not come to the host.
+    if energy - float(sizes.square().sum()) > _SLACK * settings.error_max * energy:
+        return None
+    product = lowrank.product_of(on_gpu.to_host(left), on_gpu.to_host(sizes), on_gpu.to_host(right), step)
     if product is None:
         return None
     whole = on_gpu.multiply_integers(
@@ -232,10 +236,5 @@ def _fitted(
 
 
 def _squares(values: Tensor, grid: Grid) -> Sums:
-    rows, cols = (_host(each) for each in on_gpu.sums_of_values(values, grid.row, grid.phase, True))
+    rows, cols = (on_gpu.to_host(each) for each in on_gpu.sums_of_values(values, grid.row, grid.phase, True))
     return Sums(rows, cols, float(rows.sum()))
-
-
-def _host(tensor: Tensor) -> NDArray[Any]:
-    found: NDArray[Any] = tensor.contiguous().cpu().numpy()
-    return found
