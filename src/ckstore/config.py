@@ -77,10 +77,11 @@ class Policy:
         staging_threads: Threads that copy the state for a background commit, the caller's included; None: as many as
             reach the memory's bandwidth, at most eight.
         arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs.
-        saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most 1.5%
-            of a processor that training wants whole, and all of those that are idle; where training leaves none idle
-            for long, a lower one has commits written sooner. It is left out while ``result()``, a full arena, ``wait``
-            or ``close`` wait for the saver, where the system lets a process raise its priority (root, ``ulimit -e``).
+        saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most
+            1.5% of a processor that training wants whole, and all of those that are idle; where training leaves none
+            idle for long, a lower one has commits written sooner. It is left out while ``result()``, a full arena,
+            ``wait`` or ``close`` wait for the saver, where the system lets a process raise its priority (root,
+            ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
             a commit whose state was changed in between fails and names the tensor.
 

@@ -6,16 +6,18 @@ of it lies there. Part of the pack is needed by nobody, so that a collector rewr
 
 A rewriter looks at both sides, copies what is needed to a new pack, publishes the next generation here unless another
 has, sees the pack, and withdraws if it is gone, or else moves the lower generations to the trash. Then it looks again,
-and puts there what is here *now*, under the number that it has here, if the copy there names another pack. It dies
-anywhere and begins anew. A cleaner removes copies there that have a whole one above them, and packs that no manifest
-names: none here, in the trash here, or there. A collector here moves the generations below a whole one to the trash,
-and the trash is emptied at any time.
+and puts there what is here *now*, as the next generation of what is there, if the copy there names another pack. It
+dies anywhere and begins anew. A cleaner removes copies there that have a whole one above them, and packs that no
+manifest names: none here, in the trash here, or there. A collector here moves the generations below a whole one to the
+trash, and the trash is emptied at any time.
 
 A pull brings the pack here and publishes the next generation. A push puts the pack there unless it is there, puts the
-manifest there under the number that it has here, publishes the next one here, and sees to it as a rewriter does.
+manifest there under the number that it has here, publishes the next one here, and sees to it as a rewriter does. Where
+the number is taken there it publishes the same here above all numbers there, and begins anew. Once the manifest here is
+lost, and the one before it is brought back from the trash.
 
 The property: here is a whole generation; what the trash here names is there; the tier, opened by itself, has a whole
-copy; and nobody ever meets another manifest under a name that it puts: that would end in an error for ever.
+copy; and no push ever meets another manifest under a name that it puts: that would end in an error for ever.
 
 Limits: one checkpoint, one pack of it at a time, one rewriter that begins anew twice, two pulls or pushes. Nobody drops
 the checkpoint: that is model 2. Looking at all manifests and removing is one step here: that is bucket_rules.py.
@@ -49,12 +51,13 @@ class Actor(NamedTuple):
 
 class TierState(NamedTuple):
     here: frozenset[Form]
-    trash: frozenset[str]  # packs of the tier that manifests in the trash here name
+    trash: frozenset[Form]  # manifests in the trash here
     copies: frozenset[Form]
     packs: frozenset[str]  # in the tier
     rewriter: Actor
     mover: Actor
     has_conflict: bool = False
+    was_set_back: bool = False
 
     @property
     def home(self) -> Form:
@@ -70,49 +73,53 @@ class TierState(NamedTuple):
     @property
     def is_violation(self) -> bool:
         is_lost = not any(map(self.is_whole, self.here)) or not any(map(self.is_whole, self.copies))
-        return self.has_conflict or is_lost or not self.trash <= self.packs
+        return self.has_conflict or is_lost or not all(map(self.is_whole, self.trash))
 
 
 class TierRules(NamedTuple):
     """How a pack in a tier is rewritten, and what can be left out of it."""
 
-    here_first: bool = True  # False: the copy there is renewed before the manifest here is replaced
+    steps_over: bool = True  # False: a push does not take another number where its own is taken
     looks_after: bool = True  # False: the rewriter does not see to its pack after it has published
-    bars_pulled: bool = True  # False: what was pulled meanwhile is rewritten there, too
     cleans_by_copies: bool = True  # False: what only a copy there names is removed
     cleans_by_trash: bool = True  # False: what only the trash here names is removed
 
     def start(self) -> TierState:
         here, copies, packs = frozenset({Form(1, "a")}), frozenset({Form(0, "a")}), frozenset("a")
-        return TierState(here, packs, copies, packs, Actor(), Actor())
+        return TierState(here, frozenset({Form(0, "a", is_local=True)}), copies, packs, Actor(), Actor())
 
     def moves(self, state: TierState) -> Iterator[Move]:
         yield from rewriter_moves(state, self)
-        yield from mover_moves(state)
+        yield from mover_moves(state, self)
         yield "the trash is emptied", state._replace(trash=frozenset())
         if state.is_whole(state.home):
             yield "lower generations go", with_lower_moved(state, state.home)
         yield "cleaner", cleaned(state, self)
+        earlier = [form for form in state.trash if form.generation < state.home.generation]
+        if earlier and not state.was_set_back:
+            last = max(earlier)
+            after = state._replace(here=frozenset({last}), trash=state.trash - {last}, was_set_back=True)
+            yield "what is here is lost, and what was before it brought back", after
 
 
 def put(state: TierState, form: Form) -> TierState:
-    """Put a manifest there, create-only."""
-    taken = [copy for copy in state.copies if copy.generation == form.generation and copy.pack != form.pack]
-    copies = state.copies | {Form(form.generation, form.pack)}
-    return state._replace(has_conflict=True) if taken else state._replace(copies=copies)
+    """Put a manifest there, create-only: where the name is taken, nothing comes of it."""
+    is_taken = form.generation in {copy.generation for copy in state.copies}
+    return state if is_taken else state._replace(copies=state.copies | {Form(form.generation, form.pack)})
 
 
 def with_lower_moved(state: TierState, form: Form) -> TierState:
     """Move what lies below a generation here to the trash, where it names its pack."""
+    if form not in state.here:
+        return state
     lower = {each for each in state.here if each.generation < form.generation}
-    trash = state.trash | {each.pack for each in lower if not each.is_local}
-    return state._replace(here=state.here - lower, trash=trash)
+    return state._replace(here=state.here - lower, trash=state.trash | lower)
 
 
 def settled(state: TierState, form: Form) -> TierState:
     """See the pack of what was published, and withdraw it, or let it take the place of what is below."""
     if form not in state.here or state.is_whole(form):
-        return with_lower_moved(state, form) if form in state.here else state
+        return with_lower_moved(state, form)
     return state._replace(here=state.here - {form}) if len(state.here) > 1 else state
 
 
@@ -128,20 +135,14 @@ def rewriter_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
     match me.at:
         case "look":
             follows = not home.is_local and state.highest.generation <= home.generation
-            if (follows or not rules.bars_pulled) and len(state.here) == 1:
+            if follows and len(state.here) == 1:
                 yield to("copy", seen=home, pack=NEW_PACKS[me.turns_left])
             yield to("look at copies")
         case "copy":
-            after = state._replace(packs=state.packs | {me.pack})
-            yield to("publish" if rules.here_first else "put early", after)
-        case "put early":
-            yield to("publish", put(state, Form(me.seen.generation + 1, me.pack)))
+            yield to("publish", state._replace(packs=state.packs | {me.pack}))
         case "publish":
             target = Form(me.seen.generation + 1, me.pack)
-            if home.is_local and home == me.seen:
-                # Only where what was pulled is not barred: nothing here names the tier.
-                yield to("put", seen=Form(state.highest.generation + 1, me.pack))
-            elif home == me.seen:
+            if home == me.seen:
                 yield to("see", state._replace(here=state.here | {target}), seen=target)
             else:
                 yield to("look at copies")
@@ -149,14 +150,14 @@ def rewriter_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
             see = settled if rules.looks_after else with_lower_moved
             yield to("look at copies", see(state, me.seen))
         case "look at copies":
-            is_outdated = not home.is_local and state.highest.generation < home.generation
-            if is_outdated and state.highest.pack != home.pack and home.pack in state.packs:
-                yield to("put", seen=Form(home.generation, home.pack))
+            follows = not home.is_local and state.highest.generation <= home.generation
+            if follows and state.highest.pack != home.pack and home.pack in state.packs:
+                yield to("put", seen=Form(state.highest.generation + 1, home.pack))
         case "put":
             yield to("ended", put(state, me.seen))
 
 
-def mover_moves(state: TierState) -> Iterator[Move]:
+def mover_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
     """Pull, or push, whatever is due."""
     me, home = state.mover, state.home
 
@@ -176,7 +177,16 @@ def mover_moves(state: TierState) -> Iterator[Move]:
         case "put pack":
             yield to("put manifest", state._replace(packs=state.packs | {me.seen.pack}))
         case "put manifest":
-            yield to("publish", put(state, me.seen))
+            taken = {copy.pack for copy in state.copies if copy.generation == me.seen.generation}
+            if taken <= {me.seen.pack}:
+                yield to("publish", put(state, me.seen))
+            elif not rules.steps_over:
+                yield to("ended", state._replace(has_conflict=True))
+            elif home == me.seen:
+                above = Form(max(home.generation, state.highest.generation) + 1, home.pack, is_local=True)
+                yield to("put pack", with_lower_moved(state._replace(here=state.here | {above}), above), seen=above)
+            else:
+                yield ended(state)
         case "publish":
             target = Form(me.seen.generation + 1, me.seen.pack, is_local=not me.seen.is_local)
             if home == me.seen:
@@ -192,7 +202,7 @@ def cleaned(state: TierState, rules: TierRules) -> TierState:
     copies = frozenset({state.highest}) if state.is_whole(state.highest) else state.copies
     named = {form.pack for form in state.here}
     if rules.cleans_by_trash:
-        named |= state.trash
+        named |= {form.pack for form in state.trash}
     if rules.cleans_by_copies:
         named |= {copy.pack for copy in copies}
     return state._replace(copies=copies, packs=state.packs & named)
