@@ -55,6 +55,7 @@ class Background(Advising):
         self._durable: deque[Receipt | None] = deque()
         self._owner = os.getpid()
         self._inherited: object = None
+        self._guards_open = 0
 
     def commit_async(
         self,
@@ -100,7 +101,7 @@ class Background(Advising):
                 metrics=checked_metrics,
                 tags=checked_tags,
                 policy=policy or self._policy,
-                guarded=self._guarded.spans() if self._guarded is not None else (),
+                guarded=self._spans(),
             )
             # The saver takes it; to this process's own next commit it is given back.
             self._parts.lease.release()
@@ -121,15 +122,16 @@ class Background(Advising):
         """
         with self._lock:
             self._check_open()
-            guarded = self._guarded.spans() if self._guarded is not None else ()
-            self._handovers().prewarm(self._captured(state), guarded, policy or self._policy)
+            self._handovers().prewarm(self._captured(state), self._spans(), policy or self._policy)
 
     def attach(self, optimizer: Any) -> None:
         """Let what an optimizer owns be copied while training goes on; its step waits for what is left.
 
         What it owns are its parameters and the tensors of its state. Only its step may change them: whoever
-        changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first.
-        ``debug_guard`` of the policy finds out who does not.
+        changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first, or does it inside of
+        ``guard``: averaged weights that are swapped in for an evaluation, and steps that a CUDA graph replays, which
+        call no hooks. Who does not is found out where counters of changes or some bytes of each tensor in host memory
+        tell, and always with ``debug_guard`` of the policy.
 
         Raises:
             UsageError: It is no optimizer of torch, or cannot tell when it steps.
@@ -146,11 +148,18 @@ class Background(Advising):
     def guard(self, optimizer: Any) -> Iterator[None]:
         """Change what an optimizer owns inside of this; the optimizer is attached too.
 
-        Entering waits until the state of the last ``commit_async`` was copied.
+        Entering waits until the state of the last ``commit_async`` was copied. A ``commit_async`` inside copies
+        everything before it returns, whatever is attached.
         """
         self.attach(optimizer)
-        self._handovers().guard()
-        yield
+        with self._lock:
+            self._guards_open += 1
+        try:
+            self._handovers().guard()
+            yield
+        finally:
+            with self._lock:
+                self._guards_open -= 1
 
     def wait(self) -> None:
         """Wait until all commits in the background have ended.
@@ -284,6 +293,10 @@ class Background(Advising):
             # At exit it is waited for; a handle that is forgotten must not stop whoever collects it.
             weakref.finalize(self, self._handover.abandon).atexit = False
         return self._handover
+
+    def _spans(self) -> Sequence[tuple[int, int]]:
+        """Return the memory that may be copied after ``commit_async`` has returned."""
+        return () if self._guarded is None or self._guards_open else self._guarded.spans()
 
     def _captured(self, state: Any) -> Captured:
         from ckstore.recapture import Recapture

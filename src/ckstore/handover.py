@@ -139,17 +139,18 @@ class Handover:
         return seq
 
     def raise_unasked(self) -> None:
-        """Raise the error of a commit that failed, if nobody has been told of it but the log.
+        """Raise the error of the first commit that failed, if nobody has been told of it but the log; once for all.
 
         Raises:
             CkstoreError: Why it failed.
         """
-        while self._failed:
-            pending = self._failed.pop(0)
-            error = pending.error_or_none()
-            if error is not None and not pending.was_asked:
-                pending.was_asked = True
-                raise told_later(pending.step, error) from error
+        failed, self._failed = self._failed, []
+        told = [(pending, error) for pending in failed if not pending.was_asked and (error := pending.error_or_none())]
+        for pending, _ in told:
+            pending.was_asked = True
+        if told:
+            pending, error = told[0]
+            raise told_later(pending.step, error) from error
 
     def close(self) -> None:
         """Wait for what is pending, and end the saver and all threads."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 import ckstore
 from ckstore import handover
 from ckstore.errors import CorruptError
-from ckstore.staging.stowage import Section, Stowage, unchecked
+from ckstore.staging import dock
+from ckstore.staging import state as staging_state
+from ckstore.staging.stowage import DEVICE_LAZY, LAZY, Section, Stowage, unchecked
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -81,6 +85,93 @@ def test_a_parameter_that_is_changed_before_it_was_copied_fails_the_commit(store
     # It waits for the slot, which is free when the saver has given the first one up.
     store.commit_async(trainer.state(), 2).result()
     assert saver.aborted == [1]
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
+def test_weights_that_are_swapped_through_data_fail_the_commit(store, held, options):
+    """No counter sees it; some bytes of each tensor do."""
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    trainer.model[2].weight.data.copy_(torch.randn(96, 700))
+    with pytest.raises(CorruptError, match=r"model\.2\.weight"):
+        pending.result()
+    assert "staged" not in PretendSaver.started[-1].calls
+
+
+def test_weights_that_are_swapped_when_all_was_copied_are_no_matter(store):
+    trainer = Trainer(fused=True)
+    store.attach(trainer.optimizer)
+    for step in range(20):
+        pending = store.commit_async(trainer.state(), step)
+        with store.guard(trainer.optimizer):
+            trainer.model[2].weight.data.copy_(torch.randn(96, 700))
+        assert pending.result().step == step
+
+
+def test_a_commit_inside_of_a_guard_is_copied_before_it_returns(store, held):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    with store.guard(trainer.optimizer):
+        pending = store.commit_async(trainer.state(), 1)
+        assert pending.is_staged
+        trainer.model[2].weight.data.zero_()
+    assert pending.result().step == 1
+    assert not store.commit_async(trainer.state(), 2).is_staged
+
+
+class SlowDevice:
+    """Copies of a device that take their time, in the order in which it was told."""
+
+    seconds = 0.3
+
+    def __init__(self, section, storages, slot):
+        self.section, self.storages, self.slot = section, storages, slot
+        self.rows = []
+
+    def launch(self):
+        for unit in range(self.section.unit_count):
+            for storage, offset, place, nbytes in self.section.rows_of(unit):
+                self.rows.append((unit, place, bytes(self.storages[storage].read(offset, offset + nbytes))))
+
+    def hold(self):
+        pass
+
+    def wait(self, mark):
+        time.sleep(self.seconds if self.section.unit_count else 0)
+        for unit, place, content in self.rows:
+            self.slot.view(place, len(content))[:] = content
+            mark(unit)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Take what is guarded for memory of a device, but for what is as small as a counter of steps."""
+    kinds_of = dock.kinds_of
+
+    def kinds_there(captured, storages, guarded):
+        kinds = kinds_of(captured, storages, guarded)
+        is_large = [captured.storages[index].nbytes > 4096 for index in range(len(kinds))]
+        return [DEVICE_LAZY if kind == LAZY and large else kind for kind, large in zip(kinds, is_large, strict=True)]
+
+    monkeypatch.setattr(dock, "kinds_of", kinds_there)
+    monkeypatch.setattr(staging_state, "copies_of", SlowDevice)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes(store, on_device, threads):
+    """What is told to a device after the guard has let it pass comes after the copies, as often as it likes."""
+    one, other = Trainer(foreach=True), Trainer(foreach=False)
+    store._policy = ckstore.Policy(staging_threads=threads)
+    for trainer in (one, other):
+        store.attach(trainer.optimizer)
+    pending = store.commit_async([one.state(), other.state()], 1)
+    began = time.monotonic()
+    for trainer in (one, other, one, other):
+        trainer.train()
+    assert time.monotonic() - began < SlowDevice.seconds
+    assert not pending.is_staged
+    assert pending.result().step == 1
 
 
 def test_a_parameter_may_be_changed_when_all_is_staged(store):

@@ -52,7 +52,13 @@ class Guarded:
             if on_step is not None:
                 on_step()
 
-        self._hooks[inner] = inner.register_step_pre_hook(before_step)
+        try:
+            self._hooks[inner] = inner.register_step_pre_hook(before_step)
+        except AttributeError as error:
+            raise UsageError(
+                f"a {type(optimizer).__name__} was made without what makes an optimizer of torch: {error}",
+                todo="call super().__init__() in it, or leave it out: then its tensors are copied at once",
+            ) from error
 
     def spans(self) -> list[Span]:
         """Return the memory that they own now, ascending; what touches is joined."""

@@ -5,6 +5,7 @@ Invariants:
 - A thread that copies does not need the interpreter between two units: a trainer that runs Python is not disturbed.
 - Only threads of the crew copy. Who waits for them sends them all, and Ctrl-C is raised where he waits.
 - Once ``is_over`` is set, no thread touches the section any more.
+- What was sampled was sampled before any source may change that a guard protects.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from numpy.typing import NDArray
 
 from ckstore import kernels
 from ckstore.format.wire import xxh3_64
+from ckstore.kernels import copy_units as gather
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
 
 _log = logging.getLogger("ckstore")
+
+_SAMPLE_NBYTES = 8
+"""Bytes at either end of each row of the table that are noted before training goes on."""
 
 _FRESH_UNITS = 8
 """Units that a thread populates, and then copies, where memory is still to be taken."""
@@ -40,6 +45,14 @@ class Crew:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.count = count
+        self._waiters: Crew | None = None
+
+    @property
+    def waiters(self) -> Crew:
+        """One thread more, for what waits for devices: whoever copies must not wait behind it."""
+        if self._waiters is None:
+            self._waiters = Crew(1)
+        return self._waiters
 
     def send(self, work: Callable[[], None], count: int | None = None) -> None:
         """Let threads call this, each once; it must not raise."""
@@ -67,6 +80,8 @@ class Crew:
 
     def close(self, *, is_waited: bool = True) -> None:
         """End the threads after what they were sent."""
+        if self._waiters is not None:
+            self._waiters.close(is_waited=is_waited)
         threads, self._threads = self._threads, []
         work, self._work = self._work, queue.SimpleQueue()
         work.put(None)
@@ -116,6 +131,7 @@ class HostCopy:
         self.is_over = threading.Event()
         self.checksums: dict[int, list[int]] = {}
         self._changed_row: tuple[int, int] | None = None
+        self._samples: NDArray[np.uint8] | None = None
         self._slot = slot
         self._storages: Sequence[HostStorage] = storages
         self._table = section.table(starts, slot.address) if section.unit_count else np.empty((0, 3), np.uint64)
@@ -177,7 +193,9 @@ class HostCopy:
             self._leave()
 
     def note(self) -> None:
-        """Take checksums of what is to be copied, if they are wanted: as it is now it must be copied."""
+        """Note what is to be copied, as it must be: all of it by checksums, if they are wanted; else some bytes."""
+        if not self._is_checked and self.section.unit_count:
+            self._samples = self._sampled(0)
         for unit in range(self.section.unit_count if self._is_checked else 0):
             if unit not in self.checksums:
                 self.checksums.setdefault(unit, self._checksums_of(unit))
@@ -189,6 +207,29 @@ class HostCopy:
                 if one != other:
                     return row[0], row[1]
         return self._changed_row
+
+    def sampled_change(self) -> tuple[int, int] | None:
+        """Return storage and offset of a copy that is not what some bytes of its source were; None: none was seen."""
+        noted = self._samples
+        if noted is None:
+            return None
+        rows = np.flatnonzero((noted != self._sampled(1)).any(axis=1))
+        return (int(self.section.rows[rows[0], 0]), int(self.section.rows[rows[0], 1])) if rows.size else None
+
+    def _sampled(self, side: int) -> NDArray[np.uint8]:
+        """Return the first and the last bytes of each row, of its source (0) or of its copy (1)."""
+        count = len(self._table)
+        found = np.zeros((count, 2 * _SAMPLE_NBYTES), np.uint8)
+        wanted = np.empty((count, 2, 3), np.uint64)
+        length = np.minimum(self._table[:, 2], np.uint64(_SAMPLE_NBYTES))
+        wanted[:, 0, 0] = self._table[:, side]
+        wanted[:, 1, 0] = self._table[:, side] + self._table[:, 2] - length
+        into = np.arange(2 * count, dtype=np.uint64).reshape(count, 2) * np.uint64(_SAMPLE_NBYTES)
+        wanted[:, :, 1] = into + np.uint64(found.ctypes.data)
+        wanted[:, :, 2] = length[:, None]
+        firsts, mark = np.array([0, 2 * count], np.uint64), np.zeros(1, np.uint8)
+        gather(wanted.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
+        return found
 
     def _checksums_of(self, unit: int) -> list[int]:
         return [
@@ -233,7 +274,11 @@ class HostCopy:
             return first, last
 
     def _copy(
-        self, rows: NDArray[np.uint64], firsts: NDArray[np.uint64], marks: NDArray[np.uint8], turn: NDArray[np.uint64]
+        self,
+        rows: NDArray[np.uint64],
+        firsts: NDArray[np.uint64],
+        marks: NDArray[np.uint8],
+        turn: NDArray[np.uint64],
     ) -> None:
         kernels.copy_units(rows.data, firsts.data, marks.data, turn.data, self._bell)
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - The slot is said to be staged after all its units were marked, and where checksums were taken, after those agreed.
-- What a guard protects was not seen to change, by the counters of its library, before all of it was copied.
+- What a guard protects was not seen to change, by the counters of its library and by some bytes of each part of it,
+  before all of it was copied.
 - Sources are kept alive until they were copied or given up, and not longer.
 - Once ``is_over`` is set, no thread touches the slot any more.
 """
@@ -118,7 +119,7 @@ class Staging:
     def guard(self) -> None:
         """Return when the sources may be changed, having sent the whole crew to copy what is left of them."""
         for copy in self._device[1:]:
-            # What is launched later waits for the copies, and counts as a change at once.
+            # What is launched later waits for the copies, and counts as a change at once: looked at before the first.
             if copy.hold() and (error := self._seen_changed(DEVICE_LAZY)) is not None:
                 self.cancel(error)
         self._host[1].join(self._crew)
@@ -157,7 +158,9 @@ class Staging:
         for index, one, other in zip(self._guarded[kind], noted, self._versions_now(kind), strict=True):
             if one != other:
                 return _changed_error(captured, index, 0)
-        return None
+        # What is changed through ``data``, or by a fused operation, counts nothing.
+        row = self._host[1].sampled_change() if kind == LAZY else None
+        return None if row is None else _changed_error(captured, *row)
 
     def _one_over(self, error: BaseException | None) -> None:
         with self._lock:
@@ -214,7 +217,7 @@ class _DeviceCopy:
         self._copies = copies_of(section, storages, slot)
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
-        self._is_launched = self._is_awaited = self._is_over = False
+        self._is_launched = self._is_awaited = self._is_over = self._is_held = False
         self._lock = threading.Lock()
 
     def launch(self) -> None:
@@ -223,10 +226,16 @@ class _DeviceCopy:
         self._copies.launch()
 
     def hold(self) -> bool:
-        """Let what is launched later wait; return whether there was anything to wait for."""
-        if not self._is_over:
-            self._copies.hold()
-        return not self._is_over
+        """Let what is launched later wait; return whether this was the first time, and there was anything to wait for.
+
+        What a guard has let pass changes from then on, in the order of the device, while the copies are on their way.
+        """
+        if self._is_over:
+            return False
+        self._copies.hold()
+        with self._lock:
+            was_held, self._is_held = self._is_held, True
+        return not was_held
 
     def wait(self) -> None:
         """Wait until all has come; never raises."""
@@ -242,7 +251,7 @@ class _DeviceCopy:
         """Let another thread wait, if there is anything to wait for."""
         self._is_awaited = True
         if self._section.unit_count:
-            crew.send(self.wait, 1)
+            crew.waiters.send_one(self.wait)
         else:
             self.wait()
 
