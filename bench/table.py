@@ -25,6 +25,9 @@ Records = dict[str, dict[str, Any]]
 MAIN_CASES = ("commit_durable", "restore_cold", "peak_memory", "stall_blocking")
 """Whose records README's table shows."""
 
+BACKGROUND_CASES = ("stall_return", "stall_guarded", "stall_python_loop", "async_wall", "async_memory", "async_thousand")
+"""Whose medians and notes stand in docs/BENCH.md as they are."""
+
 
 def newest_records(results: Path) -> Records:
     """Return the newest record of each case."""
@@ -130,7 +133,15 @@ def _sentences(records: Records) -> list[str]:
     if listing and "ckstore ls" in listing["participants"]:
         seconds, count = listing["participants"]["ckstore ls"]["median"], listing["setting"]["checkpoints"]
         said.append(f"`ckstore ls` of {count:,} checkpoints: {seconds:.2f} s.")
+    said += [_as_it_is(case, records[case]) for case in BACKGROUND_CASES if case in records]
     return said
+
+
+def _as_it_is(case: str, record: dict[str, Any]) -> str:
+    """Return the medians and notes of a record, as one sentence of a list."""
+    medians = [f"{name} {found['median']:.3g} {record['unit']}" for name, found in record["participants"].items()]
+    notes = [note for note in record["notes"] if not note.startswith("not alone")]
+    return f"- `{case}`: {'; '.join((*medians, *notes))}."
 
 
 def _busy(records: Records, cases: Iterable[str]) -> list[str]:
