@@ -25,7 +25,14 @@ Records = dict[str, dict[str, Any]]
 MAIN_CASES = ("commit_durable", "restore_cold", "peak_memory", "stall_blocking")
 """Whose records README's table shows."""
 
-BACKGROUND_CASES = ("stall_return", "stall_guarded", "stall_python_loop", "async_wall", "async_memory", "async_thousand")
+BACKGROUND_CASES = (
+    "stall_return",
+    "stall_guarded",
+    "stall_python_loop",
+    "async_wall",
+    "async_memory",
+    "async_thousand",
+)
 """Whose medians and notes stand in docs/BENCH.md as they are."""
 
 
