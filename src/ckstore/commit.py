@@ -111,10 +111,10 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
     try:
-        if request.policy.residual is not None:
-            warnings += _warnings_of(request, manifest, stored)
         fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
         warnings += stale_warnings(request.fingerprint, fingerprint)
+        if request.policy.residual is not None:
+            warnings += _warnings_of(request, manifest, stored)
     except Exception as error:
         # The checkpoint is durable; a suspicion that could not be looked into must not hide that.
         warnings.append(f"whether a stale or diverged model was saved could not be checked: {error}")
@@ -138,9 +138,10 @@ def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[s
 
     residual = request.policy.residual
     assert residual is not None
-    looked_at = {loss.storage for loss in manifest.losses}
+    # Of a rounding nobody has looked whether it is finite.
+    looked_at = {loss.storage for loss in manifest.losses if loss.role != "rounded"}
     rules = rules_warnings(residual, request.captured.tree)
-    vain = [] if looked_at else vain_warnings(residual, request.captured)
+    vain = [] if manifest.losses else vain_warnings(residual, request.captured)
     return [*rules, *vain, *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 

@@ -58,11 +58,13 @@ class Policy:
             ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
             ``"near"`` and ``"small"`` are short for these two.
         quantize_on: Where tensors are quantized that a synchronous commit with a loss finds on a device: there, so that
-            codes are copied to the host and floats are not (``"device"``), or on the ``"host"``. What is in host memory
+            codes are copied to the host and floats are not (``"device"``, which has not run on a GPU yet, and so is
+            not the default), or on the ``"host"``. What is in host memory
             is quantized there either way, and so is what a background commit has staged. The bytes that are restored
             may differ between the two, as sums may in their last bits; their bounds do not.
-        device_bases_nbytes_max: Bound on the reconstructions of weights that stay on devices for the next commit; None:
-            none but the size of the weights; 0: nothing stays, and each commit copies its base to the device.
+        device_bases_nbytes_max: Bound on the reconstructions of weights that stay on devices for the next commit;
+            None: none but the size of the weights; 0: nothing stays, and each commit copies its base to the device.
+            What stays is memory that training does not get.
         verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
             Without it faulty memory and coders are found out by a restore, not by the commit.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
@@ -95,8 +97,8 @@ class Policy:
     base_cache: BaseCache = "none"
     base_cache_nbytes_max: int | None = None
     fidelity: Fidelity = "exact"
-    quantize_on: QuantizeOn = "device"
-    device_bases_nbytes_max: int | None = None
+    quantize_on: QuantizeOn = "host"
+    device_bases_nbytes_max: int | None = 0
     verify_encoded: bool = True
     verify_restored: Literal["blake3", "xxh3"] = "blake3"
     threads: int | None = None

@@ -173,6 +173,8 @@ def judge(
     for rounded, master in masters.items():
         # A rounding is never off without its master: what it exceeds makes both exact.
         if rounded in fates and master in fates:
+            if not math.isfinite(fates[rounded].max_abs + fates[rounded].sum_sq_error):
+                fates[master].fail("its rounding would become infinite somewhere, or cease to be")
             _judge_one(fates[rounded], fates[master], residual, "its rounding's ")
     _judge_bits(fates, pairs, groups, residual)
     for first, second in pairs.items():
@@ -205,9 +207,9 @@ def _judge_one(fate: Fate, blamed: Fate, residual: Residual, whose: str = "its "
     tensor = blamed.tensor
     assert tensor is not None
     relative, greatest = residual.max_rel_rms, residual.max_abs
-    if relative is not None and fate.rel_rms > relative:
+    if relative is not None and not fate.rel_rms <= relative:
         blamed.fail(f"{whose}RMS error is {fate.rel_rms:.3g} of its RMS, more than {relative:g}", is_bound=True)
-    if greatest is not None and tensor.role == "weight" and fate.max_abs > greatest:
+    if greatest is not None and tensor.role == "weight" and not fate.max_abs <= greatest:
         blamed.fail(f"{whose}greatest error is {fate.max_abs:.3g}, more than {greatest:g}", is_bound=True)
 
 

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -278,7 +279,8 @@ class LossyChunkWriter(ChunkWriter):
                 fate.sum_sq_error += errors.sum_sq_error
                 fate.kept_count += errors.kept_count
             fate.count += errors.count
-            fate.max_abs = max(fate.max_abs, errors.max_abs)
+            # What no number tells is off by more than any.
+            fate.max_abs = math.inf if math.isnan(errors.max_abs) else max(fate.max_abs, errors.max_abs)
             fate.sum_sq_value += errors.sum_sq_value
 
     def note_raised(self, index: int, sum_sq_error: float) -> None:

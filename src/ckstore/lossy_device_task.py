@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,6 +116,12 @@ class _Rounding:
     draft: Draft
     distance: Distance
 
+    @property
+    def is_told(self) -> bool:
+        """Whether a number tells what it is off by: where halves overflow, equal infinities differ by NaN here."""
+        found = self.distance
+        return all(map(math.isfinite, (found.max_abs, found.sum_sq_difference, found.sum_sq_value)))
+
 
 class DeviceTaskCoder(TaskCoder):
     """Quantizes the chunks of one task where they lie."""
@@ -155,6 +162,8 @@ class DeviceTaskCoder(TaskCoder):
             for other, each in roundings.items()
             if each is not None
         }
+        if any(rounding is not None and not rounding.is_told for rounding in rounded.values()):
+            return None
         draft = self._draft(index, made.made, base if needs_base(made.made) else None, base_plain)
         desk.hold(index, draft.chunk_id, made.made.reconstruction, is_own=True)
         devices.done(index, draft.chunk_id, made.became)
@@ -214,9 +223,9 @@ class DeviceTaskCoder(TaskCoder):
         if first_tensor.settings == EXACT:
             plain = desk.gather_for(task.first, "first plain", thread)
             became = second.made.reconstruction
-            draft = self._second_draft(second, second_off)
-            # Told by the host, which has what both are stored as.
-            return [draft, self._first_draft(plain, became, became, None)]
+            # Told by the host, which has what both are stored as; nothing is noted before that can fail no more.
+            first_draft = self._first_draft(plain, became, became, None)
+            return [self._second_draft(second, second_off), first_draft]
         if not isinstance(first_tensor.settings, FirstMomentSettings):
             return None
         how = clipped(first_tensor.settings, first_tensor)

@@ -5,15 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import ckstore
 from ckstore.errors import BoundError
-from ckstore.testing.trainings import M, V, W, leaf, losses, lossy_policy
+from ckstore.testing.trainings import M, V, W, leaf, losses
 
 torch = pytest.importorskip("torch")
 
 import there  # noqa: E402 - it imports torch
-from there import COUNT, LOSSY, NEAR, Run, commit_both, entry_of, same_bits, same_checkpoints  # noqa: E402
+from there import (  # noqa: E402
+    COLS,
+    COUNT,
+    HOST,
+    LOSSY,
+    NEAR,
+    Run,
+    commit_both,
+    entry_of,
+    lossy_policy,
+    same_bits,
+    same_checkpoints,
+)  # fmt: skip
 
 from ckstore import lossy_on_device  # noqa: E402 - it imports torch
 from ckstore.kernels import on_gpu  # noqa: E402 - it imports torch
@@ -183,3 +197,70 @@ def test_a_commit_waits_for_what_the_trainer_computes_on_a_stream_of_its_own(sto
     assert receipt.bytes_quantized_on_device == 12 * COUNT
     off = stores[0].restore()["model"]["w"] - state["model"]["w"].cpu()
     assert float(off.abs().max()) < 0.6
+
+
+# Roundings beyond the greatest half
+
+
+def with_rounding(run, change):
+    """Return a state of a weight and its rounding to halves, where some of the weight was changed."""
+    state = run.train().state()
+    del state["optimizer"]
+    change(state["model"]["w"])
+    return {**state, "half": {"model": {"w": state["model"]["w"].to(torch.float16)}}}
+
+
+@pytest.mark.parametrize("where", [HOST, {}], ids=["host", "device"])
+@pytest.mark.parametrize("row", [3, -1])
+def test_a_rounding_that_is_infinite_somewhere_has_its_loss_recorded(traffic, device, tmp_path, where, row):
+    run = Run(device=device, shape=(1024, 1500))
+
+    def change(weight):
+        weight[row, 5] = 70_000.0
+
+    with ckstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            state = with_rounding(run, change)
+            receipt = store.commit(state, step, policy=lossy_policy(**where))
+        found, made = losses(store)["half.model.w"], store.restore()["half"]["model"]["w"].cpu()
+        own = state["half"]["model"]["w"].cpu()
+        finite = torch.isfinite(own)
+        assert found.max_abs == (made.double() - own.double())[finite].abs().max() > 0
+        assert torch.equal(torch.isfinite(made), finite)
+        assert any("half.model.w holds NaN or infinity" in warning for warning in receipt.warnings)
+        bounded = lossy_policy(replace(NEAR, max_abs=1e-9, on_bound="raise"), **where)
+        with pytest.raises(BoundError):
+            store.commit(with_rounding(run, change), 2, policy=bounded)
+
+
+@pytest.mark.parametrize("where", [HOST, {}], ids=["host", "device"])
+def test_a_weight_whose_rounding_would_become_infinite_is_stored_exactly(traffic, device, tmp_path, where):
+    run = Run(device=device, noise=1.0)
+    numbers = torch.Generator().manual_seed(0)
+
+    def change(weight):
+        # The least that rounds to infinity is 65520.
+        weight[3] = (65_520 + 5 * torch.randn(COLS, generator=numbers)).to(weight.device)
+
+    with ckstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            state = with_rounding(run, change)
+            receipt = store.commit(state, step, policy=lossy_policy(threads=1, **where))
+        made = store.restore()
+        for part in ("model", "half"):
+            own, got = (each["w"] if part == "model" else each["model"]["w"] for each in (state[part], made[part]))
+            assert same_bits(own, got)
+        assert any("would become infinite" in warning for warning in receipt.warnings)
+        assert store.verify("decode").is_clean
+
+
+def test_values_whose_products_are_too_large_do_not_turn_the_device_off(traffic, device, tmp_path):
+    run = Run(device=device)
+    with ckstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            state = run.train().state()
+            wild = torch.from_numpy(np.random.default_rng(step).standard_normal((64, 64)) * 1e14)
+            state["model"]["wild"] = wild.float().to(device)
+            receipt = store.commit(state, step, policy=lossy_policy())
+        assert receipt.warnings == ()
+        assert receipt.bytes_quantized_on_device >= 3 * 4 * COUNT

@@ -12,7 +12,7 @@ import ckstore
 from ckstore import Residual
 from ckstore.distance import distance_of
 from ckstore.errors import BoundError
-from ckstore.testing.trainings import M, V, W, leaf, losses, lossy_policy
+from ckstore.testing.trainings import M, V, W, leaf, losses
 
 torch = pytest.importorskip("torch")
 
@@ -25,6 +25,7 @@ from there import (  # noqa: E402
     SMALL,
     Run,
     commit_both,
+    lossy_policy,
     numbers,
     same_bits,
     same_checkpoints,

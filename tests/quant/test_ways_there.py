@@ -10,12 +10,23 @@ import ckstore
 from ckstore import Residual
 from ckstore.errors import BackendError
 from ckstore.lossy_chunks import LossyChunkWriter
-from ckstore.testing.trainings import M, V, W, losses, lossy_policy
+from ckstore.testing.trainings import M, V, W, losses
 
 torch = pytest.importorskip("torch")
 
 import there  # noqa: E402 - it imports torch
-from there import COUNT, HOST, LOSSY, NEAR, SMALL, Run, commit_both, same_bits, same_checkpoints  # noqa: E402
+from there import (  # noqa: E402
+    COUNT,
+    HOST,
+    LOSSY,
+    NEAR,
+    SMALL,
+    Run,
+    commit_both,
+    lossy_policy,
+    same_bits,
+    same_checkpoints,
+)  # fmt: skip
 
 device, traffic, stores = there.device, there.traffic, there.stores
 

@@ -12,13 +12,19 @@ import ckstore
 from ckstore import Residual
 from ckstore.adapters import torch_state
 from ckstore.kernels import on_gpu
-from ckstore.testing.trainings import M, V, W, leaf, lossy_policy
+from ckstore.testing import trainings
+from ckstore.testing.trainings import M, V, W, leaf
 
 ROWS, COLS = SHAPE = (300, 280)
 COUNT = ROWS * COLS
 LOSSY = (W, M, V)
 NEAR, SMALL = Residual.near(), Residual.small()
 HOST = {"quantize_on": "host"}
+
+
+def lossy_policy(fidelity=None, **changes):
+    """Return a policy that quantizes on devices, and keeps bases there."""
+    return trainings.lossy_policy(fidelity, **{"quantize_on": "device", "device_bases_nbytes_max": None, **changes})
 
 
 @dataclass

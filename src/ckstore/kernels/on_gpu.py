@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ DTYPES = {str(each).removeprefix("torch."): each for each in (*_FLOATS, torch.fl
 
 _MODULUS = 1 << 64
 _TINY = 2.0**-126
+_loading_linalg, _linalg_is_loaded = threading.Lock(), threading.Event()
 # Directions of less than this share of the greatest square are rounding errors.
 _NO_SIZE = 1e-6
 
@@ -235,7 +237,7 @@ def finish_outer(
     return flat.to(dtype), greatest
 
 
-def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple[Tensor, Tensor, Tensor]:
+def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the strongest left directions, singular values (fp64) and right directions, as ``quant.lowrank`` does.
 
     Args:
@@ -243,12 +245,19 @@ def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple
         signs: Random signs, as long as the shorter side.
         count: Most directions.
         least: Squares of singular values that are not above it are left out.
+
+    Returns:
+        None where products of the values are too large for fp32.
     """
     rows, cols = matrix.shape
     across = matrix if rows <= cols else matrix.T
-    basis = _orthogonal((signs @ across) @ across.T)
-    inside = basis @ across
-    squares, vectors = _eigen(inside @ inside.T)
+    try:
+        basis = _orthogonal((signs @ across) @ across.T)
+        inside = basis @ across
+        squares, vectors = _eigen(inside @ inside.T)
+    except torch.linalg.LinAlgError:
+        # It says something of the values, and nothing of the device.
+        return None
     sizes = squares[:count].clamp(min=_TINY).sqrt()
     kept = int((sizes.square() > least).sum())
     sizes, turn = sizes[:kept], vectors[:kept].float()
@@ -355,6 +364,11 @@ def _orthogonal(wide: Tensor) -> Tensor:
 
 def _eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, the greatest first, and eigenvectors as rows, in fp64."""
+    if not _linalg_is_loaded.is_set():
+        # torch loads what it needs at the first call, and fails where two threads make it (pytorch issue 90613).
+        with _loading_linalg:
+            torch.linalg.eigh(torch.zeros(1, 1, dtype=torch.float64, device=symmetric.device))
+            _linalg_is_loaded.set()
     values, vectors = torch.linalg.eigh(symmetric.double())
     return values.flip(0), vectors.T.flip(0)
 

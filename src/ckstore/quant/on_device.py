@@ -221,7 +221,10 @@ def _fitted(
     step = settings.step * (math.sqrt(mean) if is_relative else 1.0)
     count = lowrank.count_max(rows, cols, settings.rank_max)
     signs = on_gpu.put(lowrank.random_signs(count, min(rows, cols)), matrix)
-    left, sizes, right = on_gpu.directions(matrix, signs, count, lowrank.least_square(rows, cols, step))
+    found = on_gpu.directions(matrix, signs, count, lowrank.least_square(rows, cols, step))
+    if found is None:
+        return None
+    left, sizes, right = found
     # What directions leave over, their roundings do not take away: then the narrow sides need not come to the host.
     if energy - float(sizes.square().sum()) > _SLACK * settings.error_max * energy:
         return None
