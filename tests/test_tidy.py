@@ -191,7 +191,7 @@ DOORS = {
     "obstore": {"io/remote.py"},
     "typer": {"cli/"},
     "rich": {"cli/output.py"},
-    "torch": {"adapters/", "kernels/on_gpu.py"},
+    "torch": {"adapters/", "kernels/on_gpu.py", "kernels/directions_on_gpu.py"},
     "safetensors": {"adapters/"},
     "time": {"clock.py"},
     # obstore takes its patience as timedeltas; nobody looks at a clock there.

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +31,6 @@ DTYPES = {str(each).removeprefix("torch."): each for each in (*_FLOATS, torch.fl
 """By the names that settings and trees have for them."""
 
 _MODULUS = 1 << 64
-_TINY = 2.0**-126
-_loading_linalg, _linalg_is_loaded = threading.Lock(), threading.Event()
-# Directions of less than this share of the greatest square are rounding errors.
-_NO_SIZE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,34 +232,6 @@ def finish_outer(
     return flat.to(dtype), greatest
 
 
-def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the strongest left directions, singular values (fp64) and right directions, as ``quant.lowrank`` does.
-
-    Args:
-        matrix: Finite fp32 values.
-        signs: Random signs, as long as the shorter side.
-        count: Most directions.
-        least: Squares of singular values that are not above it are left out.
-
-    Returns:
-        None where products of the values are too large for fp32.
-    """
-    rows, cols = matrix.shape
-    across = matrix if rows <= cols else matrix.T
-    try:
-        basis = _orthogonal((signs @ across) @ across.T)
-        inside = basis @ across
-        squares, vectors = _eigen(inside @ inside.T)
-    except torch.linalg.LinAlgError:
-        # It says something of the values, and nothing of the device.
-        return None
-    sizes = squares[:count].clamp(min=_TINY).sqrt()
-    kept = int((sizes.square() > least).sum())
-    sizes, turn = sizes[:kept], vectors[:kept].float()
-    here, there = turn @ basis, (turn / sizes[:, None].float()) @ inside
-    return (here.T, sizes, there) if rows <= cols else (there.T, sizes, here)
-
-
 def measure_values(source: Tensor, made: Tensor) -> Tensor:
     """Return the greatest difference, and the sums of squared differences and of squared values, as three fp64."""
     require(source.shape == made.shape, "lengths differ")
@@ -353,24 +320,6 @@ def uploaded(plain: memoryview, beside: Tensor) -> Tensor:
 def put(array: NDArray[Any], beside: Tensor) -> Tensor:
     """Return a copy of an array of the host on the device of a tensor."""
     return torch.from_numpy(np.array(array)).to(beside.device)
-
-
-def _orthogonal(wide: Tensor) -> Tensor:
-    """Return orthogonal rows of length 1 that span what those of a matrix do, but for directions of no size."""
-    squares, turn = _eigen(wide @ wide.T)
-    kept = squares > _NO_SIZE * squares[0].clamp(min=_TINY)
-    return (turn[kept] / squares[kept].sqrt()[:, None]).float() @ wide
-
-
-def _eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, the greatest first, and eigenvectors as rows, in fp64."""
-    if not _linalg_is_loaded.is_set():
-        # torch loads what it needs at the first call, and fails where two threads make it (pytorch issue 90613).
-        with _loading_linalg:
-            torch.linalg.eigh(torch.zeros(1, 1, dtype=torch.float64, device=symmetric.device))
-            _linalg_is_loaded.set()
-    values, vectors = torch.linalg.eigh(symmetric.double())
-    return values.flip(0), vectors.T.flip(0)
 
 
 def _floats(elements: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore.kernels import on_gpu
+from ckstore.kernels import directions_on_gpu, on_gpu
 from ckstore.kernels.on_gpu import Tensor
 from ckstore.quant import contexts, factors, lowrank, lowrank_forms
 from ckstore.quant.codebook import conditional_means
@@ -221,7 +221,7 @@ def _fitted(
     step = settings.step * (math.sqrt(mean) if is_relative else 1.0)
     count = lowrank.count_max(rows, cols, settings.rank_max)
     signs = on_gpu.put(lowrank.random_signs(count, min(rows, cols)), matrix)
-    found = on_gpu.directions(matrix, signs, count, lowrank.least_square(rows, cols, step))
+    found = directions_on_gpu.directions(matrix, signs, count, lowrank.least_square(rows, cols, step))
     if found is None:
         return None
     left, sizes, right = found
