@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -121,9 +121,9 @@ def test_a_commit_inside_of_a_guard_is_copied_before_it_returns(store, held):
 
 
 class SlowDevice:
-    """Copies of a device that take their time, in the order in which it was told."""
+    """Copies of a device that come when a test says so, of what there was when it was told."""
 
-    seconds = 0.3
+    may_come: threading.Event
 
     def __init__(self, section, storages, slot):
         self.section, self.storages, self.slot = section, storages, slot
@@ -138,7 +138,8 @@ class SlowDevice:
         pass
 
     def wait(self, mark):
-        time.sleep(self.seconds if self.section.unit_count else 0)
+        if self.section.unit_count:
+            self.may_come.wait(20)
         for unit, place, content in self.rows:
             self.slot.view(place, len(content))[:] = content
             mark(unit)
@@ -154,6 +155,7 @@ def on_device(monkeypatch):
         is_large = [captured.storages[index].nbytes > 4096 for index in range(len(kinds))]
         return [DEVICE_LAZY if kind == LAZY and large else kind for kind, large in zip(kinds, is_large, strict=True)]
 
+    SlowDevice.may_come = threading.Event()
     monkeypatch.setattr(dock, "kinds_of", kinds_there)
     monkeypatch.setattr(staging_state, "copies_of", SlowDevice)
 
@@ -166,11 +168,10 @@ def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes
     for trainer in (one, other):
         store.attach(trainer.optimizer)
     pending = store.commit_async([one.state(), other.state()], 1)
-    began = time.monotonic()
     for trainer in (one, other, one, other):
         trainer.train()
-    assert time.monotonic() - began < SlowDevice.seconds
-    assert not pending.is_staged
+    assert not pending.is_staged, "no step has waited for the device"
+    SlowDevice.may_come.set()
     assert pending.result().step == 1
 
 
