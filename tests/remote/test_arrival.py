@@ -9,7 +9,7 @@ from pushing import assert_restores, pack_of, packs_here, state_of
 
 import ckstore
 from ckstore.cli.main import run
-from ckstore.errors import CorruptError
+from ckstore.errors import CapacityError, CorruptError
 from ckstore.io.address import backend_for
 
 
@@ -128,3 +128,28 @@ def test_store_in_a_bucket_pulls_nothing_that_was_altered(server, address):
         put_over(there, name, flipped(content_of(there, name), 20_000))
         store.pull(1)
         assert_restores(store, 1, 2)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_disk_that_is_full_during_a_pull_is_told_and_loses_nothing(pushed, room, monkeypatch):
+    """What there was room for is here; the rest lies there as before, and comes when there is room again."""
+    pushed.gc(now=True, min_age=0)
+    backend, made = pushed._parts.backend, []
+    create = type(backend).create_pack
+
+    def fills_up(self, name, **given):
+        made.append(name)
+        if len(made) > room:
+            raise CapacityError("the disk is full", where=name)
+        return create(self, name, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "create_pack", fills_up)
+        with pytest.raises(CapacityError, match="the disk is full"):
+            pushed.pull()
+    assert len(made) > room
+    assert_restores(pushed, 1, 2, 3)
+    assert pushed._parts.backend.list_names("tmp") == []
+    pushed.pull()
+    assert {pack.tier for step in (1, 2, 3) for pack in pushed.contents(step).packs} == {"local"}
+    assert_restores(pushed, 1, 2, 3)
