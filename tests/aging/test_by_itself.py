@@ -29,7 +29,7 @@ def test_a_store_opened_with_rules_demotes_by_itself_while_its_saver_lives(tmp_p
         for step, state in enumerate(held[:8]):
             store.commit_async(state, step).result()
             if step == 6:
-                # It began beside the fifth commit; one that is still busy after the eighth would leave that to the twelfth.
+                # It began with the fifth commit; one that is busy after the eighth would leave that to a later one.
                 store._aging.wait(SECONDS_MAX)
         store.wait()
         assert store._handover.saver_pid is not None

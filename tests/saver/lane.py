@@ -136,6 +136,11 @@ class Lane:
             with contextlib.suppress(TimeoutError):
                 self.wait(lambda: len(life.facts("interrupted")) > before, "a stop", 5, TimeoutError)
 
+    def steps(self):
+        """Return the steps that are published."""
+        with ckstore.open(self.place) as store:
+            return store.steps()
+
     def saver_of(self, life):
         """Return the saver that a trainer has now, from its first moment on; None: it has none."""
         try:

@@ -112,7 +112,7 @@ class PretendSaver:
         return True
 
     def wait(self, event, timeout, doing, *, is_urgent=False):
-        return event.wait(5 if timeout is None else timeout)
+        return event.wait(60 if timeout is None else timeout)
 
 
 class HeldCrew:

@@ -47,8 +47,14 @@ def equal(left, right):
 
 def packs_nbytes(address):
     """Return how many bytes of packs are not zero: what was written, whatever was reserved."""
-    files = [path for path in Path(address).rglob("*") if path.is_file() and path.stat().st_size > MIB]
-    return sum(np.count_nonzero(np.fromfile(path, np.uint8)) for path in files)
+    total = 0
+    for folder, _, names in os.walk(address):
+        for name in names:
+            # Drafts come and go while a saver writes.
+            with contextlib.suppress(FileNotFoundError):
+                path = Path(folder, name)
+                total += np.count_nonzero(np.fromfile(path, np.uint8)) if path.stat().st_size > MIB else 0
+    return total
 
 
 def until(has_come, what="it"):
@@ -57,6 +63,32 @@ def until(has_come, what="it"):
     while not has_come():
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.005)
+
+
+def stop(pid):
+    """Stop a process, and see that each of its threads stands still: on a busy machine they go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: set(stats_of(pid, 0)) <= {"T", "t"}, "the stop")
+
+
+def stats_of(pid, index):
+    """Return one field of each thread's ``stat``, from the state on; threads may end meanwhile."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # The name in brackets may hold anything.
+            found.append((task / "stat").read_text().rpartition(")")[2].split()[index])
+    return found
+
+
+def links(pid="self"):
+    """Return what the descriptors of a process are; some may be closed meanwhile."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # The one that this folder is read by is gone, too.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(str(path.readlink()))
+    return found
 
 
 class Handed:

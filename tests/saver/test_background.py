@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rig import SECONDS_MAX, stop
 from torch import nn
 
 import ckstore
@@ -147,11 +148,11 @@ def test_a_saver_that_was_killed_costs_one_commit(store):
     # Its slot is free a moment after its receipt; a saver that is stopped in between would be waited for.
     store.wait()
     pid = store._handover.saver_pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     pending = store.commit_async(state, 1)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(SaverError, match=rf"pid {pid}.*killed by SIGKILL"):
-        pending.result(timeout=20)
+        pending.result(timeout=SECONDS_MAX)
     state["w"][0] += 1
     receipt = store.commit_async(state, 2).result()
     assert store._handover.saver_pid != pid

@@ -5,7 +5,6 @@ Forked children have no part in a saver, and keep nothing of it alive.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rig import SECONDS_MAX, Desk, noise, until
+from rig import SECONDS_MAX, Desk, links, noise, stop, until
 
 import ckstore
 from ckstore.errors import MalformedError, SaverError, UsageError
@@ -29,22 +28,12 @@ from ckstore.saver.arena import Arena
 from ckstore.saver.client import Saver
 from ckstore.saver.process import Watch
 from ckstore.saver.tickets import Callbacks, Tickets
-from ckstore.store.lease import is_stopped, process_started
+from ckstore.store.lease import process_started
 
 
 def steps(address):
     with ckstore.open(address) as store:
         return store.steps()
-
-
-def links(pid="self"):
-    """Return what the descriptors of a process are."""
-    found = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        # The one that this folder is read by is gone.
-        with contextlib.suppress(OSError):
-            found.append(str(path.readlink()))
-    return found
 
 
 def fork(child):
@@ -72,18 +61,17 @@ def fork(child):
 
 
 @pytest.mark.parametrize("is_staged", [False, True], ids=["staging", "staged"])
-def test_killed_saver_is_noticed_within_a_second_and_the_next_one_works(desk, address, caplog, is_staged):
+def test_killed_saver_is_noticed_at_once_and_the_next_one_works(desk, address, caplog, is_staged):
     desk.commit(noise(1), 1)
     handed = desk.begin(noise(2, 64 << 20), 2).stage(4)
     assert handed.began.wait(SECONDS_MAX)
     if is_staged:
-        os.kill(desk.saver.pid, signal.SIGSTOP)
+        stop(desk.saver.pid)
         handed.stage().finish()
-    begun = time.monotonic()
+    assert desk.saver._watch.timeout_ms is None, "its death wakes the trainer, which looks for it at no interval"
     os.kill(desk.saver.pid, signal.SIGKILL)
     with caplog.at_level(logging.ERROR, "ckstore"), pytest.raises(SaverError, match="was killed by SIGKILL") as caught:
         handed.wait()
-    assert time.monotonic() - begun < 1
     assert handed.events == ["began", "failed", "free"]
     assert (caught.value.pid, caught.value.saver_exit_code, caught.value.todo.split(":")[0]) == (
         desk.saver.pid,
@@ -138,9 +126,9 @@ def test_what_the_saver_said_before_it_died_counts(desk):
     desk.saver._tickets._callbacks[1] = Callbacks(
         old.on_done, old.on_failed, old.on_free, lambda: (old.on_began(), blocked.wait(SECONDS_MAX))
     )
-    with ckstore.open(desk.address) as store:
-        until(lambda: store.steps() == [1])
-    time.sleep(0.2)
+    # The thread that publishes gives up the lease after that: then it has said all of it.
+    assert not desk.saver.release_lease(0)
+    until(lambda: steps(desk.address) == [1] and not (Path(desk.address) / layout.lease_name("main")).exists())
     os.kill(desk.saver.pid, signal.SIGKILL)
     blocked.set()
     assert handed.wait().seq == 0
@@ -150,27 +138,31 @@ def test_what_the_saver_said_before_it_died_counts(desk):
 def test_stopped_saver_is_waited_for_and_talked_of(desk, caplog, monkeypatch):
     monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.1)
     desk.saver.wait_ready(SECONDS_MAX)
-    os.kill(desk.saver.pid, signal.SIGSTOP)
-    until(lambda: is_stopped(desk.saver.pid))
+    stop(desk.saver.pid)
     handed = desk.begin(noise(1), 1).stage().finish()
+    waiter = threading.Thread(target=desk.saver.wait, args=(handed.free, SECONDS_MAX, "publish step 1"), daemon=True)
     with caplog.at_level(logging.WARNING, "ckstore"):
-        assert not desk.saver.wait(handed.free, 0.3, "publish step 1")
+        waiter.start()
+        until(lambda: "to publish step 1; it is stopped" in caplog.text, "the word of it")
     assert "still waiting for the saver" in caplog.text
-    assert "to publish step 1; it is stopped" in caplog.text
+    assert not handed.ended.is_set()
     assert desk.saver.is_alive
     os.kill(desk.saver.pid, signal.SIGCONT)
+    waiter.join(SECONDS_MAX)
+    assert not waiter.is_alive()
     assert handed.wait().seq == 0
 
 
 def test_bells_and_messages_never_wait_for_a_stopped_saver(desk):
     desk.saver.wait_ready(SECONDS_MAX)
-    os.kill(desk.saver.pid, signal.SIGSTOP)
+    stop(desk.saver.pid)
     begun = time.monotonic()
     for _ in range(10_000):
         desk.saver.ring()
     for number in range(10_000):
         desk.saver.abort(number)
-    assert time.monotonic() - begun < 10
+    # Whoever waited for it would wait for ever, and longer than this with a pause for each that finds no room.
+    assert time.monotonic() - begun < SECONDS_MAX
     os.kill(desk.saver.pid, signal.SIGCONT)
 
 
@@ -240,7 +232,7 @@ def test_many_savers_leave_no_descriptor_thread_or_process(address):
             os.kill(desk.saver.pid, signal.SIGKILL)
         desk.close()
         del desk
-    until(lambda: count() <= before, "the end of threads and descriptors")
+    until(lambda: all(map(int.__le__, count(), before)), "the end of threads and descriptors")
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -254,10 +246,8 @@ def test_many_commits_leave_no_descriptor_in_either_process(desk):
     before = count()
     for step in range(1, 30):
         desk.commit(noise(step, 1 << 20), step)
-    after = count()
-    # Fewer is well: what earlier tests left may be collected meanwhile.
-    assert after[0] <= before[0]
-    assert after[1] <= before[1]
+    # Fewer is well: what earlier tests left may be collected meanwhile. A beat of the lease has one for a moment.
+    until(lambda: all(map(int.__le__, count(), before)), "the end of descriptors")
 
 
 def test_callback_that_raises_is_logged_and_nothing_more(desk, caplog):
@@ -316,11 +306,11 @@ def test_forked_child_does_not_hide_the_saver_s_death(desk):
     assert handed.began.wait(SECONDS_MAX)
     _, end = fork(lambda: 0)
     try:
-        begun = time.monotonic()
+        # The child lives until the test lets it go, so what tells is not the end of a socket.
+        assert desk.saver._watch.timeout_ms is None
         os.kill(desk.saver.pid, signal.SIGKILL)
         with pytest.raises(SaverError):
             handed.wait()
-        assert time.monotonic() - begun < 1
     finally:
         end()
 

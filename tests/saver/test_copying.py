@@ -90,7 +90,7 @@ def test_a_state_of_many_shapes_arrives_whole(arena, crew, monkeypatch, loops):
 
 
 def test_a_large_tensor_is_copied_by_two_threads_at_once(arena, crew, monkeypatch):
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
     loop = copying.kernels.copy_units
     threads = set()
 

@@ -23,7 +23,7 @@ def main():
     store.commit_async({{"w": np.arange(1 << 20)}}, 7)
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     with ckstore.open(folder) as store:
         assert store.steps() == [7]

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from rig import Desk, noise, until
+from rig import SECONDS_MAX, Desk, noise, stats_of, until
 
 import ckstore
 from ckstore.config import MIB
@@ -27,9 +27,8 @@ raises_priority = pytest.mark.skipif(os.geteuid() != 0, reason="only root may ra
 
 def niceness_of(pid):
     """Return the niceness of every thread of a process."""
-    # The 19th field; the name in brackets may hold anything.
-    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return {int(stat.rpartition(")")[2].split()[16]) for stat in stats}
+    # The 19th field.
+    return {int(nice) for nice in stats_of(pid, 16)}
 
 
 @pytest.fixture
@@ -50,7 +49,8 @@ def test_saver_has_its_full_priority_while_somebody_waits_for_what_it_does(desk)
     desk.saver.wait_ready()
     until(lambda: niceness_of(desk.saver.pid) == {LOW}, "a saver that gives way")
     handed = desk.begin(noise(1, 3 * MIB), 1).stage()
-    waiter = threading.Thread(target=desk.saver.wait, args=(handed.free, 30, "end a test"), kwargs={"is_urgent": True})
+    waiting = (handed.free, SECONDS_MAX, "end a test")
+    waiter = threading.Thread(target=desk.saver.wait, args=waiting, kwargs={"is_urgent": True})
     waiter.start()
     until(lambda: niceness_of(desk.saver.pid) == {START}, "a saver that hurries")
     handed.finish().wait()

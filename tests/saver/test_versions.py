@@ -139,7 +139,7 @@ class SlowDevice:
 
     def wait(self, mark):
         if self.section.unit_count:
-            self.may_come.wait(20)
+            self.may_come.wait(60)
         for unit, place, content in self.rows:
             self.slot.view(place, len(content))[:] = content
             mark(unit)

@@ -18,7 +18,7 @@ SOURCE = str(Path(ckstore.__file__).parent.parent)
 SECONDS_MAX = 60.0
 
 PROGRAM = """
-import logging, os, signal, sys, threading, time
+import contextlib, logging, os, pathlib, signal, sys, threading, time
 sys.path.insert(0, {source!r})
 import numpy as np, ckstore
 
@@ -34,6 +34,15 @@ def train_one_step(seconds=0.02):
     time.sleep(seconds)
     state["second"] += 1
     state["step"] += 1
+
+def stop(pid):
+    # Each of its threads: on a busy machine they go on for a while.
+    os.kill(pid, signal.SIGSTOP)
+    states = None
+    while states is None or states - {{"T", "t"}}:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stats = [(task / "stat").read_text() for task in pathlib.Path(f"/proc/{{pid}}/task").iterdir()]
+            states = {{stat.rpartition(")")[2].split()[0] for stat in stats}}
 
 store = ckstore.open({folder!r})
 {code}
