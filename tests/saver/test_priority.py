@@ -124,6 +124,24 @@ class Noted:
         self.calls.append("hurry")
 
 
+def test_thread_that_is_started_meanwhile_is_not_left_out(monkeypatch):
+    """Whoever starts it may not have had its turn yet, and hands down what it has."""
+    told, is_over = [], threading.Event()
+    late = threading.Thread(target=is_over.wait)
+
+    def note(which, thread, nice):
+        if not told:
+            late.start()
+        told.append(thread)
+
+    monkeypatch.setattr(os, "setpriority", note)
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+    Priority(NICE).give_way()
+    is_over.set()
+    late.join()
+    assert late.native_id in told
+
+
 def test_what_the_system_refuses_is_left(monkeypatch):
     def refuse(*_):
         raise PermissionError

@@ -39,10 +39,13 @@ class Priority:
 
     def _set(self, added: int) -> None:
         nice = min(NICE_MAX, self._base + added)
-        # Niceness belongs to a thread; one that is started later has that of its maker.
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
+        # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
+        done: set[str] = set()
+        while new := {thread.name for thread in Path("/proc/self/task").iterdir()} - done:
+            for name in new:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, int(name), nice)
+            done |= new
         if self._group_base is not None:
             # A session has its own share where the kernel groups processes by session: niceness counts within it only.
             with contextlib.suppress(OSError):
