@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import ckstore
+from ckstore import automatic_demotion, automatic_gc
 from ckstore.io.memory import MemoryBackend
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -89,6 +90,16 @@ class FakeClock:
         self.slept += seconds
         if self.on_sleep is not None:
             self.on_sleep()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_gives_way():
+    """Let what follows commits have its share of the processor: beside other tests it would wait for minutes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (automatic_gc, automatic_demotion):
+            assert module._PROGRAM.startswith(f"import os; os.nice({module.NICE}); ")
+            monkeypatch.setattr(module, "_PROGRAM", module._PROGRAM.replace(f"os.nice({module.NICE})", "os.nice(0)"))
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -81,18 +80,23 @@ def test_the_training_loop_is_of_the_size_and_learns():
     assert bytes_of(loop.model.state_dict()) != before
 
 
-def test_memory_of_another_process_is_seen_while_it_has_it():
+def test_memory_of_another_process_is_seen_while_it_has_it(monkeypatch):
     say, hear = "print(flush=True)", "sys.stdin.readline()"
     program = "\n".join(["import sys", say, hear, "x = bytearray(50_000_000)", say, hear])
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        before = cases_async._own_nbytes(other.pid)
+        own_nbytes, looks = cases_async._own_nbytes, []
+        before = own_nbytes(other.pid)
+        monkeypatch.setattr(cases_async, "_own_nbytes", lambda pid: (looks.append(pid), own_nbytes(pid))[1])
 
         def let_it_grow():
             other.stdin.write(b"\n")
             other.stdin.flush()
             other.stdout.readline()
-            time.sleep(0.05)
+            seen = len(looks)
+            # A look at each of the two may have begun before.
+            while len(looks) < seen + 4:
+                time.sleep(0.005)
 
         peaks = cases_async.peaks_while(let_it_grow, {"other": other.pid, "me": os.getpid()})
         assert 48_000_000 < peaks["other"] - before < 60_000_000
@@ -100,16 +104,30 @@ def test_memory_of_another_process_is_seen_while_it_has_it():
         other.stdin.write(b"\n")
 
 
+GROWING = """
+import subprocess, sys, threading
+print(flush=True)
+sys.stdin.readline()
+file, is_over = open("/dev/null"), threading.Event()
+threading.Thread(target=is_over.wait, daemon=True).start()
+child = subprocess.Popen(["sleep", "600"])
+print(flush=True)
+sys.stdin.readline()
+child.kill()
+child.wait()
+"""
+
+
 def test_what_a_process_has_is_counted():
-    before = dict(background.usage_of(os.getpid()))
-    is_over = threading.Event()
-    thread = threading.Thread(target=is_over.wait)
-    thread.start()
-    with Path(os.devnull).open() as _, subprocess.Popen(["sleep", "60"]) as child:
-        after = dict(background.usage_of(os.getpid()))
-        child.kill()
-    is_over.set()
-    thread.join()
+    # In a process of its own: what other tests have left in this one may end at any time.
+    with subprocess.Popen([sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        before = dict(background.usage_of(process.pid))
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = dict(background.usage_of(process.pid))
+        process.stdin.write(b"\n")
     grown = {name: after[name] - before[name] for name in ("descriptors", "Threads", "children")}
     assert grown == {"descriptors": 1, "Threads": 1, "children": 1}
     assert after["RssAnon"] > 1_000_000

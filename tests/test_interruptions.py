@@ -276,7 +276,7 @@ assert os.waitpid(child, 0)[1] == 0
 def test_forked_child_may_read_and_is_refused_as_second_writer(folder, engine):
     code = FORKING.replace("sys.argv[1])", f"sys.argv[1], engine={engine!r})")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(folder)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", code, str(folder)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     parent, *lines = done.stdout.splitlines()

@@ -20,7 +20,7 @@ def run_pytest(folder, source, **variables):
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "CKSTORE_TEST"))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(folder)]
     done = subprocess.run(
-        command, cwd=folder, env={**kept, **variables}, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=folder, env={**kept, **variables}, capture_output=True, text=True, check=False, timeout=300
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -117,7 +117,7 @@ def run_python(code, *arguments):
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {SRC!r})\n{code}", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

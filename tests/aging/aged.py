@@ -10,7 +10,7 @@ import ckstore
 from ckstore.store.references import resolve
 from ckstore.testing.states import difference
 
-SECONDS_MAX = 60
+SECONDS_MAX = 240
 SHAPE = (260, 300)
 
 

@@ -29,7 +29,7 @@ def ckstore_command(*arguments, stdin="", **extra):
         text=True,
         input=stdin,
         env=environment(**extra),
-        timeout=120,
+        timeout=300,
     )
 
 

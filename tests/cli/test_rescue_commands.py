@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -75,7 +74,9 @@ def test_import_says_what_is_wrong(call, source, tmp_path, arguments, code, word
 
 def damage(store):
     """Flip a byte in the pack of the first commit, and tear the manifest of the second."""
-    first = min(store.glob("packs/*/*.pack"), key=os.path.getmtime)
+    with ckstore.open(store) as opened:
+        pack_id = opened.contents("seq:0").packs[0].pack_id
+    (first,) = store.glob(f"packs/*/{pack_id}.pack")
     content = bytearray(first.read_bytes())
     content[6000] ^= 1
     first.chmod(0o600)

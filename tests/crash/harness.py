@@ -56,7 +56,7 @@ class ChildServer:
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=120)
         self._process.stdout.close()
 
     def _writeline(self, line):

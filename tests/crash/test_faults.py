@@ -127,7 +127,7 @@ def transfer(engine, kind, fd, view):
 
     queue = engine.open_queue(depth=1)
     queue.submit(IoRequest(kind, fd, view, 0, on_done))
-    assert done.wait(10)
+    assert done.wait(60)
     queue.close()
     return outcome
 

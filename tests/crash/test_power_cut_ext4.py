@@ -56,7 +56,7 @@ class Cutter:
         self.acks = scenarios.prepare(self.place, count=1)
         if self.cuts:
             # Made durable whole: the negative controls must lose what they commit, not what is prepared.
-            os.sync()
+            self.disk.sync()
 
     def cut_after_a_commit(self, mode):
         self.number += 1
@@ -131,6 +131,7 @@ def test_acknowledged_checkpoints_survive_power_cuts(disk, tmp_path, tell, count
 )
 def test_commits_without_syncs_lose_acknowledged_checkpoints(disk, negative):
     cutter = Cutter(disk, **negative)
-    for _ in range(4):
+    # Whoever syncs all disks of the machine between a commit and its cut, as some test or job may, spoils that cut.
+    while len(cutter.lost) < 4 and cutter.cuts < 12:
         cutter.cut_after_a_commit(LOG_LOST)
-    assert len(cutter.lost) == 4, "a power cut lost nothing although syncs were left out: the cut is none"
+    assert len(cutter.lost) == 4, "power cuts lost nothing although syncs were left out: the cut is none"

@@ -10,7 +10,7 @@ import pytest
 import ckstore
 from ckstore.errors import UsageError
 
-SECONDS_MAX = 60
+SECONDS_MAX = 240
 
 
 def state(step):

@@ -42,7 +42,7 @@ def test_waiting_ends_when_a_block_comes_back():
     with BufferPool(PAGE, 1) as pool:
         block = pool.acquire()
         threading.Timer(0.05, block.release).start()
-        assert pool.acquire(timeout=10) is block
+        assert pool.acquire(timeout=60) is block
 
 
 def test_block_returned_last_is_handed_out_first():
@@ -58,7 +58,7 @@ def test_closing_ends_waiting_with_an_error():
     block = pool.acquire()
     threading.Timer(0.05, pool.close).start()
     with pytest.raises(UsageError):
-        pool.acquire(timeout=10)
+        pool.acquire(timeout=60)
     block.view[0] = 1
     block.release()
 
@@ -80,7 +80,7 @@ def test_discarded_block_is_never_handed_out_again():
         assert pool.try_acquire() is None
         kept.discard()
         with pytest.raises(CapacityError):
-            pool.acquire(timeout=10)
+            pool.acquire(timeout=60)
 
 
 @pytest.mark.parametrize(("block_nbytes", "count"), [(0, 1), (1000, 1), (PAGE, 0), (-PAGE, 1)])

@@ -42,7 +42,7 @@ print(second.engine_name, "|", second.engine_reason)
 def run_python(code, folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -242,7 +242,7 @@ def test_other_threads_run_while_the_ring_waits(uring):
     for _ in range(20):
         assert not done.wait(0.002)
     os.write(write_fd, b"x")
-    assert done.wait(30)
+    assert done.wait(60)
     assert target == b"x"
     os.close(read_fd)
     os.close(write_fd)

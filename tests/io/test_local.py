@@ -216,7 +216,7 @@ def test_close_from_another_thread_waits_for_a_finish_under_way(backend, tmp_pat
     closer = threading.Thread(target=close)
     monkeypatch.setattr(os, call, interrupted)
     sink.finish(100)
-    closer.join(30)
+    closer.join(60)
     assert closed.is_set()
     assert (tmp_path / "x.pack").stat().st_size == 100
     assert mode_of(tmp_path / "x.pack") == 0o400
@@ -277,7 +277,7 @@ def test_failed_write_stays_and_the_file_is_never_synced(tmp_path, monkeypatch, 
             with pytest.raises(wanted):
                 call()
         sink.close()
-        assert pool.acquire(timeout=5)
+        assert pool.acquire(timeout=60)
     assert synced == []
     assert backend.list_names("") == []
     backend.close()

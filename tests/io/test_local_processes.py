@@ -69,7 +69,7 @@ def test_child_forked_while_the_lock_was_held_can_still_close_and_write(backend)
         if child == 0:
             status = 1
             try:
-                signal.alarm(20)
+                signal.alarm(200)
                 backend.close()
                 backend.engine_name  # noqa: B018 - asked for because it takes the lock
                 write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
@@ -87,7 +87,7 @@ def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(backen
         if child == 0:
             status = 1
             try:
-                signal.alarm(20)
+                signal.alarm(200)
                 status = 0 if backend.engine_name in ("uring", "pwrite") else 2
             finally:
                 os._exit(status)
@@ -135,5 +135,5 @@ for engine in ("pwrite", "auto"):
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.stdout.split() == [str(errno.EFBIG)] * 2, done.stderr

@@ -190,17 +190,20 @@ def test_kernels_say_what_was_chosen() -> None:
 def test_native_loops_run_while_another_thread_runs_python() -> None:
     on_native = pytest.importorskip("ckstore.kernels.on_native")
     source = np.zeros(256 << 20, np.uint8)
-    ticks = 0
-    ended = threading.Event()
 
-    def count_constant() -> None:
-        on_native.histogram(source, np.zeros(256, np.uint32))
-        ended.set()
+    def ticks_of_a_call() -> int:
+        ticks, ended = 0, threading.Event()
 
-    thread = threading.Thread(target=count_constant)
-    thread.start()
-    while not ended.wait(0.001):
-        ticks += 1
-    thread.join()
-    # With the GIL held there would be one tick, whatever the length of the call.
-    assert ticks > 5
+        def count_constant() -> None:
+            on_native.histogram(source, np.zeros(256, np.uint32))
+            ended.set()
+
+        thread = threading.Thread(target=count_constant)
+        thread.start()
+        while not ended.wait(0.001):
+            ticks += 1
+        thread.join()
+        return ticks
+
+    # With the GIL held there would be one tick, whatever the length of the call; with a busy machine there may be.
+    assert any(ticks_of_a_call() > 5 for _ in range(40))

@@ -29,8 +29,8 @@ def server():
 
 @pytest.fixture
 def address(server, monkeypatch):
-    """An empty prefix, for clients that do not wait long."""
-    options = RemoteOptions(try_count=3, pause_seconds=0.01, pause_seconds_max=0.05, read_timeout_seconds=5)
+    """An empty prefix, for clients that pause for moments; for answers they wait as long as a busy machine needs."""
+    options = RemoteOptions(try_count=3, pause_seconds=0.01, pause_seconds_max=0.05)
     monkeypatch.setattr(remote, "DEFAULT_OPTIONS", options)
     return server.new_address()
 
@@ -53,10 +53,8 @@ def proxy(proxy_of_server, address, monkeypatch):
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Clients that soon lose patience, for tests of servers that do not answer."""
-    options = RemoteOptions(
-        try_count=2, pause_seconds=0.005, pause_seconds_max=0.02, read_timeout_seconds=0.6, connect_timeout_seconds=2
-    )
+    """Clients that try twice only, for tests of servers that fail."""
+    options = RemoteOptions(try_count=2, pause_seconds=0.005, pause_seconds_max=0.02)
     monkeypatch.setattr(remote, "DEFAULT_OPTIONS", options)
 
 

@@ -5,7 +5,9 @@ Every request of a push, a pull, a commit to a bucket and the making of a store 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import ckstore
 from ckstore.errors import CkstoreError
 from ckstore.format import layout
+from ckstore.io import remote
 from ckstore.io.address import backend_for
 from ckstore.testing.fault_proxy import AFTER, FAULTS, REFUSED
 
@@ -282,13 +285,22 @@ STRIDES = {"collect home": 6, "rewrite": 4}
 requests, and whether it did harm is known after two hundred more."""
 
 
+@contextlib.contextmanager
+def impatient():
+    """Let clients wait for no answer longer than a server is silent: only here, for a busy one is silent, too."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(remote, "DEFAULT_OPTIONS", replace(remote.DEFAULT_OPTIONS, read_timeout_seconds=0.6))
+        yield
+
+
 def strike(proxy, scenario, number, fault, is_for_ever):
     """Run a scenario with one request, or all from one on, broken; return whether the fault was met."""
     proxy.begin_at(number, fault, is_for_ever=is_for_ever)
     has_acted = True
     try:
         # Whatever else it raises, FileNotFoundError for one, is not meant for people.
-        scenario.act()
+        with impatient() if fault.startswith("silence") else contextlib.nullcontext():
+            scenario.act()
     except CkstoreError:
         has_acted = False
     was_met = len(proxy.seen) > number
@@ -313,7 +325,7 @@ def count_of(name, template, tmp_path, proxy, server):
     return requests_of(proxy, SCENARIOS[name](template, tmp_path / "count", server.new_address()).act)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_is_lost_at_some_failing_requests(name, filled, tmp_path, proxy, hasty, server, tell, quiet_log):
     count = count_of(name, filled, tmp_path, proxy, server)

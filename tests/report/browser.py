@@ -60,7 +60,14 @@ class Browser:
             raise
 
     def _attach(self):
-        target = next(info for info in self.call("Target.getTargets")["targetInfos"] if info["type"] == "page")
+        deadline = time.monotonic() + 60
+        # It answers before its first page is there.
+        while not (
+            targets := [info for info in self.call("Target.getTargets")["targetInfos"] if info["type"] == "page"]
+        ):
+            assert time.monotonic() < deadline, "the browser opens no page"
+            time.sleep(0.05)
+        (target, *_) = targets
         attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

@@ -170,7 +170,7 @@ state = {{"w": np.arange(8 << 20)}}
 store.commit_async(state, 1)
 store.commit_async(state, 2)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     with ckstore.open(folder) as store:
         assert store.steps() == [1, 2]

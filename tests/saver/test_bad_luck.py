@@ -98,7 +98,7 @@ sys.path[:0] = [{str(SOURCE)!r}, {str(Path(__file__).parent)!r}]
 import numpy as np
 import ckstore
 from rig import noise
-store = ckstore.open(sys.argv[1])
+store = ckstore.open(sys.argv[1], policy=ckstore.Policy(saver_nice=0))
 """
 TRAINING = """
 import torch
@@ -130,7 +130,7 @@ ENDINGS = {
 def test_a_programme_that_ends_after_the_call_has_its_checkpoint(folder, beginning, ending):
     code, status = ENDINGS[ending]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + beginning + code, str(folder)], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PROGRAM + beginning + code, str(folder)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == status, done.stderr
     with ckstore.open(folder) as store:
@@ -145,7 +145,7 @@ def test_a_programme_that_ends_after_the_call_has_its_checkpoint(folder, beginni
 def test_a_programme_that_is_gone_at_once_leaves_a_whole_checkpoint_or_none(folder):
     for number in range(4):
         code = PROGRAM + PLAIN + "os._exit(7)"
-        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=200)
+        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 7, done.stderr
         with ckstore.open(folder) as store:
             assert not store.verify("decode").damage
@@ -290,7 +290,7 @@ print(*codes)
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, resource.RLIM_INFINITY)),
     )
     codes = done.stdout.split()

