@@ -133,6 +133,10 @@ def test_what_a_process_has_is_counted():
     assert after["RssAnon"] > 1_000_000
 
 
+def test_a_loop_beside_what_is_over_already_has_a_speed():
+    assert background.count_in_python(lambda: True) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("stall_", "async_"))])
 def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
