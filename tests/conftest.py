@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -100,6 +101,19 @@ def nobody_gives_way():
             assert module._PROGRAM.startswith(f"import os; os.nice({module.NICE}); ")
             monkeypatch.setattr(module, "_PROGRAM", module._PROGRAM.replace(f"os.nice({module.NICE})", "os.nice(0)"))
         yield
+
+
+@pytest.fixture(scope="session")
+def unmount():
+    """Return what unmounts a folder; a ring keeps the files of a process that has ended open for a moment."""
+
+    def act(folder):
+        deadline = time.monotonic() + 60
+        while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
+            assert time.monotonic() < deadline, f"{folder} stays busy"
+            time.sleep(0.05)
+
+    return act
 
 
 @pytest.fixture

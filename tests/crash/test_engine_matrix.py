@@ -27,7 +27,7 @@ def server():
 
 
 @pytest.fixture(params=["disk", "tmpfs", "overlay"])
-def folder(request, tmp_path):
+def folder(request, tmp_path, unmount):
     if request.param == "disk":
         yield tmp_path
     elif request.param == "tmpfs":
@@ -38,12 +38,12 @@ def folder(request, tmp_path):
         yield place
         shutil.rmtree(place)
     else:
-        with overlay(tmp_path) as place:
+        with overlay(tmp_path, unmount) as place:
             yield place
 
 
 @contextlib.contextmanager
-def overlay(base):
+def overlay(base, unmount):
     """Mount an overlay over the folder; skip where that is refused."""
     parts = {name: base / name for name in ("lower", "upper", "work", "merged")}
     for part in parts.values():
@@ -55,7 +55,7 @@ def overlay(base):
     try:
         yield parts["merged"]
     finally:
-        subprocess.run(["umount", str(parts["merged"])], check=True)
+        unmount(parts["merged"])
 
 
 def run_child(server, folder, **job):
