@@ -19,7 +19,7 @@ from trainers import SECONDS_MAX, Life, Trainers
 
 import ckstore
 from ckstore.format import layout
-from ckstore.store.lease import process_started
+from ckstore.store.lease import is_stopped, process_started
 
 
 class Lane:
@@ -143,11 +143,13 @@ class Lane:
 
     def saver_of(self, life):
         """Return the saver that a trainer has now, from its first moment on; None: it has none."""
-        try:
-            children = Path(f"/proc/{life.pid}/task/{life.pid}/children").read_text().split()
-        except OSError:
-            return None
-        for pid in map(int, reversed(children)):
+        children = []
+        with contextlib.suppress(OSError):
+            # A child is its thread's until that ends, and then another one's: it may be missed in between.
+            for task in Path(f"/proc/{life.pid}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    children += map(int, (task / "children").read_text().split())
+        for pid in sorted(children, reverse=True):
             with contextlib.suppress(OSError):
                 if b"ckstore.saver" in Path(f"/proc/{pid}/cmdline").read_bytes() and process_started(pid):
                     return pid
@@ -166,10 +168,18 @@ class Lane:
             return pid
         return None
 
+    def stop_saver(self, life):
+        """Stop the saver of a trainer that has one; return its pid when it stands still."""
+        pids = []
+        self.wait(lambda: pids.append(self.strike_saver(life, signal.SIGSTOP)) or pids[-1], "a saver")
+        self.wait(lambda: is_stopped(pids[-1]), "the stop")
+        return pids[-1]
+
     def kill_saver(self, life):
         """Kill a saver, and measure how long the trainer does not know."""
         before = len(life.facts("failed"))
-        begun = time.time()
+        # The same clock in every process of this machine, and one that is never set.
+        begun = time.monotonic()
         pid = self.strike_saver(life, signal.SIGKILL)
         if pid is None:
             return

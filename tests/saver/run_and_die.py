@@ -254,7 +254,7 @@ class Trainer:
         if receipt is not None:
             self.say("durable", pending.step, receipt.seq)
         else:
-            self.say("failed", pending.step, type(error).__name__, time.time(), error)
+            self.say("failed", pending.step, type(error).__name__, time.monotonic(), error)
 
     def _fork_loader(self):
         pid = os.fork()

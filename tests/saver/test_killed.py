@@ -19,8 +19,6 @@ from pathlib import Path
 import pytest
 from lane import Lane
 
-from ckstore.store.lease import is_stopped
-
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 MIB = 1 << 20
@@ -107,8 +105,7 @@ def saver_is_stopped_for_a_while(lane):
     life = lane.live(patience=0.1, **WAITING)
     lane.wait_said(life, "handed", lane.choice.randint(1, 4))
     lane.pause()
-    pid = lane.strike_saver(life, signal.SIGSTOP)
-    lane.wait(lambda: is_stopped(pid), "the stop")
+    pid = lane.stop_saver(life)
     lane.wait(lambda: any("SIGCONT lets it go on" in " ".join(facts) for facts in life.facts("log")), "the word of it")
     before = len(life.facts("durable"))
     lane.pause()
@@ -124,8 +121,7 @@ def saver_is_stopped_for_a_while(lane):
 def stop_before_it_publishes(lane, life):
     """Stop the saver of a trainer at a time when it has not yet published what is staged; return its pid."""
     while True:
-        pid = lane.strike_saver(life, signal.SIGSTOP)
-        lane.wait(lambda pid=pid: is_stopped(pid), "the stop")
+        pid = lane.stop_saver(life)
         if set(life.steps("staged")) - set(lane.steps()):
             return pid
         os.kill(pid, signal.SIGCONT)
