@@ -223,7 +223,7 @@ def test_a_store_in_memory_has_no_saver(backend):
 
 def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers):
     store.prewarm(state(0, 40 * MIB))
-    slot = store._handover._dock.free_slot()
+    slot = store._handover._dock.free_slots()[0]
     nbytes = store.arena_nbytes
     assert nbytes >= 40 * MIB
     assert slot.is_populated(0, 40 * MIB)

@@ -86,6 +86,11 @@ class Committer:
         """Whether the lease is held now."""
         return self._lease is not None and self._lease.is_held
 
+    @property
+    def tickets_kept(self) -> frozenset[int]:
+        """The tickets in whose slots lies what the next commit may be coded against."""
+        return self._bases.tickets
+
     def announce(self, step: int) -> None:
         """Let the lease say which step comes last, for whoever will have to wait for it."""
         assert self._lease is not None
@@ -166,6 +171,7 @@ class Committer:
             bases=self._bases,
             fingerprint=self._fingerprint,
             is_steady=True,
+            kept_ticket=ticket.number if ticket.may_keep else None,
         )
         committed = commit(parts, request, watch)
         self._fingerprint = committed.fingerprint
