@@ -44,8 +44,6 @@ class Handed:
     pending: Pending
     slot: Slot
     saver: Saver
-    is_streamed: bool
-    """Whether the saver reads what is copied while the rest still is."""
     may_keep: bool
     """Whether the saver may keep the slot, for the next commit to be coded against."""
     staging: Staging = field(init=False)

@@ -262,7 +262,6 @@ class Handover:
                 self._callbacks(handed),
                 parent=self.parent,
                 parent_ticket=next(going, 0),
-                is_streamed=handed.is_streamed,
                 may_keep=handed.may_keep,
             )
         except BaseException:
@@ -289,16 +288,14 @@ class Handover:
         slot = self._slot_for(stowage.end, len(head), order.policy)
         self._ticket += 1
         pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
-        is_streamed = self._dock.is_streamed(stowage, order.policy)
-        may_keep = self._dock.may_keep(stowage.end, order.policy)
-        handed = Handed(self._ticket, pending, slot, saver, is_streamed, may_keep)
+        handed = Handed(self._ticket, pending, slot, saver, self._dock.may_keep(stowage.end, order.policy))
         handed.staging = Staging(
             order.captured,
             stowage,
             starts,
             slot,
             self._dock.crew(order.policy),
-            bell=saver.bell if is_streamed else -1,
+            bell=saver.bell,
             is_checked=order.policy.debug_guard,
             on_staged=lambda: handed.tell_staged(),
             on_failed=lambda error: self._give_up(handed, error),

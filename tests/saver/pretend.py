@@ -30,7 +30,6 @@ class PretendSaver:
         self.is_quick = True
         self.has_run = True
         self.parents = []
-        self.streamed = []
         self.kept = []
         self.is_keeping = False
         self.calls = []
@@ -50,7 +49,6 @@ class PretendSaver:
         assert room.is_staged(head_place, head_place + head_nbytes)
         self.begun[ticket] = (room, head, callbacks)
         self.parents.append((options["parent"], options["parent_ticket"]))
-        self.streamed.append(options["is_streamed"])
         self.kept.append(options["may_keep"])
         self.calls.append("begin")
         if self.has_run:

@@ -138,7 +138,6 @@ class Desk:
         sample=None,
         parent=None,
         parent_ticket=0,
-        is_streamed=True,
         may_keep=False,
     ):
         """Hand over a slot without staging anything; ``sample(captured)`` yields keys and bytes that are staged."""
@@ -183,7 +182,6 @@ class Desk:
             handed.callbacks(),
             parent=parent,
             parent_ticket=parent_ticket,
-            is_streamed=is_streamed,
             may_keep=may_keep,
         )
         return handed

@@ -149,7 +149,6 @@ class Saver:
         *,
         parent: int | None = None,
         parent_ticket: int = 0,
-        is_streamed: bool = True,
         may_keep: bool = False,
     ) -> None:
         """Hand over a slot that is being staged; its head (``head.HeadWriter``) is there.
@@ -162,7 +161,6 @@ class Saver:
             callbacks: What to call as it goes on.
             parent: The seq that the state comes from.
             parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
-            is_streamed: Whether it is read while it is being staged, or after that.
             may_keep: Whether the saver may go on to read the slot for the next ticket, and give it back later.
 
         Raises:
@@ -174,7 +172,7 @@ class Saver:
             raise self._death()
         try:
             place = (slot, head_place, head_nbytes)
-            self._say(messages.Begin(ticket, *place, parent, parent_ticket, is_streamed, may_keep))
+            self._say(messages.Begin(ticket, *place, parent, parent_ticket, may_keep))
         except BaseException:
             self._tickets.remove(ticket)
             raise

@@ -158,8 +158,6 @@ class Committer:
         self._hold_lease()
         ticket.check()
         self._lease.gate = ticket.wait_whole
-        if not ticket.is_streamed:
-            ticket.wait_whole()
         self._follow(parent)
         watch = _ToldStopwatch(parts.clock, ticket, self._tell)
         request = Request(

@@ -51,8 +51,7 @@ class Begin(NamedTuple):
     """Trainer: a slot is being filled; its head lies there, complete. Tickets ascend from 1.
 
     The parent is what ``parent_ticket`` became, where that is not 0 and was published; else ``parent``, a seq.
-    Where it is not streamed, nothing of it is read before all of it is staged. Where its slot may be kept, the saver
-    may go on to read it for the next commit, which is coded against it.
+    Where its slot may be kept, the saver may go on to read it for the next commit, which is coded against it.
     """
 
     ticket: Count
@@ -61,7 +60,6 @@ class Begin(NamedTuple):
     head_nbytes: Count
     parent: Count | None
     parent_ticket: Count
-    is_streamed: bool = True
     may_keep: bool = False
 
 

@@ -218,7 +218,7 @@ class Server:
             self.channel.tell(messages.SlotFree(message.ticket))
             return
         ticket = Ticket(message.ticket, slot, head, self._board, parents=(message.parent, message.parent_ticket))
-        ticket.is_streamed, ticket.may_keep = message.is_streamed, message.may_keep
+        ticket.may_keep = message.may_keep
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ckstore.saver.arena import FREE, SLOTS_MAX, UNIT_NBYTES, Arena, Slot, units
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import Span, kinds_of, pin, starts_of
-from ckstore.staging.stowage import NOW, Stowage, stow
+from ckstore.staging.stowage import Stowage, stow
 from ckstore.tensor import TensorSpec
 
 _STOWED_MAX = 4
@@ -94,15 +93,6 @@ class Dock:
             self._stowed[key] = stow(captured.storages, kinds, sampled)
         self._last = _Stowed(captured.tensors, tuple(guarded), starts, self._stowed[key])
         return self._stowed[key], starts
-
-    def is_streamed(self, stowage: Stowage, policy: Policy) -> bool:
-        """Whether the saver is to read what is copied while the rest still is.
-
-        Not where training waits for all of it, and every processor copies: what the saver had of them, training would
-        wait longer for.
-        """
-        is_waited_for = not any(section.unit_count for section in stowage.sections[NOW + 1 :])
-        return not is_waited_for or policy.staging_thread_count < len(os.sched_getaffinity(0))
 
     def may_keep(self, nbytes: int, policy: Policy) -> bool:
         """Whether a state of this length may stay in its slot, as what the next one is coded against."""
