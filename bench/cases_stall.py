@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench import background, histories, machine
@@ -19,8 +21,11 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
 VARIANTS = ("none", "fast")
-COMMITS = 4
-STEPS_A_COMMIT = 4
+COMMITS = 8
+STEPS_A_COMMIT = 2
+NOTHING = "nothing"
+"""In place of a commit: what comes out then is what the measurement is off by."""
+
 QUIET_SECONDS = 2.0
 NICENESSES = (0, 5, 10, 19)
 RETURNS = 6
@@ -157,62 +162,77 @@ def stall_guarded(bench: Bench) -> Result:
     result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
     machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
     before = torch.get_num_threads()
+    half = max(1, cores // 2)
     participants: dict[str, Participant] = {}
-    for threads in sorted({max(1, cores // 2), cores}):
-        for compression in VARIANTS:
-            name = f"training on {threads} of {cores} cores, ckstore {compression}"
-            participants[name] = partial(_train, bench, loop, threads, compression)
+    for threads in sorted({half, cores}):
+        for compression in (*VARIANTS, NOTHING) if threads == half else VARIANTS:
+            name = NOTHING if compression == NOTHING else f"ckstore {compression}"
+            participants[f"training on {threads} of {cores} cores, {name}"] = partial(
+                _train, bench, loop, threads, compression
+            )
     interleave(result, _if_possible(bench, result, participants), bench.rounds)
     torch.set_num_threads(before)
-    for name, samples in result.samples.items():
-        lost = [share for sample in samples for share in sample.facts["lost_shares"]]
-        held_up, worked = (
-            statistics.median(float(sample.facts[fact]) for sample in samples)
-            for fact in ("held_up_share", "saver_cpu_seconds")
-        )
-        quarters = statistics.quantiles(lost, n=4) if len(lost) > 1 else [lost[0]] * 3
-        result.notes.append(
-            f"{name}: a commit costs {statistics.median(lost):.1%} of a step (the middle half of {len(lost)} pairs: "
-            f"{quarters[0]:.1%} to {quarters[2]:.1%}); of {held_up:.1%} of a step it is known that the loop waited or "
-            f"had no processor; the saver computes for {worked:.2f} s"
-        )
+    result.notes += [_cost_note(name, samples) for name, samples in result.samples.items()]
     result.notes.append(
         f"{STEPS_A_COMMIT} steps without a commit, then one and {STEPS_A_COMMIT} steps, and the wait until it is "
-        "written, if it is not; again and again"
+        "written, if it is not; again and again; a commit is held against the steps before and those after it"
     )
     return result
+
+
+def _cost_note(name: str, samples: list[Sample]) -> str:
+    """Return what a commit costs, with how sure that is: 95% of such medians, drawn from the pairs again and again."""
+    lost = [share for sample in samples for share in sample.facts["lost_shares"]]
+    held_up, worked = (
+        statistics.median(float(sample.facts[fact]) for sample in samples)
+        for fact in ("held_up_share", "saver_cpu_seconds")
+    )
+    drawn = np.median(np.random.default_rng(0).choice(lost, (10_000, len(lost))), axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return (
+        f"{name}: a commit costs {statistics.median(lost):.1%} of a step (median of {len(lost)}; 95%: {low:.1%} to "
+        f"{high:.1%}); of {held_up:.1%} of a step it is known that the loop waited or had no processor; the saver "
+        f"computes for {worked:.2f} s"
+    )
 
 
 def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
     """Train some steps without and with a commit, in turns; a sample is seconds a step with them."""
     torch.set_num_threads(threads)
-    quiet, busy, held_up, returns = [], [], [], []
+    is_committing = compression != NOTHING
+    busy, held_up, returns = [], [], []
     place = bench.folder / "store"
-    with open_store(place, compression) as store:
+    with open_store(place, compression if is_committing else "none") as store:
         store.attach(loop.optimizer)
         store.prewarm(loop.state)
         loop.train_one_step()
         saver, worked = store._handover.saver_pid, 0.0
+        quiet = [_steps_seconds(loop)]
         for _ in range(COMMITS):
-            quiet.append(_steps_seconds(loop))
             delayed, began = background.delay_seconds(), time.perf_counter()
             computed = background.cpu_seconds(saver)
-            pending = store.commit_async(loop.state, loop.step)
+            pending = store.commit_async(loop.state, loop.step) if is_committing else None
             returns.append(1e3 * (time.perf_counter() - began))
             _steps_seconds(loop)
             waited = time.perf_counter()
-            receipt = pending.result()
+            stalled = 0.0
+            if pending is not None:
+                receipt = pending.result()
+                stalled = pending.stall_seconds
             ended = time.perf_counter()
             busy.append((ended - began) / STEPS_A_COMMIT)
-            held_up.append(background.delay_seconds() - delayed + pending.stall_seconds + ended - waited)
+            held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
             worked += background.cpu_seconds(saver) - computed
+            quiet.append(_steps_seconds(loop))
     machine.remove_tree(place)
-    lost = [STEPS_A_COMMIT * (one - other) / other for one, other in zip(busy, quiet, strict=True)]
+    # The machine drifts: what is right before and what is right after count alike.
+    beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
+    lost = [STEPS_A_COMMIT * (one - other) / other for one, other in zip(busy, beside, strict=True)]
     facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost}
     facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
-    facts |= {"return_ms": statistics.median(returns), "returns_ms": returns, **facts_of(receipt)}
-    return Sample(statistics.median(busy), facts)
+    facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
+    return Sample(statistics.median(busy), facts | (facts_of(receipt) if is_committing else {}))
 
 
 def _steps_seconds(loop: background.Loop) -> float:

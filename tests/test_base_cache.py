@@ -29,12 +29,18 @@ def commits(folder, *, is_async, **options):
         assert np.array_equal(store.restore()["w"], state_of(2)["w"])
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["commit", "commit_async"])
-def test_receipts_tell_what_is_held(tmp_path, is_async):
-    receipts = list(commits(tmp_path / "store", is_async=is_async))
+def test_receipts_tell_what_is_held(tmp_path):
+    receipts = list(commits(tmp_path / "store", is_async=False))
     assert [receipt.bytes_bases for receipt in receipts[:2]] == [CHUNKS * CHUNK_NBYTES] * 2
     assert receipts[0].bytes_bases_peak == CHUNKS * CHUNK_NBYTES
     assert all(CHUNKS * CHUNK_NBYTES <= each.bytes_bases_peak <= 2 * CHUNKS * CHUNK_NBYTES for each in receipts)
+    assert not any(each.bytes_bases_staged for each in receipts)
+
+
+def test_receipts_tell_what_is_held_where_it_was_staged(tmp_path):
+    receipts = list(commits(tmp_path / "store", is_async=True))
+    assert [receipt.bytes_bases_staged for receipt in receipts[:2]] == [CHUNKS * CHUNK_NBYTES] * 2
+    assert not any(each.bytes_bases or each.bytes_bases_peak for each in receipts), "nothing is copied to the heap"
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["commit", "commit_async"])
@@ -43,6 +49,7 @@ def test_no_more_is_held_than_the_policy_allows(tmp_path, bound, is_async):
     receipts = list(commits(tmp_path / "store", is_async=is_async, base_cache_nbytes_max=bound))
     assert all(receipt.bytes_bases <= receipt.bytes_bases_peak <= bound for receipt in receipts)
     assert receipts[0].bytes_bases == bound // CHUNK_NBYTES * CHUNK_NBYTES
+    assert not receipts[0].bytes_bases_staged
     freely = commits(tmp_path / "freely", is_async=False)
     told = [(receipt.chunks_delta, receipt.bytes_written) for receipt in receipts]
     assert told == [(receipt.chunks_delta, receipt.bytes_written) for receipt in freely], "they were read back"

@@ -7,6 +7,7 @@ Invariants:
 - Only what an acknowledged manifest locates in the local tier is ever a base.
 - Bytes held in memory were hashed as they lie here, and are compared with a checksum before they are used: a base
   that changed in memory would make frames that decode to nothing.
+- Bytes that lie in an arena are held for one ticket at most when a commit has ended: the others get their slots back.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class BaseChunk:
 class _Held:
     plain: memoryview
     xxh3: int
+    ticket: int | None = None
+    """Whose slot of an arena they lie in; None: they lie on the heap, where the bound counts them."""
+
+    @property
+    def heap_nbytes(self) -> int:
+        """Bytes of the heap."""
+        return len(self.plain) if self.ticket is None else 0
 
 
 class Bases:
@@ -69,10 +77,11 @@ class Bases:
         """Begin a commit while which, and after which, no more than these bytes of bases are held; None: no bound."""
         with self._lock:
             self._nbytes_max = nbytes_max
-            for chunk_id in list(self._held) if nbytes_max is not None else ():
+            on_heap = [chunk_id for chunk_id, held in self._held.items() if held.heap_nbytes]
+            for chunk_id in on_heap if nbytes_max is not None else ():
                 if self._held_nbytes <= (nbytes_max or 0):
                     break
-                self._held_nbytes -= len(self._held.pop(chunk_id).plain)
+                self._held_nbytes -= self._held.pop(chunk_id).heap_nbytes
             self.held_nbytes_peak = self._held_nbytes + self._drafts_nbytes
 
     @property
@@ -83,8 +92,13 @@ class Bases:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of bases held in memory."""
+        """Bytes of bases held on the heap."""
         return self._held_nbytes + self._drafts_nbytes
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of bases of the next commit that lie in an arena."""
+        return sum(len(held.plain) for held in self._held.values() if held.ticket is not None)
 
     @property
     def samples_nbytes(self) -> int:
@@ -105,7 +119,7 @@ class Bases:
         self.there.follow(wanted)
         with self._lock:
             self._held = self._held_from(wanted)
-            self._held_nbytes = sum(len(held.plain) for held in self._held.values())
+            self._held_nbytes = sum(held.heap_nbytes for held in self._held.values())
             self._drafts, self._drafts_nbytes = {}, 0
 
     def _held_from(self, wanted: set[ChunkId]) -> dict[ChunkId, _Held]:
@@ -151,20 +165,62 @@ class Bases:
         """Remember the sample of a chunk that was just committed."""
         self._samples[chunk_id] = sample
 
-    def hold(self, chunk_id: ChunkId, plain: memoryview) -> None:
-        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them.
+    def hold(self, chunk_id: ChunkId, plain: memoryview, *, ticket: int | None = None) -> int:
+        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them; return their checksum.
 
         Until ``follow`` makes them what the next commit is coded against, ``forget_drafts`` lets go of them. What
         would pass the bound is not kept: whoever wants it reads it back from the store.
+
+        Args:
+            chunk_id: What they are.
+            plain: The bytes.
+            ticket: Whose slot of an arena they lie in; None: they take memory of their own.
         """
-        held = _Held(plain, xxh3_64(plain))
+        held = _Held(plain, xxh3_64(plain), ticket)
         with self._lock:
             former = self._drafts.get(chunk_id)
-            drafts_nbytes = self._drafts_nbytes + len(plain) - (len(former.plain) if former is not None else 0)
-            if self._nbytes_max is not None and self._held_nbytes + drafts_nbytes > self._nbytes_max:
-                return
-            self._drafts[chunk_id], self._drafts_nbytes = held, drafts_nbytes
-            self.held_nbytes_peak = max(self.held_nbytes_peak, self._held_nbytes + drafts_nbytes)
+            drafts_nbytes = self._drafts_nbytes + held.heap_nbytes - (former.heap_nbytes if former is not None else 0)
+            is_over = self._nbytes_max is not None and self._held_nbytes + drafts_nbytes > self._nbytes_max
+            if not (is_over and held.heap_nbytes):
+                self._drafts[chunk_id], self._drafts_nbytes = held, drafts_nbytes
+                self.held_nbytes_peak = max(self.held_nbytes_peak, self._held_nbytes + drafts_nbytes)
+        return held.xxh3
+
+    def is_staged(self, chunk_id: ChunkId) -> bool:
+        """Whether the bytes of a chunk of the last checkpoint are held in an arena."""
+        held = self._held.get(chunk_id)
+        return held is not None and held.ticket is not None
+
+    @property
+    def tickets(self) -> frozenset[int]:
+        """Whose slots of an arena hold bases of the next commit."""
+        return frozenset(held.ticket for held in self._held.values() if held.ticket is not None)
+
+    def leave_slots(self, ticket: int | None) -> None:
+        """Let bases lie in the slot of no more than one ticket.
+
+        What lies in an older slot stays there as long as the newer one holds nothing; else it is copied to the heap,
+        as far as the bound allows: a part of a state must not keep the memory of a whole one.
+
+        Args:
+            ticket: Of the last commit; None: its slot must not be kept, and so no other is.
+        """
+        with self._lock:
+            staged = {chunk_id: held for chunk_id, held in self._held.items() if held.ticket is not None}
+            is_newer = ticket is not None and any(held.ticket == ticket for held in staged.values())
+            for chunk_id, held in staged.items():
+                if ticket is None:
+                    # Memory was short, or is not wanted any more.
+                    del self._held[chunk_id]
+                elif is_newer and held.ticket != ticket:
+                    self._move(chunk_id, held)
+
+    def _move(self, chunk_id: ChunkId, held: _Held) -> None:
+        del self._held[chunk_id]
+        nbytes = self._held_nbytes + len(held.plain)
+        if self._nbytes_max is None or nbytes <= self._nbytes_max:
+            self._held[chunk_id] = _Held(memoryview(bytes(held.plain)), held.xxh3)
+            self._held_nbytes = nbytes
 
     def forget_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""

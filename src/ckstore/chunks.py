@@ -121,6 +121,8 @@ class ChunkWriter:
     bases: Bases
     is_steady: bool = field(default=False, kw_only=True)
     """Nobody changes the storages meanwhile: they lie in an arena."""
+    kept_ticket: int | None = field(default=None, kw_only=True)
+    """The ticket of that arena's slot, where it stays as it is for as long as ``bases`` hold some of it."""
     _results: list[KnownFrame | NewFrame | None] = field(init=False)
     _placed: dict[ChunkId, NewFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
@@ -218,8 +220,7 @@ class ChunkWriter:
         chunk, form, worker = self.plan.chunks[index], self.forms[index], thread.worker
         plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
         chunk_id = chunk_id_of(plain)
-        if form.is_held:
-            self.bases.hold(chunk_id, plain)
+        checksum = self._held(chunk, form, chunk_id, plain)
         known = self.parts.known.find(chunk_id)
         is_outlived = known is not None and self._is_outlived(known, form)
         if (known is not None and not is_outlived) or chunk_id in self._placed:
@@ -233,11 +234,23 @@ class ChunkWriter:
             return
         if self.is_steady:
             # At once, while it is in the cache.
-            coded.plain_checksum = xxh3_64(plain)
+            coded.plain_checksum = xxh3_64(plain) if checksum is None else checksum
         with turn:
             frame, is_first = self._take_place(index, chunk_id, coded)
         if is_first:
             self._fill(frame, coded, worker, chunk)
+
+    def _held(self, chunk: ChunkPlan, form: Form, chunk_id: ChunkId, plain: memoryview) -> int | None:
+        """Keep a chunk for the next commit if it is wanted, where it lies if it may stay there; return its checksum."""
+        stays = self._stays(chunk)
+        # What has not changed moves on to the newer slot, so that the older one can be given back.
+        if not (form.is_held or (stays and self.bases.is_staged(chunk_id))):
+            return None
+        return self.bases.hold(chunk_id, plain, ticket=self.kept_ticket if stays else None)
+
+    def _stays(self, chunk: ChunkPlan) -> bool:
+        """Whether the bytes of a chunk lie in one piece where they stay for as long as they are held."""
+        return self.kept_ticket is not None and len(chunk.sources) == 1
 
     def _thread(self, index: int) -> CodingThread:
         """Return what one thread has of its own; made when it is first wanted."""
@@ -276,9 +289,10 @@ class ChunkWriter:
         changes in between, and back, would poison this identity for every later commit that has these bytes. The
         same goes for bytes that later commits are coded against.
         """
-        if form.is_held:
+        if form.is_held and not self._stays(chunk):
             return np.empty(chunk.nbytes, np.uint8).data
-        return None if self.policy.verify_encoded else worker.buffer("gathered")
+        is_sure = self.policy.verify_encoded or self.is_steady
+        return None if is_sure else worker.buffer("gathered")
 
     def _encode(self, plain: memoryview, chunk: ChunkPlan, form: Form, thread: CodingThread) -> Coded:
         worker, compression = thread.worker, self.policy.compression

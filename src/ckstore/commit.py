@@ -44,6 +44,8 @@ class Request:
     """What the handle's previous commit looked like."""
     is_steady: bool = False
     """Nobody changes the state until this returns: it lies in an arena."""
+    kept_ticket: int | None = None
+    """The ticket of that state where its bytes stay as they are for as long as ``bases`` hold some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
         if not packs_gone:
             parts.note_committed(manifest)
             basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
+            request.bases.leave_slots(request.kept_ticket)
             return _acknowledge(parts, request, manifest, stored, watch)  # 10
         parts.manifests.withdraw(name)
         parts.known.forget_packs(packs_gone)
@@ -126,7 +129,7 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
         chunks_delta=stored.chunks_delta,
         chunks_derived=stored.chunks_derived,
         chunks_lossy=stored.chunks_lossy,
-        bytes_bases=(request.bases.held_nbytes, request.bases.held_nbytes_peak),
+        bytes_bases=(request.bases.held_nbytes, request.bases.held_nbytes_peak, request.bases.staged_nbytes),
         bytes_on_device=(stored.nbytes_on_device, request.bases.there.nbytes),
     )
     return Committed(receipt, fingerprint)
@@ -170,11 +173,11 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, reques
 def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) -> ChunkWriter:
     what = (parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
     if basing.lossy is None or not basing.lossy.tasks:
-        return ChunkWriter(*what, is_steady=request.is_steady)
+        return ChunkWriter(*what, is_steady=request.is_steady, kept_ticket=request.kept_ticket)
     # Quantizers are wanted by those who lose something only.
     from ckstore.lossy_chunks import LossyChunkWriter
 
-    return LossyChunkWriter(*what, lossy=basing.lossy, is_steady=request.is_steady)
+    return LossyChunkWriter(*what, lossy=basing.lossy, is_steady=request.is_steady, kept_ticket=request.kept_ticket)
 
 
 @dataclass(frozen=True, slots=True)

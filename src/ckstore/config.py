@@ -51,9 +51,11 @@ class Policy:
         delta: Code tensors against the previous commit or the last keyframe where a sample says that it pays.
         read_amplification_max: Bound on the bytes that a restore reads, in those of a checkpoint stored whole.
         base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
-            of those that the next commit will want: up to the size of the state, twice that while a commit runs. It is
-            told by ``Receipt.bytes_bases`` and ``bytes_bases_peak``.
+            of those that the next commit will want: up to the size of the state, twice that while a commit runs. A
+            background commit leaves them where they were staged, which takes the arena a second state. It is told by
+            ``Receipt.bytes_bases``, ``bytes_bases_peak`` and ``bytes_bases_staged``.
         base_cache_nbytes_max: Bound on those bytes, at any time; None: none but that. Bases beyond it are read back.
+            A staged state that is longer is not kept.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
             ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
             ``"near"`` and ``"small"`` are short for these two.
@@ -78,12 +80,13 @@ class Policy:
             will be published, and is waited for.
         staging_threads: Threads that copy the state for a background commit, the caller's included; None: as many as
             reach the memory's bandwidth, at most eight.
-        arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs.
+        arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs, twice that
+            with ``base_cache="memory"``, and once more for a state that waits for its turn (``"replace"``).
         saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most
             1.5% of a processor that training wants whole, and all of those that are idle; where training leaves none
-            idle for long, a lower one has commits written sooner. It is left out while ``result()``, a full arena,
-            ``wait`` or ``close`` wait for the saver, where the system lets a process raise its priority (root,
-            ``ulimit -e``).
+            idle for long, a lower one has commits written sooner, and ``commit_async`` wait longer for its copies. It
+            is left out while ``result()``, a full arena, ``wait`` or ``close`` wait for the saver, where the system
+            lets a process raise its priority (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
             a commit whose state was changed in between fails and names the tensor.
 

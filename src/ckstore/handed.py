@@ -44,21 +44,29 @@ class Handed:
     pending: Pending
     slot: Slot
     saver: Saver
-    is_streamed: bool
-    """Whether the saver reads what is copied while the rest still is."""
+    may_keep: bool
+    """Whether the saver may keep the slot, for the next commit to be coded against."""
     staging: Staging = field(init=False)
-    free: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    """The saver commits it no more."""
+    is_free: bool = False
+    """The saver reads nothing of the slot any more."""
     is_begun: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Whether its slot may be used again."""
-        return self.free.is_set() and self.staging.is_over.is_set()
+        """Whether it has ended; its slot may be used again if it is free, too."""
+        return self.ended.is_set() and self.staging.is_over.is_set()
 
     def wait_over(self) -> None:
-        """Wait until its slot may be used again."""
+        """Wait until it has ended."""
         self.staging.finish()
-        self.saver.wait(self.free, None, f"end the commit of step {self.pending.step}", is_urgent=True)
+        self.saver.wait(self.ended, None, f"end the commit of step {self.pending.step}", is_urgent=True)
+
+    def free(self) -> None:
+        """Take note that the saver is done with it."""
+        self.is_free = True
+        self.ended.set()
 
     def tell_staged(self) -> None:
         """Say that all is copied, here and to the saver."""

@@ -2,7 +2,8 @@
 
 Invariants:
 - A slot is used again when its saver reads nothing of it any more and no thread of ours writes to it.
-- At most two states are staged at a time: queues are not where a trainer's memory goes.
+- At most two states are on their way at a time: queues are not where a trainer's memory goes. A third one may still
+  lie in the arena, the last that was committed: what the next is coded against.
 - How a commit ended is told: to whoever asks the pending one, to the log at once, and to the next commit.
 - Nothing that a callback does waits.
 """
@@ -22,12 +23,12 @@ from numpy.typing import NDArray
 
 from ckstore.capture import Captured
 from ckstore.config import EngineName, Policy
-from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.errors import CapacityError, CkstoreError, SaverError, UsageError
 from ckstore.handed import Handed, Order
 from ckstore.io.local import LocalBackend
 from ckstore.pending import Pending, left_out_error, skipped, told_later
 from ckstore.receipt import Receipt
-from ckstore.saver.arena import FREE, SLOTS_MAX
+from ckstore.saver.arena import FREE, Slot
 from ckstore.saver.client import Saver
 from ckstore.saver.head import HeadWriter
 from ckstore.saver.tickets import Callbacks
@@ -42,6 +43,9 @@ _log = logging.getLogger("ckstore")
 
 _HEAD_NBYTES = 4 << 20
 """Room for a head, where its length is not known yet."""
+
+_OUTSTANDING_MAX = 2
+"""States on their way: one is being written, one may wait for its turn."""
 
 _START_SECONDS = 30.0
 """For a saver to open the store, where nothing needs it yet."""
@@ -59,6 +63,7 @@ class Handover:
         self._nice = 0
         self._ticket = 0
         self._outstanding: list[Handed] = []
+        self._kept: list[Handed] = []
         self._published: int | None = None
         self._failed: list[Pending] = []
         self.parent: int | None = None
@@ -101,11 +106,7 @@ class Handover:
         """Start the saver, and take the memory that a state needs, so that its first commit need not."""
         stowage, _ = self._dock.stow(captured, guarded)
         saver = self._living_saver(policy)
-        slot = self._dock.free_slot()
-        if slot is not None:
-            nbytes = stowage.end + _HEAD_NBYTES
-            self._dock.reserve(slot, nbytes, policy)
-            self._dock.populate(slot, nbytes, policy)
+        self._dock.prewarm(stowage.end + _HEAD_NBYTES, policy)
         # Else it would still be starting, on the same processors, while the first state is copied. What keeps it from
         # opening the store is told by the commit.
         with contextlib.suppress(CkstoreError):
@@ -189,7 +190,7 @@ class Handover:
                 return skipped(order.step, busy)
             elif order.policy.on_busy == "wait":
                 oldest.wait_over()
-            elif len(self._outstanding) < SLOTS_MAX:
+            elif len(self._outstanding) < _OUTSTANDING_MAX:
                 break
             elif not self._replace(newest, order.step, oldest.pending.step):
                 # Whoever was told that it will be published would be deceived.
@@ -210,10 +211,19 @@ class Handover:
 
     def _sweep(self) -> None:
         """Take back the slots that are not used any more."""
-        for handed in list(self._outstanding):
-            if handed.is_over:
-                handed.slot.state = FREE
-                self._outstanding.remove(handed)
+        for handed in [each for each in self._outstanding if each.is_over]:
+            self._outstanding.remove(handed)
+            self._kept.append(handed)
+        for handed in [each for each in self._kept if each.is_free]:
+            self._kept.remove(handed)
+            handed.slot.state = FREE
+
+    def _forget_kept(self) -> None:
+        """Take back the slots of states that the next one would have been coded against."""
+        saver = self._kept[0].saver
+        if saver.is_alive:
+            saver.release_lease()
+        self._sweep()
 
     def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> Handed:
         """Hand a slot with a head over to a saver, a new one if the last has died."""
@@ -252,7 +262,7 @@ class Handover:
                 self._callbacks(handed),
                 parent=self.parent,
                 parent_ticket=next(going, 0),
-                is_streamed=handed.is_streamed,
+                may_keep=handed.may_keep,
             )
         except BaseException:
             slot.state = FREE
@@ -275,26 +285,42 @@ class Handover:
                 samples=stowage.samples,
             )
         )
-        slot = self._dock.free_slot()
-        assert slot is not None, "a slot was waited for"
-        self._dock.reserve(slot, stowage.end + len(head), order.policy)
-        slot.populate(stowage.end, len(head))
+        slot = self._slot_for(stowage.end, len(head), order.policy)
         self._ticket += 1
         pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
-        is_streamed = self._dock.is_streamed(stowage, order.policy)
-        handed = Handed(self._ticket, pending, slot, saver, is_streamed)
+        handed = Handed(self._ticket, pending, slot, saver, self._dock.may_keep(stowage.end, order.policy))
         handed.staging = Staging(
             order.captured,
             stowage,
             starts,
             slot,
             self._dock.crew(order.policy),
-            bell=saver.bell if is_streamed else -1,
+            bell=saver.bell,
             is_checked=order.policy.debug_guard,
             on_staged=lambda: handed.tell_staged(),
             on_failed=lambda error: self._give_up(handed, error),
         )
         return handed, head
+
+    def _slot_for(self, end: int, head_nbytes: int, policy: Policy) -> Slot:
+        """Return a free slot with room for a state, and memory for its head behind it.
+
+        Raises:
+            CapacityError: There is no memory, or the policy allows less.
+        """
+        if self._kept and self._dock.is_short:
+            self._forget_kept()
+        while True:
+            slot = self._dock.free_slots()[0]
+            try:
+                self._dock.reserve(slot, end + head_nbytes, policy)
+                slot.populate(end, head_nbytes)
+                return slot
+            except CapacityError:
+                if not self._kept:
+                    raise
+                # Rather coded against what is read back from the store than not committed.
+                self._forget_kept()
 
     def _callbacks(self, handed: Handed) -> Callbacks:
         def on_done(receipt: Receipt) -> None:
@@ -310,15 +336,17 @@ class Handover:
         return Callbacks(
             on_done,
             on_failed,
-            handed.free.set,
+            handed.free,
             on_began=handed.pending.note_began,
             on_progress=handed.pending.note_progress,
+            on_kept=handed.ended.set,
         )
 
     def _give_up(self, handed: Handed, error: BaseException) -> None:
         """Staging has failed: tell the saver, and whoever waits."""
         if not isinstance(error, Exception):
             error = SaverError(f"the commit of step {handed.pending.step} was interrupted", todo="commit again")
+        self._dock.is_short |= isinstance(error, CapacityError)
         self._note_failed(handed.pending, error)
         if handed.is_begun:
             handed.saver.abort(handed.ticket)

@@ -53,10 +53,11 @@ class Receipt:
         worst_rel_rms: The greatest RMS error of any of them, in the RMS of its values.
         worst_path: The tensor that has it.
         worst_spike: Largest |update| / lr that a next step of Adam could make; 0.0 where that is not known.
-        bytes_bases: Plain bytes that are held in memory for the next commit, where ``base_cache`` is ``"memory"``: on
-            the heap of the saver for a background commit, else of this process; the arena and ``memory_nbytes_max`` do
-            not count them.
+        bytes_bases: Plain bytes that are held on the heap for the next commit, where ``base_cache`` is ``"memory"``: of
+            the saver for a background commit, else of this process; the arena and ``memory_nbytes_max`` do not count
+            them.
         bytes_bases_peak: The most that were held of them at once during the commit.
+        bytes_bases_staged: Plain bytes that are held for the next commit where they were staged, in the arena.
         bytes_quantized_on_device: Plain bytes stored with a loss whose floats never left the device where they lie.
         bytes_bases_on_device: Bytes of reconstructions that are kept on devices for the next commit.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
@@ -84,6 +85,7 @@ class Receipt:
     worst_spike: float = 0.0
     bytes_bases: int = 0
     bytes_bases_peak: int = 0
+    bytes_bases_staged: int = 0
     bytes_quantized_on_device: int = 0
     bytes_bases_on_device: int = 0
 
@@ -103,7 +105,7 @@ class Receipt:
         chunks_delta: int,
         chunks_derived: int,
         chunks_lossy: int = 0,
-        bytes_bases: tuple[int, int] = (0, 0),
+        bytes_bases: tuple[int, int, int] = (0, 0, 0),
         bytes_on_device: tuple[int, int] = (0, 0),
     ) -> Receipt:
         """Make the receipt of a published manifest."""
@@ -130,6 +132,7 @@ class Receipt:
             worst_spike=max((loss.spike or 0.0 for loss in manifest.losses), default=0.0),
             bytes_bases=bytes_bases[0],
             bytes_bases_peak=bytes_bases[1],
+            bytes_bases_staged=bytes_bases[2],
             bytes_quantized_on_device=bytes_on_device[0],
             bytes_bases_on_device=bytes_on_device[1],
         )

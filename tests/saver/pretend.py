@@ -30,7 +30,8 @@ class PretendSaver:
         self.is_quick = True
         self.has_run = True
         self.parents = []
-        self.streamed = []
+        self.kept = []
+        self.is_keeping = False
         self.calls = []
 
     @classmethod
@@ -39,9 +40,7 @@ class PretendSaver:
         cls.started.append(saver)
         return saver
 
-    def begin(
-        self, ticket, slot, head_place, head_nbytes, callbacks, *, parent=None, parent_ticket=0, is_streamed=True
-    ):
+    def begin(self, ticket, slot, head_place, head_nbytes, callbacks, **options):
         if not self.is_alive:
             raise SaverError("the saver is dead")
         room = self.arena.slots[slot]
@@ -49,8 +48,8 @@ class PretendSaver:
         assert room.ticket == ticket
         assert room.is_staged(head_place, head_place + head_nbytes)
         self.begun[ticket] = (room, head, callbacks)
-        self.parents.append((parent, parent_ticket))
-        self.streamed.append(is_streamed)
+        self.parents.append((options["parent"], options["parent_ticket"]))
+        self.kept.append(options["may_keep"])
         self.calls.append("begin")
         if self.has_run:
             callbacks.on_began()
@@ -88,7 +87,14 @@ class PretendSaver:
         callbacks.on_began()
         callbacks.on_progress("write", 1, 2)
         callbacks.on_done(receipt)
-        callbacks.on_free()
+        if self.is_keeping and self.kept[ticket - 1]:
+            callbacks.on_kept()
+        else:
+            callbacks.on_free()
+
+    def free(self, ticket):
+        """Give back a slot that was kept."""
+        self.begun[ticket][2].on_free()
 
     def fail(self, ticket, error):
         """End a ticket with an error."""
@@ -104,6 +110,8 @@ class PretendSaver:
 
     def release_lease(self, timeout=None):
         self.calls.append("release")
+        for ticket in self.begun:
+            self.free(ticket)
         return True
 
     def quit(self, timeout=None, *, is_waited=True):

@@ -99,6 +99,7 @@ class Handed:
         self.captured, self.places = captured, places
         self.events = []
         self.began, self.ended, self.free = threading.Event(), threading.Event(), threading.Event()
+        self.kept = threading.Event()
         self.receipt = self.error = None
 
     def callbacks(self):
@@ -116,6 +117,7 @@ class Handed:
             on_failed=note("failed", self.ended, "error"),
             on_free=note("free", self.free),
             on_began=note("began", self.began),
+            on_kept=note("kept", self.kept),
         )
 
     def stage(self, units=None):
@@ -168,7 +170,7 @@ class Desk:
         sample=None,
         parent=None,
         parent_ticket=0,
-        is_streamed=True,
+        may_keep=False,
     ):
         """Hand over a slot without staging anything; ``sample(captured)`` yields keys and bytes that are staged."""
         captured = capture(state)
@@ -212,7 +214,7 @@ class Desk:
             handed.callbacks(),
             parent=parent,
             parent_ticket=parent_ticket,
-            is_streamed=is_streamed,
+            may_keep=may_keep,
         )
         return handed
 

@@ -45,6 +45,7 @@ TO_TRAINER_SAMPLES = [
     messages.Progress(4, "write", 10, 20),
     messages.Done(4, RECEIPT),
     messages.Failed(4, "BackendError", "it failed", None, "try again", {"is_transient": True, "ids": ["a", "b"]}),
+    messages.Kept(4),
     messages.SlotFree(4),
     messages.Released(),
     messages.Log(30, "some text"),

@@ -45,17 +45,6 @@ def test_encoding_and_writing_begin_with_the_first_staged_chunk(desk, address, c
     assert equal(restored(address), state)
 
 
-def test_what_training_waits_for_on_every_processor_is_read_when_it_is_whole(desk, address):
-    state = noise(3, 64 * MIB)
-    handed = desk.begin(state, 1, policy=PLAIN, is_streamed=False).stage(8)
-    # The run is taken meanwhile: what is staged is published whatever becomes of the trainer.
-    assert handed.began.wait(SECONDS_MAX)
-    assert not handed.ended.wait(0.3)
-    assert packs_nbytes(address) == 0
-    handed.stage().finish().wait()
-    assert equal(restored(address), state)
-
-
 def test_without_samples_a_coded_commit_still_ends_well(desk, address):
     state = noise(3, 16 * MIB)
     handed = desk.begin(state, 1).stage(2)

@@ -1,4 +1,4 @@
-"""Shared memory that the trainer stages into and the saver reads: a memfd with a page of facts and one or two slots.
+"""Shared memory that the trainer stages into and the saver reads: a memfd with a page of facts and up to three slots.
 
 Invariants:
 - It is no file of any file system: nothing limits it but memory, and it is gone with the last process that holds it.
@@ -33,7 +33,9 @@ UNIT_NBYTES = 4 * MIB
 FREE, STAGING, STAGED, TAKEN = range(4)
 """States of a slot: nobody's; being written; whole; read by the saver while the trainer has let go of it."""
 
-SLOTS_MAX = 2
+SLOTS_MAX = 3
+"""One state is being written, one waits, and one is what they may be coded against."""
+
 DATA_OFFSET = 2 * MIB
 """Where a slot's bytes begin, after its marks: room for 8 TiB."""
 

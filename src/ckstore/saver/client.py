@@ -149,7 +149,7 @@ class Saver:
         *,
         parent: int | None = None,
         parent_ticket: int = 0,
-        is_streamed: bool = True,
+        may_keep: bool = False,
     ) -> None:
         """Hand over a slot that is being staged; its head (``head.HeadWriter``) is there.
 
@@ -161,7 +161,7 @@ class Saver:
             callbacks: What to call as it goes on.
             parent: The seq that the state comes from.
             parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
-            is_streamed: Whether it is read while it is being staged, or after that.
+            may_keep: Whether the saver may go on to read the slot for the next ticket, and give it back later.
 
         Raises:
             SaverError: The saver is dead; nothing will be called.
@@ -171,7 +171,8 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
-            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, parent, parent_ticket, is_streamed))
+            place = (slot, head_place, head_nbytes)
+            self._say(messages.Begin(ticket, *place, parent, parent_ticket, may_keep))
         except BaseException:
             self._tickets.remove(ticket)
             raise
@@ -349,7 +350,7 @@ class Saver:
             # It has closed its socket, and lives on.
             self._process.kill()
             code = self._process.wait()
-        is_busy = len(self._tickets) > 0
+        is_busy = self._tickets.untold > 0
         with self._lock:
             if self._why is None:
                 when = " before the commit was acknowledged" if is_busy else ""

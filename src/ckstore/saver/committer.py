@@ -86,6 +86,11 @@ class Committer:
         """Whether the lease is held now."""
         return self._lease is not None and self._lease.is_held
 
+    @property
+    def tickets_kept(self) -> frozenset[int]:
+        """The tickets in whose slots lies what the next commit may be coded against."""
+        return self._bases.tickets
+
     def announce(self, step: int) -> None:
         """Let the lease say which step comes last, for whoever will have to wait for it."""
         assert self._lease is not None
@@ -153,8 +158,6 @@ class Committer:
         self._hold_lease()
         ticket.check()
         self._lease.gate = ticket.wait_whole
-        if not ticket.is_streamed:
-            ticket.wait_whole()
         self._follow(parent)
         watch = _ToldStopwatch(parts.clock, ticket, self._tell)
         request = Request(
@@ -166,6 +169,7 @@ class Committer:
             bases=self._bases,
             fingerprint=self._fingerprint,
             is_steady=True,
+            kept_ticket=ticket.number if ticket.may_keep else None,
         )
         committed = commit(parts, request, watch)
         self._fingerprint = committed.fingerprint

@@ -51,7 +51,7 @@ class Begin(NamedTuple):
     """Trainer: a slot is being filled; its head lies there, complete. Tickets ascend from 1.
 
     The parent is what ``parent_ticket`` became, where that is not 0 and was published; else ``parent``, a seq.
-    Where it is not streamed, nothing of it is read before all of it is staged.
+    Where its slot may be kept, the saver may go on to read it for the next commit, which is coded against it.
     """
 
     ticket: Count
@@ -60,7 +60,7 @@ class Begin(NamedTuple):
     head_nbytes: Count
     parent: Count | None
     parent_ticket: Count
-    is_streamed: bool = True
+    may_keep: bool = False
 
 
 class Staged(NamedTuple):
@@ -126,6 +126,12 @@ class Failed(NamedTuple):
     facts: dict[str, Fact]
 
 
+class Kept(NamedTuple):
+    """Saver: a ticket has ended, and its slot holds what the next one may be coded against; SlotFree comes later."""
+
+    ticket: Count
+
+
 class SlotFree(NamedTuple):
     """Saver: the last message of every ticket; nothing of its slot will be read again."""
 
@@ -156,12 +162,13 @@ Message = (
     | Progress
     | Done
     | Failed
+    | Kept
     | SlotFree
     | Released
     | Log
 )  # fmt: skip
 TO_SAVER = (Hello, Begin, Staged, Abort, Release, Quit, Hurry)
-TO_TRAINER = (Ready, Began, Progress, Done, Failed, SlotFree, Released, Log)
+TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Released, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}

@@ -112,7 +112,10 @@ class Server:
         self._is_ending = False
         self._is_over = False
         self._tickets: dict[int, Ticket] = {}
+        """Those whose slots are in use: they are to be committed, or the next commit may be coded against them."""
         self._last = 0
+        self._ended: set[int] = set()
+        """Tickets that have ended, and whose slots were not given back; the committing thread's."""
         self._committer = Committer(hello, self.channel.tell, self._grant)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
@@ -215,7 +218,7 @@ class Server:
             self.channel.tell(messages.SlotFree(message.ticket))
             return
         ticket = Ticket(message.ticket, slot, head, self._board, parents=(message.parent, message.parent_ticket))
-        ticket.is_streamed = message.is_streamed
+        ticket.may_keep = message.may_keep
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
@@ -296,12 +299,24 @@ class Server:
                 self._is_working = True
             if isinstance(job, Ticket):
                 self._committer.commit(job)
-                with self._changed:
-                    del self._tickets[job.number]
-                self.channel.tell(messages.SlotFree(job.number))
+                self._ended.add(job.number)
+                self._free_slots()
+                if job.number in self._ended:
+                    self.channel.tell(messages.Kept(job.number))
             else:
                 self._committer.release()
+                self._free_slots()
                 self.channel.tell(messages.Released())
+
+    def _free_slots(self) -> None:
+        """Give back the slots of tickets that have ended, and that hold nothing of what the next one wants."""
+        free = self._ended - self._committer.tickets_kept
+        self._ended -= free
+        with self._changed:
+            for number in free:
+                del self._tickets[number]
+        for number in sorted(free):
+            self.channel.tell(messages.SlotFree(number))
 
 
 def main(fds: list[int]) -> int:

@@ -70,8 +70,8 @@ class Ticket:
         self.parents = parents
         self.has_lease = False
         """Whether the lease was held for it while the trainer lived; only then it may outlive the trainer."""
-        self.is_streamed = True
-        """Whether it is read while it is being staged."""
+        self.may_keep = False
+        """Whether its slot may be read for the next commit, after this one has ended."""
         self.is_aborted = False
         """Whether the trainer has given it up."""
         self.nbytes_read = 0

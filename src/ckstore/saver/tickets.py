@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from ckstore.errors import MalformedError
 from ckstore.receipt import Receipt
-from ckstore.saver.messages import Began, Done, Failed, Progress, SlotFree, error_of
+from ckstore.saver.messages import Began, Done, Failed, Kept, Progress, SlotFree, error_of
 
 _log = logging.getLogger("ckstore")
 
-OF_TICKET = (Began, Progress, Done, Failed, SlotFree)
+OF_TICKET = (Began, Progress, Done, Failed, Kept, SlotFree)
 
 
 def _ignore(*facts: object) -> None:
@@ -31,6 +31,7 @@ class Callbacks:
         on_began: The saver holds the lease for it. From here on the checkpoint is published even if the trainer
             dies, provided that all was staged; and a trainer that is started again waits for it.
         on_progress: Stage, bytes done, bytes in all.
+        on_kept: The ticket has ended, and its slot is still needed; ``on_free`` comes later.
     """
 
     on_done: Callable[[Receipt], None]
@@ -38,6 +39,7 @@ class Callbacks:
     on_free: Callable[[], None]
     on_began: Callable[[], None] = _ignore
     on_progress: Callable[[str, int, int], None] = _ignore
+    on_kept: Callable[[], None] = _ignore
 
 
 class Tickets:
@@ -47,10 +49,19 @@ class Tickets:
         self._lock = threading.Lock()
         self._callbacks: dict[int, Callbacks] = {}
         self._told: set[int] = set()
+        self._kept: set[int] = set()
         self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._callbacks)
+        """Return how many have not ended; those whose slots are still needed have."""
+        with self._lock:
+            return len(self._callbacks) - len(self._kept)
+
+    @property
+    def untold(self) -> int:
+        """How many were neither acknowledged nor given up."""
+        with self._lock:
+            return len(self._callbacks) - len(self._told)
 
     def add(self, number: int, callbacks: Callbacks) -> bool:
         """Add a ticket; False: it is too late, the saver is dead."""
@@ -64,7 +75,7 @@ class Tickets:
         with self._lock:
             self._callbacks.pop(number, None)
 
-    def take(self, message: Began | Progress | Done | Failed | SlotFree) -> None:
+    def take(self, message: Began | Progress | Done | Failed | Kept | SlotFree) -> None:
         """Call what a message calls for.
 
         Raises:
@@ -76,6 +87,9 @@ class Tickets:
             if isinstance(message, SlotFree):
                 self._callbacks.pop(number, None)
                 self._told.discard(number)
+                self._kept.discard(number)
+            elif isinstance(message, Kept) and callbacks is not None:
+                self._kept.add(number)
             elif isinstance(message, (Done, Failed)):
                 self._told.add(number)
         if callbacks is None:
@@ -89,13 +103,14 @@ class Tickets:
         elif isinstance(message, Failed):
             _call(callbacks.on_failed, error_of(message))
         else:
-            _call(callbacks.on_free)
+            _call(callbacks.on_kept if isinstance(message, Kept) else callbacks.on_free)
 
     def end(self, death: Callable[[], Exception]) -> None:
         """The saver is dead: end every ticket; ``death`` makes an error for each."""
         with self._lock:
             self._is_closed = True
             callbacks, self._callbacks = self._callbacks, {}
+            self._kept.clear()
         for number, each in callbacks.items():
             if number not in self._told:
                 _call(each.on_failed, death())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ckstore.saver.arena import FREE, SLOTS_MAX, UNIT_NBYTES, Arena, Slot, units
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import Span, kinds_of, pin, starts_of
-from ckstore.staging.stowage import NOW, Stowage, stow
+from ckstore.staging.stowage import Stowage, stow
 from ckstore.tensor import TensorSpec
 
 _STOWED_MAX = 4
@@ -50,6 +49,8 @@ class Dock:
         self._crew: Crew | None = None
         self._stowed: dict[object, Stowage] = {}
         self._last: _Stowed | None = None
+        self.is_short = False
+        """Whether there was no memory for a state: from then on none is kept for the next one."""
 
     @property
     def arena(self) -> Arena:
@@ -64,10 +65,10 @@ class Dock:
         """Shared memory that the arena has taken."""
         return 0 if self._arena is None else self._arena.nbytes_taken
 
-    def free_slot(self) -> Slot | None:
-        """Return a free slot, the larger one if both are."""
+    def free_slots(self) -> list[Slot]:
+        """Return the free slots, the largest first."""
         free = [slot for slot in self.arena.slots if slot.state == FREE]
-        return max(free, key=lambda slot: slot.nbytes, default=None)
+        return sorted(free, key=lambda slot: slot.nbytes, reverse=True)
 
     def crew(self, policy: Policy) -> Crew:
         """Return the threads that copy."""
@@ -93,14 +94,13 @@ class Dock:
         self._last = _Stowed(captured.tensors, tuple(guarded), starts, self._stowed[key])
         return self._stowed[key], starts
 
-    def is_streamed(self, stowage: Stowage, policy: Policy) -> bool:
-        """Whether the saver is to read what is copied while the rest still is.
-
-        Not where training waits for all of it, and every processor copies: what the saver had of them, training would
-        wait longer for.
-        """
-        is_waited_for = not any(section.unit_count for section in stowage.sections[NOW + 1 :])
-        return not is_waited_for or policy.staging_thread_count < len(os.sched_getaffinity(0))
+    def may_keep(self, nbytes: int, policy: Policy) -> bool:
+        """Whether a state of this length may stay in its slot, as what the next one is coded against."""
+        if policy.base_cache != "memory" or self.is_short:
+            return False
+        # The next one lies beside it, and may be longer.
+        bounds = ((policy.base_cache_nbytes_max, nbytes), (policy.arena_nbytes_max, 2 * (nbytes + nbytes // 8)))
+        return all(bound is None or wanted <= bound for bound, wanted in bounds)
 
     def reserve(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Make room in a slot.
@@ -118,7 +118,23 @@ class Dock:
             # Room takes no memory; with some to spare, a state that grows is not mapped anew each time.
             slot.reserve(nbytes + nbytes // 8)
 
-    def populate(self, slot: Slot, nbytes: int, policy: Policy) -> None:
+    def prewarm(self, nbytes: int, policy: Policy) -> None:
+        """Take the memory that states of this length will need.
+
+        Raises:
+            CapacityError: There is none for a single one, or the policy allows less.
+        """
+        # Where one stays for the next one to be coded against, that lies in another slot.
+        for number, slot in enumerate(self.free_slots()[: 1 + self.may_keep(nbytes, policy)]):
+            try:
+                self.reserve(slot, nbytes, policy)
+                self._populate(slot, nbytes, policy)
+            except CapacityError:
+                if number == 0:
+                    raise
+                self.is_short = True
+
+    def _populate(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Take the memory of a slot, on all threads.
 
         Raises:
