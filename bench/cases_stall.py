@@ -21,8 +21,8 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
 VARIANTS = ("none", "fast")
-COMMITS = 8
-STEPS_A_COMMIT = 2
+COMMITS = 6
+STEPS_A_COMMIT = 3
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
 
