@@ -73,10 +73,11 @@ ALLOWED = {
     "chain_reader": CORE | {"decoder"},
     "restore_plan": CORE,
     "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
-    "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates"},
+    "tiny_moments": set(),
+    "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
     "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
     "lossy_device_task": CORE
-    | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task"},
+    | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task", "tiny_moments"},
     "lossy_target": CORE | {"chunks", "distance", "lossy", "lossy_forms", "lossy_task"},
     "lossy_chunks": CORE
     | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"}

@@ -277,6 +277,7 @@ class LossyChunkWriter(ChunkWriter):
                 fate.kept_count += errors.changed_count
             else:
                 fate.sum_sq_error += errors.sum_sq_error
+                fate.sum_sq_change += errors.sum_sq_change
                 fate.kept_count += errors.kept_count
             fate.count += errors.count
             # What no number tells is off by more than any.
