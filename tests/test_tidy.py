@@ -65,7 +65,8 @@ ALLOWED = {
     "lossy": CORE | {"pairing"},
     "lossy_plan": CORE | {"bases", "lossy"},
     "lossy_methods": CORE | {"lossy", "lossy_directions", "lossy_forms"},
-    "lossy_warnings": CORE | {"capture", "distance", "lossy", "pairing"},
+    "diverged": CORE | {"capture", "distance", "lossy"},
+    "lossy_warnings": CORE | {"capture", "diverged", "lossy"},
     "fates": CORE | {"lossy", "lossy_methods", "pairing"},
     "survey": CORE | {"choice", "bases"},
     "basing": CORE | {"capture", "choice", "bases", "masters", "survey", "lossy", "lossy_plan"},
@@ -109,7 +110,8 @@ ALLOWED = {
     "diff": CORE | {"info", "stored_state", "distance"},
     "demote_plan": CORE | {"lossy_warnings"},
     "demote": CORE
-    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"},
+    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"}
+    | {"capture", "lossy_warnings"},
     "demote_policy": CORE | {"policies"},
     "automatic_demotion": CORE | {"after_commits", "demote", "demote_policy", "policies"},
     "demoting": CORE | {"automatic_demotion", "background", "demote", "demote_plan", "demote_policy", "diff"},
