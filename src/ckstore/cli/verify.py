@@ -37,7 +37,8 @@ def run(
     \b
     quick   manifests, and the tables of every pack: seconds
     read    the default: every stored byte, against its checksum
-    decode  every byte, decoded and compared with what was committed, or recorded where that was with a loss
+    decode  every byte, decoded and compared with what was committed; of what
+            was stored with a loss, with the reconstruction that was recorded
 
     --run says in which run REF is looked up; without REF all runs are verified.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
