@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ckstore import Residual
 from ckstore.distance import distance_of
+from ckstore.quant.settings import FirstMomentSettings, TensorSettings
 from ckstore.testing.states import difference
 from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
 
@@ -99,8 +101,57 @@ def test_moments_that_are_too_small_to_be_told_are_exact(store, size, dtype):
     receipt = store.commit(state, 1, policy=lossy_policy())
     assert difference(store.restore()["optimizer"], state["optimizer"]) is None
     assert set(losses(store)) == {W}
-    why = "the second moment is below 1.2e-38, and would be told as many times what it is"
+    told = dict(warning.split(" was stored exactly: ") for warning in receipt.warnings)
+    assert set(told) == {M, V}
+    assert told[V] == "the second moment is below 1.2e-38, and would be told as many times what it is"
+
+
+@pytest.mark.parametrize("residual", [Residual.near(), Residual.small()], ids=["near", "small"])
+def test_no_step_is_made_up_where_the_second_moment_is_zero_and_the_first_one_is_not(store, residual):
+    """A gradient of 1e-23 has no square: its first moment must not get the direction that rows and columns have."""
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy(residual))
+    state = run.train().state()
+    leaf(state, V)[::7, ::11] = 0
+    leaf(state, M)[::7, ::11] = 1e-24
+    receipt = store.commit(state, 1, policy=lossy_policy(residual))
+    found = store.restore()
+    assert set(losses(store)) == {W, M, V}
+    assert receipt.warnings == ()
+    assert np.all(leaf(found, V)[::7, ::11] > 0)
+    quotient = np.abs(leaf(found, M)) / np.sqrt(leaf(found, V))
+    assert quotient[::7, ::11].max() < 1
+    assert losses(store)[M].rel_rms < 1
+
+
+def test_first_moments_of_which_much_stands_beside_zeros_are_exact_with_the_second(store):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy())
+    state = run.train().state()
+    leaf(state, V)[::2] = 0
+    receipt = store.commit(state, 1, policy=lossy_policy())
+    assert difference(store.restore()["optimizer"], state["optimizer"]) is None
+    assert set(losses(store)) == {W}
+    why = "much of the first moment stands where the second one is zero, or too small to be told"
     assert set(receipt.warnings) == {f"{path} was stored exactly: {why}" for path in (M, V)}
+    # Who drops first moments anyway loses nothing there.
+    dropped = replace(Residual.near(), tensors=TensorSettings(first=FirstMomentSettings("dropped")))
+    assert store.commit(state, 2, policy=lossy_policy(dropped)).warnings == ()
+    assert M in losses(store)
+
+
+def test_a_weight_that_was_made_anew_is_exact_and_a_chain_begins(store):
+    run = AdamRun()
+    store.commit(run.train().state(), 0, policy=lossy_policy())
+    run.w = (run.rng.standard_normal(SHAPE) * 1e-3).astype(np.float32)
+    state = run.state()
+    receipt = store.commit(state, 1, policy=lossy_policy())
+    why = "it has changed by more than there is of it, so that its base tells nothing of it"
+    assert receipt.warnings == (f"{W} was stored exactly: {why}",)
+    assert difference(leaf(store.restore(), W), leaf(state, W)) is None
+    receipt = store.commit(run.train(1).state(), 2, policy=lossy_policy())
+    assert receipt.warnings == ()
+    assert losses(store)[W].hops == 1
 
 
 def test_empty_and_scalar_tensors_stay_exact(store):

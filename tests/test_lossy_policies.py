@@ -65,6 +65,21 @@ def test_a_rule_that_names_nothing_is_told_with_what_comes_near(store):
     assert receipt.warnings == ("the rule for 'modle.w*' names nothing in this state; the nearest path is model.w",)
 
 
+def test_what_holds_for_hundreds_of_tensors_is_told_in_a_few_lines(store):
+    rng = np.random.default_rng(8)
+    weights = {f"w{number}": rng.standard_normal((64, 80)).astype(np.float32) for number in range(30)}
+    strict = lossy_policy(replace(NEAR, max_rel_rms=1e-9))
+    store.commit({"model": weights}, 0, policy=strict)
+    weights = {name: each * np.float32(1.01) + rng.standard_normal((64, 80)) for name, each in weights.items()}
+    weights = {name: each.astype(np.float32) for name, each in weights.items()}
+    weights["w29"][0, 0] = np.nan
+    told = store.commit({"model": weights}, 1, policy=strict).warnings
+    assert len(told) == 10
+    assert all(" was stored exactly: its RMS error is " in warning for warning in told[:8])
+    assert told[8].startswith("22 more tensors were stored exactly, of 30 that could lose something; model.w8, for one")
+    assert told[9] == "model.w29 holds NaN or infinity: the run may have diverged"
+
+
 def test_a_policy_that_finds_nothing_to_quantize_says_so(store):
     rng = np.random.default_rng(5)
     for step, state in enumerate(

@@ -65,7 +65,8 @@ ALLOWED = {
     "lossy": CORE | {"pairing"},
     "lossy_plan": CORE | {"bases", "lossy"},
     "lossy_methods": CORE | {"lossy", "lossy_directions", "lossy_forms"},
-    "lossy_warnings": CORE | {"capture", "distance", "lossy", "pairing"},
+    "diverged": CORE | {"capture", "distance", "lossy"},
+    "lossy_warnings": CORE | {"capture", "diverged", "lossy"},
     "fates": CORE | {"lossy", "lossy_methods", "pairing"},
     "survey": CORE | {"choice", "bases"},
     "basing": CORE | {"capture", "choice", "bases", "masters", "survey", "lossy", "lossy_plan"},
@@ -73,10 +74,11 @@ ALLOWED = {
     "chain_reader": CORE | {"decoder"},
     "restore_plan": CORE,
     "chunks": CORE | {"workers", "bases", "basing", "chain_reader", "decoder"},
-    "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates"},
+    "tiny_moments": set(),
+    "lossy_task": CORE | {"chunks", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
     "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
     "lossy_device_task": CORE
-    | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task"},
+    | {"chunks", "device_bases", "distance", "lossy", "lossy_methods", "lossy_on_device", "lossy_task", "tiny_moments"},
     "lossy_target": CORE | {"chunks", "distance", "lossy", "lossy_forms", "lossy_task"},
     "lossy_chunks": CORE
     | {"lossy_target", "chunks", "bases", "basing", "lossy", "lossy_forms", "lossy_task", "distance", "fates"}
@@ -108,7 +110,8 @@ ALLOWED = {
     "diff": CORE | {"info", "stored_state", "distance"},
     "demote_plan": CORE | {"lossy_warnings"},
     "demote": CORE
-    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"},
+    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"}
+    | {"capture", "lossy_warnings"},
     "demote_policy": CORE | {"policies"},
     "automatic_demotion": CORE | {"after_commits", "demote", "demote_policy", "policies"},
     "demoting": CORE | {"automatic_demotion", "background", "demote", "demote_plan", "demote_policy", "diff"},

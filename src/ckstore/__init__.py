@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from ckstore.info import Info
     from ckstore.interval import AutoInterval
     from ckstore.pending import Pending
-    from ckstore.quant.settings import Residual
+    from ckstore.quant.settings import (
+        FirstMomentSettings,
+        LowRank,
+        PrunedMoments,
+        PrunedWeights,
+        Residual,
+        SecondMomentSettings,
+        TensorSettings,
+        WeightSettings,
+    )
     from ckstore.receipt import Receipt
     from ckstore.retention.policy import Retention
     from ckstore.train_state import TrainState
@@ -52,7 +61,19 @@ _MODULE_OF = {
     "RepackPolicy": "config",
     "Info": "info",
     "Receipt": "receipt",
-    "Residual": "quant.settings",
+    **dict.fromkeys(
+        (
+            "FirstMomentSettings",
+            "LowRank",
+            "PrunedMoments",
+            "PrunedWeights",
+            "Residual",
+            "SecondMomentSettings",
+            "TensorSettings",
+            "WeightSettings",
+        ),
+        "quant.settings",
+    ),
     "TrainState": "train_state",
     "register_converter": "values",
     **dict.fromkeys(
@@ -88,23 +109,30 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "DemotePolicy",
+    "FirstMomentSettings",
     "Info",
     "LeafTypeError",
     "LockHeldError",
+    "LowRank",
     "MalformedError",
     "MissingChunkError",
     "NotFoundError",
     "Pending",
     "Policy",
+    "PrunedMoments",
+    "PrunedWeights",
     "Receipt",
     "RepackPolicy",
     "Residual",
     "Retention",
     "SaverError",
+    "SecondMomentSettings",
     "Store",
+    "TensorSettings",
     "TrainState",
     "UnsupportedError",
     "UsageError",
+    "WeightSettings",
     "open",
     "register_converter",
 ]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from ckstore.bases import Bases
 from ckstore.basing import Basing, choose_forms
+from ckstore.capture import Captured
 from ckstore.chunks import Stored
 from ckstore.config import MIB, DemotePolicy, Policy
 from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion, plan_warnings
@@ -43,6 +44,7 @@ from ckstore.ids import ChunkId
 from ckstore.io.backend import Distant
 from ckstore.lossy import Candidates
 from ckstore.lossy_chunks import LossyChunkWriter, lossy_thread_nbytes
+from ckstore.lossy_warnings import diverged_warnings
 from ckstore.plan import CommitPlan, plan_commit
 from ckstore.quant.settings import PrunedMoments
 from ckstore.repack import Aside
@@ -107,7 +109,9 @@ def demote(
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
         parts.look_again()
-    return DemoteReport(parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes, told)
+    return DemoteReport(
+        parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes, (*told, *demoter.warnings)
+    )
 
 
 def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:
@@ -145,6 +149,7 @@ class _Demoter:
 
     def __init__(self, parts: Parts, wanted: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
         self.written_nbytes = 0
+        self.warnings: list[str] = []
         self._is_named = is_named
         self._parts = parts
         self._wanted = wanted
@@ -285,10 +290,24 @@ class _Demoter:
             )
             try:
                 writer.run()
-                return _Drafted(plan, basing, run_aside(writer.flush, on_interrupt=lambda error: None))
+                stored = run_aside(writer.flush, on_interrupt=lambda error: None)
             except BaseException:
                 writer.abandon()
                 raise
+            try:
+                self._tell(manifest.header.step, captured, stored)
+            except BaseException:
+                self._unlink(stored)
+                raise
+            return _Drafted(plan, basing, stored)
+
+    def _tell(self, step: int, captured: Captured, stored: Stored) -> None:
+        """Keep what whoever asked for a loss should know of a checkpoint, as the receipt of a commit would say it."""
+        looked_at = {loss.storage for loss in stored.losses if loss.role != "rounded"}
+        diverged = diverged_warnings(captured, looked_at, stored.warnings)
+        for warning in (*stored.warnings, *diverged):
+            _log.warning("step %d: %s", step, warning)
+            self.warnings.append(f"step {step}: {warning}")
 
     def _publish(self, manifest: Manifest, drafted: _Drafted) -> Manifest:
         parts = self._parts

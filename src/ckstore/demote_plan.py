@@ -65,7 +65,8 @@ class DemoteReport:
         packs_before: Bytes of the packs that the run's checkpoints need.
         packs_after: The same afterwards; packs that are needed no more are freed when the store is collected.
         bytes_written: Bytes of new packs.
-        warnings: Rules of the fidelity that name nothing in any checkpoint that is, or would be, demoted.
+        warnings: Rules of the fidelity that name nothing in any checkpoint that is, or would be, demoted; and of what
+            was tried, which tensors stayed exact and why, and which hold NaN or infinity.
     """
 
     run: str

@@ -17,15 +17,23 @@ from ckstore.errors import BoundError
 from ckstore.format.fidelity import EXACT_FIDELITY, Loss
 from ckstore.lossy import LossyTensor
 from ckstore.lossy_methods import numbers_of, word_of
-from ckstore.pairing import AdamConstants
-from ckstore.quant.settings import PrunedMoments, Residual
+from ckstore.pairing import AdamConstants, Role
+from ckstore.quant.settings import PrunedMoments, Residual, WeightSettings
 
 SPIKE_MAX = 10.0
 SPIKE_SHARE_MAX = 1.5
 """A virtual next step may be this large, or so many times the largest that an exact state can make."""
 
 _RAISED_SHARE_MAX = 0.01
-"""More of a moment's energy than this may not be made up where the second one is too small to be told."""
+"""More of a moment's energy than this may not be made up, or dropped, where the second one is too small to be told."""
+
+_CHANGE_MAX = 1.1
+"""A weight whose change has more than so many times its own energy is not told by its base: it was made anew."""
+
+_RAISED: Mapping[Role, str] = {
+    "first": "much of the first moment stands where the second one is zero, or too small to be told",
+    "second": "the second moment is below 1.2e-38, and would be told as many times what it is",
+}
 
 _SLACK = 1.001
 """Roundings of a quotient that was clipped."""
@@ -39,6 +47,7 @@ class Fate:
         tensor: What it is; None for the rounding of a weight.
         stored_nbytes: Payload bytes.
         u_max: Greatest quotient of the first moment and the root of the second.
+        sum_sq_change: Sum of the squares of a weight's changes, where they were quantized.
         sum_sq_raised: The part of the error that comes from second moments which are too small to be told.
         failure: Why it is stored exactly after all; empty: it is not.
         is_bound: The failure is a bound of the policy.
@@ -50,6 +59,7 @@ class Fate:
     max_abs: float = 0.0
     sum_sq_error: float = 0.0
     sum_sq_value: float = 0.0
+    sum_sq_change: float = 0.0
     sum_sq_raised: float = 0.0
     kept_count: int = 0
     stored_nbytes: int = 0
@@ -169,7 +179,10 @@ def judge(
         if fate.tensor is not None:
             _judge_one(fate, fate, residual)
             if fate.sum_sq_raised > _RAISED_SHARE_MAX * fate.sum_sq_value:
-                fate.fail("the second moment is below 1.2e-38, and would be told as many times what it is")
+                fate.fail(_RAISED[fate.tensor.role])
+            is_anew = fate.sum_sq_change > _CHANGE_MAX * fate.sum_sq_value
+            if is_anew and isinstance(fate.tensor.settings, WeightSettings):
+                fate.fail("it has changed by more than there is of it, so that its base tells nothing of it")
     for rounded, master in masters.items():
         # A rounding is never off without its master: what it exceeds makes both exact.
         if rounded in fates and master in fates:

@@ -43,6 +43,10 @@ _BUFFERS, _BUFFERS_JOINT = 2, 5
 """Chunks that a thread holds beside what exact storing takes: reconstructions of a task, and a mask."""
 
 
+_NAMED_COUNT = 8
+"""Tensors that warnings name one by one."""
+
+
 def lossy_thread_nbytes(limits: Limits, *, is_joint: bool, is_private: bool) -> int:
     """Return the memory that one thread of a commit with a loss may use, in bytes.
 
@@ -162,9 +166,13 @@ class LossyChunkWriter(ChunkWriter):
 
     def _judge(self) -> None:
         judge(self._fates, self._pairs, self._groups, self._masters, self.lossy.residual)
-        for fate in self._fates.values():
-            if fate.failure and fate.tensor is not None:
-                self._warnings.append(f"{fate.tensor.path} was stored exactly: {fate.failure}")
+        failed = [(fate.tensor.path, fate.failure) for fate in self._fates.values() if fate.failure and fate.tensor]
+        self._warnings += [f"{path} was stored exactly: {failure}" for path, failure in failed[:_NAMED_COUNT]]
+        if len(failed) > _NAMED_COUNT:
+            # A bound that is too tight is so for hundreds: nobody reads as many lines after every commit.
+            path, failure = failed[_NAMED_COUNT]
+            rest = f"{len(failed) - _NAMED_COUNT} more tensors were stored exactly, of {len(self.lossy.tensors)}"
+            self._warnings.append(f"{rest} that could lose something; {path}, for one: {failure}")
 
     def _to_be_stored_exactly(self) -> list[int]:
         """Return the chunks of tensors that cannot be stored with a loss, with the roundings of them, and others."""
@@ -277,6 +285,7 @@ class LossyChunkWriter(ChunkWriter):
                 fate.kept_count += errors.changed_count
             else:
                 fate.sum_sq_error += errors.sum_sq_error
+                fate.sum_sq_change += errors.sum_sq_change
                 fate.kept_count += errors.kept_count
             fate.count += errors.count
             # What no number tells is off by more than any.

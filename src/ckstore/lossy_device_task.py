@@ -25,11 +25,12 @@ from ckstore.kernels.on_gpu import Tensor
 from ckstore.lossy import LossyTensor, Task
 from ckstore.lossy_methods import ROUNDED_METHOD
 from ckstore.lossy_on_device import DivergedError, MadeThere, Place
-from ckstore.lossy_task import TINY, Desk, Draft, TaskCoder, clipped, coded_rounding, kept, needs_base
+from ckstore.lossy_task import Desk, Draft, TaskCoder, clipped, coded_rounding, is_dropped, kept, needs_base
 from ckstore.pipeline import BufferPurpose, ByteSource
 from ckstore.plan import CommitPlan
 from ckstore.quant.geometry import KINDS
 from ckstore.quant.settings import EXACT, FirstMomentSettings, SecondMomentSettings, WeightSettings
+from ckstore.tiny_moments import TINY
 
 _log = logging.getLogger("ckstore")
 
@@ -235,7 +236,8 @@ class DeviceTaskCoder(TaskCoder):
         if first is None:
             return None
         first = _kept(first)
-        first_off = _raised_off(first_place, first, raised)
+        lost = None if is_dropped(first_tensor) else on_gpu.untold(place.plain, raised)
+        first_off = _raised_off(first_place, first, lost)
         return [self._second_draft(second, second_off), self._first_draft_there(first, first_off, second)]
 
     def _second_draft(self, second: MadeThere, off: float | None) -> Draft:

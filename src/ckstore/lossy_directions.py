@@ -95,12 +95,24 @@ def finished(
         return None
     u_max = lowrank_forms.write(found, _FORMS[step], shape.kind, base, reconstruction)
     off = measure(u_max)
-    if not off.is_told:
+    if not off.is_told or _vanishes(step, found, shape, reconstruction):
         return None
     encoded = Encoded(((step, bytes([shape.kind])),), [memoryview(found.payload)], shape.width)
     change = off.sum_sq_value if sum_sq_change is None else sum_sq_change
     kept = grid.count if found.product.rank or step == ROOT_STEP else 0
     return encoded, Errors(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, change, kept, 0, u_max)
+
+
+def _vanishes(step: int, found: Approximated, shape: ChunkShape, reconstruction: memoryview) -> bool:
+    """Whether a second moment became zero where its row and its column have some.
+
+    The least that this form knows, 2 ** -126, is zero in fp16; a grid has the least moment of the chunk instead.
+    """
+    if step != ROOT_STEP or shape.dtype != "float16" or found.factors is None:
+        return False
+    is_zero = np.frombuffer(reconstruction, np.uint16) == 0
+    rows, cols = (side.codes != 0 for side in found.factors)
+    return bool((is_zero & (rows[:, None] & cols).reshape(-1)[found.grid.phase :][: is_zero.size]).any())
 
 
 def decode(step: int, payload: memoryview, kind: int, width: int, base: memoryview, destination: memoryview) -> None:

@@ -169,6 +169,7 @@ def encode_first_moment(
         return None
     if settings.form == "dropped":
         return _zeros(plain, shape, grid, scratch, reconstruction)
+    _clear_without_direction(values, second_plain, shape)
     if settings.low_rank is not None:
         where = plain, second_reconstruction, shape, grid
         near = lossy_directions.encode(
@@ -315,6 +316,14 @@ def _made(
         reconstruction=reconstruction,
         measure=lambda: measure(plain, reconstruction, shape.kind),
     )
+
+
+def _clear_without_direction(values: memoryview, second: memoryview, shape: ChunkShape) -> None:
+    """Drop first moments where the second is zero: what it becomes there may be none, and would make a step of them."""
+    words = np.frombuffer(second, f"<u{shape.width}")
+    is_zero = (words & ((1 << (8 * shape.width - 1)) - 1)) == 0
+    if is_zero.any():
+        np.frombuffer(values, np.float32)[is_zero] = 0
 
 
 def _zeros(

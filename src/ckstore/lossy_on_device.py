@@ -137,6 +137,8 @@ def encode_first_moment(
         return None
     if settings.form == "dropped":
         return _zeros(place)
+    # As on the host: where the second moment is zero, no direction is kept.
+    values = values.masked_fill(second == 0, 0)
     if settings.low_rank is not None:
         outer = on_device.make_outer(QUOTIENT, values, grid, settings.low_rank, limit=settings.clip)
         near = None if outer is None else _product(outer, place, second_became, second_plain)

@@ -8,12 +8,12 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore import forms, kernels, lossy_forms
+from ckstore import forms, kernels, lossy_forms, tiny_moments
 from ckstore.chunks import Coded, CodingThread
 from ckstore.config import Policy
 from ckstore.distance import Distance, distance_of, floats_of, is_finite
@@ -46,9 +46,6 @@ _ALONE: dict[str, BufferPurpose] = {
     "rounded plain": "first plain",
     "rounded": "first",
 }
-
-TINY = 2.0**-128
-"""A second moment below this may be told as more than four times what it is: forms know none below 2 ** -126."""
 
 _NOT_FINITE = "it holds NaN or infinity"
 _NOT_SECOND = "it is negative somewhere, so it is no second moment"
@@ -233,9 +230,9 @@ class TaskCoder:
             )
         became = second if made is None else made.reconstruction
         draft = self._exact(task.second, second, tensor) if made is None else self._draft(task.second, made, None)
-        raised = None if made is None else _raised(values, floats_of(became, tensor.dtype))
+        raised = None if made is None else tiny_moments.raised(values, floats_of(became, tensor.dtype))
         if raised is not None:
-            desk.note_raised(task.second, _sum_sq(values[raised], floats_of(became, tensor.dtype)[raised]))
+            desk.note_raised(task.second, tiny_moments.sum_sq(values[raised], floats_of(became, tensor.dtype)[raised]))
         return [draft, self._first_draft(first, second, became, raised)]
 
     def _first_draft(
@@ -255,11 +252,12 @@ class TaskCoder:
                 reconstruction=desk.reconstruction_for(task.first, "first", thread),
             )
         if made is None:
-            quotient = quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
+            quotient = tiny_moments.quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
             return self._exact(task.first, first, tensor, u_max=quotient)
-        if raised is not None:
+        lost = tiny_moments.untold(floats_of(second, tensor.dtype), raised)
+        if lost is not None and not is_dropped(tensor):
             again = floats_of(made.reconstruction, tensor.dtype)
-            desk.note_raised(task.first, _sum_sq(floats_of(first, tensor.dtype)[raised], again[raised]))
+            desk.note_raised(task.first, tiny_moments.sum_sq(floats_of(first, tensor.dtype)[lost], again[lost]))
         return self._told_in_second(self._draft(task.first, made, None, became), made)
 
     def _told_in_second(self, draft: Draft, made: Made) -> Draft:
@@ -293,7 +291,7 @@ class TaskCoder:
             exact = made is None
             drafts.append(self._exact(index, plain, tensor) if made is None else self._draft(index, made, None))
             became.append(plain if exact or made is None else made.reconstruction)
-        quotient = quotient_max(floats_of(became[1], tensor.dtype), floats_of(became[0], tensor.dtype))
+        quotient = tiny_moments.quotient_max(floats_of(became[1], tensor.dtype), floats_of(became[0], tensor.dtype))
         desk.note(task.first, Distance(), u_max=min(float(quotient), float(np.finfo(np.float64).max)))
         return drafts
 
@@ -340,32 +338,16 @@ def thread_width(tensor: LossyTensor) -> int:
     return 4 if tensor.dtype == "float32" else 2
 
 
-def quotient_max(first: NDArray[Any], second: NDArray[Any]) -> float:
-    """Return the greatest |m| / sqrt(v); infinite where v vanishes and m does not."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        quotient = np.abs(first) / np.sqrt(second)
-    return float(np.where(first == 0, np.float32(0), quotient).max(initial=0.0))
-
-
-def _raised(values: NDArray[Any], became: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Return where second moments became many times what they are because they are next to nothing; None: nowhere."""
-    if float(values.min(initial=1.0)) >= TINY:
-        return None
-    raised: NDArray[np.bool_] = (values > 0) & (values < TINY)
-    raised &= became > 4 * values
-    return raised if raised.any() else None
-
-
-def _sum_sq(one: NDArray[Any], other: NDArray[Any]) -> float:
-    difference = one.astype(np.float64) - other
-    return float(np.dot(difference, difference))
-
-
 def clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
     """Return settings by which no next step can be too large."""
     if tensor.constants is None:
         return settings
     return replace(settings, clip=min(settings.clip, max(1e-3, clip_max(tensor.constants))))
+
+
+def is_dropped(tensor: LossyTensor) -> bool:
+    """Whether nothing of a first moment is asked for."""
+    return isinstance(tensor.settings, FirstMomentSettings) and tensor.settings.form == "dropped"
 
 
 def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) -> bool:

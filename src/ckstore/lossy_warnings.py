@@ -6,25 +6,18 @@ exactly without a look at their values. Who loses something on purpose is told t
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from ckstore.capture import Captured, is_on_device
-from ckstore.distance import floats_of, is_finite
-from ckstore.lossy import WIDTHS, Candidates, memory_shape
-from ckstore.pairing import FLOAT_NAMES
+from ckstore.capture import Captured
+from ckstore.diverged import is_diverged
+from ckstore.lossy import Candidates
 from ckstore.quant.settings import Residual, TensorSettings
-from ckstore.tensor import TensorSpec, count_of
 from ckstore.tree import Node, Path, TensorNode, format_path, leaves_of
 
-_PIECE_NBYTES = 4 << 20
 _NAMED_COUNT = 3
 _COMPARED_COUNT = 1000
-_DOUBLES = {"float64", "<f8"}
 
 
 def rules_warnings(residual: Residual, tree: Node) -> list[str]:
@@ -79,33 +72,10 @@ def diverged_warnings(captured: Captured, looked_at: Collection[int], told: Sequ
     wrong: list[str] = []
     for path, tensor in tensor_paths(captured.tree).items():
         spec, word = captured.tensors[tensor], format_path(path)
-        if spec.storage not in looked_at and word not in named and _is_wrong(captured, spec):
+        if spec.storage not in looked_at and word not in named and is_diverged(captured, spec):
             wrong.append(word)
     if not wrong:
         return []
     more = f" and {len(wrong) - _NAMED_COUNT} more" if len(wrong) > _NAMED_COUNT else ""
     verb = "holds" if len(wrong) == 1 else "hold"
     return [f"{', '.join(wrong[:_NAMED_COUNT])}{more} {verb} NaN or infinity: the run may have diverged"]
-
-
-def _is_wrong(captured: Captured, spec: TensorSpec) -> bool:
-    """Whether a tensor that lies in one piece holds NaN or infinity."""
-    name = FLOAT_NAMES.get(spec.dtype)
-    width = WIDTHS[name] if name else 8 if spec.dtype in _DOUBLES else 0
-    nbytes = count_of(spec.shape) * width
-    if not nbytes or memory_shape(replace(spec, offset=0), width, nbytes) is None:
-        return False
-    storage, end = captured.storages[spec.storage], spec.offset + nbytes
-    pieces = [(start, min(end, start + _PIECE_NBYTES)) for start in range(spec.offset, end, _PIECE_NBYTES)]
-    if is_on_device(storage):
-        # Looked at where it lies, and copied for nothing else; but where memory is short there.
-        from ckstore.kernels import on_gpu
-
-        with contextlib.suppress(RuntimeError):
-            kind = name or "float64"
-            return not all(on_gpu.all_finite(on_gpu.elements_of(storage.there(*piece), kind)) for piece in pieces)
-    for piece in pieces:
-        plain = storage.read(*piece)
-        if not is_finite(floats_of(plain, name) if name else np.frombuffer(plain, "<f8")):
-            return True
-    return False

@@ -145,3 +145,33 @@ def test_a_background_commit_loses_the_same(opened):
             other.commit(ckstore.TrainState(model, optimizer), step)
         assert losses(opened)["model.0.weight"].hops == 1
         assert losses(other) == losses(opened)
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("lies", ["whole", "strided", "repeated"])
+@pytest.mark.parametrize("dtype", [*FLOATS, "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_a_diverged_run_is_seen_in_floats_of_every_kind_however_they_lie(opened, dtype, lies):
+    kind = getattr(torch, dtype, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {dtype}")
+    held = torch.full((12, 20), 2.0)
+    wrong = held.clone()
+    wrong[4, 6] = math.nan
+
+    def state(values):
+        values = values.to(kind)
+        shown = {"whole": values, "strided": values[2::2, ::3], "repeated": values[4, :, None].expand(20, 5)}[lies]
+        return {"model": {"odd": shown, "w": torch.ones(80, 80)}}
+
+    assert opened.commit(state(held), 0).warnings == ()
+    (warning,) = opened.commit(state(wrong), 1).warnings
+    assert warning == "model.odd holds NaN or infinity: the run may have diverged"
+
+
+def test_what_lies_beside_the_elements_of_a_tensor_is_no_divergence(opened):
+    held = torch.full((12, 20), math.nan)
+    held[::2, ::3] = 1.0
+    assert opened.commit({"model": {"odd": held[::2, ::3], "w": torch.ones(80, 80)}}, 0).warnings == ()

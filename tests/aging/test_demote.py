@@ -156,6 +156,25 @@ def test_an_empty_run_has_nothing_to_demote(store):
     assert report.entries == ()
 
 
+def test_what_a_receipt_would_warn_of_is_in_the_report():
+    """A run that diverged is seen when it ages, whether or not anything of the checkpoint could be stored anew."""
+    held = states(4)
+    held[1]["model"]["w"][3, 4] = np.nan
+    held[2]["model"]["bias"][7] = np.inf
+    store = ckstore.open(MemoryBackend())
+    for step, state in enumerate(held):
+        store.commit(state, step)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert report.warnings == (
+        "step 1: model.w was stored exactly: it holds NaN or infinity",
+        "step 2: model.bias holds NaN or infinity: the run may have diverged",
+    )
+    found = store.restore(1)
+    assert np.isnan(found["model"]["w"][3, 4])
+    assert difference(found["model"], held[1]["model"]) is None
+    assert store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0)).warnings == ()
+
+
 def test_bounds_that_cannot_be_met_leave_the_checkpoint_exact():
     store, held = filled(MemoryBackend(), 3)
     for on_bound in ("raise", "exact"):

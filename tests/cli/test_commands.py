@@ -142,6 +142,20 @@ def test_verify_names_pack_offset_and_checkpoints(call, store):
     assert report["checkpoint_count"] == 1
 
 
+@pytest.mark.parametrize("options", [["--decode"], ["--decode", "--level", "decode"], ["--level", "decode"]])
+def test_verify_decodes_by_an_option_of_its_own(call, shelf, options):
+    code, out, _ = call("verify", shelf, *options, "--json")
+    assert (code, json.loads(out)["level"]) == (0, "decode")
+    assert "--decode" in call("verify", "--help")[1]
+
+
+@pytest.mark.parametrize("level", ["quick", "read"])
+def test_verify_refuses_two_levels_at_once(call, shelf, level):
+    code, out, err = call("verify", shelf, "--decode", "--level", level)
+    assert (code, out) == (2, "")
+    assert f"--level {level}" in err
+
+
 def test_verify_refuses_an_unknown_level(call, shelf):
     assert call("verify", shelf, "--level", "thorough")[0] == 2
 

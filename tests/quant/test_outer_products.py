@@ -160,6 +160,18 @@ def test_second_moments_stay_above_zero_where_they_were_and_rows_without_any_sta
     assert 0.7 < middle < 1.4
 
 
+@pytest.mark.parametrize("phase", [0, 37])
+def test_second_moments_of_two_bytes_never_vanish(phase: int) -> None:
+    sizes = 1e-6 * directed(9) ** 2
+    sizes[7] = 0
+    second = stored(sizes.astype(np.float32).reshape(-1)[phase:], "float16")
+    how = {"scratch": SCRATCH, "reconstruction": room_for(second)}
+    made = lossy_forms.encode_second_moment(second, shape("float16", phase), SECOND, **how)
+    assert made is not None
+    given, near = values_of(second, "float16"), values_of(made.reconstruction, "float16")
+    assert (near[given > 0] > 0).all()
+
+
 def test_quotients_stay_within_the_limit_and_are_told() -> None:
     second = np.full((ROWS, COLS), 1e-8, np.float32)
     first = directed(10) * 1e-4

@@ -73,6 +73,7 @@ def run(
     stored     bytes on disk; "-" where a tensor shares a stored chunk with others
     used       how much of a pack this checkpoint needs
     rms error  of a tensor that was stored with a loss, in the RMS of its values
+    kept       elements that were not quantized to zero; all of outer products
     hops       checkpoints with a loss since the tensor was exact
     next step  the largest that Adam could make from here, in learning rates
 

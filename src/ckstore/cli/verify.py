@@ -9,7 +9,7 @@ import typer
 from ckstore.cli import output
 from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import CorruptError
+from ckstore.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
     from ckstore.store.verify import Damage, Report
@@ -21,9 +21,12 @@ def run(
         str | None, typer.Argument(metavar="REF", help="Only this checkpoint; the whole store, all runs, otherwise.")
     ] = None,
     level: Annotated[
-        str,
-        typer.Option("--level", metavar="LEVEL", help="quick, read or decode: how much is looked at; see above."),
-    ] = "read",
+        str | None,
+        typer.Option(
+            "--level", metavar="LEVEL", help="quick, read or decode: how much is looked at; see above. [default: read]"
+        ),
+    ] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="The same as --level decode.")] = False,
     run: Run = "main",
     remote: Annotated[bool, typer.Option("--remote", help="Look at packs that lie in other tiers, too.")] = False,
     as_json: AsJson = False,
@@ -34,17 +37,20 @@ def run(
     \b
     quick   manifests, and the tables of every pack: seconds
     read    the default: every stored byte, against its checksum
-    decode  every byte, decoded and compared with what was committed
+    decode  every byte, decoded and compared with what was committed; of what
+            was stored with a loss, with the reconstruction that was recorded
 
     --run says in which run REF is looked up; without REF all runs are verified.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
+    looked_at = _level_of(level, is_decode=decode)
     begun = SYSTEM_CLOCK.monotonic()
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
         output.progress("verifying") as on_progress,
     ):
         # At level quick almost nothing of a pack is read, so that bytes would show no progress.
-        report = store.verify(level, ref=ref, remote=remote, on_progress=None if level == "quick" else on_progress)
+        tell = None if looked_at == "quick" else on_progress
+        report = store.verify(looked_at, ref=ref, remote=remote, on_progress=tell)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(path, report, seconds))
@@ -57,6 +63,15 @@ def run(
             where=path,
             todo="restore checkpoints that are not in the list, or bring the files back from a copy",
         )
+
+
+def _level_of(level: str | None, *, is_decode: bool) -> str:
+    """Return the level that the options ask for; UsageError where they ask for two."""
+    if is_decode and level not in (None, "decode"):
+        raise UsageError(
+            f"--decode asks for another level than --level {level}", todo="give one of the two; --decode does it all"
+        )
+    return "decode" if is_decode else level or "read"
 
 
 def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:

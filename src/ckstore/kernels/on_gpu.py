@@ -289,6 +289,12 @@ def raised(values: Tensor, made: Tensor, least: float) -> Tensor | None:
     return found if bool(found.any()) else None
 
 
+def untold(second: Tensor, where: Tensor | None) -> Tensor | None:
+    """Return where first moments cannot be told: where the second one was raised, or is zero; None: nowhere."""
+    found = second == 0 if where is None else (second == 0) | where
+    return found if bool(found.any()) else None
+
+
 def all_finite(elements: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
     return bool(torch.isfinite(elements).all())

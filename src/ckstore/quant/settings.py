@@ -135,7 +135,8 @@ class FirstMomentSettings:
             ``"dropped"``: zero.
         step: Width of a step, in the root of the second moment.
         dead_zone: Less than so many steps become zero.
-        clip: Greatest quotient that is kept; what lies beyond is clipped, as it is where the second moment vanishes.
+        clip: Greatest quotient that is kept; what lies beyond is clipped. Where the second moment is zero nothing is
+            kept, and where much of the first one stands there, both are stored exactly.
         low_rank: Tried first, where it is given: the rest is for matrices that few directions do not describe.
 
     Raises:
