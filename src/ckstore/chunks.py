@@ -15,9 +15,8 @@ import numpy as np
 from ckstore import forms, kernels
 from ckstore.bases import Bases
 from ckstore.basing import Form
-from ckstore.chain_reader import ChainReader, chain_reader_nbytes
-from ckstore.config import MIB, Limits, Policy, fit_memory
-from ckstore.decoder import FrameDecoder
+from ckstore.coding_thread import CodingThread, thread_nbytes
+from ckstore.config import MIB, Policy, fit_memory
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
 from ckstore.format.manifest import FrameRef, Loss, PackRef
@@ -25,7 +24,7 @@ from ckstore.format.wire import xxh3_64
 from ckstore.forms import Encoded
 from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
-from ckstore.pipeline import ByteSource, ChunkWorker, require_identity, worker_nbytes
+from ckstore.pipeline import ByteSource, ChunkWorker, require_identity
 from ckstore.plan import ChunkPlan, CommitPlan
 from ckstore.store.known import KnownFrame
 from ckstore.store.packer import FramePlace, Packer
@@ -362,27 +361,6 @@ class ChunkWriter:
         watch = None if hasher is None else hasher.update
         checksum = None if encoded.steps else wanted
         self._packer.fill(frame.place, header, encoded.parts, check, watch=watch, checksum=checksum)
-
-
-@dataclass(frozen=True, slots=True)
-class CodingThread:
-    """What one thread has of its own."""
-
-    worker: ChunkWorker
-    reader: ChainReader
-
-    @classmethod
-    def of(cls, parts: Parts) -> CodingThread:
-        """Make it; memory is taken when it is first needed."""
-        worker = ChunkWorker(parts.limits.chunk_nbytes_max)
-        # Bases are read before their chunk is coded, so that both can use the same scratch.
-        decoder = FrameDecoder(parts.limits.chunk_nbytes_max, worker.scratch)
-        return cls(worker, ChainReader(parts, decoder))
-
-
-def thread_nbytes(limits: Limits, *, has_bases: bool) -> int:
-    """Return the memory that one thread of a commit may use, in bytes."""
-    return worker_nbytes(limits.chunk_nbytes_max) + (chain_reader_nbytes(limits) if has_bases else 0)
 
 
 def depth_of(frame: KnownFrame | NewFrame) -> int:

@@ -21,7 +21,8 @@ import numpy as np
 
 from ckstore.basing import WHOLE
 from ckstore.capture import is_on_device
-from ckstore.chunks import ChunkWriter, Coded, CodingThread, NewFrame, Stored, depth_of, thread_nbytes
+from ckstore.chunks import ChunkWriter, Coded, NewFrame, Stored, depth_of
+from ckstore.coding_thread import CodingThread, thread_nbytes
 from ckstore.config import Limits
 from ckstore.distance import Distance
 from ckstore.fates import Fate, judge

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ckstore import forms, kernels, lossy_on_device
 from ckstore.capture import is_on_device
-from ckstore.chunks import CodingThread
+from ckstore.coding_thread import CodingThread
 from ckstore.device_bases import DeviceBases
 from ckstore.distance import Distance
 from ckstore.ids import ChunkId, chunk_id_of

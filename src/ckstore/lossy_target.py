@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ckstore.chunks import CodingThread
+from ckstore.coding_thread import CodingThread
 from ckstore.config import Policy
 from ckstore.distance import Distance
 from ckstore.ids import ChunkId

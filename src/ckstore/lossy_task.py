@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore import forms, kernels, lossy_forms, tiny_moments
-from ckstore.chunks import Coded, CodingThread
+from ckstore.chunks import Coded
+from ckstore.coding_thread import CodingThread
 from ckstore.config import Policy
 from ckstore.distance import Distance, distance_of, floats_of, is_finite
 from ckstore.fates import clip_max

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from ckstore.bases import Bases
 from ckstore.basing import Form
-from ckstore.chunks import ChunkWriter, Stored, thread_nbytes
+from ckstore.chunks import ChunkWriter, Stored
+from ckstore.coding_thread import thread_nbytes
 from ckstore.config import MIB, Policy, RepackPolicy
 from ckstore.errors import CkstoreError, ConflictError, NotFoundError
 from ckstore.format.frame import FRAME_HEADER_NBYTES

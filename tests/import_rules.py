@@ -1,0 +1,197 @@
+"""Which module may import which: the table that ``test_tidy`` holds the source against.
+
+A row in here changes only in the commit that explains why.
+"""
+
+from __future__ import annotations
+
+GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
+GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
+"""``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
+CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
+ALLOWED = {
+    "errors": set(),
+    "clock": set(),
+    "ids": {"errors"},
+    # What a policy may lose is told in the quantizers' own settings, which import errors only.
+    "config": {"errors", "quant"},
+    "policies": {"errors", "config", "quant"},
+    "tree": {"errors"},
+    "values": {"errors", "tree"},
+    "tensor": {"errors", "tree", "values"},
+    "leaves": {"errors", "tree", "values", "tensor"},
+    "capture": {"errors", "tree", "values", "tensor", "leaves"},
+    "matching": {"errors", "tree", "values", "tensor", "leaves", "capture"},
+    "recapture": {"errors", "tree", "values", "tensor", "leaves", "capture"},
+    "placement": GROUND,
+    "kernels": GROUND,
+    "format": GROUND,
+    "io": GROUND,
+    "codec": GROUND | {"kernels"},
+    "delta": GROUND | {"kernels"},
+    "quant": GROUND | {"kernels"},
+    "store": GROUND | {"format", "io"},
+    "plan": GROUND | {"format"},
+    # How one chunk can be stored: the two places where codecs, deltas and quantizers meet.
+    "forms": GROUND | {"codec", "delta", "kernels", "lossy_forms"},
+    "lossy_directions": GROUND | {"codec", "quant", "kernels"},
+    "lossy_payload": GROUND | {"codec", "quant", "kernels"},
+    "lossy_grids": GROUND | {"codec", "quant", "kernels", "lossy_payload"},
+    "lossy_forms": GROUND | {"lossy_directions", "lossy_grids", "lossy_payload", "codec", "quant", "kernels"},
+    "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
+    # Parts of the two stories, in files of their own.
+    "workers": set(),
+    "receipt": GROUND | {"format"},
+    "info": GROUND | {"format"},
+    "arguments": GROUND | {"format"},
+    "stale": GROUND | {"format"},
+    "choice": GROUND,
+    "device_bases": {"ids"},
+    "bases": CORE | {"choice", "device_bases"},
+    "masters": CORE,
+    "pairing": {"errors", "tree", "values", "tensor"},
+    "train_state": {"errors", "capture"},
+    "distance": GROUND,
+    "lossy": CORE | {"pairing"},
+    "lossy_plan": CORE | {"bases", "lossy"},
+    "lossy_methods": CORE | {"lossy", "lossy_directions", "lossy_forms"},
+    "diverged": CORE | {"capture", "distance", "lossy"},
+    "lossy_warnings": CORE | {"capture", "diverged", "lossy"},
+    "fates": CORE | {"lossy", "lossy_methods", "pairing"},
+    "survey": CORE | {"choice", "bases"},
+    "basing": CORE | {"capture", "choice", "bases", "masters", "survey", "lossy", "lossy_plan"},
+    "decoder": CORE,
+    "chain_reader": CORE | {"decoder"},
+    "restore_plan": CORE,
+    "coding_thread": CORE | {"chain_reader", "decoder"},
+    "chunks": CORE | {"workers", "bases", "basing", "coding_thread"},
+    "tiny_moments": set(),
+    "lossy_task": CORE
+    | {"chunks", "coding_thread", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
+    "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
+    "lossy_device_task": CORE
+    | {
+        "coding_thread",
+        "device_bases",
+        "distance",
+        "lossy",
+        "lossy_methods",
+        "lossy_on_device",
+        "lossy_task",
+        "tiny_moments",
+    },
+    "lossy_target": CORE | {"coding_thread", "distance", "lossy", "lossy_forms", "lossy_task"},
+    "lossy_chunks": CORE
+    | {
+        "lossy_target",
+        "chunks",
+        "coding_thread",
+        "bases",
+        "basing",
+        "lossy",
+        "lossy_forms",
+        "lossy_task",
+        "distance",
+        "fates",
+    }
+    | {"lossy_device_task"},
+    "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
+    "commit": CORE
+    | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing"},
+    "restore": CORE | {"fetch", "chain_reader", "decoder", "restore_plan"},
+    "history": CORE,
+    # Rules and plans know no files; the collector knows no rules; they meet in ``collection``.
+    "retention": GROUND,
+    # Other tiers: buckets, other folders.
+    "push": CORE,
+    "pull": CORE,
+    "mirror": CORE,
+    "tiering": CORE | {"handle", "retention", "push", "pull", "mirror"},
+    "collection": CORE | {"retention"},
+    "keeping": CORE | {"retention", "collection", "automatic_gc", "handle", "info"},
+    "after_commits": CORE,
+    "automatic_gc": CORE | {"after_commits", "retention", "collection"},
+    # What is stored, seen as a state; and what is told of it, or made of it anew.
+    "stored_state": CORE | {"chain_reader", "decoder"},
+    "coding": CORE | {"info", "lossy_forms"},
+    "stats": CORE | {"coding", "info", "stored_state"},
+    "repack_ledger": CORE,
+    "repack_sketch": CORE | {"bases", "basing", "choice", "repack_ledger", "stored_state"},
+    "repack_plan": CORE | {"bases", "basing", "repack_ledger", "repack_sketch"},
+    "repack": CORE | {"bases", "basing", "chunks", "coding_thread", "repack_plan", "repack_sketch", "stored_state"},
+    "diff": CORE | {"info", "stored_state", "distance"},
+    "demote_plan": CORE | {"lossy_warnings"},
+    "demote": CORE
+    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"}
+    | {"capture", "lossy_warnings"},
+    "demote_policy": CORE | {"policies"},
+    "automatic_demotion": CORE | {"after_commits", "demote", "demote_policy", "policies"},
+    "demoting": CORE | {"automatic_demotion", "background", "demote", "demote_plan", "demote_policy", "diff"},
+    # What other tools have saved, and what is left of what was damaged.
+    "importing": CORE | {"adapters", "capture", "info", "receipt"},
+    "importer": CORE | {"arguments", "background", "commit", "importing", "info", "receipt"},
+    "repair_search": CORE,
+    "repair_plan": CORE | {"repair_search"},
+    "repair_copies": CORE | {"repair_plan", "repair_search"},
+    "repair": CORE | {"repair_copies", "repair_plan", "repair_search"},
+    "repairing": CORE | {"background", "decoder", "repair"},
+    # A page of what manifests say.
+    "report": CORE | {"collection", "info", "listing", "stats"},
+    "reporting": CORE | {"collection", "handle", "report"},
+    # It tells the story of a commit in another process, with what a handle remembers in this one.
+    "saver": GROUND
+    | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history", "policies"},
+    # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
+    "staging": CORE | {"saver", "adapters"},
+    "pending": {"clock", "errors", "receipt"},
+    "handed": CORE | {"pending", "saver", "staging"},
+    "handover": CORE | {"handed", "pending", "receipt", "saver", "staging"},
+    # When to commit: arithmetic, what it is fed with, and signals.
+    "advice": {"errors"},
+    "interval": {"advice", "arguments", "clock", "errors"},
+    "signals": {"advice", "arguments", "clock", "errors"},
+    "advising": {"advice", "errors", "handle", "interval", "signals", "store"},
+    "background": CORE
+    | {"adapters", "advising", "arguments", "bases", "handed", "handle", "handover", "pending", "saver", "stale"},
+    "handle": CORE | {"contents", "coding", "stats", "info", "decoder", "chain_reader"},
+    "api": CORE
+    | {
+        "arguments",
+        "demoting",
+        "importer",
+        "keeping",
+        "repairing",
+        "reporting",
+        "tiering",
+        "background",
+        "bases",
+        "handle",
+        "contents",
+        "commit",
+        "restore",
+        "history",
+        "receipt",
+        "repack",
+        "info",
+        "stale",
+        "saver",
+        "fetch",
+        "adapters",
+    },
+    "adapters": GROUND | {"api", "outfile"},
+    # What the command line shows; functions of the library like the others.
+    "listing": CORE | {"info"},
+    "contents": GROUND | {"format", "info"},
+    "diagnosis": CORE,
+    "outfile": GROUND | {"io"},
+    "cli": GROUND
+    | {"api", "adapters", "info", "receipt", "listing", "contents", "diagnosis", "outfile"}
+    | {"keeping", "collection", "retention"}
+    | {"importer", "importing", "repair", "store"}
+    | {"coding", "stats", "repack", "demote", "demote_plan", "diff", "quant"},
+    "__main__": {"cli"},
+    "__init__": {"retention"}
+    | {"advice", "interval"}
+    | {"quant", "train_state", "api", "config", "errors", "info", "receipt", "retention", "values"},
+}
+"""Part to parts it may import, from the table of STYLE.md; a part is the first name below ``ckstore``."""
