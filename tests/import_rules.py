@@ -145,7 +145,8 @@ ALLOWED = {
     "staging": CORE | {"saver", "adapters"},
     "pending": {"clock", "errors", "receipt"},
     "handed": CORE | {"pending", "saver", "staging"},
-    "handover": CORE | {"handed", "pending", "receipt", "saver", "staging"},
+    "outstanding": {"config", "errors", "handed", "saver", "staging"},
+    "handover": CORE | {"handed", "outstanding", "pending", "receipt", "saver", "staging"},
     # When to commit: arithmetic, what it is fed with, and signals.
     "advice": {"errors"},
     "interval": {"advice", "arguments", "clock", "errors"},

@@ -21,7 +21,7 @@ from ckstore.device_bases import DeviceBases
 from ckstore.format.choices import Choices, StorageChoice
 from ckstore.format.manifest import Manifest
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import ChunkId
+from ckstore.ids import ChunkId, chunk_id_of
 from ckstore.store.known import Known, KnownFrame
 from ckstore.tree import Node, Path, TensorNode, leaves_of
 
@@ -186,6 +186,16 @@ class Bases:
                 self.held_nbytes_peak = max(self.held_nbytes_peak, self._held_nbytes + drafts_nbytes)
         return held.xxh3
 
+    def hold_read(self, chunk_id: ChunkId, plain: memoryview) -> None:
+        """Keep a copy of a base that was read back from the store, if the bound and the memory allow it."""
+        with self._lock:
+            wanted = self._held_nbytes + self._drafts_nbytes + len(plain)
+            if chunk_id in self._drafts or (self._nbytes_max is not None and wanted > self._nbytes_max):
+                return
+        copy = _copy_of(plain)
+        if copy is not None and chunk_id_of(copy) == chunk_id:
+            self.hold(chunk_id, copy)
+
     def is_staged(self, chunk_id: ChunkId) -> bool:
         """Whether the bytes of a chunk of the last checkpoint are held in an arena."""
         held = self._held.get(chunk_id)
@@ -218,9 +228,12 @@ class Bases:
     def _move(self, chunk_id: ChunkId, held: _Held) -> None:
         del self._held[chunk_id]
         nbytes = self._held_nbytes + len(held.plain)
-        if self._nbytes_max is None or nbytes <= self._nbytes_max:
-            self._held[chunk_id] = _Held(memoryview(bytes(held.plain)), held.xxh3)
+        is_over = self._nbytes_max is not None and nbytes > self._nbytes_max
+        copy = None if is_over else _copy_of(held.plain)
+        if copy is not None:
+            self._held[chunk_id] = _Held(copy, held.xxh3)
             self._held_nbytes = nbytes
+            self.held_nbytes_peak = max(self.held_nbytes_peak, nbytes + self._drafts_nbytes)
 
     def forget_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""
@@ -236,6 +249,14 @@ class Bases:
         if held is None or xxh3_64(held.plain) != held.xxh3:
             return None
         return held.plain
+
+
+def _copy_of(plain: memoryview) -> memoryview | None:
+    """Return a copy on the heap; None where there is no memory for it, and the store has to be read again."""
+    try:
+        return memoryview(bytes(plain))
+    except MemoryError:
+        return None
 
 
 def base_frame(known: Known, bases: Bases, previous: ChunkId, view: View) -> KnownFrame | None:

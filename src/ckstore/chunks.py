@@ -299,7 +299,9 @@ class ChunkWriter:
         if form.master is not None:
             coded = self._encode_rounded(plain, form.master, worker)
         elif form.base is not None:
-            base_plain = self._base_plain(form.base, chunk.nbytes, thread)
+            # What is coded against a keyframe without being kept itself will be so again.
+            is_lasting = self.policy.base_cache == "memory" and not form.is_held and form.base.base is None
+            base_plain = self._base_plain(form.base, chunk.nbytes, thread, is_lasting=is_lasting)
             if base_plain is not None and (not form.is_tried or worker.prefers_delta(plain, base_plain, chunk)):
                 encoded = worker.encode_delta(plain, base_plain, chunk, compression)
                 coded = None if encoded is None else Coded(encoded, form.base, base_plain)
@@ -318,8 +320,13 @@ class ChunkWriter:
         require_identity(chunk_id_of(base_plain), frame_id(frame))
         return Coded(encoded, frame, base_plain, is_derived=True)
 
-    def _base_plain(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
-        """Return the plain bytes of a base: from memory if they are held there, else from the store."""
+    def _base_plain(
+        self, base: KnownFrame, nbytes: int, thread: CodingThread, *, is_lasting: bool = False
+    ) -> memoryview | None:
+        """Return the plain bytes of a base: from memory if they are held there, else from the store.
+
+        A lasting one is held from then on: the next commits will want it too.
+        """
         held = self.bases.held(base.frame.chunk_id)
         if held is not None and len(held) == nbytes:
             return held
@@ -331,6 +338,8 @@ class ChunkWriter:
             # The state is whole in memory: it is stored without the damaged base, and the damage is told.
             self._warnings.append(f"a base could not be read back, so its chunk was stored whole: {error}")
             return None
+        if is_lasting:
+            self.bases.hold_read(base.frame.chunk_id, destination)
         return destination
 
     def _fill(self, frame: NewFrame, coded: Coded, worker: ChunkWorker, chunk: ChunkPlan) -> None:

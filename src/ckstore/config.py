@@ -52,10 +52,11 @@ class Policy:
         read_amplification_max: Bound on the bytes that a restore reads, in those of a checkpoint stored whole.
         base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
             of those that the next commit will want: up to the size of the state, twice that while a commit runs. A
-            background commit leaves them where they were staged, which takes the arena a second state. It is told by
+            background commit leaves them where they were staged, which takes the arena a second state; a keyframe that
+            later ones go on to be coded against lies on the saver's heap beside it. It is told by
             ``Receipt.bytes_bases``, ``bytes_bases_peak`` and ``bytes_bases_staged``.
-        base_cache_nbytes_max: Bound on those bytes, at any time; None: none but that. Bases beyond it are read back.
-            A staged state that is longer is not kept.
+        base_cache_nbytes_max: Bound on those bytes on the heap, at any time; None: none but that. Bases beyond it are
+            read back. A staged state that is longer than this is not kept in the arena either.
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
             ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
             ``"near"`` and ``"small"`` are short for these two.

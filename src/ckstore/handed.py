@@ -49,7 +49,7 @@ class Handed:
     staging: Staging = field(init=False)
     ended: threading.Event = field(default_factory=threading.Event)
     """The saver commits it no more."""
-    is_free: bool = False
+    freed: threading.Event = field(default_factory=threading.Event)
     """The saver reads nothing of the slot any more."""
     is_begun: bool = False
 
@@ -63,9 +63,14 @@ class Handed:
         self.staging.finish()
         self.saver.wait(self.ended, None, f"end the commit of step {self.pending.step}", is_urgent=True)
 
+    def wait_freed(self) -> None:
+        """Have the saver give its slot back, which it keeps for the next commit."""
+        self.saver.forget_kept()
+        self.saver.wait(self.freed, None, f"give back the memory of step {self.pending.step}", is_urgent=True)
+
     def free(self) -> None:
         """Take note that the saver is done with it."""
-        self.is_free = True
+        self.freed.set()
         self.ended.set()
 
     def tell_staged(self) -> None:

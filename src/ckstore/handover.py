@@ -1,7 +1,6 @@
 """Hand captured states to the saver: tickets, and what happens while an earlier one is still being written.
 
 Invariants:
-- A slot is used again when its saver reads nothing of it any more and no thread of ours writes to it.
 - At most two states are on their way at a time: queues are not where a trainer's memory goes. A third one may still
   lie in the arena, the last that was committed: what the next is coded against.
 - How a commit ended is told: to whoever asks the pending one, to the log at once, and to the next commit.
@@ -16,6 +15,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,9 +26,10 @@ from ckstore.config import EngineName, Policy
 from ckstore.errors import CapacityError, CkstoreError, SaverError, UsageError
 from ckstore.handed import Handed, Order
 from ckstore.io.local import LocalBackend
+from ckstore.outstanding import Outstanding
 from ckstore.pending import Pending, left_out_error, skipped, told_later
 from ckstore.receipt import Receipt
-from ckstore.saver.arena import FREE, Slot
+from ckstore.saver.arena import FREE
 from ckstore.saver.client import Saver
 from ckstore.saver.head import HeadWriter
 from ckstore.saver.tickets import Callbacks
@@ -62,8 +63,7 @@ class Handover:
         self._saver: Saver | None = None
         self._nice = 0
         self._ticket = 0
-        self._outstanding: list[Handed] = []
-        self._kept: list[Handed] = []
+        self._lying = Outstanding(self._dock)
         self._published: int | None = None
         self._failed: list[Pending] = []
         self.parent: int | None = None
@@ -106,7 +106,7 @@ class Handover:
         """Start the saver, and take the memory that a state needs, so that its first commit need not."""
         stowage, _ = self._dock.stow(captured, guarded)
         saver = self._living_saver(policy)
-        self._dock.prewarm(stowage.end + _HEAD_NBYTES, policy)
+        self._lying.prewarm(stowage.end + _HEAD_NBYTES, policy)
         # Else it would still be starting, on the same processors, while the first state is copied. What keeps it from
         # opening the store is told by the commit.
         with contextlib.suppress(CkstoreError):
@@ -116,7 +116,7 @@ class Handover:
         """Return when what guards protect may be changed."""
         if self._owner != os.getpid():
             return
-        for handed in list(self._outstanding):
+        for handed in list(self._lying.going):
             if not handed.staging.is_over.is_set():
                 begun = self._parts.clock.monotonic()
                 handed.staging.guard()
@@ -124,9 +124,9 @@ class Handover:
 
     def settle(self) -> None:
         """Wait until every commit has ended, one way or the other."""
-        for handed in list(self._outstanding):
+        for handed in list(self._lying.going):
             handed.wait_over()
-        self._sweep()
+        self._lying.sweep()
 
     def release(self) -> None:
         """Wait until every commit has ended, and have the saver give up the lease."""
@@ -161,24 +161,26 @@ class Handover:
             saver, self._saver = self._saver, None
             if saver is not None:
                 saver.quit()
+            self._lying.leave()
             self._dock.close(is_waited=True)
 
     def abandon(self) -> None:
         """End everything without waiting; what has begun is carried through, by our threads and the saver."""
-        if self._owner != os.getpid() or all(handed.is_over for handed in self._outstanding):
+        if self._owner != os.getpid() or all(handed.is_over for handed in self._lying.going):
             # What is still on its way is waited for at exit.
             _handovers.discard(self)
         if self._owner == os.getpid():
             saver, self._saver = self._saver, None
             if saver is not None:
                 saver.quit(is_waited=False)
+            self._lying.leave()
             self._dock.close(is_waited=False)
 
     def _wait_for_slot(self, order: Order) -> Pending | None:
         """Wait as the policy says until a slot is free; return the pending commit of a state that is left out."""
-        self._sweep()
-        while self._outstanding:
-            oldest, newest = self._outstanding[0], self._outstanding[-1]
+        self._lying.sweep()
+        while self._lying.going:
+            oldest, newest = self._lying.going[0], self._lying.going[-1]
             # The saver takes them in order: nothing comes of a later one before the first is staged, and checked.
             oldest.staging.finish()
             if oldest.pending.is_done:
@@ -190,12 +192,12 @@ class Handover:
                 return skipped(order.step, busy)
             elif order.policy.on_busy == "wait":
                 oldest.wait_over()
-            elif len(self._outstanding) < _OUTSTANDING_MAX:
+            elif len(self._lying.going) < _OUTSTANDING_MAX:
                 break
             elif not self._replace(newest, order.step, oldest.pending.step):
                 # Whoever was told that it will be published would be deceived.
                 oldest.wait_over()
-            self._sweep()
+            self._lying.sweep()
         return None
 
     def _replace(self, waiting: Handed, step: int, busy_step: int) -> bool:
@@ -208,22 +210,6 @@ class Handover:
         waiting.saver.abort(waiting.ticket)
         waiting.wait_over()
         return True
-
-    def _sweep(self) -> None:
-        """Take back the slots that are not used any more."""
-        for handed in [each for each in self._outstanding if each.is_over]:
-            self._outstanding.remove(handed)
-            self._kept.append(handed)
-        for handed in [each for each in self._kept if each.is_free]:
-            self._kept.remove(handed)
-            handed.slot.state = FREE
-
-    def _forget_kept(self) -> None:
-        """Take back the slots of states that the next one would have been coded against."""
-        saver = self._kept[0].saver
-        if saver.is_alive:
-            saver.release_lease()
-        self._sweep()
 
     def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> Handed:
         """Hand a slot with a head over to a saver, a new one if the last has died."""
@@ -252,7 +238,7 @@ class Handover:
         slot.view(place, len(head))[:] = head
         slot.mark(place, len(head))
         # What it became is not known yet.
-        going = (each.ticket for each in self._outstanding[::-1] if each.pending.error_or_none() is None)
+        going = (each.ticket for each in self._lying.going[::-1] if each.pending.error_or_none() is None)
         try:
             handed.saver.begin(
                 handed.ticket,
@@ -268,12 +254,14 @@ class Handover:
             slot.state = FREE
             raise
         handed.is_begun = True
-        self._outstanding.append(handed)
+        self._lying.going.append(handed)
 
     def _prepare(
         self, order: Order, stowage: Stowage, starts: NDArray[np.uint64], saver: Saver
     ) -> tuple[Handed, bytes]:
         """Find a free slot for the commit, and take memory for its head; return that head too."""
+        # Without memory for a second state there is none for copies of one on the saver's heap either.
+        policy = replace(order.policy, base_cache="none") if self._dock.is_short else order.policy
         head = self._heads.encode(
             self._heads.head_of(
                 order.captured,
@@ -281,14 +269,14 @@ class Handover:
                 step=order.step,
                 metrics=order.metrics,
                 tags=order.tags,
-                policy=order.policy,
+                policy=policy,
                 samples=stowage.samples,
             )
         )
-        slot = self._slot_for(stowage.end, len(head), order.policy)
+        slot = self._lying.slot_for(stowage.end, len(head), policy)
         self._ticket += 1
         pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
-        handed = Handed(self._ticket, pending, slot, saver, self._dock.may_keep(stowage.end, order.policy))
+        handed = Handed(self._ticket, pending, slot, saver, self._dock.may_keep(stowage.end, policy))
         handed.staging = Staging(
             order.captured,
             stowage,
@@ -301,26 +289,6 @@ class Handover:
             on_failed=lambda error: self._give_up(handed, error),
         )
         return handed, head
-
-    def _slot_for(self, end: int, head_nbytes: int, policy: Policy) -> Slot:
-        """Return a free slot with room for a state, and memory for its head behind it.
-
-        Raises:
-            CapacityError: There is no memory, or the policy allows less.
-        """
-        if self._kept and self._dock.is_short:
-            self._forget_kept()
-        while True:
-            slot = self._dock.free_slots()[0]
-            try:
-                self._dock.reserve(slot, end + head_nbytes, policy)
-                slot.populate(end, head_nbytes)
-                return slot
-            except CapacityError:
-                if not self._kept:
-                    raise
-                # Rather coded against what is read back from the store than not committed.
-                self._forget_kept()
 
     def _callbacks(self, handed: Handed) -> Callbacks:
         def on_done(receipt: Receipt) -> None:
@@ -346,7 +314,8 @@ class Handover:
         """Staging has failed: tell the saver, and whoever waits."""
         if not isinstance(error, Exception):
             error = SaverError(f"the commit of step {handed.pending.step} was interrupted", todo="commit again")
-        self._dock.is_short |= isinstance(error, CapacityError)
+        if isinstance(error, CapacityError):
+            self._dock.note_short()
         self._note_failed(handed.pending, error)
         if handed.is_begun:
             handed.saver.abort(handed.ticket)

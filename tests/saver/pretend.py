@@ -32,6 +32,7 @@ class PretendSaver:
         self.parents = []
         self.kept = []
         self.is_keeping = False
+        self.lying = set()
         self.calls = []
 
     @classmethod
@@ -88,12 +89,14 @@ class PretendSaver:
         callbacks.on_progress("write", 1, 2)
         callbacks.on_done(receipt)
         if self.is_keeping and self.kept[ticket - 1]:
+            self.lying.add(ticket)
             callbacks.on_kept()
         else:
             callbacks.on_free()
 
     def free(self, ticket):
         """Give back a slot that was kept."""
+        self.lying.remove(ticket)
         self.begun[ticket][2].on_free()
 
     def fail(self, ticket, error):
@@ -110,13 +113,22 @@ class PretendSaver:
 
     def release_lease(self, timeout=None):
         self.calls.append("release")
-        for ticket in self.begun:
-            self.free(ticket)
+        self._free_all()
         return True
+
+    def forget_kept(self):
+        self.calls.append("forget")
+        self._free_all()
+
+    def _free_all(self):
+        for ticket in sorted(self.lying):
+            self.free(ticket)
 
     def quit(self, timeout=None, *, is_waited=True):
         self.calls.append("quit")
         self.is_alive = False
+        if is_waited:
+            self._free_all()
         return True
 
     def wait(self, event, timeout, doing, *, is_urgent=False):

@@ -353,7 +353,7 @@ def test_the_check_finds_a_parameter_that_was_changed_outside_of_its_optimizer(s
     trainer = Trainer()
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
-    store._handover._outstanding[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
+    store._handover._lying.going[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
     with torch.no_grad():
         trainer.model[3].weight[5, 7] += 1
     trainer.train()
@@ -370,7 +370,7 @@ def test_the_check_tells_the_next_commit_if_nobody_asks(store, checked):
     trainer = Trainer()
     store.attach(trainer.optimizer)
     store.commit_async(trainer.state(), 1)
-    store._handover._outstanding[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
+    store._handover._lying.going[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
     with torch.no_grad():
         trainer.model[0].bias += 1
     trainer.train()

@@ -57,7 +57,7 @@ def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeyp
         for step in (2, 3, 4):
             store.commit_async(noise(step), step).result()
         assert len(savers) == 1
-        assert len(store._handover._outstanding) <= 1
+        assert len(store._handover._lying.going) <= 1
 
 
 def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeypatch):

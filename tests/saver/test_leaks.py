@@ -54,7 +54,7 @@ for step in range(count):
         store.wait()
         store.commit(state, step)
     if step % every == every - 1:
-        for pending in store._handover._outstanding:
+        for pending in store._handover._lying.going:
             pending.wait_over()
         gc.collect()
         saver = store._handover.saver_pid or 0

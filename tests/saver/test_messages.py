@@ -36,6 +36,7 @@ TO_SAVER_SAMPLES = [
     messages.Staged(4),
     messages.Abort(4),
     messages.Release(),
+    messages.Forget(),
     messages.Quit(),
     messages.Hurry(),
 ]

@@ -21,7 +21,8 @@ from ckstore.errors import BackendError, CapacityError, CorruptError
 from ckstore.plan import plan_commit
 from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES, Slot
 from ckstore.staging import copying
-from ckstore.staging.stowage import DEVICE_NOW
+from ckstore.staging.devices import copies_of
+from ckstore.staging.stowage import DEVICE_NOW, stow
 from ckstore.tensor import TensorSpec
 from ckstore.tree import TensorNode
 
@@ -258,6 +259,19 @@ def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
     assert staged.told == ["staged"]
     assert staged.content() == [storage.content for storage in captured.storages]
     staged.close()
+
+
+def test_copies_that_are_over_keep_nothing_of_the_state(arena):
+    captured = far(noise(9 * MIB))
+    stowage = stow(captured.storages, [DEVICE_NOW], [])
+    slot = arena.slots[0]
+    slot.reserve(stowage.end)
+    copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)
+    marked, storage = [], weakref.ref(captured.storages[0])
+    copies.wait(marked.append)
+    assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
+    del captured
+    assert storage() is None, "copies lie in what is kept for the next commit"
 
 
 def test_a_device_that_fails_fails_the_commit(arena, crew):

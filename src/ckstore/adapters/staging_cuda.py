@@ -33,7 +33,6 @@ RUN_NBYTES_MAX = 64 * MIB
 
 _PORTABLE = 1
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_pinned: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def device_of(storage: HostStorage) -> torch.device | None:
@@ -45,13 +44,13 @@ def device_of(storage: HostStorage) -> torch.device | None:
 def pin(slot: Slot) -> None:
     """Let devices copy to a slot without a detour, if there are any; a failure costs speed and no more."""
     memory = slot.memory
-    if memory is None or memory in _pinned or not _has_devices():
+    if memory is None or slot.is_pinned or not _has_devices():
         return
     problem = int(_cudart().cudaHostRegister(slot.address, slot.nbytes, _PORTABLE))
     if problem:
         _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", slot.nbytes, problem)
         return
-    _pinned.add(memory)
+    slot.is_pinned = True
     # Made after the one that unmaps, so it is called before.
     weakref.finalize(memory, _unpin, slot.address).atexit = False
 

@@ -2,8 +2,8 @@
 
 Invariants:
 - It is no file of any file system: nothing limits it but memory, and it is gone with the last process that holds it.
-- It never shrinks, and a page is populated before it is first written, so that running out of memory is an error and
-  no SIGBUS.
+- Its length never shrinks, and a page is populated before it is first written, so that running out of memory is an
+  error and no SIGBUS. Memory of a slot that nobody reads or writes can be given back; a place in it stays.
 - Each slot has a place of its own in a sparse address space: one can grow while the other is being read.
 - A unit of 4 MiB is marked after its bytes were written, never before.
 - Forked children inherit neither the mapping nor the descriptor: a data loader that outlives its trainer keeps no
@@ -48,12 +48,14 @@ _FACTS_NBYTES = 4096
 
 _PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class _Mapping:
@@ -90,7 +92,9 @@ class Slot:
         self._facts = arena.facts[first : first + _FIELDS]
         self._mapping: _Mapping | None = None
         self._populated: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._units_taken = 0
+        self._taken: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.is_pinned = False
+        """Whether devices copy to the pages that it has now, and to no others."""
         self.marks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.refresh()
 
@@ -102,7 +106,12 @@ class Slot:
     @property
     def nbytes_taken(self) -> int:
         """Memory that this process has taken for it; room on its own takes none."""
-        return self._units_taken * UNIT_NBYTES
+        return int(np.count_nonzero(self._taken)) * UNIT_NBYTES
+
+    def nbytes_wanting(self, nbytes: int) -> int:
+        """Return the memory that it lacks for its first so many bytes."""
+        units = units_of(nbytes)
+        return (units - int(np.count_nonzero(self._taken[:units]))) * UNIT_NBYTES
 
     @property
     def ticket(self) -> int:
@@ -185,8 +194,21 @@ class Slot:
         for unit in range(first, last):
             if not self._populated[unit]:
                 self._take_memory(DATA_OFFSET + unit * UNIT_NBYTES, UNIT_NBYTES)
-                self._populated[unit] = True
-                self._units_taken = max(self._units_taken, unit + 1)
+                self._populated[unit] = self._taken[unit] = True
+
+    def give_back(self) -> int:
+        """Give the memory of a slot that nobody uses back to the system; return how many bytes, 0 where that cannot be.
+
+        Pages that a device copies to stay: it would go on to write to those that are gone.
+        """
+        nbytes = self.nbytes_taken
+        if not nbytes or self.is_pinned:
+            return 0
+        place = (self._base + DATA_OFFSET, self._taken.size * UNIT_NBYTES)
+        if _libc.fallocate(self._arena.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, *place) != 0:
+            return 0
+        self._populated[:] = self._taken[:] = False
+        return nbytes
 
     def start(self, ticket: int, nbytes: int) -> None:
         """Give the slot to a commit that will stage so many bytes: from here on nothing in it is staged."""
@@ -211,6 +233,8 @@ class Slot:
         units = capacity // UNIT_NBYTES
         # Shared memory stays when it is mapped again; its page tables are filled by populating once more.
         self._populated = np.zeros(units, np.bool_)
+        self._taken = np.concatenate((self._taken, np.zeros(max(0, units - self._taken.size), np.bool_)))
+        self.is_pinned = False
         self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
 
     def _take_memory(self, begin: int, nbytes: int) -> None:

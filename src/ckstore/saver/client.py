@@ -132,11 +132,6 @@ class Saver:
         """The descriptor that ``ring`` rings, for loops that have no time to call it; open as long as this object."""
         return self._bell
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a ticket has not ended yet."""
-        return len(self._tickets) > 0
-
     # Tickets
 
     def begin(
@@ -220,6 +215,11 @@ class Saver:
         with contextlib.suppress(Exception):
             self._say(messages.Release(), is_patient=True)
         return self.wait(released, timeout, "give up the writer lease", is_urgent=True)
+
+    def forget_kept(self) -> None:
+        """Let the saver give back every slot that it keeps, when it has done what was begun; a dead one keeps none."""
+        with contextlib.suppress(Exception):
+            self._say(messages.Forget(), is_patient=True)
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
         """End the saver when it has done what was begun; what nobody waits for is carried through all the same.

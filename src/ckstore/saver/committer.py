@@ -114,6 +114,10 @@ class Committer:
         self._parts.look_again()
         self._bases, self._fingerprint = Bases(), None
 
+    def forget_kept(self) -> None:
+        """Let bases lie in no slot any more."""
+        self._bases.leave_slots(None)
+
     def close(self) -> None:
         """Give up the lease, and let go of the store."""
         if self._parts is not None:

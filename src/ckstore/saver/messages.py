@@ -83,6 +83,10 @@ class Release(NamedTuple):
     """Trainer: when all tickets are done, give up the lease and forget the run; answered by Released."""
 
 
+class Forget(NamedTuple):
+    """Trainer: when all tickets are done, give back the slots that are kept; bases are read back from the store."""
+
+
 class Quit(NamedTuple):
     """Trainer: carry through what has begun, and exit."""
 
@@ -156,6 +160,7 @@ Message = (
     | Abort
     | Hurry
     | Release
+    | Forget
     | Quit
     | Ready
     | Began
@@ -167,7 +172,7 @@ Message = (
     | Released
     | Log
 )  # fmt: skip
-TO_SAVER = (Hello, Begin, Staged, Abort, Release, Quit, Hurry)
+TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry)
 TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Released, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)

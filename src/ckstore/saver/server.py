@@ -37,6 +37,10 @@ LOG_WAIT_MS = 1000
 """How long a log record may wait for a trainer that does not read, before it goes to stderr."""
 
 
+_Job = Ticket | messages.Release | messages.Forget
+"""What the committing thread does, one after the other."""
+
+
 class Channel:
     """What the saver says; from any thread, and to stderr when the trainer is gone."""
 
@@ -106,7 +110,7 @@ class Server:
         self.channel = Channel(end, self._trainer)
         self._board = Board()
         self._changed = threading.Condition()
-        self._jobs: deque[Ticket | messages.Release] = deque()
+        self._jobs: deque[_Job] = deque()
         self._is_working = False
         self._has_heard = False
         self._is_ending = False
@@ -187,7 +191,7 @@ class Server:
             ticket = self._tickets.get(message.ticket)
             if ticket is not None:
                 ticket.abort()
-        elif isinstance(message, messages.Release):
+        elif isinstance(message, (messages.Release, messages.Forget)):
             self._add(message)
         elif isinstance(message, messages.Quit):
             self._is_ending = True
@@ -254,7 +258,7 @@ class Server:
 
     # The committing thread
 
-    def _add(self, job: Ticket | messages.Release) -> None:
+    def _add(self, job: _Job) -> None:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
@@ -303,6 +307,9 @@ class Server:
                 self._free_slots()
                 if job.number in self._ended:
                     self.channel.tell(messages.Kept(job.number))
+            elif isinstance(job, messages.Forget):
+                self._committer.forget_kept()
+                self._free_slots()
             else:
                 self._committer.release()
                 self._free_slots()

@@ -49,13 +49,7 @@ class Tickets:
         self._lock = threading.Lock()
         self._callbacks: dict[int, Callbacks] = {}
         self._told: set[int] = set()
-        self._kept: set[int] = set()
         self._is_closed = False
-
-    def __len__(self) -> int:
-        """Return how many have not ended; those whose slots are still needed have."""
-        with self._lock:
-            return len(self._callbacks) - len(self._kept)
 
     @property
     def untold(self) -> int:
@@ -87,9 +81,6 @@ class Tickets:
             if isinstance(message, SlotFree):
                 self._callbacks.pop(number, None)
                 self._told.discard(number)
-                self._kept.discard(number)
-            elif isinstance(message, Kept) and callbacks is not None:
-                self._kept.add(number)
             elif isinstance(message, (Done, Failed)):
                 self._told.add(number)
         if callbacks is None:
@@ -110,7 +101,6 @@ class Tickets:
         with self._lock:
             self._is_closed = True
             callbacks, self._callbacks = self._callbacks, {}
-            self._kept.clear()
         for number, each in callbacks.items():
             if number not in self._told:
                 _call(each.on_failed, death())

@@ -151,7 +151,7 @@ class _ReadCopies:
 
     def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
         self._section = section
-        self._storages = storages
+        self._storages: Sequence[HostStorage] = storages
         self._slot = slot
 
     def launch(self) -> None:
@@ -162,8 +162,10 @@ class _ReadCopies:
 
     def wait(self, mark: Callable[[int], None]) -> None:
         """Copy everything."""
+        # Whoever keeps this must not keep the state by it.
+        storages, self._storages = self._storages, ()
         for unit in range(self._section.unit_count):
             for index, offset, place, nbytes in self._section.rows_of(unit):
                 assert nbytes <= UNIT_NBYTES
-                kernels.copy_bytes(self._storages[index].read(offset, offset + nbytes), self._slot.view(place, nbytes))
+                kernels.copy_bytes(storages[index].read(offset, offset + nbytes), self._slot.view(place, nbytes))
             mark(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.config import Limits, Policy
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import FREE, SLOTS_MAX, UNIT_NBYTES, Arena, Slot, units_of
+from ckstore.saver.arena import FREE, SLOTS_MAX, Arena, Slot
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import Span, kinds_of, pin, starts_of
 from ckstore.staging.stowage import Stowage, stow
 from ckstore.tensor import TensorSpec
+
+_log = logging.getLogger("ckstore")
 
 _STOWED_MAX = 4
 """Shapes that are remembered: those of a state, and of parts of it that are committed apart."""
@@ -50,7 +53,7 @@ class Dock:
         self._stowed: dict[object, Stowage] = {}
         self._last: _Stowed | None = None
         self.is_short = False
-        """Whether there was no memory for a state: from then on none is kept for the next one."""
+        """Whether there was no memory for a state: ``note_short``."""
 
     @property
     def arena(self) -> Arena:
@@ -66,9 +69,13 @@ class Dock:
         return 0 if self._arena is None else self._arena.nbytes_taken
 
     def free_slots(self) -> list[Slot]:
-        """Return the free slots, the largest first."""
+        """Return the free slots, those with the most memory first."""
         free = [slot for slot in self.arena.slots if slot.state == FREE]
-        return sorted(free, key=lambda slot: slot.nbytes, reverse=True)
+        return sorted(free, key=lambda slot: (slot.nbytes_taken, slot.nbytes), reverse=True)
+
+    def give_back_all_but(self, slot: Slot) -> int:
+        """Give the memory of all other free slots back to the system; return how many bytes."""
+        return sum(each.give_back() for each in self.free_slots() if each is not slot)
 
     def crew(self, policy: Policy) -> Crew:
         """Return the threads that copy."""
@@ -96,11 +103,18 @@ class Dock:
 
     def may_keep(self, nbytes: int, policy: Policy) -> bool:
         """Whether a state of this length may stay in its slot, as what the next one is coded against."""
-        if policy.base_cache != "memory" or self.is_short:
+        if policy.base_cache != "memory" or self.is_short or policy.compression == "none" or not policy.delta:
             return False
-        # The next one lies beside it, and may be longer.
-        bounds = ((policy.base_cache_nbytes_max, nbytes), (policy.arena_nbytes_max, 2 * (nbytes + nbytes // 8)))
+        # The next one lies beside it, and may be longer; so does one that waits for its turn.
+        count = 3 if policy.on_busy == "replace" else 2
+        bounds = ((policy.base_cache_nbytes_max, nbytes), (policy.arena_nbytes_max, count * (nbytes + nbytes // 8)))
         return all(bound is None or wanted <= bound for bound, wanted in bounds)
+
+    def note_short(self) -> None:
+        """Take note that there was no memory for a state: none is kept for the next one from now on."""
+        if not self.is_short:
+            self.is_short = True
+            _log.warning("memory for staged states is short: from now on none of them is kept as a base of the next")
 
     def reserve(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Make room in a slot.
@@ -108,7 +122,7 @@ class Dock:
         Raises:
             CapacityError: The policy allows less, or there is no room in this process.
         """
-        needed = self.nbytes - slot.nbytes_taken + max(units_of(nbytes) * UNIT_NBYTES, slot.nbytes_taken)
+        needed = self.nbytes + slot.nbytes_wanting(nbytes)
         if policy.arena_nbytes_max is not None and needed > policy.arena_nbytes_max:
             raise CapacityError(
                 f"staging takes {needed} bytes of shared memory, and the policy allows {policy.arena_nbytes_max}",
@@ -118,21 +132,33 @@ class Dock:
             # Room takes no memory; with some to spare, a state that grows is not mapped anew each time.
             slot.reserve(nbytes + nbytes // 8)
 
-    def prewarm(self, nbytes: int, policy: Policy) -> None:
+    def prewarm(self, nbytes: int, policy: Policy, *, lying: int = 0) -> None:
         """Take the memory that states of this length will need.
+
+        Args:
+            nbytes: How long a state is, with its head.
+            policy: How it is to be staged.
+            lying: How many states lie there now.
 
         Raises:
             CapacityError: There is none for a single one, or the policy allows less.
         """
         # Where one stays for the next one to be coded against, that lies in another slot.
-        for number, slot in enumerate(self.free_slots()[: 1 + self.may_keep(nbytes, policy)]):
+        wanted = max(0, 1 + self.may_keep(nbytes, policy) - lying)
+        for number, slot in enumerate(self.free_slots()[:wanted]):
             try:
                 self.reserve(slot, nbytes, policy)
+            except CapacityError:
+                if number + lying == 0:
+                    raise
+                # The policy's bound, which commits keep by themselves.
+                return
+            try:
                 self._populate(slot, nbytes, policy)
             except CapacityError:
-                if number == 0:
+                if number + lying == 0:
                     raise
-                self.is_short = True
+                self.note_short()
 
     def _populate(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Take the memory of a slot, on all threads.

@@ -1,0 +1,90 @@
+"""The states that lie in an arena, on their way or kept for the next one to be coded against, and room for one more.
+
+Invariants:
+- A slot is used again when its saver reads nothing of it any more and no thread of ours writes to it.
+- What is kept makes way for what is to be committed: where memory is short, or the policy allows less.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckstore.config import Policy
+from ckstore.errors import CapacityError, SaverError
+from ckstore.handed import Handed
+from ckstore.saver.arena import FREE, Slot
+from ckstore.staging.dock import Dock
+
+_log = logging.getLogger("ckstore")
+
+
+class Outstanding:
+    """What was handed over and still takes a slot; used by one thread at a time."""
+
+    def __init__(self, dock: Dock) -> None:
+        self._dock = dock
+        self.going: list[Handed] = []
+        """On their way, oldest first."""
+        self.kept: list[Handed] = []
+        """Over, and still in their slots: the next one is coded against them."""
+
+    def sweep(self) -> None:
+        """Take back the slots that are not used any more."""
+        for handed in [each for each in self.going if each.is_over]:
+            self.going.remove(handed)
+            self.kept.append(handed)
+        for handed in [each for each in self.kept if each.freed.is_set()]:
+            self.kept.remove(handed)
+            handed.slot.state = FREE
+
+    def leave(self) -> None:
+        """Let go of what is over, without a word to the saver, which is ending."""
+        self.sweep()
+        self.kept.clear()
+
+    def slot_for(self, end: int, head_nbytes: int, policy: Policy) -> Slot:
+        """Return a free slot with room for a state, and memory for its head behind it.
+
+        Raises:
+            CapacityError: There is no memory, or the policy allows less.
+            SaverError: The saver has them all.
+        """
+        if self._dock.is_short:
+            # It would be taken while the state is copied, when it is too late to look for some.
+            self._forget_kept()
+            self._dock.give_back_all_but(self._free_slot())
+        while True:
+            slot = self._free_slot()
+            try:
+                self._dock.reserve(slot, end + head_nbytes, policy)
+                slot.populate(end, head_nbytes)
+                return slot
+            except CapacityError:
+                # Rather slower, or coded against what is read back from the store, than not committed.
+                if not self._dock.give_back_all_but(slot) and not self._forget_kept():
+                    raise
+
+    def prewarm(self, nbytes: int, policy: Policy) -> None:
+        """Take the memory that states of this length will need beside those that lie there.
+
+        Raises:
+            CapacityError: There is none for a single one, or the policy allows less.
+        """
+        self.sweep()
+        self._dock.prewarm(nbytes, policy, lying=len(self.going) + len(self.kept))
+
+    def _free_slot(self) -> Slot:
+        free = self._dock.free_slots()
+        if not free and self._forget_kept():
+            free = self._dock.free_slots()
+        if not free:
+            raise SaverError("the saver has every slot of the arena", todo="close the store and open it again")
+        return free[0]
+
+    def _forget_kept(self) -> bool:
+        """Wait until the saver has given back what it keeps for the next commit; return whether there was any."""
+        kept = list(self.kept)
+        for handed in kept:
+            handed.wait_freed()
+        self.sweep()
+        return bool(kept)
