@@ -225,6 +225,12 @@ class Bases:
                 elif is_newer and held.ticket != ticket:
                     self._move(chunk_id, held)
 
+    def let_go(self) -> None:
+        """Hold none of the bytes any more: what is wanted is read back from the store."""
+        with self._lock:
+            self._held.clear()
+            self._held_nbytes = 0
+
     def _move(self, chunk_id: ChunkId, held: _Held) -> None:
         del self._held[chunk_id]
         nbytes = self._held_nbytes + len(held.plain)

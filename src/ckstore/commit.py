@@ -67,7 +67,7 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     """
     parts.prepare_run()
     parts.lease.take()  # 1
-    request.bases.begin(request.policy.base_cache_nbytes_max)
+    request.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
     request.bases.there.begin(request.policy.device_bases_nbytes_max)
     try:
         return _commit(parts, request, watch)

@@ -14,6 +14,9 @@ from ckstore.saver.client import Saver
 from ckstore.staging.devices import Span
 from ckstore.staging.state import Staging
 
+ASK_AGAIN_SECONDS = 30.0
+"""Until a saver that has not given a slot back is asked once more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -65,8 +68,11 @@ class Handed:
 
     def wait_freed(self) -> None:
         """Have the saver give its slot back, which it keeps for the next commit."""
-        self.saver.forget_kept()
-        self.saver.wait(self.freed, None, f"give back the memory of step {self.pending.step}", is_urgent=True)
+        while not self.freed.is_set():
+            # Where memory is short it may not have heard.
+            self.saver.forget_kept()
+            doing = f"give back the memory of step {self.pending.step}"
+            self.saver.wait(self.freed, ASK_AGAIN_SECONDS, doing, is_urgent=True)
 
     def free(self) -> None:
         """Take note that the saver is done with it."""

@@ -316,6 +316,7 @@ class Handover:
             error = SaverError(f"the commit of step {handed.pending.step} was interrupted", todo="commit again")
         if isinstance(error, CapacityError):
             self._dock.note_short()
+            handed.saver.forget_kept()
         self._note_failed(handed.pending, error)
         if handed.is_begun:
             handed.saver.abort(handed.ticket)

@@ -30,12 +30,14 @@ class Outstanding:
 
     def sweep(self) -> None:
         """Take back the slots that are not used any more."""
+        # Ctrl-C may come between any two lines: nothing is in no list, and what was begun is done by the next call.
         for handed in [each for each in self.going if each.is_over]:
+            if handed not in self.kept:
+                self.kept.append(handed)
             self.going.remove(handed)
-            self.kept.append(handed)
         for handed in [each for each in self.kept if each.freed.is_set()]:
-            self.kept.remove(handed)
             handed.slot.state = FREE
+            self.kept.remove(handed)
 
     def leave(self) -> None:
         """Let go of what is over, without a word to the saver, which is ending."""
@@ -71,7 +73,13 @@ class Outstanding:
             CapacityError: There is none for a single one, or the policy allows less.
         """
         self.sweep()
-        self._dock.prewarm(nbytes, policy, lying=len(self.going) + len(self.kept))
+        lying = len(self.going) + len(self.kept)
+        try:
+            self._dock.prewarm(nbytes, policy, lying=lying)
+        except CapacityError:
+            if not self._dock.give_back_all_but(self._free_slot()):
+                raise
+            self._dock.prewarm(nbytes, policy, lying=lying)
 
     def _free_slot(self) -> Slot:
         free = self._dock.free_slots()

@@ -299,3 +299,78 @@ def test_nothing_is_left_when_the_last_view_goes():
         gc.collect()
         assert len(mappings()) == mappings_before
     assert descriptors() == descriptors_before
+
+
+def test_memory_that_is_given_back_is_taken_anew(arena):
+    slot = arena.slots[0]
+    slot.reserve(4 * UNIT_NBYTES)
+    slot.populate(0, 3 * UNIT_NBYTES)
+    slot.view(0, 5)[:] = b"bytes"
+    before = os.fstat(arena.fd).st_blocks * 512
+    assert slot.give_back() == 3 * UNIT_NBYTES
+    assert os.fstat(arena.fd).st_blocks * 512 == before - 3 * UNIT_NBYTES
+    assert (slot.nbytes_taken, slot.is_populated(0, 1), slot.give_back()) == (0, False, 0)
+    assert slot.nbytes_wanting(2 * UNIT_NBYTES) == 2 * UNIT_NBYTES
+    slot.populate(0, 1)
+    assert bytes(slot.view(0, 5)) == bytes(5)
+    assert slot.nbytes_taken == UNIT_NBYTES
+
+
+def test_memory_is_counted_once_however_often_a_slot_grows(arena):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(UNIT_NBYTES, UNIT_NBYTES)
+    slot.reserve(9 * UNIT_NBYTES)
+    assert slot.nbytes_taken == UNIT_NBYTES
+    assert slot.nbytes_wanting(3 * UNIT_NBYTES) == 2 * UNIT_NBYTES
+    slot.populate(0, 3 * UNIT_NBYTES)
+    assert slot.nbytes_taken == 3 * UNIT_NBYTES
+
+
+def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_there(arena, monkeypatch):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    punch = arena_module._libc.fallocate
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(ctypes.CDLL(None), name)
+
+        def fallocate(self, *place):
+            assert punch(*place) == 0
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module, "_libc", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            slot.give_back()
+    assert not slot.is_populated(0, 2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    assert os.fstat(arena.fd).st_blocks * 512 >= 2 * UNIT_NBYTES
+
+
+def test_room_that_found_no_memory_for_its_marks_is_no_room(arena, monkeypatch):
+    slot = arena.slots[0]
+
+    def refuse(slot, begin, nbytes):
+        raise CapacityError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module.Slot, "_take_memory", refuse)
+        with pytest.raises(CapacityError):
+            slot.reserve(2 * UNIT_NBYTES)
+    assert slot.nbytes == 0
+    slot.reserve(2 * UNIT_NBYTES)
+    other = Arena.attach(os.dup(arena.fd))
+    assert other.slots[0].nbytes == slot.nbytes == 2 * UNIT_NBYTES
+    other.close()
+
+
+def test_an_idle_arena_that_is_closed_is_gone_whoever_has_its_slots(arena):
+    slot = arena.slots[0]
+    slot.reserve(UNIT_NBYTES)
+    before = len(mappings())
+    arena.close(is_idle=True)
+    assert len(mappings()) == before - 1
+    assert slot.nbytes == 0

@@ -128,15 +128,28 @@ def test_a_keyframe_that_is_read_back_is_held_as_far_as_the_bound_allows(folder)
 
 def test_a_store_that_is_closed_holds_no_memory(folder):
     gc.collect()
-    before = set(_mapped())
-    with ckstore.open(folder, policy=KEEPING) as store:
-        for step, values in enumerate(walking(2)):
-            pending = store.commit_async({"w": values}, step)
-        receipt = pending.result()
-        assert receipt.bytes_bases_staged
-    gc.collect()
-    assert set(_mapped()) <= before, "the store and the pending commit are still there"
+    gc.disable()
+    try:
+        before = _mapped_nbytes()
+        with ckstore.open(folder, policy=KEEPING) as store:
+            for step, values in enumerate(walking(2)):
+                pending = store.commit_async({"w": values}, step)
+            receipt = pending.result()
+            assert receipt.bytes_bases_staged
+            assert _mapped_nbytes() > before + 8 * COUNT
+        assert _mapped_nbytes() < before + MIB, "the store and the pending commit are still there"
+    finally:
+        gc.enable()
     assert pending.result() is receipt
+
+
+def test_a_policy_that_holds_nothing_lets_go_of_what_was_held(folder):
+    with ckstore.open(folder, policy=Policy(base_cache="memory", saver_nice=0)) as store:
+        receipts = [store.commit_async({"w": drifting(step)}, step).result() for step in range(3)]
+        assert receipts[-1].bytes_bases == 4 * COUNT, "the keyframe"
+        receipt = store.commit_async({"w": drifting(3)}, 3, policy=Policy(saver_nice=0)).result()
+        assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (0, 0)
+        assert receipt.chunks_delta == 4
 
 
 def test_a_commit_of_this_process_takes_the_slot_back(keeping_store):
@@ -201,8 +214,10 @@ def _ruin(folder):
         pack.write_bytes(b"x" * pack.stat().st_size)
 
 
-def _mapped():
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "ckstore-arena" in line]
+def _mapped_nbytes():
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "ckstore-arena" in line]
+    spans = [[int(place, 16) for place in line.split()[0].split("-")] for line in lines]
+    return sum(end - begin for begin, end in spans)
 
 
 # The saver's side
@@ -238,6 +253,27 @@ def test_the_saver_forgets_what_it_keeps_and_nothing_else(address):
         assert second.receipt.chunks_delta == 4, "against what is read back"
     finally:
         desk.close()
+
+
+def test_a_ticket_that_is_given_up_before_its_turn_ends_before_the_one_that_is_running(address):
+    desk = Desk(address, slot_count=3)
+    try:
+        running = desk.begin({"w": drifting(0)}, 0, policy=KEEPING).stage(1)
+        assert desk.saver.wait(running.began, SECONDS_MAX, "begin")
+        waiting = desk.begin({"w": drifting(1)}, 1, slot=1, policy=KEEPING).stage().finish()
+        assert desk.saver.wait(waiting.began, SECONDS_MAX, "say that it has the run")
+        desk.saver.abort(waiting.number)
+        assert desk.saver.wait(waiting.free, SECONDS_MAX, "give it up")
+        assert waiting.events == ["began", "failed", "free"]
+        assert not running.ended.is_set()
+        later = desk.begin({"w": drifting(2)}, 2, slot=1, policy=KEEPING, parent_ticket=waiting.number)
+        later.stage().finish()
+        assert running.stage().finish().wait().chunks_new == 4
+        assert later.wait().chunks_delta == 4
+    finally:
+        desk.close()
+    with ckstore.open(address) as store:
+        assert store.steps() == [0, 2]
 
 
 def test_what_may_not_be_kept_is_given_back_at_once(desk):

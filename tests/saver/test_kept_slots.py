@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from pretend import slow, state
 
 import ckstore
-from ckstore import Policy
+from ckstore import Policy, handed
 from ckstore.config import MIB
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import Slot
+from ckstore.outstanding import Outstanding
+from ckstore.saver.arena import FREE, STAGED, UNIT_NBYTES, Slot
 
 
 @pytest.fixture
@@ -182,14 +187,31 @@ def test_pages_that_devices_copy_to_are_not_given_back(policy_store, savers):
     first, second, _ = dock.free_slots()
     assert first.nbytes_taken
     assert second.nbytes_taken
-    second.is_pinned = True
+    second.release_devices = lambda: False
     assert not dock.give_back_all_but(first)
-    second.is_pinned = False
+    assert not dock.give_back_all_but(first), "nor when it is asked for again"
+    second.release_devices = lambda: True
     assert dock.give_back_all_but(first) >= 40 * MIB
+    assert second.release_devices is None, "whoever needs it tells devices anew"
     assert dock.nbytes == first.nbytes_taken
 
 
 def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(policy_store, savers):
+    store = policy_store(base_cache="memory", on_busy="replace", arena_nbytes_max=150 * MIB)
+    store.prewarm(state(0, 40 * MIB))
+    savers[0].is_keeping = True
+    store.commit_async(state(0, 40 * MIB), 0).result()
+    slow(savers)
+    for step in (1, 2, 3):
+        store.commit_async(state(step, 40 * MIB), step)
+    assert savers[0].kept == [True] * 4
+    assert not {"forget", "release"} & set(savers[0].calls)
+    savers[0].finish(2)
+    savers[0].finish(4)
+    store.wait()
+
+
+def test_a_waiting_state_is_replaced_without_a_wait_where_there_is_no_room_for_a_kept_one(policy_store, savers):
     store = policy_store(base_cache="memory", on_busy="replace", arena_nbytes_max=110 * MIB)
     store.prewarm(state(0, 40 * MIB))
     savers[0].is_keeping = True
@@ -197,7 +219,117 @@ def test_a_waiting_state_is_replaced_without_a_wait_beside_a_kept_one(policy_sto
     slow(savers)
     for step in (1, 2, 3):
         store.commit_async(state(step, 40 * MIB), step)
+    assert savers[0].kept == [False] * 4
     assert not {"forget", "release"} & set(savers[0].calls)
     savers[0].finish(2)
     savers[0].finish(4)
     store.wait()
+
+
+def test_prewarm_makes_room_as_a_commit_does(policy_store):
+    store = policy_store(base_cache="memory", arena_nbytes_max=150 * MIB)
+    store.prewarm(state(0, 50 * MIB))
+    store.prewarm(state(0, 100 * MIB))
+    assert 100 * MIB <= store.arena_nbytes <= 150 * MIB
+    assert store.commit_async(state(1, 100 * MIB), 1).result().step == 1
+
+
+def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(policy_store, monkeypatch):
+    populate = Slot.populate
+
+    def refuse(slot, offset, nbytes):
+        if slot.index and offset:
+            raise CapacityError("no memory")
+        populate(slot, offset, nbytes)
+
+    monkeypatch.setattr(Slot, "populate", refuse)
+    store = policy_store(base_cache="memory")
+    store.prewarm(state(0, 100 * MIB))
+    slots = store._handover._dock.arena.slots
+    assert [slot.nbytes_taken > 0 for slot in slots] == [True, False, False]
+
+
+def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeypatch):
+    populate, begun, go_on, left = Slot.populate, threading.Event(), threading.Event(), []
+
+    def hang(slot, offset, nbytes):
+        begun.set()
+        assert go_on.wait(60)
+        populate(slot, offset, nbytes)
+        left.append(offset)
+
+    def interrupt():
+        begun.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        go_on.set()
+
+    monkeypatch.setattr(Slot, "populate", hang)
+    store = policy_store(staging_threads=1)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        store.prewarm(state(0, 200 * MIB))
+    count = len(left)
+    thread.join()
+    time.sleep(0.2)
+    assert len(left) == count == 1, "what had begun was waited for, and nothing else has begun"
+
+
+def test_a_saver_that_has_not_heard_is_asked_again(policy_store, savers, monkeypatch):
+    monkeypatch.setattr(handed, "ASK_AGAIN_SECONDS", 0.05)
+    store = policy_store(base_cache="memory", arena_nbytes_max=150 * MIB)
+    store.prewarm(state(0))
+    saver = savers[0]
+    saver.is_keeping = True
+    store.commit_async(state(0, 60 * MIB), 0).result()
+    hear, asked = saver.forget_kept, []
+
+    def forget():
+        asked.append(None)
+        if len(asked) == 3:
+            hear()
+
+    saver.forget_kept = forget
+    assert store.commit_async(state(1, 120 * MIB), 1).result().step == 1
+    assert len(asked) == 3
+
+
+def test_a_saver_is_told_when_memory_runs_short_for_it_has_some_too(policy_store, savers, monkeypatch):
+    store = policy_store()
+
+    populate = Slot.populate
+
+    def refuse(slot, offset, nbytes):
+        if nbytes >= UNIT_NBYTES:
+            raise CapacityError("no memory")
+        populate(slot, offset, nbytes)
+
+    monkeypatch.setattr(Slot, "populate", refuse)
+    with pytest.raises(CapacityError):
+        store.commit_async(state(0, 40 * MIB), 0)
+    assert "forget" in savers[0].calls
+
+
+@pytest.mark.parametrize("line", range(4))
+def test_ctrl_c_in_the_middle_of_a_sweep_loses_no_slot(line):
+    interrupts = iter([index == line for index in range(20)])
+
+    class Careless(list):
+        """Is interrupted right before or after what it does."""
+
+        def remove(self, item):
+            if next(interrupts):
+                raise KeyboardInterrupt
+            super().remove(item)
+            if next(interrupts):
+                raise KeyboardInterrupt
+
+    over = SimpleNamespace(is_over=True, freed=threading.Event(), slot=SimpleNamespace(state=STAGED))
+    over.freed.set()
+    lying = Outstanding(None)
+    lying.going, lying.kept = Careless([over]), Careless()
+    with pytest.raises(KeyboardInterrupt):
+        lying.sweep()
+    lying.sweep()
+    assert (lying.going, lying.kept, over.slot.state) == ([], [], FREE)

@@ -4,7 +4,7 @@ Invariants:
 - A copy waits for what its device was told before it, and a guard makes the device wait for the copy: the host
   waits for neither.
 - A unit is marked when the device has said that its bytes have come.
-- Memory is pinned once for each mapping of a slot, and let go before that is unmapped.
+- Memory is pinned once for each mapping of a slot, and let go before that is unmapped, or its pages are given back.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ def device_of(storage: HostStorage) -> torch.device | None:
 def pin(slot: Slot) -> None:
     """Let devices copy to a slot without a detour, if there are any; a failure costs speed and no more."""
     memory = slot.memory
-    if memory is None or slot.is_pinned or not _has_devices():
+    if memory is None or slot.release_devices is not None or not _has_devices():
         return
     problem = int(_cudart().cudaHostRegister(slot.address, slot.nbytes, _PORTABLE))
     if problem:
         _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", slot.nbytes, problem)
         return
-    slot.is_pinned = True
-    # Made after the one that unmaps, so it is called before.
-    weakref.finalize(memory, _unpin, slot.address).atexit = False
+    # Made after the one that unmaps, so it is called before; or earlier, and then no more.
+    unpin = weakref.finalize(memory, _unpin, slot.address)
+    unpin.atexit = False
+    slot.release_devices = lambda: bool(unpin())
 
 
-def _unpin(address: int) -> None:
-    _cudart().cudaHostUnregister(address)
+def _unpin(address: int) -> bool:
+    """Return whether no device knows of the pages any more."""
+    return int(_cudart().cudaHostUnregister(address)) == 0
 
 
 def _has_devices() -> bool:

@@ -19,6 +19,7 @@ import ctypes
 import errno
 import os
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,15 +94,17 @@ class Slot:
         self._mapping: _Mapping | None = None
         self._populated: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._taken: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.is_pinned = False
-        """Whether devices copy to the pages that it has now, and to no others."""
+        self.release_devices: Callable[[], bool] | None = None
+        """Makes devices forget the pages that they were told of; returns whether they have."""
         self.marks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.refresh()
 
     @property
     def nbytes(self) -> int:
         """Bytes that it has room for, as far as this process has mapped them."""
-        return 0 if self._mapping is None else self._mapping.nbytes - DATA_OFFSET
+        mapped = 0 if self._mapping is None else self._mapping.nbytes - DATA_OFFSET
+        # What was mapped, and lacked memory for its marks, is no room.
+        return min(mapped, int(self._facts[_CAPACITY]))
 
     @property
     def nbytes_taken(self) -> int:
@@ -197,18 +200,28 @@ class Slot:
                 self._populated[unit] = self._taken[unit] = True
 
     def give_back(self) -> int:
-        """Give the memory of a slot that nobody uses back to the system; return how many bytes, 0 where that cannot be.
-
-        Pages that a device copies to stay: it would go on to write to those that are gone.
-        """
+        """Give the memory of a slot that nobody uses back to the system; return how many bytes."""
         nbytes = self.nbytes_taken
-        if not nbytes or self.is_pinned:
+        # A device would go on to write to pages that are gone.
+        if not nbytes or not self._let_devices_go():
             return 0
+        # Before they are gone: what is populated in vain costs time, what is not there when it is written, the trainer.
+        self._populated[:] = False
         place = (self._base + DATA_OFFSET, self._taken.size * UNIT_NBYTES)
         if _libc.fallocate(self._arena.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, *place) != 0:
             return 0
-        self._populated[:] = self._taken[:] = False
+        self._taken[:] = False
         return nbytes
+
+    def leave(self) -> None:
+        """Let go of the memory, when no thread of this process uses it any more."""
+        self._mapping, self.marks = None, np.zeros(0, np.uint8)
+
+    def _let_devices_go(self) -> bool:
+        if self.release_devices is not None and not self.release_devices():
+            return False
+        self.release_devices = None
+        return True
 
     def start(self, ticket: int, nbytes: int) -> None:
         """Give the slot to a commit that will stage so many bytes: from here on nothing in it is staged."""
@@ -234,7 +247,7 @@ class Slot:
         # Shared memory stays when it is mapped again; its page tables are filled by populating once more.
         self._populated = np.zeros(units, np.bool_)
         self._taken = np.concatenate((self._taken, np.zeros(max(0, units - self._taken.size), np.bool_)))
-        self.is_pinned = False
+        self.release_devices = None
         self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
 
     def _take_memory(self, begin: int, nbytes: int) -> None:
@@ -309,13 +322,19 @@ class Arena:
         """Memory that this process has taken for all slots."""
         return sum(slot.nbytes_taken for slot in self.slots)
 
-    def close(self) -> None:
-        """Let go of the descriptor; memory is freed when the last view of it is."""
+    def close(self, *, is_idle: bool = False) -> None:
+        """Let go of the descriptor; memory is freed when the last view of it is.
+
+        Args:
+            is_idle: No thread of this process uses a slot any more: they are let go of as well, whoever has them.
+        """
         _arenas.discard(self)
         fd, self.fd = self.fd, -1
         if fd >= 0 and self._pid == os.getpid():
             os.close(fd)
-        self.slots = ()
+        slots, self.slots = self.slots, ()
+        for slot in slots if is_idle else ():
+            slot.leave()
 
     def _leave_child(self) -> None:
         """In a forked child: let go of the descriptor, and of mappings that are not there."""

@@ -217,9 +217,9 @@ class Saver:
         return self.wait(released, timeout, "give up the writer lease", is_urgent=True)
 
     def forget_kept(self) -> None:
-        """Let the saver give back every slot that it keeps, when it has done what was begun; a dead one keeps none."""
+        """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
         with contextlib.suppress(Exception):
-            self._say(messages.Forget(), is_patient=True)
+            self._say(messages.Forget())
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
         """End the saver when it has done what was begun; what nobody waits for is carried through all the same.

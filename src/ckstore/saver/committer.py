@@ -20,7 +20,7 @@ from ckstore.bases import Bases
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit import Request, commit
 from ckstore.config import EngineName
-from ckstore.errors import CkstoreError
+from ckstore.errors import CkstoreError, SaverError
 from ckstore.io.address import backend_for
 from ckstore.receipt import Receipt, Stopwatch
 from ckstore.saver import messages
@@ -115,8 +115,8 @@ class Committer:
         self._bases, self._fingerprint = Bases(), None
 
     def forget_kept(self) -> None:
-        """Let bases lie in no slot any more."""
-        self._bases.leave_slots(None)
+        """Hold no bases any more, neither in a slot nor on the heap."""
+        self._bases.let_go()
 
     def close(self) -> None:
         """Give up the lease, and let go of the store."""
@@ -137,6 +137,13 @@ class Committer:
         while len(self._seq_of) > _PARENTS_MAX:
             del self._seq_of[min(self._seq_of)]
         self._tell(messages.done_of(number, receipt))
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Report a ticket that the trainer has given up before its turn came; on any thread."""
+        try:
+            ticket.check()
+        except SaverError as error:
+            self._report(ticket, error)
 
     def _parent_of(self, ticket: Ticket) -> int | None:
         parent, parent_ticket = ticket.parents

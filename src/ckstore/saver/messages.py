@@ -84,7 +84,7 @@ class Release(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Trainer: when all tickets are done, give back the slots that are kept; bases are read back from the store."""
+    """Trainer: when all tickets are done, give back the slots and the memory that are kept for the next one."""
 
 
 class Quit(NamedTuple):

@@ -110,6 +110,8 @@ class Server:
         self.channel = Channel(end, self._trainer)
         self._board = Board()
         self._changed = threading.Condition()
+        self._telling = threading.Lock()
+        """Nothing is told of a ticket after its end."""
         self._jobs: deque[_Job] = deque()
         self._is_working = False
         self._has_heard = False
@@ -188,9 +190,7 @@ class Server:
         if isinstance(message, messages.Begin):
             self._begin(message)
         elif isinstance(message, messages.Abort):
-            ticket = self._tickets.get(message.ticket)
-            if ticket is not None:
-                ticket.abort()
+            self._abort(message.ticket)
         elif isinstance(message, (messages.Release, messages.Forget)):
             self._add(message)
         elif isinstance(message, messages.Quit):
@@ -231,6 +231,21 @@ class Server:
             self._grant()
         self._add(ticket)
 
+    def _abort(self, number: int) -> None:
+        """Give a ticket up: at once where nothing of it has begun, else at the next look."""
+        with self._telling:
+            with self._changed:
+                ticket = self._tickets.get(number)
+                is_waiting = any(job is ticket for job in self._jobs)
+                if ticket is not None and is_waiting:
+                    self._jobs.remove(ticket)
+                    del self._tickets[number]
+            if ticket is not None:
+                ticket.abort()
+            if ticket is not None and is_waiting:
+                self._committer.give_up(ticket)
+                self.channel.tell(messages.SlotFree(number))
+
     def _end_soon(self) -> None:
         """Finish what has begun, then end; called by a signal, in the middle of anything."""
         self._is_ending = True
@@ -269,15 +284,16 @@ class Server:
 
     def _grant(self) -> None:
         """Tell every ticket that the lease is held for it, if the trainer lives to see that."""
-        with self._changed:
-            waiting = [ticket for ticket in self._tickets.values() if not ticket.has_lease]
-            # After the lease was taken: from now on a trainer that is started again finds it.
-            if waiting and not self._trainer.is_alive:
-                return
+        with self._telling:
+            with self._changed:
+                waiting = [ticket for ticket in self._tickets.values() if not ticket.has_lease]
+                # After the lease was taken: from now on a trainer that is started again finds it.
+                if waiting and not self._trainer.is_alive:
+                    return
+                for ticket in waiting:
+                    ticket.has_lease = True
             for ticket in waiting:
-                ticket.has_lease = True
-        for ticket in waiting:
-            self.channel.tell(messages.Began(ticket.number))
+                self.channel.tell(messages.Began(ticket.number))
 
     def _work(self) -> None:
         try:

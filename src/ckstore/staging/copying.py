@@ -260,6 +260,8 @@ class HostCopy:
                 self._error = self._error or self._look()
                 self.is_over.set()
         if is_last:
+            # Whoever keeps this must not keep the arena by it.
+            self._marks = np.zeros(0, np.uint8)
             if not self._is_checked:
                 self.forget()
             self._on_over(self._error)

@@ -27,6 +27,9 @@ _STOWED_MAX = 4
 
 _POPULATED_NBYTES = 64 << 20
 
+_PATIENCE_SECONDS = 5.0
+"""Longer than it takes to populate so much; a thread that was never sent does not end."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stowed:
@@ -156,6 +159,7 @@ class Dock:
             try:
                 self._populate(slot, nbytes, policy)
             except CapacityError:
+                slot.give_back()
                 if number + lying == 0:
                     raise
                 self.note_short()
@@ -167,9 +171,9 @@ class Dock:
             CapacityError: There is no memory left.
         """
         errors: list[BaseException] = []
-        ended = threading.Semaphore(0)
+        sent: list[threading.Event] = []
 
-        def populate(begin: int) -> Callable[[], None]:
+        def populate(begin: int, ended: threading.Event) -> Callable[[], None]:
             def work() -> None:
                 try:
                     if not errors:
@@ -177,17 +181,24 @@ class Dock:
                 except BaseException as error:
                     errors.append(error)
                 finally:
-                    ended.release()
+                    ended.set()
 
             return work
 
-        begins = range(0, nbytes, _POPULATED_NBYTES)
         crew = self.crew(policy)
         crew.start()
-        for begin in begins:
-            crew.send(populate(begin), 1)
-        for _ in begins:
-            ended.acquire()
+        try:
+            for begin in range(0, nbytes, _POPULATED_NBYTES):
+                sent.append(threading.Event())
+                crew.send(populate(begin, sent[-1]), 1)
+            for ended in sent:
+                ended.wait()
+        except BaseException as error:
+            # Nobody populates a slot that its owner takes for idle.
+            errors.append(error)
+            for ended in sent:
+                ended.wait(_PATIENCE_SECONDS)
+            raise
         if errors:
             raise errors[0]
         pin(slot)
@@ -199,4 +210,4 @@ class Dock:
             crew.close(is_waited=is_waited)
         arena, self._arena = self._arena, None
         if arena is not None:
-            arena.close()
+            arena.close(is_idle=is_waited)

@@ -266,6 +266,7 @@ class _DeviceCopy:
         with self._lock:
             was_over, self._is_over = self._is_over, True
         if not was_over:
+            self._marks = np.zeros(0, np.uint8)
             self._on_over(error)
 
     def _mark(self, unit: int) -> None:
