@@ -58,6 +58,75 @@ def test_saver_has_its_full_priority_while_somebody_waits_for_what_it_does(desk)
     until(lambda: niceness_of(desk.saver.pid) == {LOW}, "a saver that gives way again")
 
 
+def policies_of(pid):
+    """Return the scheduling policy of the thread that listens, and those of all others."""
+    tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    return os.sched_getscheduler(pid), {os.sched_getscheduler(task) for task in tasks if task != pid}
+
+
+@raises_priority
+def test_saver_stands_aside_while_a_state_is_copied(desk):
+    desk.saver.wait_ready()
+    pid = desk.saver.pid
+    handed = desk.begin(noise(1, 8 * MIB), 1).stage(1)
+    until(lambda: policies_of(pid) == (os.SCHED_OTHER, {os.SCHED_IDLE}), "a saver that stands aside")
+    assert desk.saver.wait(handed.began, SECONDS_MAX, "begin")
+    assert niceness_of(pid) == {LOW}
+    handed.stage().finish()
+    until(lambda: policies_of(pid) == (os.SCHED_OTHER, {os.SCHED_OTHER}), "a saver that only gives way")
+    handed.wait()
+    given_up = desk.begin(noise(2, 8 * MIB), 2).stage(1)
+    until(lambda: os.SCHED_IDLE in policies_of(pid)[1], "a saver that stands aside")
+    desk.saver.abort(given_up.number)
+    until(lambda: policies_of(pid)[1] == {os.SCHED_OTHER}, "a saver whose trainer has given up")
+
+
+@raises_priority
+def test_saver_that_is_waited_for_does_not_stand_aside(desk):
+    desk.saver.wait_ready()
+    handed = desk.begin(noise(1, 8 * MIB), 1).stage(1)
+    waiter = threading.Thread(
+        target=desk.saver.wait, args=(handed.free, SECONDS_MAX, "end a test"), kwargs={"is_urgent": True}
+    )
+    waiter.start()
+    until(lambda: niceness_of(desk.saver.pid) == {START}, "a saver that hurries")
+    assert policies_of(desk.saver.pid)[1] == {os.SCHED_OTHER}
+    handed.stage().finish().wait()
+    waiter.join()
+
+
+def test_who_may_not_come_back_or_need_not_give_way_never_stands_aside(monkeypatch):
+    told = []
+
+    def note(thread, policy, _):
+        told.append(policy)
+        if policy == os.SCHED_OTHER:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setattr(os, "sched_setscheduler", note)
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+    Priority(0).stand_aside()
+    assert told == []
+    priority = Priority(NICE)
+    priority.stand_aside()
+    assert told == [os.SCHED_IDLE, os.SCHED_OTHER], "one thread that sleeps was asked"
+    priority.hurry()
+    priority.stand_aside()
+    assert len(told) == 2
+
+
+def test_nothing_is_done_twice(monkeypatch):
+    told = []
+    monkeypatch.setattr(os, "setpriority", lambda *facts: told.append(facts))
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+    priority = Priority(NICE)
+    priority.give_way()
+    count = len(told)
+    priority.give_way()
+    assert len(told) == count > 0
+
+
 def test_nothing_else_makes_a_saver_hurry(desk):
     """A trainer that only makes sure that its state is staged, or looks whether it is durable, trains on."""
     desk.saver.wait_ready()
@@ -119,6 +188,9 @@ class Noted:
 
     def give_way(self):
         self.calls.append("give way")
+
+    def stand_aside(self):
+        self.calls.append("stand aside")
 
     def hurry(self):
         self.calls.append("hurry")

@@ -65,6 +65,8 @@ class Committer:
         self._bases = Bases()
         self._fingerprint: Fingerprint | None = None
         self._seq_of: dict[int, int | None] = {}
+        self._given_up: dict[int, tuple[int | None, int]] = {}
+        """The parents of those whose turn never came."""
         self.exit_code = 0
         """Of the last error, for whoever looks at a saver that nobody hears."""
 
@@ -140,6 +142,9 @@ class Committer:
 
     def give_up(self, ticket: Ticket) -> None:
         """Report a ticket that the trainer has given up before its turn came; on any thread."""
+        self._given_up[ticket.number] = ticket.parents
+        while len(self._given_up) > _PARENTS_MAX:
+            del self._given_up[min(self._given_up)]
         try:
             ticket.check()
         except SaverError as error:
@@ -147,6 +152,8 @@ class Committer:
 
     def _parent_of(self, ticket: Ticket) -> int | None:
         parent, parent_ticket = ticket.parents
+        while (parents := self._given_up.get(parent_ticket)) is not None:
+            parent, parent_ticket = parents
         return self._seq_of.get(parent_ticket, parent)
 
     def _report(self, ticket: Ticket, error: BaseException) -> None:

@@ -4,21 +4,30 @@ A saver that gives way has about a thirtieth of a processor that others want who
 goes on; a trainer that waits for it (for a result, a free slot, the end of the run) would wait thirty times too long
 where data loaders or other jobs keep every processor busy. Then it has the priority that it was started with.
 
+While a state is being copied it stands aside: the scheduler's idle class (sched(7), SCHED_IDLE) gives a processor up at
+once to any thread that wants it, and such a processor counts as free for the threads that copy; one that a nice process
+computes on does not, and they queue for the other. Measured (40 calls that wait for a copy of 2 GB, on 2 cores): 0.78
+times a plain copy with it, 0.91 with niceness 19 alone.
+
 Getting priority back needs ``CAP_SYS_NICE`` or a limit (``ulimit -e``) that allows it, and ``CAP_SYS_ADMIN`` for
-autogroups; where that is refused, the saver stays as it is.
+autogroups; where that is refused, the saver stays as it is, and never stands aside: it would for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 
 NICE_MAX = 19
 
+_NORMAL = os.sched_param(0)
+"""The only one that these classes have."""
+
 
 class Priority:
-    """The priority of this process, all threads of it.
+    """The priority of this process, all threads of it; thread-safe.
 
     Args:
         nice: Added to the niceness that the process was started with, while it gives way.
@@ -28,16 +37,32 @@ class Priority:
         self._nice = nice
         self._base = os.getpriority(os.PRIO_PROCESS, 0)
         self._group_base = _autogroup_nice()
+        self._lock = threading.Lock()
+        self._last: tuple[int, bool] | None = None
+        self._may_stand_aside: bool | None = None
 
     def give_way(self) -> None:
         """Let others go first."""
-        self._set(self._nice)
+        self._set(self._nice, is_idle=False)
+
+    def stand_aside(self) -> None:
+        """Let others have every processor that they want, at once; who is not to give way does not do this either."""
+        self._set(self._nice, is_idle=self._nice > 0)
 
     def hurry(self) -> None:
         """Be as important as the process was when it was started, where the system allows that."""
-        self._set(0)
+        self._set(0, is_idle=False)
 
-    def _set(self, added: int) -> None:
+    def _set(self, added: int, *, is_idle: bool) -> None:
+        with self._lock:
+            if self._may_stand_aside is None and is_idle:
+                self._may_stand_aside = _may_leave_idle_class()
+            wanted = (added, is_idle and self._may_stand_aside is True)
+            if wanted != self._last:
+                self._set_all(*wanted)
+                self._last = wanted
+
+    def _set_all(self, added: int, is_idle: bool) -> None:
         nice = min(NICE_MAX, self._base + added)
         # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
         done: set[str] = set()
@@ -45,11 +70,31 @@ class Priority:
             for name in new:
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, int(name), nice)
+                # Not the thread that listens: what it hears is when this ends.
+                if self._may_stand_aside and int(name) != os.getpid():
+                    with contextlib.suppress(OSError):
+                        os.sched_setscheduler(int(name), os.SCHED_IDLE if is_idle else os.SCHED_OTHER, _NORMAL)
             done |= new
         if self._group_base is not None:
             # A session has its own share where the kernel groups processes by session: niceness counts within it only.
             with contextlib.suppress(OSError):
                 Path("/proc/self/autogroup").write_text(str(min(NICE_MAX, self._group_base + added)))
+
+
+def _may_leave_idle_class() -> bool:
+    """Return whether a thread of this process that has entered the idle class may leave it."""
+    # Capabilities do not tell: in a user namespace they are not worth what they say. A thread that sleeps is asked.
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, name="ckstore-priority", daemon=True)
+    try:
+        thread.start()
+        for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
+            os.sched_setscheduler(thread.native_id or 0, policy, _NORMAL)
+        return True
+    except (OSError, RuntimeError):
+        return False
+    finally:
+        is_over.set()
 
 
 def _autogroup_nice() -> int | None:

@@ -199,6 +199,7 @@ class Server:
             self._hurry()
         elif not isinstance(message, messages.Staged):
             raise MalformedError(f"a {type(message).__name__} message came where none belongs")
+        self._set_priority()
 
     def _begin(self, message: messages.Begin) -> None:
         if message.ticket <= self._last or message.slot >= len(self._arena.slots):
@@ -256,7 +257,17 @@ class Server:
             if self._is_hurried or not (self._jobs or self._is_working):
                 return
             self._is_hurried = True
-            self._priority.hurry()
+        self._set_priority()
+
+    def _set_priority(self) -> None:
+        """Hurry while somebody waits, stand aside while a state is being copied, and give way otherwise."""
+        with self._changed:
+            if self._is_hurried:
+                self._priority.hurry()
+            elif any(ticket.is_coming for ticket in self._tickets.values()):
+                self._priority.stand_aside()
+            else:
+                self._priority.give_way()
 
     def _lose_trainer(self) -> None:
         # Nobody trains any more, and whoever starts the run again has to wait.
@@ -307,9 +318,9 @@ class Server:
         while True:
             with self._changed:
                 self._is_working = False
-                if self._is_hurried and not self._jobs:
-                    self._is_hurried = False
-                    self._priority.give_way()
+                self._is_hurried = self._is_hurried and bool(self._jobs)
+            self._set_priority()
+            with self._changed:
                 # Whoever listens may be waiting for this one to end.
                 os.eventfd_write(self._bell, 1)
                 self._changed.wait_for(lambda: self._jobs or self._is_over)

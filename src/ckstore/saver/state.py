@@ -94,6 +94,11 @@ class Ticket:
         return self._slot.ticket == self.number and self._slot.state in (STAGED, TAKEN)
 
     @property
+    def is_coming(self) -> bool:
+        """Whether the trainer is still copying it."""
+        return not (self.is_whole or self.is_given_up)
+
+    @property
     def is_given_up(self) -> bool:
         """Whether it will not be published any more."""
         # First the trainer, then the slot: what it did before it died counts.
