@@ -92,15 +92,17 @@ class Handover:
         if busy is not None:
             return busy
         order.captured.warnings.extend(unchecked(stowage, order.policy))
-        handed = self._begin(order, stowage, starts)
+        handed: Handed | None = None
         try:
+            handed = self._begin(order, stowage, starts)
             handed.staging.copy_now()
+            return handed.pending
         except BaseException as error:
             # Whoever called has been told; and may change from here on what was not copied yet.
-            handed.pending.was_asked = True
-            handed.staging.cancel(error)
+            if handed is not None:
+                handed.pending.was_asked = True
+                handed.staging.give_up(error)
             raise
-        return handed.pending
 
     def prewarm(self, captured: Captured, guarded: Sequence[Span], policy: Policy) -> None:
         """Start the saver, and take the memory that a state needs, so that its first commit need not."""
@@ -194,20 +196,26 @@ class Handover:
                 oldest.wait_over()
             elif len(self._lying.going) < _OUTSTANDING_MAX:
                 break
-            elif not self._replace(newest, order.step, oldest.pending.step):
+            elif not self._replace(newest, order, oldest.pending.step):
                 # Whoever was told that it will be published would be deceived.
                 oldest.wait_over()
             self._lying.sweep()
         return None
 
-    def _replace(self, waiting: Handed, step: int, busy_step: int) -> bool:
+    def _replace(self, waiting: Handed, order: Order, busy_step: int) -> bool:
         """Leave out the state that waits for its turn; return False where that must not be."""
-        error = left_out_error(waiting.pending.step, busy_step)
-        if not waiting.pending.take_back(error):
+
+        def take_out() -> bool:
+            error = left_out_error(waiting.pending.step, busy_step)
+            if waiting.pending.take_back(error):
+                waiting.staging.cancel(error)
+                waiting.saver.abort(waiting.ticket)
+            return waiting.pending.is_skipped
+
+        # Ctrl-C must not leave one that was told to be left out, and is published.
+        if not self._dock.crew(order.policy).see_through(take_out):
             return False
-        _log.warning("the commit of step %d replaces that of step %d", step, waiting.pending.step)
-        waiting.staging.cancel(error)
-        waiting.saver.abort(waiting.ticket)
+        _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
         waiting.wait_over()
         return True
 
@@ -216,15 +224,14 @@ class Handover:
         for is_again in (False, True):
             saver = self._living_saver(order.policy)
             handed, head = self._prepare(order, stowage, starts, saver)
-            give = partial(self._give, handed, head, stowage.end)
             try:
                 # Ctrl-C comes before or after it: the saver was told, or it was not.
-                run_aside(give, on_interrupt=lambda error: None, start=self._dock.crew(order.policy).send_one)
+                self._dock.crew(order.policy).see_through(partial(self._give, handed, head, stowage.end))
                 return handed
             except BaseException as error:
                 # Nobody has this pending commit: who called is told by the error.
                 handed.pending.note_failed(left_out_error(order.step, order.step))
-                handed.staging.cancel(error)
+                handed.staging.give_up(error)
                 if is_again or saver.is_alive or not isinstance(error, Exception):
                     raise
                 # Whatever it died of: that was another commit's affair.

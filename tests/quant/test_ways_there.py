@@ -150,7 +150,7 @@ def test_a_base_that_cannot_be_read_makes_the_weight_exact_as_on_the_host(stores
     for step in range(2):
         commit_both(stores, run.train().state(), step)
     with monkeypatch.context() as patch:
-        patch.setattr(LossyChunkWriter, "_base_plain", lambda *given: None)
+        patch.setattr(LossyChunkWriter, "_base_plain", lambda *given, **settings: None)
         state = run.train().state()
         receipt, beside = commit_both(stores, state, 2)
     assert receipt.warnings == beside.warnings == (f"{W} was stored exactly: its base could not be read",)

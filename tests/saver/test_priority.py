@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -59,9 +60,12 @@ def test_saver_has_its_full_priority_while_somebody_waits_for_what_it_does(desk)
 
 
 def policies_of(pid):
-    """Return the scheduling policy of the thread that listens, and those of all others."""
-    tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    return os.sched_getscheduler(pid), {os.sched_getscheduler(task) for task in tasks if task != pid}
+    """Return the scheduling policy of the thread that listens, and those of all others; these may end meanwhile."""
+    others = set()
+    for task in {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - {pid}:
+        with contextlib.suppress(ProcessLookupError):
+            others.add(os.sched_getscheduler(task))
+    return os.sched_getscheduler(pid), others
 
 
 @raises_priority

@@ -3,7 +3,8 @@
 Invariants:
 - A unit is marked after its bytes were copied.
 - A thread that copies does not need the interpreter between two units: a trainer that runs Python is not disturbed.
-- Only threads of the crew copy. Who waits for them sends them all, and Ctrl-C is raised where he waits.
+- Only threads of the crew copy, and only they say that a section is over: Ctrl-C is raised to who sends them and
+  waits, and comes in the middle of nothing that is not done again by the next who does.
 - Once ``is_over`` is set, no thread touches the section any more.
 - What was sampled was sampled before any source may change that a guard protects.
 """
@@ -24,6 +25,7 @@ from ckstore.kernels import copy_units as gather
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
+from ckstore.workers import Result, run_aside
 
 _log = logging.getLogger("ckstore")
 
@@ -69,6 +71,10 @@ class Crew:
     def send_one(self, work: Callable[[], None]) -> None:
         """Let one thread call this; it must not raise."""
         self.send(work, 1)
+
+    def see_through(self, step: Callable[[], Result]) -> Result:
+        """Let one thread call this, and wait: Ctrl-C comes before it or after it, and never in its middle."""
+        return run_aside(step, on_interrupt=lambda error: None, start=self.send_one)
 
     def start(self, count: int | None = None) -> None:
         """Start as many threads now."""
@@ -159,38 +165,25 @@ class HostCopy:
             elif self.section.unit_count:
                 self._copy(self._table, self.section.firsts, self._marks, self._turn)
         except BaseException as error:
-            self.cancel(error)
+            self.stop(error)
         self._leave()
 
     def send(self, crew: Crew, count: int) -> None:
-        """Let threads of the crew copy; no more of them than there are units."""
-        if self.is_over.is_set():
-            return
-        if self.section.unit_count:
-            crew.send(self.work, min(count, self.section.unit_count))
-        else:
-            self.work()
+        """Let threads of the crew copy; no more of them than there are units, and one where there is none."""
+        if not self.is_over.is_set():
+            crew.send(self.work, min(count, max(1, self.section.unit_count)))
 
     def join(self, crew: Crew) -> None:
-        """Send the whole crew, and wait; what interrupts the wait also ends the copying."""
+        """Send the whole crew, and wait; whoever interrupts the wait does not end the copying."""
         self.send(crew, crew.count)
-        try:
-            self.is_over.wait()
-        except BaseException as error:
-            self.cancel(error)
-            self.is_over.wait()
-            raise
+        self.is_over.wait()
 
-    def cancel(self, error: BaseException | None = None) -> None:
-        """Take no more units; does not wait."""
+    def stop(self, error: BaseException) -> None:
+        """Take no more units; it is over when the last thread that has entered, or enters from now on, leaves it."""
         with self._lock:
             self._error = self._error or error
             self._is_cancelled = True
             self._turn[0] = self.section.unit_count
-            is_idle = self._inside == 0 and not self.is_over.is_set()
-            self._inside += is_idle
-        if is_idle:
-            self._leave()
 
     def note(self) -> None:
         """Note what is to be copied, as it must be: all of it by checksums, if they are wanted; else some bytes."""

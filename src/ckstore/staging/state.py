@@ -6,6 +6,8 @@ Invariants:
   before all of it was copied.
 - Sources are kept alive until they were copied or given up, and not longer.
 - Once ``is_over`` is set, no thread touches the slot any more.
+- It ends on a thread of the crew, where no Ctrl-C comes. What Ctrl-C keeps its owner from doing is done by whoever
+  waits for it next; then it is given up, for its sources are no longer what they were.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Staging:
     ) -> None:
         self.slot = slot
         self.is_over = threading.Event()
-        """Nothing will be copied any more: it is staged, or was given up."""
+        """Nothing will be copied any more: it is staged, or was given up, and that was told."""
         self._captured: Captured | None = captured
         self._crew = crew
         # Without anything to guard there is nothing to compare.
@@ -67,6 +69,7 @@ class Staging:
         self._lock = threading.Lock()
         self._checking = threading.Lock()
         self._error: BaseException | None = None
+        self._is_noted = self._is_ended = False
         sections = stowage.sections
         self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
         self._versions = {kind: self._versions_now(kind) for kind in self._guarded}
@@ -102,19 +105,22 @@ class Staging:
                 copy.launch()
             now.join(self._crew)
             for copy in self._device[:1]:
-                copy.wait()
+                self._crew.waiters.see_through(copy.wait)
             if self._error is not None:
                 raise self._error
             for copy in self._device[1:]:
                 copy.launch()
-                copy.wait_aside(self._crew)
+                self._crew.waiters.send_one(copy.wait)
+            # What a guard protects must be copied as it is now.
+            lazy.note()
+            # Half of the crew, so that what training does meanwhile has processors too.
+            lazy.send(self._crew, (self._crew.count + 1) // 2)
+            self._is_noted = True
+            if not any(self._guarded.values()):
+                self.is_over.wait()
         except BaseException as error:
-            self.cancel(error)
+            self.give_up(error)
             raise
-        # What a guard protects must be copied as it is now.
-        lazy.note()
-        # Half of the crew, so that what training does meanwhile has processors too.
-        lazy.send(self._crew, (self._crew.count + 1) // 2)
 
     def guard(self) -> None:
         """Return when the sources may be changed, having sent the whole crew to copy what is left of them."""
@@ -123,26 +129,44 @@ class Staging:
             if copy.hold() and (error := self._seen_changed(DEVICE_LAZY)) is not None:
                 self.cancel(error)
         self._host[1].join(self._crew)
-        self._check()
+        self._compare()
 
     def finish(self) -> None:
         """Return when all is staged, or was given up."""
+        if not self._is_noted:
+            self.cancel(KeyboardInterrupt("while a state was copied"))
         for copy in self._host:
             copy.join(self._crew)
-        self._check()
+        self._compare()
+        self.is_over.wait()
+
+    def give_up(self, error: BaseException) -> None:
+        """Give it up, and wait until no thread is copying any more; a thread of the crew must not call this."""
+        self.cancel(error)
         self.is_over.wait()
 
     def cancel(self, error: BaseException) -> None:
         """Give it up; does not wait for threads that are copying."""
+        if self.is_over.is_set():
+            return
         with self._lock:
             self._error = self._error or error
+        for copy in self._host:
+            copy.stop(error)
+        self._crew.send_one(self._wind_up)
+
+    def _wind_up(self) -> None:
+        """End what was cancelled."""
+        with self._lock:
+            error = self._error
+            assert error is not None
             # All is copied, and only the check is missing: nobody else would end it.
             is_end = self._left == 0 and self._is_checked
             self._is_checked = False
         if is_end:
             self._end()
         for copy in self._host:
-            copy.cancel(error)
+            copy.work()
         for device in self._device:
             device.cancel(error)
 
@@ -171,8 +195,12 @@ class Staging:
         if is_end:
             self._end()
 
-    def _check(self) -> None:
+    def _compare(self) -> None:
         """Compare checksums, where they were taken and were not compared yet."""
+        if self._is_checked:
+            self._crew.see_through(self._check)
+
+    def _check(self) -> None:
         with self._checking:
             captured = self._captured
             if not self._is_checked or captured is None:
@@ -188,18 +216,24 @@ class Staging:
                 self._end()
 
     def _end(self) -> None:
-        error = self._error
+        with self._lock:
+            was_ended, self._is_ended = self._is_ended, True
+            error = self._error
+        if was_ended:
+            return
         for copy in self._host:
             copy.forget()
         self._captured = None
         if error is None:
             # The order matters: a saver whose trainer dies right here publishes what is marked and STAGED.
             self.slot.state = STAGED
-        self.is_over.set()
-        if error is None:
-            self._on_staged()
-        else:
-            self._on_failed(error)
+        try:
+            if error is None:
+                self._on_staged()
+            else:
+                self._on_failed(error)
+        finally:
+            self.is_over.set()
 
 
 class _DeviceCopy:
@@ -217,13 +251,17 @@ class _DeviceCopy:
         self._copies = copies_of(section, storages, slot)
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
-        self._is_launched = self._is_awaited = self._is_over = self._is_held = False
+        self._is_launched = self._is_over = self._is_held = False
         self._lock = threading.Lock()
+        # Devices are told to send, or are waited for, by one thread at a time.
+        self._turning = threading.Lock()
 
     def launch(self) -> None:
-        self._slot.populate(self._section.begin, self._section.unit_count * UNIT_NBYTES)
-        self._is_launched = True
-        self._copies.launch()
+        with self._turning:
+            if not self._is_over:
+                self._slot.populate(self._section.begin, self._section.unit_count * UNIT_NBYTES)
+                self._is_launched = True
+                self._copies.launch()
 
     def hold(self) -> bool:
         """Let what is launched later wait; return whether this was the first time, and there was anything to wait for.
@@ -238,34 +276,23 @@ class _DeviceCopy:
         return not was_held
 
     def wait(self) -> None:
-        """Wait until all has come; never raises."""
-        self._is_awaited = True
-        error: BaseException | None = None
-        try:
-            self._copies.wait(self._mark)
-        except BaseException as problem:
-            error = problem
-        self._end(error)
-
-    def wait_aside(self, crew: Crew) -> None:
-        """Let another thread wait, if there is anything to wait for."""
-        self._is_awaited = True
-        if self._section.unit_count:
-            crew.waiters.send_one(self.wait)
-        else:
-            self.wait()
+        """Wait until all has come, on a thread of the crew; never raises."""
+        self._finish(None)
 
     def cancel(self, error: BaseException) -> None:
         """Give it up; what a device has been told to send comes all the same, and is waited for."""
-        if not self._is_launched:
-            self._end(error)
-        elif not self._is_awaited:
-            self.wait()
+        self._finish(error)
 
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            was_over, self._is_over = self._is_over, True
-        if not was_over:
+    def _finish(self, error: BaseException | None) -> None:
+        with self._turning:
+            if self._is_over:
+                return
+            if self._is_launched:
+                try:
+                    self._copies.wait(self._mark)
+                except BaseException as problem:
+                    error = error or problem
+            self._is_over = True
             self._marks = np.zeros(0, np.uint8)
             self._on_over(error)
 
