@@ -106,12 +106,16 @@ class Background(Advising):
             # The saver takes it; to this process's own next commit it is given back.
             self._parts.lease.release()
             pending = handover.hand_over(order)
-            pending.stall_seconds += self._parts.clock.monotonic() - begun
-            self._costs.watch(pending)
-            self._tell_durable()
-            durable = self._durable
-            pending.when_done(lambda done: durable.append(done.receipt_or_none()))
-            return pending
+            try:
+                pending.stall_seconds += self._parts.clock.monotonic() - begun
+                self._costs.watch(pending)
+                self._tell_durable()
+                durable = self._durable
+                pending.when_done(lambda done: durable.append(done.receipt_or_none()))
+                return pending
+            except BaseException as error:
+                handover.give_up(pending, error)
+                raise
 
     def prewarm(self, state: Any, *, policy: Policy | None = None) -> None:
         """Start the saver and take the memory that a state needs, so that its first ``commit_async`` need not.

@@ -98,11 +98,16 @@ class Handover:
             handed.staging.copy_now()
             return handed.pending
         except BaseException as error:
-            # Whoever called has been told; and may change from here on what was not copied yet.
             if handed is not None:
-                handed.pending.was_asked = True
-                handed.staging.give_up(error)
+                self.give_up(handed.pending, error)
             raise
+
+    def give_up(self, pending: Pending, error: BaseException) -> None:
+        """Give a commit up whose caller is told by an exception, unless it is staged already."""
+        for handed in [each for each in self._lying.going if each.pending is pending]:
+            # Whoever called may change from here on what was not copied yet.
+            pending.was_asked = True
+            handed.staging.give_up(error)
 
     def prewarm(self, captured: Captured, guarded: Sequence[Span], policy: Policy) -> None:
         """Start the saver, and take the memory that a state needs, so that its first commit need not."""
@@ -208,12 +213,12 @@ class Handover:
         def take_out() -> bool:
             error = left_out_error(waiting.pending.step, busy_step)
             if waiting.pending.take_back(error):
-                waiting.staging.cancel(error)
                 waiting.saver.abort(waiting.ticket)
+                waiting.staging.cancel(error)
             return waiting.pending.is_skipped
 
         # Ctrl-C must not leave one that was told to be left out, and is published.
-        if not self._dock.crew(order.policy).see_through(take_out):
+        if not self._dock.crew(order.policy).waiters.see_through(take_out):
             return False
         _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
         waiting.wait_over()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 
@@ -120,6 +121,37 @@ def test_threads_are_used_again(arena, crew):
         names |= {thread.ident for thread in threading.enumerate() if thread.name.startswith("ckstore-stage")}
         staged.close()
     assert len(names) == 2
+
+
+def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    crew, content = copying.Crew(2), noise(9 * MIB)
+    staged = Staged(arena, crew, [content], is_checked=True, lazy=(0,))
+    staged.staging.copy_now()
+    staged.staging.guard()
+    assert staged.told == ["staged"]
+    assert staged.content() == [content.tobytes()]
+    staged.close()
+
+
+def test_work_that_comes_while_the_crew_is_closed_is_done(crew):
+    done = threading.Event()
+
+    class Closing(queue.SimpleQueue):
+        """Is closed right before something is put into it."""
+
+        def put(self, work):
+            if crew._work is self:
+                crew.close()
+            super().put(work)
+
+    crew._work = Closing()
+    crew.start()
+    crew.send_one(done.set)
+    assert done.wait(60)
 
 
 def test_no_unit_is_marked_before_it_was_copied(arena, crew, monkeypatch):

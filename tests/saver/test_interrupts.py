@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from pretend import PretendSaver
+from pretend import HeldCrew, OwnerOfAll, PretendSaver
 from rig import SECONDS_MAX, noise
 
 import ckstore
@@ -36,6 +36,24 @@ def test_ctrl_c_after_the_saver_was_told_and_before_anything_was_copied_gives_th
         assert savers[0].aborted == [1]
         store.commit_async(state, 2).result()
         assert "staged" not in savers[0].calls[: savers[0].calls.index("abort")]
+        assert savers[0].calls.count("staged") == 1
+
+
+def test_ctrl_c_before_the_caller_has_the_pending_commit_gives_up_what_is_not_copied_yet(savers, folder, monkeypatch):
+    def interrupted(costs, pending):
+        raise KeyboardInterrupt
+
+    HeldCrew(monkeypatch)
+    state = noise(1)
+    with ckstore.open(folder) as store:
+        store._guarded = OwnerOfAll()
+        with monkeypatch.context() as context:
+            context.setattr("ckstore.interval.Costs.watch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.commit_async(state, 1)
+        state["w0"][:] = 0
+        assert savers[0].aborted == [1]
+        store.commit_async(state, 2).result()
         assert savers[0].calls.count("staged") == 1
 
 

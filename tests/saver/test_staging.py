@@ -270,6 +270,56 @@ def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
     staged.close()
 
 
+def test_ctrl_c_between_the_error_and_its_threads_leaves_the_end_to_whoever_waits(arena, crew, monkeypatch):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
+    staged.staging.copy_now()
+    for copy in staged.staging._host:
+        copy.join(crew)
+    with monkeypatch.context() as context:
+        context.setattr(crew, "send_one", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            staged.staging.cancel(BackendError("the saver has died"))
+    staged.staging.finish()
+    assert [str(each) for each in staged.told] == ["the saver has died"]
+    assert staged.slot.state == STAGING
+    staged.close()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_is_given_up_while_checksums_are_taken_raises_nothing_there(arena, crew):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
+    staged.staging.copy_now()
+    copy = staged.staging._host[1]
+    copy.join(crew)
+    copy.forget()
+    copy.note()
+    assert copy.changed_row() is None
+    staged.staging.give_up(BackendError("the saver has died"))
+    staged.close()
+
+
+def test_who_waits_for_a_state_that_another_thread_is_copying_does_not_give_it_up(arena, crew, monkeypatch):
+    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        copying.kernels, "copy_units", lambda *args: entered.set() or (proceed.wait(60) and loop(*args))
+    )
+    staged = Staged(arena, crew, [noise(9 * MIB)])
+    threads = [threading.Thread(target=each) for each in (staged.staging.copy_now, staged.staging.finish)]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert staged.told == []
+    proceed.set()
+    for thread in threads:
+        thread.join(60)
+    assert staged.told == ["staged"]
+    staged.close()
+
+
 class FarStorage:
     """A storage in a device without streams."""
 
@@ -278,8 +328,10 @@ class FarStorage:
     def __init__(self, content):
         self.content, self.nbytes = content, len(content)
         self.is_broken = False
+        self.readers = set()
 
     def read(self, lo, hi):
+        self.readers.add(threading.get_ident())
         if self.is_broken:
             raise BackendError("the device has failed")
         return memoryview(self.content)[lo:hi]
@@ -297,6 +349,8 @@ def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
     staged.staging.copy_now()
     assert staged.told == ["staged"]
     assert staged.content() == [storage.content for storage in captured.storages]
+    # Another thread may be on another of the library's streams, and read what is not computed yet.
+    assert [storage.readers for storage in captured.storages] == [{threading.get_ident()}] * 2
     staged.close()
 
 
@@ -307,6 +361,7 @@ def test_copies_that_are_over_keep_nothing_of_the_state(arena):
     slot.reserve(stowage.end)
     copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)
     marked, storage = [], weakref.ref(captured.storages[0])
+    copies.launch()
     copies.wait(marked.append)
     assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
     del captured

@@ -90,20 +90,21 @@ class CudaCopies:
         self._slot = slot
         self._events: list[tuple[torch.cuda.Event, int]] = []
         self._last: dict[torch.device, torch.cuda.Event] = {}
+        self._devices: set[torch.device] = set()
+        self._is_launched = False
 
     def launch(self) -> None:
         """Begin, once what the devices' current streams were told is done."""
         pin(self._slot)
-        ready: set[torch.device] = set()
         with torch.no_grad():
             for run in _runs_of(self._section):
                 held = _held(self._storages[run.storage])
                 assert held is not None
                 device = held[0].device
                 stream = _stream_of(device)
-                if device not in ready:
+                if device not in self._devices:
                     stream.wait_stream(torch.cuda.current_stream(device))
-                    ready.add(device)
+                    self._devices.add(device)
                 target = torch.from_numpy(np.frombuffer(self._slot.view(run.place, run.nbytes), np.uint8))
                 with torch.cuda.stream(stream):
                     target.copy_(_bytes_of(self._storages[run.storage], held, run), non_blocking=True)
@@ -111,6 +112,7 @@ class CudaCopies:
                     event.record(stream)
                 self._events.append((event, run.units_end))
                 self._last[device] = event
+        self._is_launched = True
 
     def hold(self) -> None:
         """Let the devices' current streams wait for the copies."""
@@ -125,6 +127,9 @@ class CudaCopies:
         """
         done = 0
         try:
+            for device in () if self._is_launched else self._devices:
+                # Ctrl-C may have come between a copy and its event.
+                _stream_of(device).synchronize()
             for event, units_end in self._events:
                 event.synchronize()
                 for unit in range(done, units_end):
@@ -134,7 +139,7 @@ class CudaCopies:
             raise BackendError(f"copying from a CUDA device failed: {error}", todo="see what the device says") from None
         finally:
             self._storages = ()
-        for unit in range(done, self._section.unit_count):
+        for unit in range(done, self._section.unit_count if self._is_launched else 0):
             mark(unit)
 
 

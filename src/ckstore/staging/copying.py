@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -57,16 +58,23 @@ class Crew:
         return self._waiters
 
     def send(self, work: Callable[[], None], count: int | None = None) -> None:
-        """Let threads call this, each once; it must not raise."""
+        """Let threads call this, each once, or one more often; it must not raise.
+
+        Where no thread can be started, for want of memory or while the interpreter ends, it is called right here.
+        """
         count = self.count if count is None else min(count, self.count)
-        try:
-            self.start(count)
-        except RuntimeError:
-            # While the interpreter ends, Python 3.12 starts no more threads: those that there are do as well.
+        is_sent = False
+        while not is_sent:
+            mine = self._work
+            with contextlib.suppress(RuntimeError):
+                self.start(count)
             if not self._threads:
-                raise
-        for _ in range(count):
-            self._work.put(work)
+                work()
+                return
+            for _ in range(count):
+                mine.put(work)
+            # Whoever closed the crew meanwhile has left its threads nothing but the word to end.
+            is_sent = mine is self._work
 
     def send_one(self, work: Callable[[], None]) -> None:
         """Let one thread call this; it must not raise."""
@@ -153,6 +161,11 @@ class HostCopy:
         self._error: BaseException | None = None
         self._is_cancelled = False
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, if anything did."""
+        return self._error
+
     def work(self) -> None:
         """Copy what nobody else has taken; never raises."""
         with self._lock:
@@ -189,14 +202,18 @@ class HostCopy:
         """Note what is to be copied, as it must be: all of it by checksums, if they are wanted; else some bytes."""
         if not self._is_checked and self.section.unit_count:
             self._samples = self._sampled(0)
-        for unit in range(self.section.unit_count if self._is_checked else 0):
+        # What is given up meanwhile lets go of its sources.
+        storages = self._storages
+        for unit in range(self.section.unit_count if self._is_checked and storages else 0):
             if unit not in self.checksums:
-                self.checksums.setdefault(unit, self._checksums_of(unit))
+                self.checksums.setdefault(unit, self._checksums_of(unit, storages))
 
     def changed_row(self) -> tuple[int, int] | None:
         """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
-        for unit, noted in list(self.checksums.items()):
-            for row, one, other in zip(self.section.rows_of(unit), noted, self._checksums_of(unit), strict=True):
+        storages = self._storages
+        for unit, noted in list(self.checksums.items()) if storages else ():
+            found = self._checksums_of(unit, storages)
+            for row, one, other in zip(self.section.rows_of(unit), noted, found, strict=True):
                 if one != other:
                     return row[0], row[1]
         return self._changed_row
@@ -224,9 +241,9 @@ class HostCopy:
         gather(wanted.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
         return found
 
-    def _checksums_of(self, unit: int) -> list[int]:
+    def _checksums_of(self, unit: int, storages: Sequence[HostStorage]) -> list[int]:
         return [
-            xxh3_64(self._storages[storage].read(offset, offset + nbytes))
+            xxh3_64(storages[storage].read(offset, offset + nbytes))
             for storage, offset, _, nbytes in self.section.rows_of(unit)
         ]
 

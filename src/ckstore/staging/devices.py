@@ -147,20 +147,18 @@ def _is_cuda(storage: HostStorage) -> bool:
 
 
 class _ReadCopies:
-    """Copies through the library's own way to the host, piece by piece."""
+    """Copies through the library's own way to the host, piece by piece, on the thread that launches them.
+
+    The library orders them with what that thread has told the device; another thread may be on another stream.
+    """
 
     def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
         self._section = section
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
+        self._unit_count = 0
 
     def launch(self) -> None:
-        """Do nothing: reading waits for what was launched before."""
-
-    def hold(self) -> None:
-        """Do nothing: this is over before training goes on."""
-
-    def wait(self, mark: Callable[[int], None]) -> None:
         """Copy everything."""
         # Whoever keeps this must not keep the state by it.
         storages, self._storages = self._storages, ()
@@ -168,4 +166,12 @@ class _ReadCopies:
             for index, offset, place, nbytes in self._section.rows_of(unit):
                 assert nbytes <= UNIT_NBYTES
                 kernels.copy_bytes(storages[index].read(offset, offset + nbytes), self._slot.view(place, nbytes))
+            self._unit_count = unit + 1
+
+    def hold(self) -> None:
+        """Do nothing: this is over before training goes on."""
+
+    def wait(self, mark: Callable[[int], None]) -> None:
+        """Mark what was copied."""
+        for unit in range(self._unit_count):
             mark(unit)

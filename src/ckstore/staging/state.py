@@ -68,11 +68,12 @@ class Staging:
         self._on_staged, self._on_failed = on_staged, on_failed
         self._lock = threading.Lock()
         self._checking = threading.Lock()
+        self._copying = threading.RLock()
         self._error: BaseException | None = None
         self._is_noted = self._is_ended = False
         sections = stowage.sections
         self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
-        self._versions = {kind: self._versions_now(kind) for kind in self._guarded}
+        self._versions = {kind: self._versions_now(kind, captured) for kind in self._guarded}
         self._host = [
             HostCopy(
                 sections[kind],
@@ -99,6 +100,10 @@ class Staging:
         Raises:
             CapacityError: There is no memory for it.
         """
+        with self._copying:
+            self._copy_now()
+
+    def _copy_now(self) -> None:
         now, lazy = self._host
         try:
             for copy in self._device[:1]:
@@ -106,8 +111,8 @@ class Staging:
             now.join(self._crew)
             for copy in self._device[:1]:
                 self._crew.waiters.see_through(copy.wait)
-            if self._error is not None:
-                raise self._error
+            if (error := self._error or now.error) is not None:
+                raise error
             for copy in self._device[1:]:
                 copy.launch()
                 self._crew.waiters.send_one(copy.wait)
@@ -133,8 +138,9 @@ class Staging:
 
     def finish(self) -> None:
         """Return when all is staged, or was given up."""
-        if not self._is_noted:
-            self.cancel(KeyboardInterrupt("while a state was copied"))
+        with self._copying:
+            if not self._is_noted:
+                self.cancel(KeyboardInterrupt("while a state was copied"))
         for copy in self._host:
             copy.join(self._crew)
         self._compare()
@@ -170,16 +176,15 @@ class Staging:
         for device in self._device:
             device.cancel(error)
 
-    def _versions_now(self, kind: int) -> list[int]:
-        assert self._captured is not None
-        return versions_of([self._captured.storages[index] for index in self._guarded[kind]])
+    def _versions_now(self, kind: int, captured: Captured) -> list[int]:
+        return versions_of([captured.storages[index] for index in self._guarded[kind]])
 
     def _seen_changed(self, kind: int) -> CorruptError | None:
         """Return an error if something was changed that a guard should have protected while it was copied."""
         captured, noted = self._captured, self._versions.get(kind)
         if captured is None or not noted:
             return None
-        for index, one, other in zip(self._guarded[kind], noted, self._versions_now(kind), strict=True):
+        for index, one, other in zip(self._guarded[kind], noted, self._versions_now(kind, captured), strict=True):
             if one != other:
                 return _changed_error(captured, index, 0)
         # What is changed through ``data``, or by a fused operation, counts nothing.
@@ -205,13 +210,12 @@ class Staging:
             captured = self._captured
             if not self._is_checked or captured is None:
                 return
-            row = self._host[1].changed_row()
+            row = self._host[1].changed_row() if self._error is None else None
             with self._lock:
-                if self._error is not None:
-                    return
+                if row is not None:
+                    self._error = self._error or _changed_error(captured, *row)
+                is_end = self._is_checked and self._left == 0
                 self._is_checked = False
-                self._error = None if row is None else _changed_error(captured, *row)
-                is_end = self._left == 0
             if is_end:
                 self._end()
 
