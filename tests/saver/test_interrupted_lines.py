@@ -68,8 +68,9 @@ class Witness(PretendSaver):
         self.ended = set()
 
     def staged(self, ticket):
-        for content in map(np.frombuffer, self.content(ticket), [np.uint8]):
-            self.seen.append((self.head(ticket).step, {int(content.min()), int(content.max())}))
+        for content in self.content(ticket):
+            values = np.frombuffer(content, np.uint8)
+            self.seen.append((self.head(ticket).step, {int(values.min()), int(values.max())}))
         super().staged(ticket)
 
     def finish(self, ticket, warnings=()):

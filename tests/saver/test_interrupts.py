@@ -21,26 +21,11 @@ from ckstore.staging import copying
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
-def test_ctrl_c_after_the_saver_was_told_and_before_anything_was_copied_gives_the_state_up(savers, folder, monkeypatch):
-    def interrupted(staging):
-        raise KeyboardInterrupt
-
-    state = noise(1)
-    with ckstore.open(folder) as store:
-        with monkeypatch.context() as context:
-            context.setattr("ckstore.staging.state.Staging.copy_now", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                store.commit_async(state, 1)
-        # The state goes on; nothing of it may ever be taken for that of step 1.
-        state["w0"][:] = 0
-        assert savers[0].aborted == [1]
-        store.commit_async(state, 2).result()
-        assert "staged" not in savers[0].calls[: savers[0].calls.index("abort")]
-        assert savers[0].calls.count("staged") == 1
-
-
-def test_ctrl_c_before_the_caller_has_the_pending_commit_gives_up_what_is_not_copied_yet(savers, folder, monkeypatch):
-    def interrupted(costs, pending):
+@pytest.mark.parametrize(
+    "place", ["ckstore.staging.state.Staging.copy_now", "ckstore.interval.Costs.watch"], ids=["nothing", "something"]
+)
+def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers, folder, monkeypatch, place):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     HeldCrew(monkeypatch)
@@ -48,12 +33,14 @@ def test_ctrl_c_before_the_caller_has_the_pending_commit_gives_up_what_is_not_co
     with ckstore.open(folder) as store:
         store._guarded = OwnerOfAll()
         with monkeypatch.context() as context:
-            context.setattr("ckstore.interval.Costs.watch", interrupted)
+            context.setattr(place, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.commit_async(state, 1)
+        # The state goes on; nothing of it may ever be taken for that of step 1.
         state["w0"][:] = 0
         assert savers[0].aborted == [1]
         store.commit_async(state, 2).result()
+        assert "staged" not in savers[0].calls[: savers[0].calls.index("abort")]
         assert savers[0].calls.count("staged") == 1
 
 

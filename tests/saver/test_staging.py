@@ -262,8 +262,8 @@ def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
     for copy in staged.staging._host:
         copy.join(crew)
     assert not staged.staging.is_over.is_set()
-    staged.staging.cancel(BackendError("the saver has died"))
-    assert staged.staging.is_over.wait(60)
+    staged.staging.give_up(BackendError("the saver has died"))
+    assert staged.staging.is_over.is_set()
     staged.staging.guard()
     staged.staging.finish()
     assert [str(each) for each in staged.told] == ["the saver has died"]
