@@ -37,6 +37,12 @@ def test_every_byte_has_one_place_and_no_row_crosses_a_unit(storages, data):
     for kind, section in enumerate(found.sections):
         assert section.begin % UNIT_NBYTES == 0
         assert section.firsts[-1] == len(section.rows)
+        excerpts = {row.place for row in found.samples if not row.width}
+        are_read = [
+            place in excerpts or found.places[index] + offset == place
+            for index, offset, place, _ in section.rows.tolist()
+        ]
+        assert are_read == [False] * section.apart + [True] * (len(section.rows) - section.apart)
         for unit in range(section.unit_count):
             for index, offset, place, nbytes in section.rows_of(unit):
                 assert place // UNIT_NBYTES == (place + nbytes - 1) // UNIT_NBYTES == section.first_unit + unit

@@ -54,12 +54,16 @@ class Committer:
         hello: Where to save, and for whom.
         tell: Sends a message to the trainer.
         on_lease: Called when the lease has been taken, before anything is read.
+        hold: Called after that with the ticket; returns when its commit may begin.
     """
 
-    def __init__(self, hello: messages.Hello, tell: Tell, on_lease: Callable[[], None]) -> None:
+    def __init__(
+        self, hello: messages.Hello, tell: Tell, on_lease: Callable[[], None], hold: Callable[[Ticket], None]
+    ) -> None:
         self._hello = hello
         self._tell = tell
         self._on_lease = on_lease
+        self._hold = hold
         self._parts: Parts | None = None
         self._lease: GatedLease | None = None
         self._bases = Bases()
@@ -174,10 +178,11 @@ class Committer:
         ticket.check()
         parts, head = self._parts, ticket.head
         self._hold_lease()
+        watch = _ToldStopwatch(parts.clock, ticket, self._tell)
+        self._hold(ticket)
         ticket.check()
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
-        watch = _ToldStopwatch(parts.clock, ticket, self._tell)
         request = Request(
             captured=ticket.captured(),
             step=head.step,

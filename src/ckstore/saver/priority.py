@@ -4,10 +4,11 @@ A saver that gives way has about a thirtieth of a processor that others want who
 goes on; a trainer that waits for it (for a result, a free slot, the end of the run) would wait thirty times too long
 where data loaders or other jobs keep every processor busy. Then it has the priority that it was started with.
 
-While a state is being copied it stands aside: the scheduler's idle class (sched(7), SCHED_IDLE) gives a processor up at
-once to any thread that wants it, and such a processor counts as free for the threads that copy; one that a nice process
-computes on does not, and they queue for the other. Measured (140 calls that wait until 2 GB are copied, on 2 cores): 19
-took more than 1.15 times a plain copy with it, 41 with niceness 19 alone; the medians are 0.9 either way.
+While a state is being copied, and from the end of the last commit on, it stands aside: the scheduler's idle class
+(sched(7), SCHED_IDLE) gives a processor up to any thread that wants it, and such a processor counts as free for the
+threads that copy; one that a nice process computes on does not, and they queue for the other. A thread that wakes in
+the idle class gets a processor until the next tick all the same, so where copies want all of them it is not woken at
+first (``Server._hold``).
 
 Getting priority back needs ``CAP_SYS_NICE`` or a limit (``ulimit -e``) that allows it, and ``CAP_SYS_ADMIN`` for
 autogroups; where that is refused, the saver stays as it is, and never stands aside: it would for ever.
@@ -19,6 +20,8 @@ import contextlib
 import os
 import threading
 from pathlib import Path
+
+from ckstore.store.lease import HEART_NAME
 
 NICE_MAX = 19
 
@@ -64,14 +67,15 @@ class Priority:
 
     def _set_all(self, added: int, is_idle: bool) -> None:
         nice = min(NICE_MAX, self._base + added)
+        # The thread that listens: what it hears is when this ends. And the lease's: others judge by it who lives.
+        awake = {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.name == HEART_NAME)}
         # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
         done: set[str] = set()
         while new := {thread.name for thread in Path("/proc/self/task").iterdir()} - done:
             for name in new:
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, int(name), nice)
-                # Not the thread that listens: what it hears is when this ends.
-                if self._may_stand_aside and int(name) != os.getpid():
+                if self._may_stand_aside and int(name) not in awake:
                     with contextlib.suppress(OSError):
                         os.sched_setscheduler(int(name), os.SCHED_IDLE if is_idle else os.SCHED_OTHER, _NORMAL)
             done |= new
@@ -79,6 +83,12 @@ class Priority:
             # A session has its own share where the kernel groups processes by session: niceness counts within it only.
             with contextlib.suppress(OSError):
                 Path("/proc/self/autogroup").write_text(str(min(NICE_MAX, self._group_base + added)))
+
+
+def keep_awake(thread: threading.Thread) -> None:
+    """Take a thread out of the idle class, which it has from its maker, where the system allows that."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(thread.native_id or 0, os.SCHED_OTHER, _NORMAL)
 
 
 def _may_leave_idle_class() -> bool:

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -24,6 +23,7 @@ from collections import deque
 from ckstore.errors import CkstoreError, MalformedError, SaverError
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
+from ckstore.saver.channel import Channel, LogToTrainer
 from ckstore.saver.committer import Committer
 from ckstore.saver.head import decode_head
 from ckstore.saver.messages import Message
@@ -33,68 +33,18 @@ from ckstore.saver.state import Board, Ticket
 
 _log = logging.getLogger("ckstore")
 
-LOG_WAIT_MS = 1000
-"""How long a log record may wait for a trainer that does not read, before it goes to stderr."""
+BELL_PAUSE_MS = 1
+"""After the bell has rung, until it is listened for again: it rings some ten times as often while a state is copied."""
 
+HOLD_SECONDS = 0.2
+"""For a state to be copied before its commit begins, where that takes every processor; a plain copy of 2 GB takes
+0.05 to 0.12 s on two (``stall_blocking`` in docs/BENCH.md)."""
+
+HOLD_BELL_PAUSE_MS = 10
+"""The same as ``BELL_PAUSE_MS`` until then: nobody reads what has come."""
 
 _Job = Ticket | messages.Release | messages.Forget
 """What the committing thread does, one after the other."""
-
-
-class Channel:
-    """What the saver says; from any thread, and to stderr when the trainer is gone."""
-
-    def __init__(self, end: socket.socket, trainer: Watch) -> None:
-        self._end = end
-        self._trainer = trainer
-
-    def tell(self, message: Message, *, wait_ms: int | None = None) -> bool:
-        """Send a message, waiting for a trainer that does not read; return whether it was sent.
-
-        Args:
-            message: What to send.
-            wait_ms: How long to wait; 0: not at all; None: as long as the trainer lives.
-        """
-        while True:
-            try:
-                messages.send(self._end, message)
-                return True
-            except BlockingIOError:
-                if wait_ms == 0 or not self._wait(wait_ms):
-                    return False
-            except OSError:
-                return False
-
-    def _wait(self, wait_ms: int | None) -> bool:
-        poll = select.poll()
-        poll.register(self._end, select.POLLOUT)
-        if self._trainer.fd >= 0:
-            poll.register(self._trainer.fd, select.POLLIN)
-        while True:
-            ready = poll.poll(self._trainer.timeout_ms if wait_ms is None else wait_ms)
-            if any(fd == self._end.fileno() for fd, _ in ready):
-                return True
-            if wait_ms is not None or not self._trainer.is_alive:
-                return False
-
-
-class _LogToTrainer(logging.Handler):
-    """Sends log records to the trainer; to stderr where that cannot be."""
-
-    def __init__(self, channel: Channel, level: int) -> None:
-        super().__init__(level)
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send one record; never raises."""
-        try:
-            text = self.format(record)
-            if not self._channel.tell(messages.log_of(record.levelno, text), wait_ms=LOG_WAIT_MS):
-                sys.stderr.write(f"ckstore saver (pid {os.getpid()}): {text}\n")
-                sys.stderr.flush()
-        except Exception:
-            # Whoever read stderr may be gone too.
-            return
 
 
 class Server:
@@ -106,6 +56,8 @@ class Server:
         self._arena = arena
         self._priority = priority
         self._is_hurried = False
+        self._hurried_last = 0
+        """The last ticket that there was when somebody waited."""
         self._trainer = Watch(hello.trainer_pid, hello.trainer_started)
         self.channel = Channel(end, self._trainer)
         self._board = Board()
@@ -113,7 +65,7 @@ class Server:
         self._telling = threading.Lock()
         """Nothing is told of a ticket after its end."""
         self._jobs: deque[_Job] = deque()
-        self._is_working = False
+        self._is_working = self._is_holding = False
         self._has_heard = False
         self._is_ending = False
         self._is_over = False
@@ -122,7 +74,7 @@ class Server:
         self._last = 0
         self._ended: set[int] = set()
         """Tickets that have ended, and whose slots were not given back; the committing thread's."""
-        self._committer = Committer(hello, self.channel.tell, self._grant)
+        self._committer = Committer(hello, self.channel.tell, self._grant, self._hold)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
@@ -155,26 +107,37 @@ class Server:
     # The listening thread
 
     def _serve(self) -> None:
-        poll = select.poll()
-        for fd in (self._end.fileno(), self._bell, self._trainer.fd):
+        without_bell, poll = select.poll(), select.poll()
+        for fd in (self._end.fileno(), self._trainer.fd):
             if fd >= 0:
+                without_bell.register(fd, select.POLLIN)
                 poll.register(fd, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
         while not (self._is_ending and self._has_heard and self._is_idle()):
             # First whether it is dead, then what it said: all that it said before counts.
             is_alive = self._trainer.is_alive
+            has_rung = self._has_rung()
             is_open = self._hear()
             self._has_heard = True
+            # No other thread does it: one that put itself aside would hold up whoever wants what it has locked.
+            self._set_priority()
             self._board.tell()
             if not (is_alive and is_open):
                 # A socket that nobody holds any more is the end too: nobody could stage or ask for anything.
                 self._lose_trainer()
                 return
             if not (self._is_ending and self._is_idle()):
+                if has_rung:
+                    without_bell.poll(HOLD_BELL_PAUSE_MS if self._is_holding else BELL_PAUSE_MS)
                 poll.poll(self._trainer.timeout_ms)
 
+    def _has_rung(self) -> bool:
+        try:
+            return os.eventfd_read(self._bell) > 0
+        except BlockingIOError:
+            return False
+
     def _hear(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
         while True:
             try:
                 message = messages.receive(self._end, messages.TO_SAVER)
@@ -199,7 +162,10 @@ class Server:
             self._hurry()
         elif not isinstance(message, messages.Staged):
             raise MalformedError(f"a {type(message).__name__} message came where none belongs")
-        self._set_priority()
+        with self._changed:
+            self._set_priority()
+            if self._is_holding:
+                self._changed.notify_all()
 
     def _begin(self, message: messages.Begin) -> None:
         if message.ticket <= self._last or message.slot >= len(self._arena.slots):
@@ -254,31 +220,36 @@ class Server:
 
     def _hurry(self) -> None:
         with self._changed:
-            if self._is_hurried or not (self._jobs or self._is_working):
+            if not (self._jobs or self._is_working):
                 return
-            self._is_hurried = True
-        self._set_priority()
+            self._is_hurried, self._hurried_last = True, self._last
+            self._set_priority()
+            self._changed.notify_all()
 
     def _set_priority(self) -> None:
-        """Hurry while somebody waits, stand aside while a state is being copied, and give way otherwise."""
+        """Hurry while somebody waits; stand aside while a state is copied, or nothing is to do; give way otherwise."""
         with self._changed:
-            if self._is_hurried:
+            is_idle = not (self._jobs or self._is_working)
+            if self._is_hurried or self._is_over or (self._is_ending and is_idle):
                 self._priority.hurry()
-            elif any(ticket.is_coming for ticket in self._tickets.values()):
+            elif is_idle or any(ticket.is_coming for ticket in self._tickets.values()):
+                # Before the next state comes: told by its first message, threads would compute on until they heard.
                 self._priority.stand_aside()
             else:
                 self._priority.give_way()
 
     def _lose_trainer(self) -> None:
         # Nobody trains any more, and whoever starts the run again has to wait.
-        self._hurry()
-        self._board.tell_gone()
         self._is_ending = True
+        self._hurry()
+        self._set_priority()
+        self._board.tell_gone()
         self._committer.disown()
 
     def _finish(self) -> None:
         with self._changed:
             self._is_over = True
+            self._set_priority()
             self._changed.notify_all()
         self._worker.join()
 
@@ -287,6 +258,8 @@ class Server:
     def _add(self, job: _Job) -> None:
         with self._changed:
             self._jobs.append(job)
+            # Before it wakes: it might lock something, and have no processor to unlock it.
+            self._set_priority()
             self._changed.notify_all()
 
     def _is_idle(self) -> bool:
@@ -318,10 +291,8 @@ class Server:
         while True:
             with self._changed:
                 self._is_working = False
-                self._is_hurried = self._is_hurried and bool(self._jobs)
-            self._set_priority()
-            with self._changed:
-                # Whoever listens may be waiting for this one to end.
+                self._is_hurried = self._is_hurried and any(map(self._is_waited_for, self._jobs))
+                # Whoever listens may be waiting for this one to end, and says what priority comes next.
                 os.eventfd_write(self._bell, 1)
                 self._changed.wait_for(lambda: self._jobs or self._is_over)
                 if not self._jobs:
@@ -341,6 +312,23 @@ class Server:
                 self._committer.release()
                 self._free_slots()
                 self.channel.tell(messages.Released())
+
+    def _is_waited_for(self, job: _Job) -> bool:
+        """Whether whoever has waited since the last idle moment waits for this one too."""
+        return isinstance(job, messages.Release | messages.Forget) or job.number <= self._hurried_last
+
+    def _hold(self, ticket: Ticket) -> None:
+        """Let a state be copied first, for a while, where the threads that copy it want every processor.
+
+        A thread of the idle class that wakes gets one to the next tick of the scheduler, milliseconds, whoever else
+        wants it; so would the many that wake for what has come, and a call that waits for the copies with them.
+        """
+        if ticket.head.policy.staging_thread_count < len(os.sched_getaffinity(0)):
+            return
+        with self._changed:
+            self._is_holding = True
+            self._changed.wait_for(lambda: self._is_hurried or not ticket.is_coming, HOLD_SECONDS)
+            self._is_holding = False
 
     def _free_slots(self) -> None:
         """Give back the slots of tickets that have ended, and that hold nothing of what the next one wants."""
@@ -365,7 +353,7 @@ def main(fds: list[int]) -> int:
     priority = Priority(message.nice)
     priority.give_way()
     server = Server(end, bell, Arena.attach(arena_fd), message, priority)
-    _log.addHandler(_LogToTrainer(server.channel, message.log_level))
+    _log.addHandler(LogToTrainer(server.channel, message.log_level))
     _log.setLevel(message.log_level)
     _log.propagate = False
     end_without_threads()

@@ -19,6 +19,7 @@ from ckstore.io.backend import Backend
 from ckstore.plan import StorageShape, plan_commit
 from ckstore.saver.arena import STAGED, TAKEN, Slot
 from ckstore.saver.head import Head, SampleRow, StorageRow
+from ckstore.saver.priority import keep_awake
 from ckstore.store.lease import Lease
 from ckstore.survey import sampled_of, units_of
 
@@ -208,6 +209,12 @@ class GatedLease(Lease):
     def __init__(self, backend: Backend, run: str, clock: Clock) -> None:
         super().__init__(backend, run, clock)
         self.gate: Callable[[], None] = lambda: None
+
+    def _start_heart(self) -> None:
+        super()._start_heart()
+        # Whoever renews a lease waits for a beat that is being written.
+        if self._heart is not None:
+            keep_awake(self._heart)
 
     def check(self) -> None:
         """Look at the lease again, before publishing, and wait until all is staged.

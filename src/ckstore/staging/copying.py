@@ -223,17 +223,21 @@ class HostCopy:
         noted = self._samples
         if noted is None:
             return None
-        rows = np.flatnonzero((noted != self._sampled(1)).any(axis=1))
+        rows = self.section.apart + np.flatnonzero((noted != self._sampled(1)).any(axis=1))
         return (int(self.section.rows[rows[0], 0]), int(self.section.rows[rows[0], 1])) if rows.size else None
 
     def _sampled(self, side: int) -> NDArray[np.uint8]:
-        """Return the first and the last bytes of each row, of its source (0) or of its copy (1)."""
-        count = len(self._table)
+        """Return the first and the last bytes of each row, of its source (0) or of its copy (1).
+
+        But not of samples of chunks: nothing that is stored is read from there, and they have ten times as many rows.
+        """
+        table = self._table[self.section.apart :]
+        count = len(table)
         found = np.zeros((count, 2 * _SAMPLE_NBYTES), np.uint8)
         wanted = np.empty((count, 2, 3), np.uint64)
-        length = np.minimum(self._table[:, 2], np.uint64(_SAMPLE_NBYTES))
-        wanted[:, 0, 0] = self._table[:, side]
-        wanted[:, 1, 0] = self._table[:, side] + self._table[:, 2] - length
+        length = np.minimum(table[:, 2], np.uint64(_SAMPLE_NBYTES))
+        wanted[:, 0, 0] = table[:, side]
+        wanted[:, 1, 0] = table[:, side] + table[:, 2] - length
         into = np.arange(2 * count, dtype=np.uint64).reshape(count, 2) * np.uint64(_SAMPLE_NBYTES)
         wanted[:, :, 1] = into + np.uint64(found.ctypes.data)
         wanted[:, :, 2] = length[:, None]

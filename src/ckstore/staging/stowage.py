@@ -43,11 +43,13 @@ class Section:
         begin: Where the first unit lies.
         firsts: The first row of each unit, and the number of rows.
         rows: Storage, offset in it, place in the slot, length; no row crosses the end of a unit.
+        apart: How many of them, the first ones, are samples of chunks: nothing that is stored is read from there.
     """
 
     begin: int
     firsts: NDArray[np.uint64]
     rows: NDArray[np.int64]
+    apart: int = 0
     storages: tuple[int, ...] = field(init=False)
     """The storages that it holds something of, ascending."""
 
@@ -127,6 +129,7 @@ def stow(storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterab
         loader.begin()
         for each in apart.get(kind, ()):
             loader.add_sample(*each)
+        loader.end_samples()
         indices = [index for index, its in enumerate(kinds) if its == kind]
         if kind in apart:
             for index in indices:
@@ -160,11 +163,16 @@ class _Loader:
         self.end = 0
         self._begin = 0
         self._rows: list[Row] = []
+        self._apart = 0
 
     def begin(self) -> None:
         """Begin a section."""
         self.end = self._begin = _aligned(self.end, UNIT_NBYTES)
         self._rows = []
+
+    def end_samples(self) -> None:
+        """Take note that all samples of the section's chunks are laid down."""
+        self._apart = len(self._rows)
 
     def section(self) -> Section:
         """End it."""
@@ -172,7 +180,7 @@ class _Loader:
         self.end = _aligned(self.end, UNIT_NBYTES)
         units = np.arange(self._begin // UNIT_NBYTES, self.end // UNIT_NBYTES + 1)
         firsts = np.searchsorted(rows[:, _PLACE] // UNIT_NBYTES, units).astype(np.uint64)
-        return Section(self._begin, firsts, rows)
+        return Section(self._begin, firsts, rows, self._apart)
 
     def add_storage(self, index: int) -> None:
         """Lay down a storage."""

@@ -36,6 +36,9 @@ HEARTBEAT_SECONDS = 3.0
 STALE_SECONDS = 15.0
 """A heartbeat that stands still for this long belongs to a dead holder: five beats."""
 
+HEART_NAME = "ckstore-lease"
+"""Of the thread that beats."""
+
 ORPHAN_POLL_SECONDS = 0.05
 ORPHAN_PATIENCE_SECONDS = 10.0
 """Whoever waits for an orphan is told so at once, and again after every so many seconds."""
@@ -326,9 +329,7 @@ class Lease:
 
     def _start_heart(self) -> None:
         self._stop = threading.Event()
-        self._heart = threading.Thread(
-            target=_beat, args=(weakref.ref(self), self._stop), name="ckstore-lease", daemon=True
-        )
+        self._heart = threading.Thread(target=_beat, args=(weakref.ref(self), self._stop), name=HEART_NAME, daemon=True)
         self._heart.start()
 
     def renew(self) -> None:

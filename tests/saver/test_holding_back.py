@@ -1,0 +1,218 @@
+"""A saver that nobody runs: which priority it takes, when a commit begins, how often it hears the bell."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from rig import SECONDS_MAX, until
+
+import ckstore
+from ckstore.errors import SaverError
+from ckstore.saver import messages
+from ckstore.saver import server as saver_server
+from ckstore.saver.arena import Arena
+from ckstore.saver.committer import Committer
+from ckstore.saver.server import Server
+
+NICE = 7
+
+
+@pytest.fixture
+def address(folder):
+    ckstore.open(folder).close()
+    return folder
+
+
+class Noted:
+    """A priority that only notes what it is asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def give_way(self):
+        self.calls.append("give way")
+
+    def stand_aside(self):
+        self.calls.append("stand aside")
+
+    def hurry(self):
+        self.calls.append("hurry")
+
+
+@pytest.fixture
+def server(address):
+    """Return a server that nobody runs, and that only notes its priority."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    arena = Arena.create(slot_count=1)
+    hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", NICE, 30)
+    found = Server(theirs, bell, arena, hello, Noted())
+    found.trainers_end = ours
+    yield found
+    for end in (ours, theirs):
+        end.close()
+    os.close(bell)
+    found._trainer.close()
+    arena.close()
+
+
+class Coming:
+    """A ticket, as far as priorities look at it."""
+
+    def __init__(self, *, number=1, threads=2):
+        self.number, self.is_coming = number, True
+        self.head = SimpleNamespace(policy=ckstore.Policy(staging_threads=threads))
+
+    def abort(self):
+        self.is_coming = False
+
+
+def test_priority_follows_from_what_there_is_to_do(server):
+    ticket = Coming()
+    server._tickets[1] = ticket
+    server._is_working = True
+    server._set_priority()
+    ticket.is_coming = False
+    server._set_priority()
+    server._is_hurried = True
+    server._set_priority()
+    server._is_hurried = server._is_working = False
+    server._set_priority()
+    server._is_over = True
+    server._set_priority()
+    assert server._priority.calls == ["stand aside", "give way", "hurry", "stand aside", "hurry"]
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Let commits hold back for longer than any test waits, on a machine of two processors."""
+    monkeypatch.setattr(saver_server, "HOLD_SECONDS", 20 * SECONDS_MAX)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+
+
+def holding(server, ticket):
+    """Return a thread that lets a state be copied first, as soon as it waits for that."""
+    thread = threading.Thread(target=server._hold, args=(ticket,), daemon=True)
+    thread.start()
+    until(lambda: server._is_holding, "a saver that holds back")
+    return thread
+
+
+def assert_goes_on(thread):
+    thread.join(SECONDS_MAX)
+    assert not thread.is_alive()
+
+
+def test_commit_does_not_begin_before_its_state_is_copied(server, patient):
+    ticket = server._tickets[1] = Coming()
+    server._is_working = True
+    thread = holding(server, ticket)
+    server._take(messages.Forget())
+    thread.join(0.1)
+    assert thread.is_alive(), "what else is said does not end the wait"
+    assert set(server._priority.calls) == {"stand aside"}
+    ticket.is_coming = False
+    server._take(messages.Staged(1))
+    assert_goes_on(thread)
+    assert server._priority.calls[-1] == "give way"
+
+
+def test_commit_that_is_given_up_before_it_begins_ends_at_once(server, patient):
+    ticket = server._tickets[1] = Coming()
+    server._is_working = True
+    thread = holding(server, ticket)
+    server._take(messages.Abort(1))
+    assert_goes_on(thread)
+    assert server._priority.calls[-1] == "give way"
+
+
+def test_commit_that_somebody_waits_for_begins_at_once(server, patient):
+    thread = holding(server, Coming())
+    server._is_working = True
+    server._take(messages.Hurry())
+    assert_goes_on(thread)
+
+
+def test_commit_whose_trainer_dies_goes_on_at_once(server, patient):
+    thread = holding(server, Coming())
+    server._is_working = True
+    server._lose_trainer()
+    assert_goes_on(thread)
+
+
+def test_commit_begins_before_a_state_is_copied_that_takes_long(server, patient, monkeypatch):
+    monkeypatch.setattr(saver_server, "HOLD_SECONDS", 0.05)
+    begun = time.monotonic()
+    server._hold(Coming())
+    assert 0.04 < time.monotonic() - begun < SECONDS_MAX
+
+
+def test_commit_begins_at_once_where_copies_leave_a_processor(server, patient):
+    thread = threading.Thread(target=server._hold, args=(Coming(threads=1),), daemon=True)
+    thread.start()
+    assert_goes_on(thread)
+
+
+def test_lease_is_held_before_a_commit_holds_back(address):
+    """What is staged meanwhile is published if the trainer dies: that is told by the lease."""
+    told = []
+
+    def hold(_):
+        told.append("held back")
+        raise SaverError("far enough")
+
+    hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", NICE, 30)
+    committer = Committer(hello, lambda *_, **__: True, lambda: told.append(f"lease {committer.holds_lease}"), hold)
+    committer.open()
+    head = SimpleNamespace(step=1)
+    ticket = SimpleNamespace(number=1, head=head, parents=(None, 0), is_aborted=False, check=lambda: None, nbytes=0)
+    committer.commit(ticket)
+    committer.close()
+    assert told == ["lease True", "held back"]
+
+
+def test_hurry_is_for_what_there_was_and_not_for_what_comes_later(server):
+    server._last, server._is_working = 4, True
+    server._take(messages.Hurry())
+    assert server._is_waited_for(Coming(number=4))
+    assert not server._is_waited_for(Coming(number=5))
+    assert server._is_waited_for(messages.Release())
+
+
+def test_bell_that_rings_for_every_unit_is_heard_once_a_millisecond(server):
+    heard = []
+    hear = server._hear
+    server._hear = lambda: heard.append(time.monotonic()) or hear()
+    thread = threading.Thread(target=server._serve, daemon=True)
+    thread.start()
+    rung = 300
+    for _ in range(rung):
+        os.eventfd_write(server._bell, 1)
+        time.sleep(0.0001)
+    server.trainers_end.close()
+    thread.join(SECONDS_MAX)
+    assert not thread.is_alive()
+    most = 1000 * (heard[-1] - heard[0]) / saver_server.BELL_PAUSE_MS
+    assert len(heard) <= most + 3, (len(heard), most)
+
+
+def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(server):
+    """Nobody trains any more, and whoever starts the run again waits for it."""
+    server._hurry()
+    assert server._priority.calls == []
+    server._is_working = True
+    server._lose_trainer()
+    assert set(server._priority.calls) == {"hurry"}
+
+
+def test_saver_that_is_ending_hurries_though_nothing_is_left(server):
+    server._is_ending = True
+    server._set_priority()
+    server._is_ending = False
+    server._lose_trainer()
+    assert set(server._priority.calls) == {"hurry"}
