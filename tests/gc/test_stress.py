@@ -16,6 +16,7 @@ import pytest
 
 COUNT = int(os.environ.get("CKSTORE_TEST_STRESS_COUNT", "5000"))
 FOLDER = Path(__file__).parent
+STORMS_MAX = 20
 
 
 def stress(count, *, seed, without=None):
@@ -60,9 +61,11 @@ def test_nothing_is_lost_in_a_long_storm(tell):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
 def test_storm_finds_a_protocol_without_one_of_its_steps(without):
-    for seed in range(1, 6):
+    # One storm finds it nearly always on an idle machine; on one that is busy otherwise, collectors and writers meet
+    # less often: a storm without "recheck" found it in one of three beside four spinning processes.
+    for seed in range(1, STORMS_MAX + 1):
         code, _, lines = stress(600, seed=seed, without=without)
         if code:
             assert any("acknowledged" in line for line in lines)
             return
-    raise AssertionError("no seed has found it")
+    raise AssertionError(f"none of {STORMS_MAX} storms has found it")
