@@ -125,8 +125,31 @@ def multiply_floats(
     cols: int,
     right_is_turned: bool = False,
     out_is_turned: bool = False,
+    rounds: bool = False,
 ) -> None:
     """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``."""
+
+def multiply_floats_portably(
+    left: Buffer,
+    right: Buffer,
+    out: Buffer,
+    rows: int,
+    inner: int,
+    cols: int,
+    right_is_turned: bool = False,
+    out_is_turned: bool = False,
+    rounds: bool = False,
+) -> None:
+    """Write the same without instructions that not every processor has."""
+
+def multiply_words(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
+    """Write the product of two matrices of int16 as fp32."""
+
+def multiply_words_portably(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
+    """Write the same without instructions that not every processor has."""
+
+def inverse_root(matrix: Buffer, inverse: Buffer) -> bool:
+    """Write the inverse of the lower triangular root of a symmetric matrix of fp64; the matrix is used up."""
 
 def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:
     """Write the eigenvectors of a symmetric matrix of fp64 as rows, and their values; the matrix is used up."""

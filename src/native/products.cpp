@@ -21,32 +21,49 @@ struct Strides {
     std::size_t row, col;
 };
 
+// How factors are read: as they are, or as the nearest bf16.
+struct Plain {
+    static CKSTORE_INLINE float of(float value) { return value; }
+    static CKSTORE_INLINE float of(std::int16_t value) { return static_cast<float>(value); }
+};
+
+struct Rounded {
+    static CKSTORE_INLINE float of(float value) {
+        std::uint32_t word;
+        std::memcpy(&word, &value, sizeof word);
+        word = (word + 0x7FFFu + ((word >> 16) & 1u)) & 0xFFFF0000u;
+        std::memcpy(&value, &word, sizeof word);
+        return value;
+    }
+};
+
 // Columns of a part of the right matrix, one after another in each row.
-CKSTORE_INLINE void pack_panel(const float *right, Strides strides, std::size_t inner, std::size_t width, float *panel) {
+template <class Read, class Number>
+CKSTORE_INLINE void pack_panel(const Number *right, Strides strides, std::size_t inner, std::size_t width, float *panel) {
     if (strides.col != 1) {
         for (std::size_t j = 0; j < kCols; ++j) {
-            const float *column = right + j * strides.col;
+            const Number *column = right + j * strides.col;
             for (std::size_t k = 0; k < inner; ++k) {
-                panel[k * kCols + j] = j < width ? column[k * strides.row] : 0.0f;
+                panel[k * kCols + j] = j < width ? Read::of(column[k * strides.row]) : 0.0f;
             }
         }
         return;
     }
     for (std::size_t k = 0; k < inner; ++k) {
         for (std::size_t j = 0; j < kCols; ++j) {
-            panel[k * kCols + j] = j < width ? right[k * strides.row + j] : 0.0f;
+            panel[k * kCols + j] = j < width ? Read::of(right[k * strides.row + j]) : 0.0f;
         }
     }
 }
 
 // One tile. Every sum is made in the order of `k`, whatever the size of the tile: which one is taken changes no bit.
 template <std::size_t kCount>
-CKSTORE_INLINE void multiply_tile(const float *left, std::size_t stride, const float *panel, std::size_t inner,
-                                  float *out, Strides strides, std::size_t width, bool is_first) {
+CKSTORE_INLINE void multiply_tile(const float *left, const float *panel, std::size_t inner, float *out, Strides strides,
+                                  std::size_t width, bool is_first) {
     float sums[kCount][kCols] = {};
     for (std::size_t k = 0; k < inner; ++k) {
         for (std::size_t i = 0; i < kCount; ++i) {
-            const float factor = left[i * stride + k];
+            const float factor = left[i * kInner + k];
             for (std::size_t j = 0; j < kCols; ++j) {
                 sums[i][j] += factor * panel[k * kCols + j];
             }
@@ -69,21 +86,26 @@ CKSTORE_INLINE void multiply_tile(const float *left, std::size_t stride, const f
     }
 }
 
-template <std::size_t kRows>
-CKSTORE_INLINE void multiply_panels(const float *left, const float *right, Strides of_right, float *out, Strides of_out,
-                                    std::size_t rows, std::size_t inner, std::size_t cols) {
-    float panel[kInner * kCols];
+template <std::size_t kRows, class Read, class Number>
+CKSTORE_INLINE void multiply_panels(const Number *left, const Number *right, Strides of_right, float *out,
+                                    Strides of_out, std::size_t rows, std::size_t inner, std::size_t cols) {
+    float panel[kInner * kCols], tile[kRows * kInner];
     for (std::size_t k = 0; k < inner; k += kInner) {
         const std::size_t depth = inner - k < kInner ? inner - k : kInner;
         for (std::size_t j = 0; j < cols; j += kCols) {
             const std::size_t width = cols - j < kCols ? cols - j : kCols;
-            pack_panel(right + k * of_right.row + j * of_right.col, of_right, depth, width, panel);
+            pack_panel<Read>(right + k * of_right.row + j * of_right.col, of_right, depth, width, panel);
             std::size_t i = 0;
             const auto multiply = [&](auto count) {
                 constexpr std::size_t kCount = decltype(count)::value;
                 for (; i + kCount <= rows; i += kCount) {
-                    multiply_tile<kCount>(left + i * inner + k, inner, panel, depth,
-                                          out + i * of_out.row + j * of_out.col, of_out, width, k == 0);
+                    for (std::size_t r = 0; r < kCount; ++r) {
+                        for (std::size_t d = 0; d < depth; ++d) {
+                            tile[r * kInner + d] = Read::of(left[(i + r) * inner + k + d]);
+                        }
+                    }
+                    multiply_tile<kCount>(tile, panel, depth, out + i * of_out.row + j * of_out.col, of_out, width,
+                                          k == 0);
                 }
             };
             multiply(std::integral_constant<std::size_t, kRows>());
@@ -93,17 +115,28 @@ CKSTORE_INLINE void multiply_panels(const float *left, const float *right, Strid
     }
 }
 
+CKSTORE_CLONES void multiply_words_narrow(const std::int16_t *left, const std::int16_t *right, Strides strides,
+                                          float *out, std::size_t rows, std::size_t inner, std::size_t cols) {
+    multiply_panels<4, Plain>(left, right, strides, out, strides, rows, inner, cols);
+}
+
 CKSTORE_CLONES void multiply_narrow(const float *left, const float *right, Strides of_right, float *out, Strides of_out,
-                                    std::size_t rows, std::size_t inner, std::size_t cols) {
-    multiply_panels<4>(left, right, of_right, out, of_out, rows, inner, cols);
+                                    std::size_t rows, std::size_t inner, std::size_t cols, bool rounds) {
+    if (rounds) {
+        return multiply_panels<4, Rounded>(left, right, of_right, out, of_out, rows, inner, cols);
+    }
+    multiply_panels<4, Plain>(left, right, of_right, out, of_out, rows, inner, cols);
 }
 
 #if defined(CKSTORE_HAS_WIDE)
 // 12 rows by 32 columns are 24 of the 32 registers of 64 bytes.
 __attribute__((target("arch=x86-64-v4"))) void multiply_wide(const float *left, const float *right, Strides of_right,
                                                              float *out, Strides of_out, std::size_t rows,
-                                                             std::size_t inner, std::size_t cols) {
-    multiply_panels<12>(left, right, of_right, out, of_out, rows, inner, cols);
+                                                             std::size_t inner, std::size_t cols, bool rounds) {
+    if (rounds) {
+        return multiply_panels<12, Rounded>(left, right, of_right, out, of_out, rows, inner, cols);
+    }
+    multiply_panels<12, Plain>(left, right, of_right, out, of_out, rows, inner, cols);
 }
 
 bool has_wide() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"); }
@@ -146,13 +179,18 @@ CKSTORE_CLONES void make_tridiagonal(double *a, double *z, double *d, double *e,
             e[k] = a[(k + 1) * n + k];
             continue;
         }
+        // By rows, which are the columns as well: sums that wait for each other take four times as long.
+        for (std::size_t j = k + 1; j < n; ++j) {
+            w[j] = 0.0;
+        }
+        for (std::size_t i = k + 1; i < n; ++i) {
+            for (std::size_t j = k + 1; j < n; ++j) {
+                w[j] += v[i] * a[i * n + j];
+            }
+        }
         double inner = 0.0;
         for (std::size_t i = k + 1; i < n; ++i) {
-            double sum = 0.0;
-            for (std::size_t j = k + 1; j < n; ++j) {
-                sum += a[i * n + j] * v[j];
-            }
-            w[i] = beta * sum;
+            w[i] *= beta;
             inner += w[i] * v[i];
         }
         const double half = 0.5 * beta * inner;
@@ -183,7 +221,8 @@ CKSTORE_CLONES void step_ql(double *z, double *d, double *e, std::size_t first, 
     double s = 1.0, c = 1.0, p = 0.0;
     for (std::size_t i = last; i-- > first;) {
         const double f = s * e[i], b = c * e[i];
-        const double r = std::hypot(f, g);
+        // The greatest entry is about 1: what is lost below 1e-154 is nothing beside it.
+        const double r = std::sqrt(f * f + g * g);
         e[i + 1] = r;
         if (r == 0.0) {
             d[i + 1] -= p;
@@ -211,20 +250,80 @@ CKSTORE_CLONES void step_ql(double *z, double *d, double *e, std::size_t first, 
 
 }  // namespace
 
-void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
-                     std::size_t cols, bool right_is_turned, bool out_is_turned) {
+void multiply_floats_portably(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
+                              std::size_t cols, bool right_is_turned, bool out_is_turned, bool rounds) {
+    const Strides of_right = right_is_turned ? Strides{1, inner} : Strides{cols, 1};
+    const Strides of_out = out_is_turned ? Strides{1, rows} : Strides{cols, 1};
     if (inner == 0) {
         std::memset(out, 0, rows * cols * sizeof(float));
         return;
     }
-    const Strides of_right = right_is_turned ? Strides{1, inner} : Strides{cols, 1};
-    const Strides of_out = out_is_turned ? Strides{1, rows} : Strides{cols, 1};
+    multiply_narrow(left, right, of_right, out, of_out, rows, inner, cols, rounds);
+}
+
+void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
+                     std::size_t cols, bool right_is_turned, bool out_is_turned, bool rounds) {
 #if defined(CKSTORE_HAS_WIDE)
-    if (has_wide()) {
-        return multiply_wide(left, right, of_right, out, of_out, rows, inner, cols);
+    if (inner != 0 && has_pairs()) {
+        return multiply_in_lanes(left, right, out, rows, inner, cols, right_is_turned, out_is_turned, rounds);
+    }
+    if (inner != 0 && has_wide()) {
+        const Strides of_right = right_is_turned ? Strides{1, inner} : Strides{cols, 1};
+        const Strides of_out = out_is_turned ? Strides{1, rows} : Strides{cols, 1};
+        return multiply_wide(left, right, of_right, out, of_out, rows, inner, cols, rounds);
     }
 #endif
-    multiply_narrow(left, right, of_right, out, of_out, rows, inner, cols);
+    multiply_floats_portably(left, right, out, rows, inner, cols, right_is_turned, out_is_turned, rounds);
+}
+
+void multiply_words_portably(const std::int16_t *left, const std::int16_t *right, float *out, std::size_t rows,
+                             std::size_t inner, std::size_t cols) {
+    if (inner == 0) {
+        std::memset(out, 0, rows * cols * sizeof(float));
+        return;
+    }
+    multiply_words_narrow(left, right, Strides{cols, 1}, out, rows, inner, cols);
+}
+
+void multiply_words(const std::int16_t *left, const std::int16_t *right, float *out, std::size_t rows,
+                    std::size_t inner, std::size_t cols) {
+#if defined(CKSTORE_HAS_WIDE)
+    if (inner != 0 && has_pairs()) {
+        return multiply_words_in_lanes(left, right, out, rows, inner, cols);
+    }
+#endif
+    multiply_words_portably(left, right, out, rows, inner, cols);
+}
+
+CKSTORE_CLONES bool inverse_root(double *matrix, double *inverse, std::size_t n) {
+    // By rows throughout: what is subtracted from a row is a multiple of one above it, of the factor and of its inverse.
+    std::memset(inverse, 0, n * n * sizeof(double));
+    for (std::size_t k = 0; k < n; ++k) {
+        double *row = matrix + k * n, *of_inverse = inverse + k * n;
+        const double pivot = row[k];
+        if (!(pivot > 0.0) || !std::isfinite(pivot)) {
+            return false;
+        }
+        const double factor = 1.0 / std::sqrt(pivot);
+        of_inverse[k] = 1.0;
+        for (std::size_t j = k; j < n; ++j) {
+            row[j] *= factor;
+        }
+        for (std::size_t j = 0; j <= k; ++j) {
+            of_inverse[j] *= factor;
+        }
+        for (std::size_t i = k + 1; i < n; ++i) {
+            const double multiple = row[i];
+            double *below = matrix + i * n, *inverse_below = inverse + i * n;
+            for (std::size_t j = i; j < n; ++j) {
+                below[j] -= multiple * row[j];
+            }
+            for (std::size_t j = 0; j <= k; ++j) {
+                inverse_below[j] -= multiple * of_inverse[j];
+            }
+        }
+    }
+    return true;
 }
 
 bool symmetric_eigen(double *matrix, double *vectors, double *values, double *work, std::size_t n) {
@@ -236,6 +335,20 @@ bool symmetric_eigen(double *matrix, double *vectors, double *values, double *wo
     }
     if (n == 0) {
         return true;
+    }
+    double most = 0.0;
+    for (std::size_t i = 0; i < n * n; ++i) {
+        most = std::fmax(most, std::fabs(matrix[i]));
+    }
+    if (!std::isfinite(most)) {
+        return false;
+    }
+    if (most > 0.0) {
+        // To a power of two: no bit of the entries changes.
+        most = std::ldexp(1.0, std::ilogb(most));
+        for (std::size_t i = 0; i < n * n; ++i) {
+            matrix[i] /= most;
+        }
     }
     double *e = work;
     make_tridiagonal(matrix, vectors, values, e, work + n, work + 2 * n, n);
@@ -258,6 +371,9 @@ bool symmetric_eigen(double *matrix, double *vectors, double *values, double *wo
             }
             step_ql(vectors, values, e, first, last, n);
         }
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+        values[i] *= most;
     }
     return true;
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,17 @@ import pytest
 from ckstore.kernels import on_numpy
 
 on_native = pytest.importorskip("ckstore.kernels.on_native", reason="the extension is not built")
+_native = pytest.importorskip("ckstore._native", reason="the extension is not built")
 
 KINDS = {0: "<f4", 1: "<u2", 2: "<f2"}
 SHAPES = [(0, 16, 3), (1, 16, 15), (300, 16, 5), (1000, 33, 32), (70_001, 513, 300), (66_000, 65_536, 65_000)]
 BOTH = pytest.mark.parametrize("loops", [on_numpy, on_native], ids=["numpy", "native"])
+PORTABLE = SimpleNamespace(
+    multiply_floats=_native.multiply_floats_portably, multiply_words=_native.multiply_words_portably
+)
+"""What processors without pairs of bf16 and of words run."""
+
+ALL = pytest.mark.parametrize("loops", [on_numpy, on_native, PORTABLE], ids=["numpy", "native", "portable"])
 TINY = np.float32(2.0**-126)
 
 
@@ -23,35 +31,95 @@ def stored(values: np.ndarray, kind: int) -> np.ndarray:
     return values.astype(KINDS[kind])
 
 
-@BOTH
-@pytest.mark.parametrize(
+SIDES = pytest.mark.parametrize(
     ("rows", "inner", "cols"),
-    [(1, 1, 1), (4, 256, 32), (5, 257, 33), (64, 3, 700), (13, 600, 1), (2, 0, 40), (0, 5, 7)],
+    # Tiles of 12, 8, 4 and 1 rows by 32 and 16 columns, parts of 256 and 512 along the inner side, either side kept.
+    [
+        *[(1, 1, 1), (4, 256, 32), (5, 257, 33), (64, 3, 700), (13, 600, 1), (2, 0, 40), (0, 5, 7), (25, 513, 49)],
+        *[(140, 1100, 150), (300, 75, 530), (1300, 7, 20)],
+    ],
 )
-def test_products_of_integers_are_exact(loops: ModuleType, rows: int, inner: int, cols: int) -> None:
+
+
+@ALL
+@SIDES
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "rounded"])
+def test_products_of_integers_are_exact(loops: Any, rows: int, inner: int, cols: int, rounds: bool) -> None:
     rng = np.random.default_rng(rows)
+    # Integers that bf16 has, too.
     left, right = rng.integers(-99, 100, (rows, inner)), rng.integers(-99, 100, (inner, cols))
     out = np.full((rows, cols), 7, np.float32)
-    loops.multiply_floats(left.astype(np.float32), right.astype(np.float32), out, rows, inner, cols)
+    loops.multiply_floats(left.astype(np.float32), right.astype(np.float32), out, rows, inner, cols, rounds=rounds)
     assert np.array_equal(out, left @ right)
     turned, there = np.ascontiguousarray(right.T, np.float32), np.full((cols, rows), 7, np.float32)
-    loops.multiply_floats(left.astype(np.float32), turned, out, rows, inner, cols, True)
+    loops.multiply_floats(left.astype(np.float32), turned, out, rows, inner, cols, True, rounds=rounds)
     assert np.array_equal(out, left @ right)
-    loops.multiply_floats(left.astype(np.float32), turned, there, rows, inner, cols, True, True)
+    loops.multiply_floats(left.astype(np.float32), turned, there, rows, inner, cols, True, True, rounds)
     assert np.array_equal(there.T, left @ right)
 
 
-def test_sums_do_not_depend_on_the_tile_or_on_which_side_is_turned() -> None:
+@ALL
+@SIDES
+def test_products_of_words_are_exact_up_to_the_greatest_word(loops: Any, rows: int, inner: int, cols: int) -> None:
+    rng = np.random.default_rng(cols)
+    # Sums stay below 2**24, as callers make sure; zeros of the product are +0.
+    left, right = rng.integers(-9, 10, (rows, inner)), rng.integers(-99, 100, (inner, cols))
+    left[:, 3:] = np.where(rng.random(left[:, 3:].shape) < 0.5, 0, left[:, 3:])
+    right[:2] = rng.choice([-(2**15), 2**15 - 1, 0], right[:2].shape)
+    out = np.full((rows, cols), 7, np.float32)
+    loops.multiply_words(left.astype(np.int16), right.astype(np.int16), out, rows, inner, cols)
+    assert out.tobytes() == (left @ right).astype(np.float32).tobytes()
+
+
+@ALL
+def test_factors_are_rounded_to_the_nearest_bf16_and_ties_to_even(loops: Any) -> None:
+    rng = np.random.default_rng(11)
+    left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((29, 700), (700, 77)))
+    # Halfway between two neighbours, on either side of an even one.
+    left[0, :2], right[:2, 0] = [1 + 2**-8, 1 + 3 * 2**-8], 1.0
+    left[0, 2:], right[2:, 0] = 0.0, 0.0
+    out, expected = np.empty((29, 77), np.float32), np.empty((29, 77), np.float32)
+    loops.multiply_floats(left, right, out, 29, 700, 77, rounds=True)
+    on_numpy.multiply_floats(left, right, expected, 29, 700, 77, rounds=True)
+    assert out[0, 0] == 1.0 + (1 + 2**-6)
+    assert np.abs(out - expected).max() < 1e-4
+    plain = left @ right
+    assert 1e-3 < np.abs(out - plain).max() < 1.0, "it has not rounded"
+
+
+@pytest.mark.parametrize("loops", [on_native, PORTABLE], ids=["native", "portable"])
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "rounded"])
+def test_sums_do_not_depend_on_the_tile_or_on_which_side_is_turned(loops: Any, rounds: bool) -> None:
     rng = np.random.default_rng(3)
     left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((29, 700), (700, 77)))
     out, turned = np.empty((29, 77), np.float32), np.empty((77, 29), np.float32)
-    on_native.multiply_floats(left, right, out, 29, 700, 77)
-    on_native.multiply_floats(left, np.ascontiguousarray(right.T), turned, 29, 700, 77, True, True)
+    loops.multiply_floats(left, right, out, 29, 700, 77, rounds=rounds)
+    loops.multiply_floats(left, np.ascontiguousarray(right.T), turned, 29, 700, 77, True, True, rounds)
     assert np.array_equal(out, turned.T)
     for row in range(29):
         alone = np.empty(77, np.float32)
-        on_native.multiply_floats(left[row], right, alone, 1, 700, 77)
+        loops.multiply_floats(left[row], right, alone, 1, 700, 77, rounds=rounds)
         assert np.array_equal(alone, out[row]), "what is stored must not depend on how much is computed at once"
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 1, 2, 17, 104])
+def test_the_inverse_of_a_root_makes_a_matrix_one(loops: ModuleType, count: int) -> None:
+    rows = np.random.default_rng(count).normal(size=(count, count + 9))
+    square, inverse = rows @ rows.T, np.full((count, count), 7.0)
+    given = square.copy()
+    given[np.tril_indices(count, -1)] = np.nan  # the lower half is not read
+    assert loops.inverse_root(given, inverse)
+    assert np.allclose(inverse @ square @ inverse.T, np.eye(count), atol=1e-8)
+    assert not np.triu(inverse, 1).any()
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [0.0, -1.0, np.inf, np.nan])
+def test_a_matrix_that_is_not_positive_has_no_root(loops: ModuleType, wrong: float) -> None:
+    square = np.eye(5)
+    square[3, 3] = wrong
+    assert not loops.inverse_root(square, np.empty((5, 5)))
 
 
 @BOTH
@@ -117,10 +185,14 @@ def test_second_moments_never_vanish_but_where_a_row_or_column_does(loops: Modul
 @BOTH
 def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
     product, plain, side = np.zeros(64, np.float32), np.zeros(64, np.float32), np.zeros(16, np.float32)
-    square, few = np.zeros((4, 4)), np.zeros(12)
+    square, few, short = np.zeros((4, 4)), np.zeros(12), np.zeros(16, np.int16)
     for call in (
         lambda: loops.multiply_floats(side, side, np.empty(16, np.float32), 4, 4, 5),
         lambda: loops.multiply_floats(side, side, np.empty(15, np.float32), 4, 4, 4),
+        lambda: loops.multiply_words(short, short, np.empty(16, np.float32), 4, 4, 5),
+        lambda: loops.multiply_words(short, short, np.empty(15, np.float32), 4, 4, 4),
+        lambda: loops.inverse_root(square, np.empty((4, 3))),
+        lambda: loops.inverse_root(np.empty(15), np.empty(15)),
         lambda: loops.symmetric_eigen(square, np.empty((4, 4)), np.empty(4), few[:11]),
         lambda: loops.symmetric_eigen(square, np.empty((4, 3)), np.empty(4), few),
         lambda: loops.finish_outer(product, b"", b"", plain, np.empty(64, np.float32), 16, 0, 0, 3, 1.0, 1.0),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _TINY = 2.0**-126
-# Directions of less than this share of the greatest square are rounding errors.
+# What is below this share of the greatest square is rounding errors.
 _NO_SIZE = 1e-6
 
 _loading, _is_loaded = threading.Lock(), threading.Event()
@@ -31,10 +31,10 @@ def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple
         None where products of the values are too large for fp32.
     """
     rows, cols = matrix.shape
-    across = matrix if rows <= cols else matrix.T
+    across = _rounded(matrix if rows <= cols else matrix.T)
     try:
-        basis = _orthogonal((signs @ across) @ across.T)
-        inside = basis @ across
+        basis = _orthogonal(_rounded(signs @ across) @ across.T)
+        inside = _rounded(basis) @ across
         squares, vectors = _eigen(inside @ inside.T)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # It says something of the values, and nothing of the device.
@@ -46,11 +46,19 @@ def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple
     return (here.T, sizes, there) if rows <= cols else (there.T, sizes, here)
 
 
+def _rounded(values: Tensor) -> Tensor:
+    """Return factors as the host's kernels take them: the nearest bf16, as fp32."""
+    return values.bfloat16().float()
+
+
 def _orthogonal(wide: Tensor) -> Tensor:
-    """Return orthogonal rows of length 1 that span what those of a matrix do, but for directions of no size."""
-    squares, turn = _eigen(wide @ wide.T)
-    kept = squares > _NO_SIZE * squares[0].clamp(min=_TINY)
-    return (turn[kept] / squares[kept].sqrt()[:, None]).float() @ wide
+    """Return orthogonal rows of length 1 that span those of a matrix; directions of no size become short."""
+    # The squares of what is divided so neither vanish nor overflow.
+    wide = wide / wide.abs().max().clamp(min=_TINY)
+    gram = (wide @ wide.T).double()
+    gram.diagonal().add_(_NO_SIZE * gram.diagonal().max() + _TINY)
+    rows: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), wide.double(), upper=False)
+    return rows.float()
 
 
 def _eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,30 @@
 """The loops over products of narrow matrices in numpy: the product, and the elements that it stands for.
 
 Invariants:
-- ``multiply_floats`` is exact where every sum is, as it is of integers below 2**24; of other numbers twins may differ
-  in the last bits, as they may in eigenvectors: only encoders ask for those.
-- ``finish_outer`` is the specification of the native twin, bit for bit: single operations of IEEE 754 binary32.
+- ``multiply_floats`` is exact where every sum is, as it is of integers below 2**24. Of other numbers twins may differ
+  in the last bits, as in eigenvectors and roots: only encoders ask for them.
+- ``multiply_words`` and ``finish_outer`` are the specification of the native twins, bit for bit: exact sums, and single
+  operations of IEEE 754 binary32.
 - A wrong length or number raises ValueError before anything is written.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckstore.kernels.quant_on_numpy import check_matrix, elements_of, narrowed, require, widened, writable
+from ckstore.kernels.quant_on_numpy import (
+    BF16,
+    check_matrix,
+    elements_of,
+    narrowed,
+    readable,
+    require,
+    widened,
+    writable,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -33,18 +44,31 @@ def multiply_floats(
     cols: int,
     right_is_turned: bool = False,
     out_is_turned: bool = False,
+    rounds: bool = False,
 ) -> None:
     """Write the product of two matrices of fp32, ``rows`` by ``inner`` and ``inner`` by ``cols``.
 
-    The right matrix and the product lie by columns where they are turned.
+    The right matrix and the product lie by columns where they are turned. Where it ``rounds``, finite factors are first
+    rounded to bf16, to the nearest and ties to even; those below 2**-126 may become 0.
     """
     one, other, target = elements_of(left, 0), elements_of(right, 0), writable(out, np.float32)
+    if rounds:
+        one, other = (widened(narrowed(side, BF16), BF16) for side in (one, other))
     require(min(rows, inner, cols) >= 0, "a matrix has too many rows or columns")
     require(one.size == rows * inner and other.size == inner * cols and target.size == rows * cols, "lengths differ")
     beside = other.reshape(cols, inner).T if right_is_turned else other.reshape(inner, cols)
     product = target.reshape(cols, rows).T if out_is_turned else target.reshape(rows, cols)
     with np.errstate(all="ignore"):
         np.matmul(one.reshape(rows, inner), beside, out=product)
+
+
+def multiply_words(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
+    """Write the product of two matrices of int16 as fp32; its sums, in whatever order, stay below 2**24."""
+    require(readable(left).size % 2 == readable(right).size % 2 == 0, "lengths differ")
+    one, other = readable(left).view(np.int16), readable(right).view(np.int16)
+    require(min(rows, inner, cols) >= 0, "a matrix has too many rows or columns")
+    require(one.size == rows * inner and other.size == inner * cols, "lengths differ")
+    multiply_floats(one.astype(np.float32).data, other.astype(np.float32).data, out, rows, inner, cols)
 
 
 def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:
@@ -68,6 +92,31 @@ def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffe
     except np.linalg.LinAlgError:
         return False
     rows.reshape(n, n)[:] = columns.T
+    return True
+
+
+def inverse_root(matrix: Buffer, inverse: Buffer) -> bool:
+    """Write the inverse of the lower triangle whose product with its transpose is a symmetric matrix of fp64.
+
+    Args:
+        matrix: Square, of at most 4096 rows; its upper half is read, and used up.
+        inverse: As large; becomes lower triangular.
+
+    Returns:
+        Whether there is one: whether the matrix is positive definite.
+    """
+    square, target = (writable(buffer, np.float64) for buffer in (matrix, inverse))
+    n = math.isqrt(square.size)
+    require(n <= 4096, "a matrix has too many rows or columns")
+    require(square.size == n * n == target.size, "lengths differ")
+    upper = np.triu(square.reshape(n, n))
+    if not np.isfinite(upper).all():
+        return False
+    try:
+        found = np.linalg.inv(np.linalg.cholesky(upper + np.triu(upper, 1).T))
+    except np.linalg.LinAlgError:
+        return False
+    target.reshape(n, n)[:] = np.tril(found)
     return True
 
 

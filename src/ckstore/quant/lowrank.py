@@ -41,7 +41,7 @@ _KEPT_FROM = 0.2
 # Directions that are tried beyond those that are wanted, so that the last of these are found well.
 _OVERSAMPLED = 8
 _NARROW = 2
-# Directions of less than this share of the greatest square are rounding errors.
+# What is below this share of the greatest square is rounding errors.
 _NO_SIZE = 1e-6
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -69,12 +69,16 @@ class Product:
 
     def sum_max(self) -> int:
         """Return a bound on every partial sum."""
-        if not self.rank:
-            return 0
-        left = np.abs(self.left.astype(np.int32)).max(axis=0)
-        right = np.abs(self.right.astype(np.int32)).max(axis=1)
-        terms = zip(left.tolist(), right.tolist(), self.shifts.tolist(), strict=True)
-        return sum((one * other) << shift for one, other, shift in terms)
+        return self._bounds()[0]
+
+    def _bounds(self) -> tuple[int, int]:
+        """Return a bound on every partial sum, and one on the shifted integers of the right side."""
+        if not self.rank or not self.left.size or not self.right.size:
+            return 0, 0
+        lefts, rights = (_greatest(side, axis) for side, axis in ((self.left, 0), (self.right, 1)))
+        terms = zip(lefts, rights, self.shifts.tolist(), strict=True)
+        shifted = [(one, other << shift) for one, other, shift in terms]
+        return sum(one * other for one, other in shifted), max(other for _, other in shifted)
 
     def is_exact(self) -> bool:
         """Return whether the sums stay where float64 is exact."""
@@ -91,15 +95,27 @@ def multiply(product: Product, out: Floats) -> None:
     if not product.rank:
         out.fill(0)
         return
+    (rows, inner), cols = product.left.shape, out.shape[1]
+    sum_max, right_max = product._bounds()
+    if sum_max < _EXACT_IN_FLOAT32 and right_max <= _INTEGER_MAX:
+        words = np.left_shift(product.right, product.shifts[:, None].astype(np.int16))
+        kernels.multiply_words(np.ascontiguousarray(product.left).data, words.data, out.data, rows, inner, cols)
+        return
     factors = np.left_shift(1, product.shifts.astype(np.int64))[:, None]
-    if product.sum_max() < _EXACT_IN_FLOAT32:
+    if sum_max < _EXACT_IN_FLOAT32:
         singles = product.right.astype(np.float32) * factors.astype(np.float32)
         left = np.ascontiguousarray(product.left, np.float32)
-        rows, inner = left.shape
-        kernels.multiply_floats(left.data, np.ascontiguousarray(singles).data, out.data, rows, inner, out.shape[1])
+        kernels.multiply_floats(left.data, np.ascontiguousarray(singles).data, out.data, rows, inner, cols)
     else:
         doubles = product.right.astype(np.float64) * factors
         out[:] = product.left.astype(np.float64) @ doubles
+
+
+def _greatest(integers: Integers, axis: int) -> list[int]:
+    """Return the greatest magnitudes along an axis; that of -2**15 is 2**15."""
+    most, least = (side.astype(np.int32) for side in (integers.max(axis=axis), integers.min(axis=axis)))
+    found: list[int] = np.maximum(most, -least).tolist()
+    return found
 
 
 def nothing(rows: int, cols: int) -> Product:
@@ -116,7 +132,8 @@ def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
         rank_max: Most directions.
     """
     rows, cols = matrix.shape
-    return product_of(*_directions(matrix, count_max(rows, cols, rank_max), least_square(rows, cols, step)), step)
+    found = _directions(matrix, count_max(rows, cols, rank_max), least_square(rows, cols, step))
+    return None if found is None else product_of(*found, step)
 
 
 def count_max(rows: int, cols: int, rank_max: int) -> int:
@@ -146,16 +163,22 @@ def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: fl
     # The steps of both sides multiply to scale * 2**shift: what the shift is off by, both sides share.
     off = np.sqrt(sizes * np.exp2(shifts) / sizes[0])
     scale = step * step / sizes[0]
-    lefts = np.rint(left * (sizes / (step * off)).astype(np.float32))
-    rights = np.rint(right * (sizes / (step * off))[:, None].astype(np.float32))
-    if max(np.abs(lefts).max(), np.abs(rights).max()) > _INTEGER_MAX or not _TINY <= scale < np.finfo(np.float32).max:
+    counts = (sizes / (step * off)).astype(np.float32)
+    lefts, rights = left * counts, right * counts[:, None]
+    for side in (lefts, rights):
+        np.rint(side, out=side)
+        if max(side.max(initial=0), -side.min(initial=0)) > _INTEGER_MAX:
+            return None
+    if not _TINY <= scale < np.finfo(np.float32).max:
         return None
     found = Product(lefts.astype(np.int16), rights.astype(np.int16), shifts.astype(np.uint8), np.float32(scale))
     return found if found.is_exact() else None
 
 
-def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArray[np.float64], Floats]:
+def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArray[np.float64], Floats] | None:
     """Return the first left directions, singular values and right directions, found by a randomized iteration.
+
+    None where products of the values are too large for fp32.
 
     Halko, Martinsson and Tropp (SIAM Review 2011): random signs along the shorter side go through the matrix and back
     once; what they become spans its strongest directions. The signs are the same for every matrix.
@@ -168,13 +191,15 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
     rows, cols = matrix.shape
 
     def to_long_side(vectors: Floats) -> Floats:
-        return _times(vectors, matrix) if rows <= cols else _times_turned(matrix, vectors)
+        return _times(vectors, matrix, rounds=True) if rows <= cols else _times_turned(matrix, vectors)
 
     def to_short_side(vectors: Floats) -> Floats:
-        return _times_turned(matrix, vectors) if rows <= cols else _times(vectors, matrix)
+        return _times_turned(matrix, vectors) if rows <= cols else _times(vectors, matrix, rounds=True)
 
     short = min(rows, cols)
     basis = _orthogonal(to_short_side(to_long_side(random_signs(count, short))))
+    if basis is None:
+        return None
     inside = to_long_side(basis)
     squares, vectors = _eigen(_gram(inside))
     sizes: NDArray[np.float64] = np.sqrt(np.maximum(squares[:count], _TINY))
@@ -186,27 +211,40 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
     return (here.T, sizes, there) if rows <= cols else (there.T, sizes, here)
 
 
-def _orthogonal(wide: Floats) -> Floats:
-    """Return orthogonal rows of length 1 that span what those of a matrix do, but for directions of no size."""
-    squares, turn = _eigen(_gram(wide))
-    kept = squares > _NO_SIZE * max(squares[0], _TINY)
-    scales = turn[kept] / np.sqrt(squares[kept])[:, None]
-    return _times(scales.astype(np.float32), wide)
+def _orthogonal(wide: Floats) -> Floats | None:
+    """Return orthogonal rows of length 1 that span those of a matrix; directions of no size become short.
+
+    By Cholesky's root of the products of the rows (Fukaya et al., ScalA 2014), to whose diagonal a little is added:
+    what is below the rounding errors of fp32 has no direction. None where values are too large for fp32.
+    """
+    greatest = max(float(wide.max(initial=0)), -float(wide.min(initial=0)))
+    if not 0 < greatest < np.inf:
+        return wide if greatest == 0 else None
+    # Their squares must neither vanish nor overflow.
+    wide *= np.float32(1 / greatest)
+    gram = _gram(wide).astype(np.float64)
+    inverse = np.empty_like(gram)
+    gram[np.diag_indices_from(gram)] += _NO_SIZE * gram.diagonal().max()
+    return _times(inverse.astype(np.float32), wide) if kernels.inverse_root(gram.data, inverse.data) else None
 
 
-def _times(left: Floats, right: Floats) -> Floats:
-    """Return a product of matrices by the kernel, which takes one thread: the caller's."""
+def _times(left: Floats, right: Floats, *, rounds: bool = False) -> Floats:
+    """Return a product of matrices by the kernel, which takes one thread: the caller's.
+
+    Where it ``rounds``, factors are rounded to bf16: they are off by less than one part in 256, each its own way, and a
+    sum of them over a side of the matrix by far less than the step that it is rounded by in the end.
+    """
     rows, inner = left.shape
     out: Floats = np.empty((rows, right.shape[1]), np.float32)
-    kernels.multiply_floats(left.data, right.data, out.data, rows, inner, right.shape[1])
+    kernels.multiply_floats(left.data, right.data, out.data, rows, inner, right.shape[1], rounds=rounds)
     return out
 
 
 def _times_turned(left: Floats, right: Floats) -> Floats:
-    """Return the product of the right matrix and the transpose of the left one."""
+    """Return the product of the right matrix and the transpose of the left one, whose factors are rounded to bf16."""
     (rows, inner), cols = left.shape, len(right)
     out: Floats = np.empty((cols, rows), np.float32)
-    kernels.multiply_floats(left.data, right.data, out.data, rows, inner, cols, True, True)
+    kernels.multiply_floats(left.data, right.data, out.data, rows, inner, cols, True, True, True)
     return out
 
 

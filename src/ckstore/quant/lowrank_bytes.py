@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckstore import kernels
 from ckstore.errors import MalformedError
+from ckstore.quant.contexts import CLASS_COUNT, SUM_COUNT
+from ckstore.quant.geometry import ROW_MIN
 from ckstore.quant.lowrank import RANK_MAX, SHIFT_MAX, Integers, Product
 
 _HEAD = struct.Struct("<HBBf")
@@ -30,26 +31,29 @@ _RAW, _CONST, _RANS = 0, 1, 3
 _GROUP_COUNT_MAX = 32
 # What a group costs besides: states of the coder, bitmap of symbols, header, its rows in the table; and a symbol.
 _GROUP_BITS, _SYMBOL_BITS = 8 * (256 + 32 + 4 + 10), 16
+_SPREAD_MIN, _BYTE_MAX = 1e-3, 255
 
 Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint16]
 
 
 def pack(product: Product) -> bytes:
     """Return the bytes that ``unpack`` makes the product of."""
     lefts = np.ascontiguousarray(product.left.T)
-    vectors = [*lefts, *product.right]
-    group_of = _groups(vectors, [*_spreads(lefts), *_spreads(product.right)])
-    count = max(group_of, default=-1) + 1
+    sides = [_zigzag(lefts), _zigzag(product.right)]
+    group_of = _groups(sides, np.concatenate([_spreads(lefts), _spreads(product.right)]))
+    of_left, of_right = group_of[: product.rank], group_of[product.rank :]
+    count = int(group_of.max(initial=0)) + 1 if product.rank else 0
     table, streams = [], []
     for group in range(count):
-        chosen = [vector for vector, its in zip(vectors, group_of, strict=True) if its == group]
-        words = _zigzag(np.concatenate(chosen))
+        chosen = sides[0][of_left == group], sides[1][of_right == group]
+        words = np.concatenate([side.reshape(-1) for side in chosen])
         for plane in (words.astype(np.uint8), (words >> 8).astype(np.uint8)):
             mode, stored = _coded(plane)
             table.append(_ROW.pack(mode, len(stored)))
             streams.append(stored)
     head = _HEAD.pack(product.rank, count, 0, product.scale)
-    return b"".join([head, product.shifts.tobytes(), bytes(group_of), *table, *streams])
+    return b"".join([head, product.shifts.tobytes(), group_of.tobytes(), *table, *streams])
 
 
 def unpack(payload: memoryview, rows: int, cols: int) -> Product:
@@ -91,50 +95,83 @@ def unpack(payload: memoryview, rows: int, cols: int) -> Product:
     return product
 
 
-def _zigzag(values: Integers) -> NDArray[np.uint16]:
-    found: NDArray[np.uint16] = ((values << 1) ^ (values >> 15)).view(np.uint16)
+def _zigzag(values: Integers) -> Words:
+    found: Words = ((values << 1) ^ (values >> 15)).view(np.uint16)
     return found
 
 
-def _spreads(vectors: Integers) -> list[float]:
+def _spreads(vectors: Integers) -> NDArray[np.float64]:
     """Return the mean square of each row."""
     values = vectors.astype(np.float32)
-    found: list[float] = (np.einsum("ij,ij->i", values, values) / max(1, values.shape[1])).tolist()
+    found: NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
+    found /= max(1, values.shape[1])
     return found
 
 
-def _groups(vectors: Sequence[Integers], spreads: Sequence[float]) -> list[int]:
-    """Return which vectors share frequencies: neighbours in their spread, as few groups as take the fewest bits."""
-    octaves = [math.floor(math.log2(max(spread, 1e-3))) for spread in spreads]
-    members: list[list[int]] = []
-    counts: list[NDArray[np.int64]] = []
-    for octave in sorted(set(octaves)):
-        members.append([index for index, its in enumerate(octaves) if its == octave])
-        joined = _zigzag(np.concatenate([vectors[index] for index in members[-1]]))
-        counts.append(np.bincount(np.minimum(joined, 511), minlength=512))
-    bits = [_bits(count) for count in counts]
-    merged = [_bits(one + other) for one, other in pairwise(counts)]
-    while len(counts) > 1:
-        gains = [bits[index] + bits[index + 1] - both for index, both in enumerate(merged)]
-        best = int(np.argmax(gains))
-        if gains[best] <= 0 and len(counts) <= _GROUP_COUNT_MAX:
-            break
-        bits[best : best + 2] = [merged[best]]
-        counts[best : best + 2] = [counts[best] + counts[best + 1]]
-        members[best : best + 2] = [members[best] + members[best + 1]]
-        # Only what is beside the new one has another neighbour.
-        around = range(max(0, best - 1), min(best + 1, len(counts) - 1))
-        merged[max(0, best - 1) : best + 2] = [_bits(counts[index] + counts[index + 1]) for index in around]
-    group_of = [0] * len(vectors)
-    for group, indices in enumerate(members):
-        for index in indices:
-            group_of[index] = group
-    return group_of
+def _groups(sides: Sequence[Words], spreads: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return which vectors share frequencies: neighbours in their spread, in groups that take the fewest bits.
+
+    Args:
+        sides: Vectors as rows, zigzagged; of one side all are equally long.
+        spreads: Mean square of each.
+    """
+    if not spreads.size:
+        return np.empty(0, np.uint8)
+    octaves = np.floor(np.log2(np.maximum(spreads, _SPREAD_MIN))).astype(np.int64)
+    octaves -= octaves.min()
+    all_classes = (octaves // (octaves.max() // CLASS_COUNT + 1)).astype(np.uint8)
+    counts = np.zeros((int(all_classes.max()) + 1, 2, 256), np.int64)
+    start = 0
+    for side in sides:
+        classes = all_classes[start : start + len(side)]
+        start += len(side)
+        # Hardly any vector has a high byte.
+        is_high = side.max(axis=1, initial=0) > _BYTE_MAX
+        _count(side, classes, counts[:, 0])
+        _count(side[is_high] >> 8, classes[is_high], counts[:, 1])
+        counts[:, 1, 0] += np.bincount(classes[~is_high], minlength=len(counts)) * side.shape[1]
+    _, group_of = np.unique(np.array(_partition(counts))[all_classes], return_inverse=True)
+    return group_of.astype(np.uint8)
 
 
-def _bits(counts: NDArray[np.int64]) -> float:
-    present = counts[counts > 0]
-    return float(present @ np.log2(present.sum() / present)) + _GROUP_BITS + _SYMBOL_BITS * present.size
+def _count(words: Words, classes: Bytes, counts: NDArray[np.int64]) -> None:
+    """Add how often each byte occurs in the rows of each class."""
+    length = words.shape[1]
+    symbols = words.astype(np.uint8)
+    if words.size and length >= ROW_MIN:
+        found = np.zeros((SUM_COUNT, 256), np.uint32)
+        kernels.class_counts(symbols.data, classes.data, np.zeros(length, np.uint8).data, found.data, length, 0)
+        counts += found[: len(counts)]
+    else:
+        places = classes.astype(np.int64)[:, None] * 256 + symbols
+        counts += np.bincount(places.reshape(-1), minlength=counts.size).reshape(counts.shape)
+
+
+def _partition(counts: NDArray[np.int64]) -> list[int]:
+    """Return the first member of each one's group, where groups of neighbours take the fewest bits in all."""
+    total = len(counts)
+    sums = np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)])
+    starts, ends = np.triu_indices(total + 1, 1)
+    bits = np.full((total + 1, total + 1), np.inf)
+    bits[starts, ends] = _bits(sums[ends] - sums[starts])
+    least, first = np.zeros(total + 1), [0] * (total + 1)
+    for end in range(1, total + 1):
+        both = least[:end] + bits[:end, end]
+        first[end] = int(both.argmin())
+        least[end] = both[first[end]]
+    found, end = [0] * total, total
+    while end:
+        found[first[end] : end] = [first[end]] * (end - first[end])
+        end = first[end]
+    return found
+
+
+def _bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return what groups cost, given how often each byte occurs in both planes of each."""
+    sizes = counts.sum(axis=-1)
+    entropies = sizes * np.log2(np.maximum(sizes, 1)) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=-1)
+    found: NDArray[np.float64] = entropies.sum(axis=-1) + _SYMBOL_BITS * np.count_nonzero(counts, (-2, -1))
+    return found + _GROUP_BITS
 
 
 def _coded(plane: Bytes) -> tuple[int, bytes]:

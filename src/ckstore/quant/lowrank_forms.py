@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.errors import MalformedError
 from ckstore.quant.factors import FACTOR_MAX, Factors, factors_of, require_known
-from ckstore.quant.geometry import ROW_MAX, ROW_MIN, Grid
+from ckstore.quant.geometry import KINDS, ROW_MAX, ROW_MIN, Grid
 from ckstore.quant.lowrank import Floats, Product, fit, multiply, nothing
 from ckstore.quant.lowrank_bytes import pack, unpack
 from ckstore.quant.settings import LowRank
@@ -97,9 +98,11 @@ def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
     rows, cols = np.empty(grid.row_count), np.empty(grid.row)
     kernels.sums_of_values(values, rows.data, cols.data, grid.row, grid.phase, False)
     factors = sides_of(rows, cols, grid)
-    matrix *= inverse_of(factors[0])[:, None]
-    matrix *= inverse_of(factors[1])
-    matrix -= 1
+    above, beside = (inverse_of(side) for side in factors)
+    for part in _blocks(matrix):
+        matrix[part] *= above[part, None]
+        matrix[part] *= beside
+        matrix[part] -= 1
     _clear_outside(matrix, grid)
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
@@ -193,12 +196,20 @@ def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool)
         return None
     whole: Floats = np.empty(matrix.shape, np.float32)
     multiply(found, whole)
-    left_over, height = 0.0, max(1, _BLOCK // matrix.shape[1])
+    left_over = total = 0.0
+    for rows in _blocks(matrix):
+        made = whole[rows] * found.scale
+        # Both sums by the same rule: where there is no direction, one is the other.
+        _, missed, given = kernels.measure_values(matrix[rows].data, made.data, KINDS["float32"])
+        left_over, total = left_over + missed, total + given
+    return (found, whole) if left_over <= settings.error_max * total else None
+
+
+def _blocks(matrix: Floats) -> Iterator[slice]:
+    """Yield the rows of a matrix in parts that stay in the cache while several things are done to them."""
+    height = max(1, _BLOCK // matrix.shape[1])
     for start in range(0, len(matrix), height):
-        error = whole[start : start + height] * found.scale
-        error -= matrix[start : start + height]
-        left_over += _energy(error)
-    return (found, whole) if left_over <= settings.error_max * energy else None
+        yield slice(start, start + height)
 
 
 def can_be_squared(mean: float, shape: tuple[int, ...]) -> bool:
