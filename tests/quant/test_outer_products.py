@@ -102,7 +102,7 @@ def test_a_reader_without_the_extension_gets_the_same_bits(monkeypatch) -> None:
     made, base = weight(1e-3 * directed(6))
     payload, expected = bytes(payload_of(made)), bytes(made.reconstruction)
     first, second = moments(directed(4) * 1e-5, directed(5) ** 2 * 1e-8)
-    for name in ("multiply_floats", "finish_outer"):
+    for name in ("multiply_floats", "multiply_words", "finish_outer"):
         monkeypatch.setattr(kernels, name, getattr(outer_on_numpy, name))
     out = room_for(made.reconstruction)
     given = memoryview(base)
