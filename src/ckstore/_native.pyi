@@ -148,6 +148,9 @@ def multiply_words(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: i
 def multiply_words_portably(left: Buffer, right: Buffer, out: Buffer, rows: int, inner: int, cols: int) -> None:
     """Write the same without instructions that not every processor has."""
 
+def products_of_rows(rows: Buffer, out: Buffer, count: int, inner: int) -> None:
+    """Write the products of rows of fp32 with each other in fp64: the upper half of their matrix, and 0 below."""
+
 def inverse_root(matrix: Buffer, inverse: Buffer) -> bool:
     """Write the inverse of the lower triangular root of a symmetric matrix of fp64; the matrix is used up."""
 

@@ -320,11 +320,8 @@ def _made(
 
 def _clear_without_direction(values: memoryview, second: memoryview, shape: ChunkShape) -> None:
     """Drop first moments where the second is zero: what it becomes there may be none, and would make a step of them."""
-    if shape.dtype == "float32":
-        is_zero = np.frombuffer(second, "<f4") == 0
-    else:
-        words = np.frombuffer(second, "<u2")
-        is_zero = (words & 0x7FFF) == 0
+    words = np.frombuffer(second, f"<u{shape.width}")
+    is_zero = (words & ((1 << (8 * shape.width - 1)) - 1)) == 0
     if is_zero.any():
         np.frombuffer(values, np.float32)[is_zero] = 0
 

@@ -50,6 +50,17 @@ bool symmetric_eigen(nb::handle matrix, nb::handle vectors, nb::handle values, n
     return ckstore::symmetric_eigen(a, z, d, space, n);
 }
 
+void products_of_rows(nb::handle rows, nb::handle out, std::size_t count, std::size_t inner) {
+    Bytes from(rows, false), to(out, true);
+    require(count <= ckstore::kRowProductsMax && inner < kSideMax, "a matrix has too many rows or columns");
+    require_equal(from.nbytes(), count * inner * sizeof(float));
+    require_equal(to.nbytes(), count * count * sizeof(double));
+    const float *values = numbers_of<float>(from);
+    double *sums = numbers_of<double>(to);
+    InLoop loop;
+    ckstore::products_of_rows(values, sums, count, inner);
+}
+
 bool inverse_root(nb::handle matrix, nb::handle inverse) {
     Bytes square(matrix, true), out(inverse, true);
     std::size_t n = 0;
@@ -93,6 +104,7 @@ void define_products(nb::module_ &module) {
     module.def("multiply_words_portably", &multiply_words<ckstore::multiply_words_portably>, "left"_a, "right"_a,
                "out"_a, "rows"_a, "inner"_a, "cols"_a);
     module.def("symmetric_eigen", &symmetric_eigen, "matrix"_a, "vectors"_a, "values"_a, "work"_a);
+    module.def("products_of_rows", &products_of_rows, "rows"_a, "out"_a, "count"_a, "inner"_a);
     module.def("inverse_root", &inverse_root, "matrix"_a, "inverse"_a);
     module.def("finish_outer", &finish_outer, "product"_a, "rows"_a, "cols"_a, "base"_a, "destination"_a, "row"_a,
                "phase"_a, "kind"_a, "rule"_a, "scale"_a, "limit"_a);

@@ -15,6 +15,11 @@ namespace ckstore {
 
 enum OuterRule : int { kOuterAdd = 0, kOuterRoot = 1, kOuterSquare = 2 };
 
+// How many numbers lie between neighbours of a matrix.
+struct Strides {
+    std::size_t row, col;
+};
+
 // Row-major matrices: left has `rows` x `inner`, right `inner` x `cols`, out `rows` x `cols` elements; what is turned
 // lies by columns. Where it `rounds`, factors are rounded to bf16, to the nearest and ties to even.
 void multiply_floats(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,
@@ -40,6 +45,11 @@ void multiply_words_in_lanes(const std::int16_t *left, const std::int16_t *right
 // Writes the eigenvectors of a symmetric matrix of n x n elements as the rows of `vectors`, and their values; `work` has
 // 3 n elements, and the matrix is used up. Returns whether all were found.
 bool symmetric_eigen(double *matrix, double *vectors, double *values, double *work, std::size_t n);
+
+// Writes the products of `count` rows with each other, summed in double: the upper half of count x count elements, and
+// 0 below. `count` is at most `kRowProductsMax`.
+constexpr std::size_t kRowProductsMax = 1024;
+void products_of_rows(const float *rows, double *out, std::size_t count, std::size_t inner);
 
 // Writes the inverse of the lower triangle whose product with its transpose is a matrix of n x n elements, of which the
 // upper half is read and used up. Returns whether there is one.

@@ -16,11 +16,6 @@ namespace {
 // A tile has as many sums as fit into the registers, more than enough to hide the latency of an addition.
 constexpr std::size_t kCols = 32, kInner = 256;
 
-// How many numbers lie between neighbours of a matrix.
-struct Strides {
-    std::size_t row, col;
-};
-
 // How factors are read: as they are, or as the nearest bf16.
 struct Plain {
     static CKSTORE_INLINE float of(float value) { return value; }
@@ -295,6 +290,26 @@ void multiply_words(const std::int16_t *left, const std::int16_t *right, float *
     multiply_words_portably(left, right, out, rows, inner, cols);
 }
 
+CKSTORE_CLONES void products_of_rows(const float *rows, double *out, std::size_t count, std::size_t inner) {
+    constexpr std::size_t kDepth = 4;
+    double part[kDepth][kRowProductsMax];
+    std::memset(out, 0, count * count * sizeof(double));
+    for (std::size_t k = 0; k < inner; k += kDepth) {
+        for (std::size_t d = 0; d < kDepth; ++d) {
+            for (std::size_t i = 0; i < count; ++i) {
+                part[d][i] = k + d < inner ? static_cast<double>(rows[i * inner + k + d]) : 0.0;
+            }
+        }
+        for (std::size_t i = 0; i < count; ++i) {
+            const double a = part[0][i], b = part[1][i], c = part[2][i], d = part[3][i];
+            double *row = out + i * count;
+            for (std::size_t j = i; j < count; ++j) {
+                row[j] += (a * part[0][j] + b * part[1][j]) + (c * part[2][j] + d * part[3][j]);
+            }
+        }
+    }
+}
+
 CKSTORE_CLONES bool inverse_root(double *matrix, double *inverse, std::size_t n) {
     // By rows throughout: what is subtracted from a row is a multiple of one above it, of the factor and of its inverse.
     std::memset(inverse, 0, n * n * sizeof(double));
@@ -338,10 +353,10 @@ bool symmetric_eigen(double *matrix, double *vectors, double *values, double *wo
     }
     double most = 0.0;
     for (std::size_t i = 0; i < n * n; ++i) {
+        if (!std::isfinite(matrix[i])) {
+            return false;
+        }
         most = std::fmax(most, std::fabs(matrix[i]));
-    }
-    if (!std::isfinite(most)) {
-        return false;
     }
     if (most > 0.0) {
         // To a power of two: no bit of the entries changes.

@@ -31,11 +31,6 @@ constexpr std::size_t kRows = 12, kWidth = 16, kCols = 32, kLanes = 256, kLeftSt
 // Lanes of the side that is kept in the second-level cache while the other passes by.
 constexpr std::size_t kKeptLanes = 128 * kLeftStride;
 
-// How many numbers lie between neighbours of a matrix.
-struct Strides {
-    std::size_t row, col;
-};
-
 CKSTORE_PAIRS_INLINE __mmask16 first_of(std::size_t count) {
     return static_cast<__mmask16>(count >= kWidth ? 0xFFFFu : (1u << count) - 1u);
 }
@@ -277,7 +272,7 @@ CKSTORE_PAIRS void multiply_all(const typename Kind::Number *left, const typenam
                                 Strides of_right, float *out, Strides of_out, std::size_t rows, std::size_t inner,
                                 std::size_t cols) {
     constexpr std::size_t kDepth = kLanes * Kind::kStep;
-    alignas(64) std::int32_t kept[kKeptLanes], passing[kCols * kLeftStride];
+    alignas(64) std::int32_t kept[kKeptLanes], passing[kCols * kLanes];
     // Where the inner side is short, what is written matters most: whole rows of it, as nearly as the cache allows.
     const bool keeps_left = rows <= cols && rows <= inner;
     for (std::size_t k = 0; k < inner; k += kDepth) {
@@ -298,7 +293,8 @@ CKSTORE_PAIRS void multiply_all(const typename Kind::Number *left, const typenam
 bool has_pairs() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+           __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
 void multiply_in_lanes(const float *left, const float *right, float *out, std::size_t rows, std::size_t inner,

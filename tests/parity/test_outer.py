@@ -103,6 +103,17 @@ def test_sums_do_not_depend_on_the_tile_or_on_which_side_is_turned(loops: Any, r
 
 
 @BOTH
+@pytest.mark.parametrize(("count", "inner"), [(0, 5), (1, 1), (3, 0), (9, 4), (33, 130), (104, 513)])
+def test_products_of_rows_are_summed_in_double(loops: ModuleType, count: int, inner: int) -> None:
+    rows = np.random.default_rng(count).normal(size=(count, inner)).astype(np.float32)
+    out = np.full((count, count), 7.0)
+    loops.products_of_rows(rows, out, count, inner)
+    wide = rows.astype(np.float64)
+    assert np.allclose(out, np.triu(wide @ wide.T), rtol=1e-13, atol=1e-13)
+    assert not np.tril(out, -1).any()
+
+
+@BOTH
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 104])
 def test_the_inverse_of_a_root_makes_a_matrix_one(loops: ModuleType, count: int) -> None:
     rows = np.random.default_rng(count).normal(size=(count, count + 9))
@@ -112,6 +123,14 @@ def test_the_inverse_of_a_root_makes_a_matrix_one(loops: ModuleType, count: int)
     assert loops.inverse_root(given, inverse)
     assert np.allclose(inverse @ square @ inverse.T, np.eye(count), atol=1e-8)
     assert not np.triu(inverse, 1).any()
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_a_matrix_that_is_not_finite_has_no_eigenvectors(loops: ModuleType, wrong: float) -> None:
+    square = np.eye(5)
+    square[3, 1] = square[1, 3] = wrong
+    assert not loops.symmetric_eigen(square, np.empty((5, 5)), np.empty(5), np.empty(15))
 
 
 @BOTH
@@ -191,6 +210,9 @@ def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
         lambda: loops.multiply_floats(side, side, np.empty(15, np.float32), 4, 4, 4),
         lambda: loops.multiply_words(short, short, np.empty(16, np.float32), 4, 4, 5),
         lambda: loops.multiply_words(short, short, np.empty(15, np.float32), 4, 4, 4),
+        lambda: loops.products_of_rows(side, np.empty((4, 4)), 4, 5),
+        lambda: loops.products_of_rows(side, np.empty((4, 3)), 4, 4),
+        lambda: loops.products_of_rows(np.empty(1025, np.float32), np.empty((1025, 1025)), 1025, 1),
         lambda: loops.inverse_root(square, np.empty((4, 3))),
         lambda: loops.inverse_root(np.empty(15), np.empty(15)),
         lambda: loops.symmetric_eigen(square, np.empty((4, 4)), np.empty(4), few[:11]),

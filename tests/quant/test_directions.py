@@ -68,6 +68,39 @@ def test_a_matrix_of_hardly_any_directions_is_told_by_them(rank: int) -> None:
     assert left_over(matrix, product) < 1e-3
 
 
+@pytest.mark.parametrize("shape", [(300, 768), (768, 300), (1024, 1024), (100, 100)])
+@pytest.mark.parametrize("kind", ["constant", "one direction", "nearly constant", "two directions and noise"])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_direction_may_be_much_stronger_than_all_others(shape: tuple[int, int], kind: str, seed: int) -> None:
+    # Rounding errors of products in fp32 are larger than the weakest directions of what becomes of such a matrix.
+    rng = np.random.default_rng(seed)
+    matrix = np.full(shape, 0.37)
+    if kind == "one direction":
+        matrix = np.outer(rng.normal(size=shape[0]), rng.normal(size=shape[1]))
+    elif kind == "nearly constant":
+        matrix = matrix + 0.01 * rng.normal(size=shape)
+    elif kind == "two directions and noise":
+        matrix = rng.normal(size=(shape[0], 2)) @ rng.normal(size=(2, shape[1])) + 0.03 * rng.normal(size=shape)
+    product = lowrank.fit(matrix.astype(np.float32), 0.26, 96)
+    assert product is not None
+    assert product.rank == (2 if kind.startswith("two") else 1)
+    assert left_over(matrix, product) < 5e-3
+
+
+@pytest.mark.parametrize(("row", "phase"), [(16, 0), (24, 0), (32, 5)])
+def test_a_chunk_of_two_bytes_may_touch_more_rows_than_a_row_may_be_long(row: int, phase: int) -> None:
+    count = (4 << 20) // 2
+    grid = Grid(count, row, phase)
+    rng = np.random.default_rng(row)
+    values = (rng.normal(size=(grid.row_count, 2)) @ rng.normal(size=(2, row))).astype(np.float32)
+    values = values.reshape(-1)[phase : phase + count].copy()
+    made = make_change(values.data.cast("B"), grid, SETTINGS)
+    assert made is not None
+    found = lowrank_bytes.unpack(memoryview(lowrank_bytes.pack(made.product)), grid.row_count, row)
+    assert np.array_equal(found.left, made.product.left)
+    assert np.array_equal(found.right, made.product.right)
+
+
 def test_most_rows_may_be_zero() -> None:
     matrix = np.zeros((128, 96), np.float32)
     matrix[::9] = directed(15, 96, 3, noise=0.0)

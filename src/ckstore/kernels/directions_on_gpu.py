@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _TINY = 2.0**-126
-# What is below this share of the greatest square is rounding errors.
+# Directions of less than this share of the greatest square come short: rounding to fp32 would turn them.
 _NO_SIZE = 1e-6
 
 _loading, _is_loaded = threading.Lock(), threading.Event()
@@ -53,11 +53,11 @@ def _rounded(values: Tensor) -> Tensor:
 
 def _orthogonal(wide: Tensor) -> Tensor:
     """Return orthogonal rows of length 1 that span those of a matrix; directions of no size become short."""
-    # The squares of what is divided so neither vanish nor overflow.
-    wide = wide / wide.abs().max().clamp(min=_TINY)
-    gram = (wide @ wide.T).double()
+    # The squares of what is divided so neither vanish nor overflow; errors of fp32 are larger than what is added.
+    doubles = (wide / wide.abs().max().clamp(min=_TINY)).double()
+    gram = doubles @ doubles.T
     gram.diagonal().add_(_NO_SIZE * gram.diagonal().max() + _TINY)
-    rows: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), wide.double(), upper=False)
+    rows: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), doubles, upper=False)
     return rows.float()
 
 

@@ -22,6 +22,7 @@ from ckstore.kernels.outer_on_numpy import finish_outer as finish_outer
 from ckstore.kernels.outer_on_numpy import inverse_root as inverse_root
 from ckstore.kernels.outer_on_numpy import multiply_floats as multiply_floats
 from ckstore.kernels.outer_on_numpy import multiply_words as multiply_words
+from ckstore.kernels.outer_on_numpy import products_of_rows as products_of_rows
 from ckstore.kernels.outer_on_numpy import symmetric_eigen as symmetric_eigen
 from ckstore.kernels.quant_on_numpy import bin_values as bin_values
 from ckstore.kernels.quant_on_numpy import finish_values as finish_values

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 ADD, ROOT, SQUARE = 0, 1, 2
+ROW_PRODUCTS_MAX = 1024
 
 _RATIO_MIN = np.float32(1 / 16)
 _LEAST = np.float32(2.0**-126)
@@ -87,12 +88,31 @@ def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffe
     n = found.size
     require(square.size == rows.size == n * n and writable(work, np.float64).size == 3 * n, "lengths differ")
     require(n <= 4096, "a matrix has too many rows or columns")
+    if not np.isfinite(square).all():
+        return False
     try:
         found[:], columns = np.linalg.eigh(square.reshape(n, n))
     except np.linalg.LinAlgError:
         return False
     rows.reshape(n, n)[:] = columns.T
     return True
+
+
+def products_of_rows(rows: Buffer, out: Buffer, count: int, inner: int) -> None:
+    """Write the products of up to 1024 rows with each other: the upper half of their matrix in fp64, and 0 below.
+
+    Args:
+        rows: ``count`` by ``inner`` of fp32.
+        out: ``count`` by ``count``.
+        count: How many there are.
+        inner: How long they are.
+    """
+    values, target = elements_of(rows, 0), writable(out, np.float64)
+    require(0 <= count <= ROW_PRODUCTS_MAX and inner >= 0, "a matrix has too many rows or columns")
+    require(values.size == count * inner and target.size == count * count, "lengths differ")
+    wide = values.reshape(count, inner).astype(np.float64)
+    with np.errstate(all="ignore"):
+        target.reshape(count, count)[:] = np.triu(wide @ wide.T)
 
 
 def inverse_root(matrix: Buffer, inverse: Buffer) -> bool:

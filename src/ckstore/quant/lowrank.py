@@ -12,8 +12,8 @@ integers. Their steps follow the singular values: every coefficient of the trans
 and a direction is kept where it takes away more energy than its coefficients cost.
 
 Invariants:
-- ``multiply`` sums integers below 2**53 in float64, or below 2**24 in float32: every partial sum is exact, so that
-  any order and any processor gives the same bits. Rounding to float32 comes after it.
+- ``multiply`` sums integers below 2**53 in float64, or below 2**24 in float32, or in int32 of words: every partial sum
+  is exact, so that any order and any processor gives the same bits. Rounding to float32 comes after it.
 - What ``fit`` finds may differ from machine to machine in the last bits: it is the encoder's choice, and is stored.
 """
 
@@ -41,7 +41,7 @@ _KEPT_FROM = 0.2
 # Directions that are tried beyond those that are wanted, so that the last of these are found well.
 _OVERSAMPLED = 8
 _NARROW = 2
-# What is below this share of the greatest square is rounding errors.
+# Directions of less than this share of the greatest square come short: rounding to fp32 would turn them.
 _NO_SIZE = 1e-6
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -98,7 +98,7 @@ def multiply(product: Product, out: Floats) -> None:
     (rows, inner), cols = product.left.shape, out.shape[1]
     sum_max, right_max = product._bounds()
     if sum_max < _EXACT_IN_FLOAT32 and right_max <= _INTEGER_MAX:
-        words = np.left_shift(product.right, product.shifts[:, None].astype(np.int16))
+        words = np.ascontiguousarray(np.left_shift(product.right, product.shifts[:, None].astype(np.int16)))
         kernels.multiply_words(np.ascontiguousarray(product.left).data, words.data, out.data, rows, inner, cols)
         return
     factors = np.left_shift(1, product.shifts.astype(np.int64))[:, None]
@@ -214,18 +214,21 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
 def _orthogonal(wide: Floats) -> Floats | None:
     """Return orthogonal rows of length 1 that span those of a matrix; directions of no size become short.
 
-    By Cholesky's root of the products of the rows (Fukaya et al., ScalA 2014), to whose diagonal a little is added:
-    what is below the rounding errors of fp32 has no direction. None where values are too large for fp32.
+    By Cholesky's root of the products of the rows (Fukaya et al., ScalA 2014), to whose diagonal a little is added, so
+    that what the last product below rounds away has no direction. The products are summed in fp64: errors of fp32 are
+    larger than what is added, and would make rows of any length. None where values are too large for fp32.
     """
     greatest = max(float(wide.max(initial=0)), -float(wide.min(initial=0)))
     if not 0 < greatest < np.inf:
         return wide if greatest == 0 else None
-    # Their squares must neither vanish nor overflow.
     wide *= np.float32(1 / greatest)
-    gram = _gram(wide).astype(np.float64)
-    inverse = np.empty_like(gram)
-    gram[np.diag_indices_from(gram)] += _NO_SIZE * gram.diagonal().max()
-    return _times(inverse.astype(np.float32), wide) if kernels.inverse_root(gram.data, inverse.data) else None
+    (count, inner), size = wide.shape, 2 * (len(wide),)
+    gram, inverse = np.empty(size), np.empty(size)
+    kernels.products_of_rows(wide.data, gram.data, count, inner)
+    gram[np.diag_indices(count)] += _NO_SIZE * gram.diagonal().max()
+    if not kernels.inverse_root(gram.data, inverse.data):
+        raise AssertionError("the products of finite rows have no root")
+    return _times(inverse.astype(np.float32), wide)
 
 
 def _times(left: Floats, right: Floats, *, rounds: bool = False) -> Floats:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.errors import MalformedError
 from ckstore.quant.contexts import CLASS_COUNT, SUM_COUNT
-from ckstore.quant.geometry import ROW_MIN
+from ckstore.quant.geometry import ROW_MAX, ROW_MIN
 from ckstore.quant.lowrank import RANK_MAX, SHIFT_MAX, Integers, Product
 
 _HEAD = struct.Struct("<HBBf")
@@ -138,7 +138,7 @@ def _count(words: Words, classes: Bytes, counts: NDArray[np.int64]) -> None:
     """Add how often each byte occurs in the rows of each class."""
     length = words.shape[1]
     symbols = words.astype(np.uint8)
-    if words.size and length >= ROW_MIN:
+    if words.size and ROW_MIN <= length <= ROW_MAX:
         found = np.zeros((SUM_COUNT, 256), np.uint32)
         kernels.class_counts(symbols.data, classes.data, np.zeros(length, np.uint8).data, found.data, length, 0)
         counts += found[: len(counts)]
