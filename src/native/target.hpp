@@ -11,8 +11,11 @@
 // Needs indirect functions of the loader: x86-64 Linux with glibc.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(CKSTORE_NO_CLONES)
 #define CKSTORE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-// Functions for processors with AVX-512 can stand beside others.
-#define CKSTORE_HAS_WIDE
 #else
 #define CKSTORE_CLONES
+#endif
+
+// Functions for processors with AVX-512 can stand beside others.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define CKSTORE_HAS_WIDE
 #endif

@@ -14,6 +14,7 @@
 #include "bytes.hpp"
 #include "delta.hpp"
 #include "estimate.hpp"
+#include "outer.hpp"
 #include "planes.hpp"
 #include "quant.hpp"
 #include "rans.hpp"
@@ -258,6 +259,42 @@ void pack_and_unpack() {
     ckstore::unpack_symbols(hostile.data(), back.data(), matrix.count, lowest, alphabet, per_byte);
 }
 
+// Products of any shape, by vectors and portably: of integers both are exact.
+void multiply_and_take_roots() {
+    const std::size_t rows = below(50), cols = below(50), inner = below(4) == 0 ? below(1200) : below(70);
+    Numbers<std::int16_t> words(rows * inner), others(inner * cols);
+    Numbers<float> left(rows * inner), right(inner * cols), out(rows * cols), again(rows * cols);
+    for (std::size_t i = 0; i < left.count(); ++i) {
+        left[i] = static_cast<float>(words[i] = static_cast<std::int16_t>(static_cast<int>(below(199)) - 99));
+    }
+    for (std::size_t i = 0; i < right.count(); ++i) {
+        right[i] = static_cast<float>(others[i] = static_cast<std::int16_t>(static_cast<int>(below(99)) - 49));
+    }
+    for (const bool turned : {false, true}) {
+        for (const bool rounds : {false, true}) {
+            ckstore::multiply_floats(left.data(), right.data(), out.data(), rows, inner, cols, turned, turned, rounds);
+            ckstore::multiply_floats_portably(left.data(), right.data(), again.data(), rows, inner, cols, turned, turned,
+                                              rounds);
+            require(std::equal(out.data(), out.data() + out.count(), again.data()), "products differ");
+        }
+    }
+    ckstore::multiply_words(words.data(), others.data(), out.data(), rows, inner, cols);
+    ckstore::multiply_words_portably(words.data(), others.data(), again.data(), rows, inner, cols);
+    require(std::equal(out.data(), out.data() + out.count(), again.data()), "products of words differ");
+    Numbers<double> square(rows * rows), inverse(rows * rows), vectors(rows * rows), values(rows), work(3 * rows);
+    ckstore::products_of_rows(left.data(), square.data(), rows, inner);
+    for (std::size_t i = 0; i < rows; ++i) {
+        square[i * rows + i] += 1.0;
+        for (std::size_t j = 0; j < i; ++j) {
+            square[i * rows + j] = square[j * rows + i];
+        }
+    }
+    Numbers<double> used(rows * rows);
+    std::copy(square.data(), square.data() + square.count(), used.data());
+    require(ckstore::inverse_root(used.data(), inverse.data(), rows), "a positive matrix has a root");
+    require(ckstore::symmetric_eigen(square.data(), vectors.data(), values.data(), work.data(), rows), "eigenvectors");
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -274,6 +311,7 @@ int main(int argc, char **argv) {
         look_at_bytes();
         quantize_and_finish(static_cast<int>(round % 3));
         pack_and_unpack();
+        multiply_and_take_roots();
     }
     std::printf("%ld rounds, %zu hostile payloads, loops: %s and portable\n", rounds, hostile, ckstore::rans_variant());
     return 0;
