@@ -12,6 +12,7 @@ import ckstore
 from ckstore import Residual
 from ckstore.distance import distance_of
 from ckstore.errors import BoundError
+from ckstore.format.pack import PACK_ALIGN
 from ckstore.testing.trainings import M, V, W, leaf, losses
 
 torch = pytest.importorskip("torch")
@@ -65,7 +66,8 @@ def test_a_history_is_as_far_off_as_it_says_and_as_on_the_host(stores, traffic, 
         if noise == 0.05 and dtype == torch.float32:
             assert told[W].method == "outer"
         assert receipt.worst_spike == pytest.approx(beside.worst_spike, rel=0.05)
-        assert receipt.bytes_written == pytest.approx(beside.bytes_written, rel=0.05)
+        # Whole blocks are written: a byte decides whether there is a last one.
+        assert abs(receipt.bytes_written - beside.bytes_written) <= max(0.05 * beside.bytes_written, PACK_ALIGN)
     assert stores[0].verify("decode").damage == []
 
 
