@@ -41,6 +41,7 @@ device, traffic, stores = there.device, there.traffic, there.stores
 @pytest.mark.parametrize("fidelity", [NEAR, SMALL], ids=["near", "small"])
 def test_a_history_is_as_far_off_as_it_says_and_as_on_the_host(stores, traffic, device, fidelity, dtype, noise):
     run, width = Run(device=device, dtype=dtype, noise=noise), dtype.itemsize
+    written = []
     for step in range(5):
         state = run.train().state()
         receipt, beside = commit_both(stores, state, step, fidelity)
@@ -66,8 +67,14 @@ def test_a_history_is_as_far_off_as_it_says_and_as_on_the_host(stores, traffic, 
         if noise == 0.05 and dtype == torch.float32:
             assert told[W].method == "outer"
         assert receipt.worst_spike == pytest.approx(beside.worst_spike, rel=0.05)
-        # Whole blocks are written: a byte decides whether there is a last one.
+        # What is stored, to a hundredth; whole blocks of it are written, and one is more than that.
+        assert sum(row.bits for row in told.values()) == pytest.approx(
+            sum(row.bits for row in theirs.values()), rel=0.01
+        )
+        written.append((receipt.bytes_written, beside.bytes_written))
         assert abs(receipt.bytes_written - beside.bytes_written) <= max(0.05 * beside.bytes_written, PACK_ALIGN)
+    by_device, by_host = map(sum, zip(*written, strict=True))
+    assert by_device == pytest.approx(by_host, rel=0.05)
     assert stores[0].verify("decode").damage == []
 
 

@@ -150,7 +150,7 @@ def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: fl
     """Round directions to integers; None where they do not fit.
 
     Args:
-        left: Left directions as columns, of length 1.
+        left: Left directions as columns, of length 1, or shorter where they are very weak.
         sizes: Singular values, the greatest first.
         right: Right directions as rows, of length 1.
         step: Width of a step, as ``fit`` takes it.
