@@ -17,6 +17,7 @@ from ckstore.config import MIB
 from ckstore.errors import CapacityError
 from ckstore.outstanding import Outstanding
 from ckstore.saver.arena import FREE, STAGED, UNIT_NBYTES, Slot
+from ckstore.staging import dock
 
 
 @pytest.fixture
@@ -250,7 +251,8 @@ def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(policy_store, monk
 
 
 def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeypatch):
-    populate, begun, go_on, left = Slot.populate, threading.Event(), threading.Event(), []
+    populate, left = Slot.populate, []
+    begun, heard, awaits, go_on = (threading.Event() for _ in range(4))
 
     def hang(slot, offset, nbytes):
         begun.set()
@@ -258,20 +260,40 @@ def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeyp
         populate(slot, offset, nbytes)
         left.append(offset)
 
+    class Ended(threading.Event):
+        """Tells when whoever was interrupted waits for what had begun: no other wait of it has an end."""
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                awaits.set()
+            return super().wait(timeout)
+
+    def hear(number, frame):
+        if not heard.is_set():
+            heard.set()
+            raise KeyboardInterrupt
+
     def interrupt():
         begun.wait(60)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
+        # A signal right before a thread begins to sleep does not wake it: Python looks at signals between steps.
+        while not heard.wait(0.05):
+            os.kill(os.getpid(), signal.SIGINT)
+        awaits.wait(60)
         go_on.set()
 
     monkeypatch.setattr(Slot, "populate", hang)
+    monkeypatch.setattr(dock, "threading", SimpleNamespace(Event=Ended))
     store = policy_store(staging_threads=1)
     thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, hear)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        store.prewarm(state(0, 200 * MIB))
-    count = len(left)
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.prewarm(state(0, 200 * MIB))
+        count = len(left)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     time.sleep(0.2)
     assert len(left) == count == 1, "what had begun was waited for, and nothing else has begun"
 
