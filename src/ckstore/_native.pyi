@@ -157,6 +157,21 @@ def inverse_root(matrix: Buffer, inverse: Buffer) -> bool:
 def symmetric_eigen(matrix: Buffer, vectors: Buffer, values: Buffer, work: Buffer) -> bool:
     """Write the eigenvectors of a symmetric matrix of fp64 as rows, and their values; the matrix is used up."""
 
+def take_roots(values: Buffer, rows_out: Buffer, cols_out: Buffer, row: int, phase: int) -> tuple[float, float]:
+    """Replace values by their roots, and write the sums of these; return the least and the greatest value."""
+
+def subtract_ones(values: Buffer, rows: Buffer, cols: Buffer, row: int, phase: int) -> None:
+    """Replace each value by itself times the number of its row, times that of its column, less 1."""
+
+def missed_squares(values: Buffer, product: Buffer, scale: float) -> tuple[float, float]:
+    """Return the squares of what ``product * scale`` misses of values, and the values' squares, summed."""
+
+def round_vectors(vectors: Buffer, factors: Buffer, out: Buffer) -> float:
+    """Write vectors, each times its factor, as integers of 16 bits; return the greatest magnitude."""
+
+def split_zigzag(words: Buffer, low: Buffer, high: Buffer, sums: Buffer) -> None:
+    """Write both bytes of zigzagged words apart, and the sum of the squares of each vector."""
+
 def finish_outer(
     product: Buffer,
     rows: Buffer,

@@ -11,6 +11,7 @@
 #include "estimate.hpp"
 #include "module_quant.hpp"
 #include "module_outer.hpp"
+#include "module_directions.hpp"
 #include "planes.hpp"
 #include "rans.hpp"
 #include "rounding.hpp"
@@ -279,4 +280,5 @@ NB_MODULE(_native, module) {
     module.def("coder_variant", &ckstore::rans_variant);
     define_quantizers(module);
     define_products(module);
+    define_directions(module);
 }

@@ -3,13 +3,12 @@
 #include <cmath>
 
 #include "rounding.hpp"
+#include "sums.hpp"
 #include "values.hpp"
 
 namespace ckstore {
 namespace {
 
-constexpr std::size_t kLanes = 8;
-constexpr std::size_t kRowLanes = 16;
 constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr int kZeroCode = 128;
 
@@ -23,17 +22,6 @@ CKSTORE_INLINE void for_tiles(std::size_t begin, std::size_t count, Body body) {
     if (at < count) {
         body(begin + at, count - at);
     }
-}
-
-CKSTORE_INLINE double folded(const double *lanes, std::size_t count) {
-    double sums[kRowLanes];
-    std::memcpy(sums, lanes, count * sizeof *lanes);
-    for (std::size_t half = count / 2; half > 0; half /= 2) {
-        for (std::size_t l = 0; l < half; ++l) {
-            sums[l] += sums[l + half];
-        }
-    }
-    return sums[0];
 }
 
 CKSTORE_INLINE std::uint32_t not_finite(float value) { return (word_of(value) & kInfinity) == kInfinity; }
@@ -92,25 +80,7 @@ CKSTORE_INLINE void sum_all(const float *values, double *rows, double *cols, Mat
         cols[j] = 0.0;
     }
     for_rows(matrix, [&](std::size_t row, std::size_t left, std::size_t start, std::size_t width) {
-        double lanes[kRowLanes] = {};
-        double *column = cols + left;
-        const float *x = values + start;
-        std::size_t j = 0;
-        for (; j + kRowLanes <= width; j += kRowLanes) {
-            for (std::size_t l = 0; l < kRowLanes; ++l) {
-                const double value = static_cast<double>(x[j + l]);
-                const double term = kSquared ? value * value : value;
-                lanes[l] += term;
-                column[j + l] += term;
-            }
-        }
-        for (std::size_t l = 0; j < width; ++j, ++l) {
-            const double value = static_cast<double>(x[j]);
-            const double term = kSquared ? value * value : value;
-            lanes[l] += term;
-            column[j] += term;
-        }
-        rows[row] = folded(lanes, kRowLanes);
+        rows[row] = sum_row<kSquared>(values + start, cols + left, width);
     });
 }
 
@@ -118,20 +88,6 @@ CKSTORE_INLINE void sum_all(const float *values, double *rows, double *cols, Mat
 struct LaneSums {
     double greatest[kTile] = {}, errors[kLanes] = {}, squares[kLanes] = {};
 };
-
-CKSTORE_INLINE void add_squares(const double *values, double *lanes) {
-    double squares[kTile];
-    for (std::size_t i = 0; i < kTile; ++i) {
-        squares[i] = values[i] * values[i];
-    }
-    for (std::size_t l = 0; l < kLanes; ++l) {
-        double sum = lanes[l];
-        for (std::size_t i = 0; i < kTile; i += kLanes) {
-            sum += squares[i + l];
-        }
-        lanes[l] = sum;
-    }
-}
 
 // Adds a tile; beyond the last element are zeros, which change no sum.
 CKSTORE_INLINE void add_tile(const float *given, const float *made, LaneSums &sums) {
@@ -144,8 +100,8 @@ CKSTORE_INLINE void add_tile(const float *given, const float *made, LaneSums &su
         const double size = std::fabs(errors[i]);
         sums.greatest[i] = size > sums.greatest[i] ? size : sums.greatest[i];
     }
-    add_squares(errors, sums.errors);
-    add_squares(values, sums.squares);
+    add_squares<kTile>(errors, sums.errors);
+    add_squares<kTile>(values, sums.squares);
 }
 
 template <int kKind>

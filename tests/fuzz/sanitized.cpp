@@ -13,6 +13,7 @@
 
 #include "bytes.hpp"
 #include "delta.hpp"
+#include "directions.hpp"
 #include "estimate.hpp"
 #include "outer.hpp"
 #include "planes.hpp"
@@ -228,6 +229,34 @@ void quantize_and_finish(int kind) {
     ckstore::finish_values(symbols.data(), scales, book.data(), base.data(), base.data(), matrix, kind, 0, 0.0f);
 }
 
+// What encoders do around products, with any values.
+void round_and_split() {
+    const std::size_t row = 16 + below(300);
+    const ckstore::Matrix matrix{below(5000), row, below(row)};
+    const Numbers<float> values = floats(matrix.count), others = floats(matrix.count), above = floats(matrix.row_count());
+    const Numbers<float> beside = floats(row);
+    const Numbers<double> row_sums(matrix.row_count()), col_sums(row);
+    ckstore::missed_squares(values.data(), others.data(), 0.01f, matrix.count);
+    ckstore::take_roots(values.data(), row_sums.data(), col_sums.data(), matrix);
+    ckstore::subtract_ones(values.data(), {above.data(), beside.data()}, matrix);
+    const std::size_t count = below(20), length = 1 + below(300);
+    Numbers<float> vectors = floats(count * length);
+    const Numbers<float> factors = floats(count);
+    const Heap hostile = noise(vectors.count() * sizeof(float));
+    if (vectors.count() != 0 && below(2) == 0) {
+        std::memcpy(vectors.data(), hostile.data(), vectors.count() * sizeof(float));
+    }
+    const Numbers<std::int16_t> words(count * length);
+    const Numbers<std::uint8_t> low(count * length), high(count * length);
+    const Numbers<double> sums(count);
+    ckstore::round_vectors(vectors.data(), factors.data(), words.data(), count, length);
+    ckstore::split_zigzag(words.data(), low.data(), high.data(), sums.data(), count, length);
+    for (std::size_t i = 0; i < words.count(); ++i) {
+        const int folded = low[i] | high[i] << 8;
+        require(words[i] == ((folded >> 1) ^ -(folded & 1)), "words came back");
+    }
+}
+
 // Symbols into streams and bytes and back; bytes that hold no symbols are told.
 void pack_and_unpack() {
     const std::size_t row = 16 + below(300);
@@ -312,6 +341,7 @@ int main(int argc, char **argv) {
         quantize_and_finish(static_cast<int>(round % 3));
         pack_and_unpack();
         multiply_and_take_roots();
+        round_and_split();
     }
     std::printf("%ld rounds, %zu hostile payloads, loops: %s and portable\n", rounds, hostile, ckstore::rans_variant());
     return 0;

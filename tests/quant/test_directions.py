@@ -142,7 +142,8 @@ def test_groups_take_the_fewest_bits_of_all_ways_to_part_them(seed: int) -> None
 
     def bits(starts: tuple[int, ...]) -> float:
         parts = np.split(counts, starts)
-        return float(sum(lowrank_bytes._bits(part.sum(axis=0)[None])[0] for part in parts))
+        both = [part.sum(axis=0) for part in parts]
+        return float(sum(lowrank_bytes._bits(each.reshape(1, -1), each.sum(axis=1)[None])[0] for each in both))
 
     ways = [starts for many in range(6) for starts in combinations(range(1, 6), many)]
     chosen = tuple(sorted(set(lowrank_bytes._partition(counts)) - {0}))

@@ -18,6 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.kernels import coder_on_numpy, delta_on_numpy, sample_on_numpy, sparse_on_numpy
+from ckstore.kernels.directions_on_numpy import missed_squares as missed_squares
+from ckstore.kernels.directions_on_numpy import round_vectors as round_vectors
+from ckstore.kernels.directions_on_numpy import split_zigzag as split_zigzag
+from ckstore.kernels.directions_on_numpy import subtract_ones as subtract_ones
+from ckstore.kernels.directions_on_numpy import take_roots as take_roots
 from ckstore.kernels.outer_on_numpy import finish_outer as finish_outer
 from ckstore.kernels.outer_on_numpy import inverse_root as inverse_root
 from ckstore.kernels.outer_on_numpy import multiply_floats as multiply_floats

@@ -209,10 +209,7 @@ def measure_values(source: Buffer, made: Buffer, kind: int) -> tuple[float, floa
         errors = widened(other[part], kind).astype(np.float64) - values
         greatest = max(greatest, float(np.abs(errors).max()))
         for index, terms in enumerate((errors * errors, values * values)):
-            turns = np.zeros((1 + -(-terms.size // _LANES), _LANES))
-            turns[0] = lanes[index]
-            turns[1:].reshape(-1)[: terms.size] = terms
-            lanes[index] = np.add.accumulate(turns, axis=0)[-1]
+            lanes[index] = _added(lanes[index], terms)
     return greatest, float(_folded(lanes[0])), float(_folded(lanes[1]))
 
 
@@ -240,6 +237,20 @@ def _folded(lanes: Doubles) -> Doubles:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
     return lanes[..., 0]
+
+
+def sum_in_lanes(terms: Doubles) -> float:
+    """Return a sum in 8 lanes that take turns, which are then added in halves."""
+    return float(_folded(_added(np.zeros(_LANES), terms)))
+
+
+def _added(lanes: Doubles, terms: Doubles) -> Doubles:
+    """Return lanes that have gone on with these terms, one after another."""
+    turns = np.zeros((1 + -(-terms.size // _LANES), _LANES))
+    turns[0] = lanes
+    turns[1:].reshape(-1)[: terms.size] = terms
+    found: Doubles = np.add.accumulate(turns, axis=0)[-1]
+    return found
 
 
 def sums_of_words(source: Buffer, width: int) -> tuple[int, int]:

@@ -164,15 +164,19 @@ def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: fl
     off = np.sqrt(sizes * np.exp2(shifts) / sizes[0])
     scale = step * step / sizes[0]
     counts = (sizes / (step * off)).astype(np.float32)
-    lefts, rights = left * counts, right * counts[:, None]
-    for side in (lefts, rights):
-        np.rint(side, out=side)
-        if max(side.max(initial=0), -side.min(initial=0)) > _INTEGER_MAX:
-            return None
-    if not _TINY <= scale < np.finfo(np.float32).max:
+    sides = _rounded(left.T, counts), _rounded(right, counts)
+    if sides[0] is None or sides[1] is None or not _TINY <= scale < np.finfo(np.float32).max:
         return None
-    found = Product(lefts.astype(np.int16), rights.astype(np.int16), shifts.astype(np.uint8), np.float32(scale))
+    found = Product(sides[0].T, sides[1], shifts.astype(np.uint8), np.float32(scale))
     return found if found.is_exact() else None
+
+
+def _rounded(vectors: Floats, counts: Floats) -> Integers | None:
+    """Return vectors, each times its count, as integers; None where they do not fit."""
+    numbers = np.ascontiguousarray(vectors)
+    words: Integers = np.empty(numbers.shape, np.int16)
+    greatest = kernels.round_vectors(numbers.data, counts.data, words.data)
+    return words if greatest <= _INTEGER_MAX else None
 
 
 def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArray[np.float64], Floats] | None:

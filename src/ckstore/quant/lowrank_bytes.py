@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,25 +32,31 @@ _RAW, _CONST, _RANS = 0, 1, 3
 _GROUP_COUNT_MAX = 32
 # What a group costs besides: states of the coder, bitmap of symbols, header, its rows in the table; and a symbol.
 _GROUP_BITS, _SYMBOL_BITS = 8 * (256 + 32 + 4 + 10), 16
-_SPREAD_MIN, _BYTE_MAX = 1e-3, 255
+_SPREAD_MIN = 1e-3
 
 Bytes = NDArray[np.uint8]
-Words = NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The vectors of one side as rows: their low and their high bytes, zigzagged, and the mean square of each."""
+
+    planes: tuple[Bytes, Bytes]
+    spreads: NDArray[np.float64]
 
 
 def pack(product: Product) -> bytes:
     """Return the bytes that ``unpack`` makes the product of."""
-    lefts = np.ascontiguousarray(product.left.T)
-    sides = [_zigzag(lefts), _zigzag(product.right)]
-    group_of = _groups(sides, np.concatenate([_spreads(lefts), _spreads(product.right)]))
+    sides = [_split(np.ascontiguousarray(product.left.T)), _split(product.right)]
+    group_of = _groups(sides)
     of_left, of_right = group_of[: product.rank], group_of[product.rank :]
     count = int(group_of.max(initial=0)) + 1 if product.rank else 0
     table, streams = [], []
     for group in range(count):
-        chosen = sides[0][of_left == group], sides[1][of_right == group]
-        words = np.concatenate([side.reshape(-1) for side in chosen])
-        for plane in (words.astype(np.uint8), (words >> 8).astype(np.uint8)):
-            mode, stored = _coded(plane)
+        members = of_left == group, of_right == group
+        for plane in (0, 1):
+            chosen = [side.planes[plane][those].reshape(-1) for side, those in zip(sides, members, strict=True)]
+            mode, stored = _coded(np.concatenate(chosen))
             table.append(_ROW.pack(mode, len(stored)))
             streams.append(stored)
     head = _HEAD.pack(product.rank, count, 0, product.scale)
@@ -95,26 +102,16 @@ def unpack(payload: memoryview, rows: int, cols: int) -> Product:
     return product
 
 
-def _zigzag(values: Integers) -> Words:
-    found: Words = ((values << 1) ^ (values >> 15)).view(np.uint16)
-    return found
+def _split(vectors: Integers) -> _Side:
+    """Return the bytes of zigzagged integers."""
+    low, high, sums = np.empty(vectors.shape, np.uint8), np.empty(vectors.shape, np.uint8), np.empty(len(vectors))
+    kernels.split_zigzag(np.ascontiguousarray(vectors).data, low.data, high.data, sums.data)
+    return _Side((low, high), sums / max(1, vectors.shape[1]))
 
 
-def _spreads(vectors: Integers) -> NDArray[np.float64]:
-    """Return the mean square of each row."""
-    values = vectors.astype(np.float32)
-    found: NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
-    found /= max(1, values.shape[1])
-    return found
-
-
-def _groups(sides: Sequence[Words], spreads: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return which vectors share frequencies: neighbours in their spread, in groups that take the fewest bits.
-
-    Args:
-        sides: Vectors as rows, zigzagged; of one side all are equally long.
-        spreads: Mean square of each.
-    """
+def _groups(sides: Sequence[_Side]) -> NDArray[np.uint8]:
+    """Return which vectors share frequencies: neighbours in their spread, in groups that take the fewest bits."""
+    spreads = np.concatenate([side.spreads for side in sides])
     if not spreads.size:
         return np.empty(0, np.uint8)
     octaves = np.floor(np.log2(np.maximum(spreads, _SPREAD_MIN))).astype(np.int64)
@@ -123,22 +120,22 @@ def _groups(sides: Sequence[Words], spreads: NDArray[np.float64]) -> NDArray[np.
     counts = np.zeros((int(all_classes.max()) + 1, 2, 256), np.int64)
     start = 0
     for side in sides:
-        classes = all_classes[start : start + len(side)]
-        start += len(side)
+        low, high = side.planes
+        classes = all_classes[start : start + len(low)]
+        start += len(low)
         # Hardly any vector has a high byte.
-        is_high = side.max(axis=1, initial=0) > _BYTE_MAX
-        _count(side, classes, counts[:, 0])
-        _count(side[is_high] >> 8, classes[is_high], counts[:, 1])
-        counts[:, 1, 0] += np.bincount(classes[~is_high], minlength=len(counts)) * side.shape[1]
+        is_high = high.any(axis=1)
+        _count(low, classes, counts[:, 0])
+        _count(high[is_high], classes[is_high], counts[:, 1])
+        counts[:, 1, 0] += np.bincount(classes[~is_high], minlength=len(counts)) * low.shape[1]
     _, group_of = np.unique(np.array(_partition(counts))[all_classes], return_inverse=True)
     return group_of.astype(np.uint8)
 
 
-def _count(words: Words, classes: Bytes, counts: NDArray[np.int64]) -> None:
+def _count(symbols: Bytes, classes: Bytes, counts: NDArray[np.int64]) -> None:
     """Add how often each byte occurs in the rows of each class."""
-    length = words.shape[1]
-    symbols = words.astype(np.uint8)
-    if words.size and ROW_MIN <= length <= ROW_MAX:
+    length = symbols.shape[1]
+    if symbols.size and ROW_MIN <= length <= ROW_MAX:
         found = np.zeros((SUM_COUNT, 256), np.uint32)
         kernels.class_counts(symbols.data, classes.data, np.zeros(length, np.uint8).data, found.data, length, 0)
         counts += found[: len(counts)]
@@ -150,10 +147,18 @@ def _count(words: Words, classes: Bytes, counts: NDArray[np.int64]) -> None:
 def _partition(counts: NDArray[np.int64]) -> list[int]:
     """Return the first member of each one's group, where groups of neighbours take the fewest bits in all."""
     total = len(counts)
-    sums = np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)])
     starts, ends = np.triu_indices(total + 1, 1)
+
+    def of_groups(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        sums = np.concatenate([np.zeros_like(numbers[:1]), np.cumsum(numbers, axis=0)])
+        found: NDArray[np.int64] = sums[ends] - sums[starts]
+        return found
+
+    flat = counts.reshape(total, -1)
+    # Most bytes occur nowhere.
+    occurring = np.ascontiguousarray(flat[:, flat.any(axis=0)])
     bits = np.full((total + 1, total + 1), np.inf)
-    bits[starts, ends] = _bits(sums[ends] - sums[starts])
+    bits[starts, ends] = _bits(of_groups(occurring), of_groups(counts.sum(axis=2)))
     least, first = np.zeros(total + 1), [0] * (total + 1)
     for end in range(1, total + 1):
         both = least[:end] + bits[:end, end]
@@ -166,12 +171,19 @@ def _partition(counts: NDArray[np.int64]) -> list[int]:
     return found
 
 
-def _bits(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return what groups cost, given how often each byte occurs in both planes of each."""
-    sizes = counts.sum(axis=-1)
-    entropies = sizes * np.log2(np.maximum(sizes, 1)) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=-1)
-    found: NDArray[np.float64] = entropies.sum(axis=-1) + _SYMBOL_BITS * np.count_nonzero(counts, (-2, -1))
+def _bits(counts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return what groups cost: of each how often each byte occurs in either plane, and how long both planes are."""
+    entropies = _times_log2(sizes).sum(axis=1) - _times_log2(counts).sum(axis=1)
+    found: NDArray[np.float64] = entropies + _SYMBOL_BITS * np.count_nonzero(counts, axis=1)
     return found + _GROUP_BITS
+
+
+def _times_log2(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return each number times its logarithm."""
+    numbers = counts.astype(np.float64)
+    found: NDArray[np.float64] = np.log2(np.maximum(numbers, 1))
+    found *= numbers
+    return found
 
 
 def _coded(plane: Bytes) -> tuple[int, bytes]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.errors import MalformedError
 from ckstore.quant.factors import FACTOR_MAX, Factors, factors_of, require_known
-from ckstore.quant.geometry import KINDS, ROW_MAX, ROW_MIN, Grid
+from ckstore.quant.geometry import ROW_MAX, ROW_MIN, Grid
 from ckstore.quant.lowrank import Floats, Product, fit, multiply, nothing
 from ckstore.quant.lowrank_bytes import pack, unpack
 from ckstore.quant.settings import LowRank
@@ -37,8 +36,6 @@ _FACTORS = struct.Struct("<hB")
 _LIMIT = struct.Struct("<f")
 _SIDE_MIN = 4
 _SQUARE_MIN = 1e-28
-# Elements that are worked on at once where a temporary array is needed.
-_BLOCK = 1 << 16
 _RULES = {CHANGE: 0, QUOTIENT: 1, ROOT: 2}
 _NO_BYTES = memoryview(b"")
 
@@ -90,20 +87,16 @@ def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: floa
 
 def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximated | None:
     """Approximate second moments; ``values`` are used up, and None is returned, where few directions are not enough."""
-    roots = np.frombuffer(values, np.float32)
-    if not roots.size or not 0 <= roots.min() <= roots.max() < FACTOR_MAX:
+    if not grid.count:
         return None
-    np.sqrt(roots, out=roots)
-    matrix = _matrix(roots, grid)
     rows, cols = np.empty(grid.row_count), np.empty(grid.row)
-    kernels.sums_of_values(values, rows.data, cols.data, grid.row, grid.phase, False)
+    least, greatest = kernels.take_roots(values, rows.data, cols.data, grid.row, grid.phase)
+    if not 0 <= least <= greatest < FACTOR_MAX:
+        return None
     factors = sides_of(rows, cols, grid)
     above, beside = (inverse_of(side) for side in factors)
-    for part in _blocks(matrix):
-        matrix[part] *= above[part, None]
-        matrix[part] *= beside
-        matrix[part] -= 1
-    _clear_outside(matrix, grid)
+    kernels.subtract_ones(values, above.data, beside.data, grid.row, grid.phase)
+    matrix = _matrix(np.frombuffer(values, np.float32), grid)
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
         return None
@@ -196,20 +189,9 @@ def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool)
         return None
     whole: Floats = np.empty(matrix.shape, np.float32)
     multiply(found, whole)
-    left_over = total = 0.0
-    for rows in _blocks(matrix):
-        made = whole[rows] * found.scale
-        # Both sums by the same rule: where there is no direction, one is the other.
-        _, missed, given = kernels.measure_values(matrix[rows].data, made.data, KINDS["float32"])
-        left_over, total = left_over + missed, total + given
+    # Both sums by the same rule: where there is no direction, one is the other.
+    left_over, total = kernels.missed_squares(matrix.data, whole.data, float(found.scale))
     return (found, whole) if left_over <= settings.error_max * total else None
-
-
-def _blocks(matrix: Floats) -> Iterator[slice]:
-    """Yield the rows of a matrix in parts that stay in the cache while several things are done to them."""
-    height = max(1, _BLOCK // matrix.shape[1])
-    for start in range(0, len(matrix), height):
-        yield slice(start, start + height)
 
 
 def can_be_squared(mean: float, shape: tuple[int, ...]) -> bool:
@@ -224,12 +206,6 @@ def _matrix(values: Floats, grid: Grid) -> Floats:
     whole: Floats = np.zeros(grid.row_count * grid.row, np.float32)
     whole[grid.phase : grid.phase + grid.count] = values
     return whole.reshape(grid.row_count, grid.row)
-
-
-def _clear_outside(matrix: Floats, grid: Grid) -> None:
-    flat = matrix.reshape(-1)
-    flat[: grid.phase] = 0
-    flat[grid.phase + grid.count :] = 0
 
 
 def inverse_of(factors: Factors) -> Floats:

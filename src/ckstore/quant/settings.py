@@ -286,9 +286,9 @@ class Residual:
     def near(**changes: object) -> Residual:
         """Return the fidelity whose resumes nobody should be able to tell from exact ones: 20 to 60 times smaller."""
         settings = TensorSettings(
-            WeightSettings(step=0.5, low_rank=LowRank(step=0.7, rank_max=96, error_max=0.2)),
-            FirstMomentSettings(step=0.5, low_rank=LowRank(step=0.15, rank_max=96, error_max=0.2)),
-            SecondMomentSettings(low_rank=LowRank(step=0.25, error_max=1.0)),
+            WeightSettings(step=0.5, low_rank=LowRank(step=0.7, rank_max=80, error_max=0.2)),
+            FirstMomentSettings(step=0.5, low_rank=LowRank(step=0.15, rank_max=80, error_max=0.2)),
+            SecondMomentSettings(low_rank=LowRank(step=0.25, rank_max=16, error_max=1.0)),
         )
         return _changed(Residual("near", settings), changes)
 
