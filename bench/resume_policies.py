@@ -100,6 +100,20 @@ def outer(weights: float, first: float, second: float, rank_max: int = 64) -> Re
     return Residual(f"outer-{weights:g}-{first:g}-{second:g}", settings, keyframe_every=1000)
 
 
+def near_of(weights: int, first: int, second: int) -> Residual:
+    """Return near() with other numbers of directions: at most so many of changes, of first and of second moments."""
+    near = Residual.near(keyframe_every=1000)
+
+    def with_directions(settings: Any, rank_max: int) -> Any:
+        return replace(settings, low_rank=replace(settings.low_rank, rank_max=rank_max))
+
+    own = near.tensors
+    tensors = TensorSettings(
+        with_directions(own.weights, weights), with_directions(own.first, first), with_directions(own.second, second)
+    )
+    return replace(near, name=f"near-{weights}-{first}-{second}", tensors=tensors)
+
+
 def grids(weights: float, first: float) -> Residual:
     """Return a fidelity of grids and rank-1 second moments, without outer products."""
     settings = TensorSettings(WeightSettings(step=weights), FirstMomentSettings(step=first), SecondMomentSettings())
@@ -132,6 +146,7 @@ def contenders() -> list[Contender]:
         Contender("8 bits, block-wise", "baseline", make=baselines.block_wise(8)),
         Contender("4 bits, block-wise", "baseline", make=baselines.block_wise(4)),
         *frontier,
+        Contender("near() of 96 / 96 / 64", "ckstore", near_of(96, 96, 64)),
         Contender("grids 0.5 / 0.5", "ckstore", grids(0.5, 0.5)),
         Contender("grids 2 / 1.5", "ckstore", grids(2.0, 1.5)),
         Contender("ExCP, alpha = 5e-5", "baseline", make=baselines.Excp(alpha=5e-5)),

@@ -10,6 +10,8 @@ import pytest
 
 from ckstore import Policy, Residual
 from ckstore.errors import BoundError
+from ckstore.lossy import LossyTensor
+from ckstore.lossy_target import scaled
 from ckstore.quant.settings import TensorSettings
 from ckstore.testing.states import difference
 from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
@@ -173,6 +175,14 @@ def test_steps_are_scaled_until_a_parameter_takes_the_bits_that_were_asked_for(s
     assert (told[W].numbers["step"] > plain[W].numbers["step"]) == (as_it_comes > target)
     assert (told[W].rel_rms > plain[W].rel_rms) == (as_it_comes > target)
     assert store.verify("decode").damage == []
+
+
+@pytest.mark.parametrize(("octaves", "rank_max"), [(-3.0, 128), (-8.0, 256), (-0.5, 23), (0.0, 16), (2.0, 16)])
+def test_finer_steps_may_find_more_directions(octaves, rank_max):
+    settings = Residual.near().tensors.second
+    assert settings.low_rank.rank_max == 16
+    tensor = LossyTensor(0, "second", "v", "float32", (64, 64), settings)
+    assert scaled(tensor, octaves).settings.low_rank.rank_max == rank_max
 
 
 def test_bounds_that_are_met_let_everything_stand(store):

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -24,6 +25,7 @@ from ckstore.lossy_forms import Errors
 from ckstore.lossy_task import Desk, TaskCoder
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import CommitPlan
+from ckstore.quant.lowrank import RANK_MAX
 from ckstore.quant.settings import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings
 from ckstore.store.known import KnownFrame
 
@@ -66,7 +68,9 @@ def _wider(low_rank: LowRank | None, scale: float) -> LowRank | None:
         return None
     # What coarser steps leave over must not drive a matrix to the grid, which takes more.
     error_max = min(1.0, low_rank.error_max * max(1.0, scale * scale))
-    return replace(low_rank, step=_step(low_rank.step * scale), error_max=error_max)
+    # Finer steps find more directions worth keeping.
+    rank_max = min(RANK_MAX, math.ceil(low_rank.rank_max / min(1.0, scale)))
+    return replace(low_rank, step=_step(low_rank.step * scale), rank_max=rank_max, error_max=error_max)
 
 
 def _step(step: float) -> float:

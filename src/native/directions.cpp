@@ -60,6 +60,7 @@ CKSTORE_INLINE void missed_tile(const float *values, const float *product, float
 
 CKSTORE_CLONES Extremes take_roots(float *values, double *rows, double *cols, Matrix matrix) {
     float least[kTile], greatest[kTile];
+    std::uint32_t is_none[kTile] = {};
     for (std::size_t i = 0; i < kTile; ++i) {
         least[i] = greatest[i] = matrix.count ? values[0] : 0.0f;
     }
@@ -71,6 +72,7 @@ CKSTORE_CLONES Extremes take_roots(float *values, double *rows, double *cols, Ma
         const auto take = [&](std::size_t at, auto count) {
             for (std::size_t i = 0; i < count; ++i) {
                 const float value = x[at + i];
+                is_none[i] |= value != value;
                 least[i] = value < least[i] ? value : least[i];
                 greatest[i] = value > greatest[i] ? value : greatest[i];
                 x[at + i] = std::sqrt(value);
@@ -84,9 +86,14 @@ CKSTORE_CLONES Extremes take_roots(float *values, double *rows, double *cols, Ma
         rows[row] = sum_row<false>(x, cols + left, width);
     });
     Extremes found{least[0], greatest[0]};
-    for (std::size_t i = 1; i < kTile; ++i) {
+    std::uint32_t is_wrong = 0;
+    for (std::size_t i = 0; i < kTile; ++i) {
+        is_wrong |= is_none[i];
         found.least = least[i] < found.least ? least[i] : found.least;
         found.greatest = greatest[i] > found.greatest ? greatest[i] : found.greatest;
+    }
+    if (is_wrong) {
+        found.least = found.greatest = float_of(0x7FC00000);
     }
     return found;
 }

@@ -1,6 +1,7 @@
 // What encoders do around products: values become what directions are looked for in, and directions become words.
 //
-// ckstore.kernels.directions_on_numpy says what each loop does; results are the same bit for bit.
+// ckstore.kernels.directions_on_numpy says what each loop does; results are the same bit for bit, so nothing here may be
+// compiled with contraction of multiplications and additions, or with fast mathematics.
 // Nothing here allocates, throws or touches a Python object.
 
 #pragma once
@@ -20,7 +21,8 @@ struct Squares {
     double missed, given;
 };
 
-// Takes the root of every value and sums the roots of rows and columns; returns the extremes of the values.
+// Takes the root of every value and sums the roots of rows and columns; returns the extremes of the values, which
+// are NaN where one of them is.
 Extremes take_roots(float *values, double *rows, double *cols, Matrix matrix);
 
 // Every value becomes itself times its row's scale times its column's, less 1.

@@ -229,31 +229,44 @@ void quantize_and_finish(int kind) {
     ckstore::finish_values(symbols.data(), scales, book.data(), base.data(), base.data(), matrix, kind, 0, 0.0f);
 }
 
+// Values, or any bits that four bytes have.
+Numbers<float> any_floats(std::size_t count) {
+    Numbers<float> made = floats(count);
+    if (count != 0 && below(2) == 0) {
+        const Heap hostile = noise(count * sizeof(float));
+        std::memcpy(made.data(), hostile.data(), count * sizeof(float));
+    }
+    return made;
+}
+
 // What encoders do around products, with any values.
 void round_and_split() {
     const std::size_t row = 16 + below(300);
     const ckstore::Matrix matrix{below(5000), row, below(row)};
-    const Numbers<float> values = floats(matrix.count), others = floats(matrix.count), above = floats(matrix.row_count());
-    const Numbers<float> beside = floats(row);
+    const Numbers<float> values = any_floats(matrix.count), others = any_floats(matrix.count);
+    const Numbers<float> above = any_floats(matrix.row_count()), beside = any_floats(row);
     const Numbers<double> row_sums(matrix.row_count()), col_sums(row);
     ckstore::missed_squares(values.data(), others.data(), 0.01f, matrix.count);
     ckstore::take_roots(values.data(), row_sums.data(), col_sums.data(), matrix);
     ckstore::subtract_ones(values.data(), {above.data(), beside.data()}, matrix);
     const std::size_t count = below(20), length = 1 + below(300);
-    Numbers<float> vectors = floats(count * length);
-    const Numbers<float> factors = floats(count);
-    const Heap hostile = noise(vectors.count() * sizeof(float));
-    if (vectors.count() != 0 && below(2) == 0) {
-        std::memcpy(vectors.data(), hostile.data(), vectors.count() * sizeof(float));
-    }
-    const Numbers<std::int16_t> words(count * length);
+    const Numbers<float> vectors = any_floats(count * length), factors = any_floats(count);
+    Numbers<std::int16_t> words(count * length);
+    ckstore::round_vectors(vectors.data(), factors.data(), words.data(), count, length);
     const Numbers<std::uint8_t> low(count * length), high(count * length);
     const Numbers<double> sums(count);
-    ckstore::round_vectors(vectors.data(), factors.data(), words.data(), count, length);
+    for (std::size_t i = 0; i < words.count() && below(8) != 0; ++i) {
+        words[i] = static_cast<std::int16_t>(static_cast<int>(below(65536)) - 32768);
+    }
     ckstore::split_zigzag(words.data(), low.data(), high.data(), sums.data(), count, length);
-    for (std::size_t i = 0; i < words.count(); ++i) {
-        const int folded = low[i] | high[i] << 8;
-        require(words[i] == ((folded >> 1) ^ -(folded & 1)), "words came back");
+    for (std::size_t i = 0; i < count; ++i) {
+        std::int64_t sum = 0;
+        for (std::size_t j = i * length; j < (i + 1) * length; ++j) {
+            const int folded = low[j] | high[j] << 8;
+            require(words[j] == ((folded >> 1) ^ -(folded & 1)), "words came back");
+            sum += std::int64_t{words[j]} * words[j];
+        }
+        require(sums[i] == static_cast<double>(sum), "squares were summed");
     }
 }
 

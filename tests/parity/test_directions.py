@@ -59,6 +59,17 @@ def test_values_that_have_no_root_are_told_by_the_least(loops: ModuleType) -> No
     assert values[2] == 3
 
 
+@pytest.mark.parametrize("place", [0, 1, 15, 63, 64, 100, 139])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e-42])
+def test_one_value_that_is_no_number_is_told(place: int, wrong: float) -> None:
+    values = np.ones(140, np.float32)
+    values[place] = wrong
+    for loops in (on_numpy, on_native):
+        extremes = loops.take_roots(values.copy(), np.empty(3), np.empty(70), 70, 3)
+        expected = (np.nan, np.nan) if np.isnan(wrong) else sorted((1.0, float(np.float32(wrong))))
+        assert np.array_equal(extremes, expected, equal_nan=True)
+
+
 @SHAPES
 def test_values_become_what_they_are_beside_one(count: int, row: int, phase: int) -> None:
     rng = np.random.default_rng(count)

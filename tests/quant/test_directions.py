@@ -160,3 +160,14 @@ def test_vectors_of_every_spread_come_back_from_their_groups() -> None:
     found = lowrank_bytes.unpack(memoryview(lowrank_bytes.pack(product)), 50, 20)
     assert np.array_equal(found.left, left)
     assert np.array_equal(found.right, right)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("number", "fits"), [(32_767.4, True), (-32_767.4, True), (32_767.6, False), (np.nan, False)])
+def test_directions_that_words_do_not_hold_make_no_product(side: str, number: float, fits: bool) -> None:
+    left, right = np.full((5, 1), 0.25, np.float32), np.full((1, 6), 0.25, np.float32)
+    {"left": left, "right": right}[side].flat[3] = number
+    found = lowrank.product_of(left, np.ones(1), right, 1.0)
+    assert (found is not None) is fits
+    if found is not None:
+        assert {"left": found.left, "right": found.right}[side].flat[3] == np.rint(number)

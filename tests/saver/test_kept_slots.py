@@ -291,8 +291,10 @@ def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeyp
         with pytest.raises(KeyboardInterrupt):
             store.prewarm(state(0, 200 * MIB))
         count = len(left)
-        thread.join()
     finally:
+        for event in (heard, begun, awaits, go_on):
+            event.set()
+        thread.join()
         signal.signal(signal.SIGINT, before)
     time.sleep(0.2)
     assert len(left) == count == 1, "what had begun was waited for, and nothing else has begun"

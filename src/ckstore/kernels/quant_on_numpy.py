@@ -42,7 +42,7 @@ def float_values(source: Buffer, out: Buffer, kind: int) -> bool:
     plain, target = elements_of(source, kind), writable(out, np.float32)
     require(plain.size == target.size, "lengths differ")
     is_finite = True
-    for part in _parts(plain.size):
+    for part in parts(plain.size):
         target[part] = widened(plain[part], kind)
         is_finite &= bool(np.isfinite(target[part]).all())
     return is_finite
@@ -53,7 +53,7 @@ def float_changes(source: Buffer, base: Buffer, out: Buffer, kind: int) -> bool:
     plain, other, target = elements_of(source, kind), elements_of(base, kind), writable(out, np.float32)
     require(plain.size == other.size == target.size, "lengths differ")
     is_finite = True
-    for part in _parts(plain.size):
+    for part in parts(plain.size):
         a, b = widened(plain[part], kind), widened(other[part], kind)
         with np.errstate(all="ignore"):
             target[part] = a - b
@@ -71,7 +71,7 @@ def float_quotients(first: Buffer, second: Buffer, out: Buffer, kind: int, clip:
     require(above.size == below.size == target.size, "lengths differ")
     require(clip > 0, "clip must be above 0")
     limit, is_right = np.float32(clip), True
-    for part in _parts(above.size):
+    for part in parts(above.size):
         m, v = widened(above[part], kind), widened(below[part], kind)
         is_right &= bool((np.isfinite(m) & np.isfinite(v) & (v >= 0)).all())
         with np.errstate(all="ignore"):
@@ -203,14 +203,14 @@ def measure_values(source: Buffer, made: Buffer, kind: int) -> tuple[float, floa
     """
     plain, other = elements_of(source, kind), elements_of(made, kind)
     require(plain.size == other.size, "lengths differ")
-    greatest, lanes = 0.0, np.zeros((2, _LANES))
-    for part in _parts(plain.size):
+    greatest, errors_sq, values_sq = 0.0, LaneSum(), LaneSum()
+    for part in parts(plain.size):
         values = widened(plain[part], kind).astype(np.float64)
         errors = widened(other[part], kind).astype(np.float64) - values
         greatest = max(greatest, float(np.abs(errors).max()))
-        for index, terms in enumerate((errors * errors, values * values)):
-            lanes[index] = _added(lanes[index], terms)
-    return greatest, float(_folded(lanes[0])), float(_folded(lanes[1]))
+        errors_sq.add(errors * errors)
+        values_sq.add(values * values)
+    return greatest, errors_sq.total(), values_sq.total()
 
 
 _STORED: dict[int, Any] = {FP32: np.dtype("<f4"), BF16: np.dtype("<u2"), FP16: np.dtype("<f2")}
@@ -239,18 +239,22 @@ def _folded(lanes: Doubles) -> Doubles:
     return lanes[..., 0]
 
 
-def sum_in_lanes(terms: Doubles) -> float:
-    """Return a sum in 8 lanes that take turns, which are then added in halves."""
-    return float(_folded(_added(np.zeros(_LANES), terms)))
+class LaneSum:
+    """A sum in 8 lanes that take turns and are added in halves in the end; parts are multiples of 8, but the last."""
 
+    def __init__(self) -> None:
+        self._lanes = np.zeros(_LANES)
 
-def _added(lanes: Doubles, terms: Doubles) -> Doubles:
-    """Return lanes that have gone on with these terms, one after another."""
-    turns = np.zeros((1 + -(-terms.size // _LANES), _LANES))
-    turns[0] = lanes
-    turns[1:].reshape(-1)[: terms.size] = terms
-    found: Doubles = np.add.accumulate(turns, axis=0)[-1]
-    return found
+    def add(self, terms: Doubles) -> None:
+        """Go on with these, one after another."""
+        turns = np.zeros((1 + -(-terms.size // _LANES), _LANES))
+        turns[0] = self._lanes
+        turns[1:].reshape(-1)[: terms.size] = terms
+        self._lanes = np.add.accumulate(turns, axis=0)[-1]
+
+    def total(self) -> float:
+        """Return the sum."""
+        return float(_folded(self._lanes))
 
 
 def sums_of_words(source: Buffer, width: int) -> tuple[int, int]:
@@ -261,7 +265,7 @@ def sums_of_words(source: Buffer, width: int) -> tuple[int, int]:
     require(width in (2, 4), "words have 2 or 4 bytes")
     words: NDArray[Any] = np.frombuffer(memoryview(source), f"<i{width}")
     total = weighted = 0
-    for part in _parts(words.size):
+    for part in parts(words.size):
         block = words[part].astype(np.int64)
         # Of so few words neither sum overflows.
         own = int(block.sum())
@@ -270,7 +274,8 @@ def sums_of_words(source: Buffer, width: int) -> tuple[int, int]:
     return total % _MODULUS, weighted % _MODULUS
 
 
-def _parts(count: int) -> Iterator[slice]:
+def parts(count: int) -> Iterator[slice]:
+    """Yield where the elements of blocks lie."""
     return (slice(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
 
 

@@ -164,10 +164,12 @@ def product_of(left: Floats, sizes: NDArray[np.float64], right: Floats, step: fl
     off = np.sqrt(sizes * np.exp2(shifts) / sizes[0])
     scale = step * step / sizes[0]
     counts = (sizes / (step * off)).astype(np.float32)
-    sides = _rounded(left.T, counts), _rounded(right, counts)
-    if sides[0] is None or sides[1] is None or not _TINY <= scale < np.finfo(np.float32).max:
+    if not _TINY <= scale < np.finfo(np.float32).max:
         return None
-    found = Product(sides[0].T, sides[1], shifts.astype(np.uint8), np.float32(scale))
+    lefts, rights = _rounded(left.T, counts), _rounded(right, counts)
+    if lefts is None or rights is None:
+        return None
+    found = Product(lefts.T, rights, shifts.astype(np.uint8), np.float32(scale))
     return found if found.is_exact() else None
 
 

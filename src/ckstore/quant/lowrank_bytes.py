@@ -47,7 +47,7 @@ class _Side:
 
 def pack(product: Product) -> bytes:
     """Return the bytes that ``unpack`` makes the product of."""
-    sides = [_split(np.ascontiguousarray(product.left.T)), _split(product.right)]
+    sides = [_split(product.left.T), _split(product.right)]
     group_of = _groups(sides)
     of_left, of_right = group_of[: product.rank], group_of[product.rank :]
     count = int(group_of.max(initial=0)) + 1 if product.rank else 0
