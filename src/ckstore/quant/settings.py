@@ -285,7 +285,7 @@ class Residual:
     @staticmethod
     def near(**changes: object) -> Residual:
         """Return the fidelity whose resumes nobody should be able to tell from exact ones: 20 to 60 times smaller."""
-        # With 96, 96 and 64 directions resumes were as near, and larger: near() of 96 / 96 / 64 in bench/resume_gap.
+        # More directions cost more than they bring: near() of 96 / 96 / 64 in bench/resume_gap, and docs/BENCH.md.
         settings = TensorSettings(
             WeightSettings(step=0.5, low_rank=LowRank(step=0.7, rank_max=80, error_max=0.2)),
             FirstMomentSettings(step=0.5, low_rank=LowRank(step=0.15, rank_max=80, error_max=0.2)),
