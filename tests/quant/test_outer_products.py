@@ -172,6 +172,20 @@ def test_second_moments_of_two_bytes_never_vanish(phase: int) -> None:
     assert (near[given > 0] > 0).all()
 
 
+@pytest.mark.parametrize("one", [1e-6, 2.0**110, -1e-9], ids=["sound", "huge", "negative"])
+def test_what_directions_do_not_tell_is_given_to_the_grid_as_it_came(one: float) -> None:
+    sizes = (1e-6 * directed(9) ** 2).astype(np.float32)
+    sizes[60, 70] = one
+    plain = stored(sizes)
+    stored_as = []
+    for settings in (SecondMomentSettings(low_rank=LowRank(0.1, error_max=1e-4)), SecondMomentSettings()):
+        room = room_for(plain)
+        made = lossy_forms.encode_second_moment(plain, shape(), settings, scratch=SCRATCH, reconstruction=room)
+        assert (made is not None) == (one == 1e-6)
+        stored_as.append(None if made is None else (made.encoded.steps, bytes(payload_of(made)), bytes(room)))
+    assert stored_as[0] == stored_as[1]
+
+
 def test_quotients_stay_within_the_limit_and_are_told() -> None:
     second = np.full((ROWS, COLS), 1e-8, np.float32)
     first = directed(10) * 1e-4
