@@ -64,10 +64,11 @@ ALLOWED = {
     "chain_reader": CORE | {"decoder"},
     "restore_plan": CORE,
     "coding_thread": CORE | {"chain_reader", "decoder"},
-    "chunks": CORE | {"workers", "bases", "basing", "coding_thread"},
+    "written": CORE,
+    "chunks": CORE | {"workers", "bases", "basing", "coding_thread", "written"},
     "tiny_moments": set(),
     "lossy_task": CORE
-    | {"chunks", "coding_thread", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
+    | {"written", "coding_thread", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
     "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
     "lossy_device_task": CORE
     | {
@@ -93,11 +94,12 @@ ALLOWED = {
         "lossy_task",
         "distance",
         "fates",
+        "written",
     }
     | {"lossy_device_task"},
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
-    | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing"},
+    | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing", "written"},
     "restore": CORE | {"fetch", "chain_reader", "decoder", "restore_plan"},
     "history": CORE,
     # Rules and plans know no files; the collector knows no rules; they meet in ``collection``.
@@ -118,11 +120,12 @@ ALLOWED = {
     "repack_ledger": CORE,
     "repack_sketch": CORE | {"bases", "basing", "choice", "repack_ledger", "stored_state"},
     "repack_plan": CORE | {"bases", "basing", "repack_ledger", "repack_sketch"},
-    "repack": CORE | {"bases", "basing", "chunks", "coding_thread", "repack_plan", "repack_sketch", "stored_state"},
+    "repack": CORE
+    | {"bases", "basing", "chunks", "coding_thread", "repack_plan", "repack_sketch", "stored_state", "written"},
     "diff": CORE | {"info", "stored_state", "distance"},
     "demote_plan": CORE | {"lossy_warnings"},
     "demote": CORE
-    | {"demote_plan", "bases", "basing", "chunks", "fates", "lossy", "lossy_chunks", "repack", "stored_state"}
+    | {"demote_plan", "bases", "basing", "written", "fates", "lossy", "lossy_chunks", "repack", "stored_state"}
     | {"capture", "lossy_warnings"},
     "demote_policy": CORE | {"policies"},
     "automatic_demotion": CORE | {"after_commits", "demote", "demote_policy", "policies"},

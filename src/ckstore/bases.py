@@ -165,8 +165,10 @@ class Bases:
         """Remember the sample of a chunk that was just committed."""
         self._samples[chunk_id] = sample
 
-    def hold(self, chunk_id: ChunkId, plain: memoryview, *, ticket: int | None = None) -> int:
-        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them; return their checksum.
+    def hold(
+        self, chunk_id: ChunkId, plain: memoryview, *, checksum: int | None = None, ticket: int | None = None
+    ) -> None:
+        """Keep plain bytes whose BLAKE3 was taken here, where nobody else can write to them.
 
         Until ``follow`` makes them what the next commit is coded against, ``forget_drafts`` lets go of them. What
         would pass the bound is not kept: whoever wants it reads it back from the store.
@@ -174,9 +176,10 @@ class Bases:
         Args:
             chunk_id: What they are.
             plain: The bytes.
+            checksum: Their xxh3, if it is known.
             ticket: Whose slot of an arena they lie in; None: they take memory of their own.
         """
-        held = _Held(plain, xxh3_64(plain), ticket)
+        held = _Held(plain, xxh3_64(plain) if checksum is None else checksum, ticket)
         with self._lock:
             former = self._drafts.get(chunk_id)
             drafts_nbytes = self._drafts_nbytes + held.heap_nbytes - (former.heap_nbytes if former is not None else 0)
@@ -184,7 +187,6 @@ class Bases:
             if not (is_over and held.heap_nbytes):
                 self._drafts[chunk_id], self._drafts_nbytes = held, drafts_nbytes
                 self.held_nbytes_peak = max(self.held_nbytes_peak, self._held_nbytes + drafts_nbytes)
-        return held.xxh3
 
     def hold_read(self, chunk_id: ChunkId, plain: memoryview) -> None:
         """Keep a copy of a base that was read back from the store, if the bound and the memory allow it."""

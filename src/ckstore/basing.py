@@ -25,8 +25,8 @@ from ckstore.survey import Surveyed, Surveyor, storage_choice, units_of
 
 if TYPE_CHECKING:
     # Only types here: what writes chunks asks this module for their forms.
-    from ckstore.chunks import Stored
     from ckstore.tensor import StorageSpec
+    from ckstore.written import Stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,16 @@ from ckstore.coding_thread import CodingThread, thread_nbytes
 from ckstore.config import MIB, Policy, fit_memory
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
-from ckstore.format.manifest import FrameRef, Loss, PackRef
 from ckstore.format.wire import xxh3_64
-from ckstore.forms import Encoded
-from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
+from ckstore.ids import ChunkId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
-from ckstore.pipeline import ByteSource, ChunkWorker, require_identity
+from ckstore.pipeline import ByteSource, ChunkWorker, identity_and_checksum, require_identity
 from ckstore.plan import ChunkPlan, CommitPlan
 from ckstore.store.known import KnownFrame
-from ckstore.store.packer import FramePlace, Packer
+from ckstore.store.packer import Packer
 from ckstore.store.parts import Parts
-from ckstore.workers import Turns, run_in_turns
+from ckstore.workers import Headcount, Step, Turns, run_in_turns
+from ckstore.written import Coded, NewFrame, Stored, depth_of, frame_id, located
 
 WRITE_BLOCK_NBYTES = 8 * MIB
 """Measured: larger blocks gain nothing on the devices we have, smaller ones cost system calls."""
@@ -42,70 +41,6 @@ ROUNDING_NBYTES = 1
 
 WRITE_BLOCKS_MIN = 3
 """A frame may span two blocks while a third one is being written."""
-
-
-@dataclass(slots=True)
-class Stored:
-    """Where every chunk of the plan lies after writing, and what was new.
-
-    Args:
-        frames: The frame of each chunk of the plan, with its bases.
-        is_new: Whether this commit wrote it.
-        is_derived: Whether it is stored as the rounding of another chunk.
-        payload_nbytes: Payload bytes of all new frames.
-        nbytes_written: Bytes of the packs.
-        warnings: What the caller should look at.
-        losses: What is not stored as it was.
-        nbytes_on_device: Plain bytes of it that were quantized on the device where they lie.
-    """
-
-    frames: list[KnownFrame]
-    is_new: list[bool]
-    is_derived: list[bool]
-    chunks_new: int
-    chunks_delta: int
-    chunks_derived: int
-    chunks_lossy: int
-    payload_nbytes: int
-    nbytes_written: int
-    pack_names: list[str]
-    warnings: list[str]
-    losses: tuple[Loss, ...] = ()
-    nbytes_on_device: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class NewFrame:
-    """A frame that this commit writes, and the one that it needs as base."""
-
-    place: FramePlace
-    chunk_id: ChunkId
-    base: KnownFrame | NewFrame | None
-    is_derived: bool
-    is_lossy: bool
-
-
-@dataclass(slots=True)
-class Coded:
-    """An encoded chunk with the base that it needs: its frame, and its plain bytes for the check."""
-
-    encoded: Encoded
-    base: KnownFrame | NewFrame | None = None
-    base_plain: memoryview | None = None
-    is_derived: bool = False
-    is_lossy: bool = False
-    plain_checksum: int | None = None
-    """Of the very bytes that were hashed, where nobody can change those."""
-
-    @property
-    def base_id(self) -> ChunkId:
-        """What the header names."""
-        return NO_BASE if self.base is None else frame_id(self.base)
-
-
-def frame_id(frame: KnownFrame | NewFrame) -> ChunkId:
-    """Return the chunk that a frame holds."""
-    return frame.chunk_id if isinstance(frame, NewFrame) else frame.frame.chunk_id
 
 
 @dataclass(slots=True, eq=False)
@@ -122,10 +57,13 @@ class ChunkWriter:
     """Nobody changes the storages meanwhile: they lie in an arena."""
     kept_ticket: int | None = field(default=None, kw_only=True)
     """The ticket of that arena's slot, where it stays as it is for as long as ``bases`` hold some of it."""
+    headcount: Headcount = field(default_factory=Headcount, kw_only=True)
+    """How many threads may begin chunks, at any time."""
     _results: list[KnownFrame | NewFrame | None] = field(init=False)
     _placed: dict[ChunkId, NewFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
     _thread_count: int = field(init=False)
+    _waiting_count: int = field(init=False)
     _packer: Packer = field(init=False)
     _pool: BufferPool = field(init=False)
     _warnings: list[str] = field(init=False, default_factory=list)
@@ -134,9 +72,9 @@ class ChunkWriter:
         policy = self.policy
         has_bases = any(form.base for form in self.forms)
         # A thread that reads a base back waits for the disk; one more keeps the cores busy meanwhile.
-        is_waiting = has_bases and policy.threads is None and policy.base_cache == "none"
+        self._waiting_count = int(has_bases and policy.threads is None and policy.base_cache == "none")
         self._thread_count, block_count = fit_memory(
-            policy.thread_count + is_waiting,
+            policy.thread_count + self._waiting_count,
             self._thread_nbytes(has_bases=has_bases),
             WRITE_BLOCK_NBYTES,
             buffers_wanted=WRITE_BLOCKS,
@@ -180,7 +118,15 @@ class ChunkWriter:
         def step(turn: int, thread: int) -> None:
             self._store_chunk(indices[turn], turns.turn(turn), thread)
 
-        run_in_turns(len(indices), self._thread_count, step, turns, on_failure=self._packer.fail)
+        self._run_in_turns(len(indices), step, turns)
+
+    def _run_in_turns(self, count: int, step: Step, turns: Turns) -> None:
+        """Run a step for every index below ``count``, on as many threads as there are and as may begin."""
+
+        def may_begin(thread_index: int) -> bool:
+            return self.headcount.admits(thread_index - self._waiting_count)
+
+        run_in_turns(count, self._thread_count, step, turns, on_failure=self._packer.fail, may_begin=may_begin)
 
     def flush(self) -> Stored:
         """Make the packs durable; return where every chunk lies."""
@@ -190,7 +136,7 @@ class ChunkWriter:
         frames, is_new, is_derived = [], [], []
         for result in self._results:
             assert result is not None, "a chunk was neither found nor written"
-            frames.append(_located(result, refs, new) if isinstance(result, NewFrame) else result)
+            frames.append(located(result, refs, new) if isinstance(result, NewFrame) else result)
             is_new.append(isinstance(result, NewFrame))
             is_derived.append(isinstance(result, NewFrame) and result.is_derived)
         # What nobody refers to stays in its pack, unseen: codes of a tensor that is stored exactly after all.
@@ -218,8 +164,9 @@ class ChunkWriter:
         thread = self._thread(thread_index)
         chunk, form, worker = self.plan.chunks[index], self.forms[index], thread.worker
         plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
-        chunk_id = chunk_id_of(plain)
-        checksum = self._held(chunk, form, chunk_id, plain)
+        # At once where the checksum is wanted, while the bytes are in the cache.
+        chunk_id, checksum = identity_and_checksum(plain) if self.is_steady else (chunk_id_of(plain), None)
+        self._hold(chunk, form, chunk_id, plain, checksum)
         known = self.parts.known.find(chunk_id)
         is_outlived = known is not None and self._is_outlived(known, form)
         if (known is not None and not is_outlived) or chunk_id in self._placed:
@@ -231,21 +178,18 @@ class ChunkWriter:
             with turn:
                 self._results[index] = known
             return
-        if self.is_steady:
-            # At once, while it is in the cache.
-            coded.plain_checksum = xxh3_64(plain) if checksum is None else checksum
+        coded.plain_checksum = checksum
         with turn:
             frame, is_first = self._take_place(index, chunk_id, coded)
         if is_first:
             self._fill(frame, coded, worker, chunk)
 
-    def _held(self, chunk: ChunkPlan, form: Form, chunk_id: ChunkId, plain: memoryview) -> int | None:
-        """Keep a chunk for the next commit if it is wanted, where it lies if it may stay there; return its checksum."""
+    def _hold(self, chunk: ChunkPlan, form: Form, chunk_id: ChunkId, plain: memoryview, checksum: int | None) -> None:
+        """Keep a chunk for the next commit if it is wanted, where it lies if it may stay there."""
         stays = self._stays(chunk)
         # What has not changed moves on to the newer slot, so that the older one can be given back.
-        if not (form.is_held or (stays and self.bases.is_staged(chunk_id))):
-            return None
-        return self.bases.hold(chunk_id, plain, ticket=self.kept_ticket if stays else None)
+        if form.is_held or (stays and self.bases.is_staged(chunk_id)):
+            self.bases.hold(chunk_id, plain, checksum=checksum, ticket=self.kept_ticket if stays else None)
 
     def _stays(self, chunk: ChunkPlan) -> bool:
         """Whether the bytes of a chunk lie in one piece where they stay for as long as they are held."""
@@ -370,27 +314,3 @@ class ChunkWriter:
         watch = None if hasher is None else hasher.update
         checksum = None if encoded.steps else wanted
         self._packer.fill(frame.place, header, encoded.parts, check, watch=watch, checksum=checksum)
-
-
-def depth_of(frame: KnownFrame | NewFrame) -> int:
-    """Return how many bases a frame needs."""
-    if isinstance(frame, KnownFrame):
-        return frame.frame.depth
-    return 0 if frame.base is None else depth_of(frame.base) + 1
-
-
-def _located(frame: NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, KnownFrame]) -> KnownFrame:
-    if frame.chunk_id in done:
-        return done[frame.chunk_id]
-    base = _located(frame.base, refs, done) if isinstance(frame.base, NewFrame) else frame.base
-    # The numbers of the pack and of the base are given when the manifest is put together.
-    ref = FrameRef(
-        frame.chunk_id,
-        pack=0,
-        offset=frame.place.offset,
-        stored_nbytes=frame.place.stored_nbytes,
-        base=-1,
-        depth=0 if base is None else base.frame.depth + 1,
-    )
-    located = done[frame.chunk_id] = KnownFrame(ref, refs[frame.place.pack.pack_id], base)
-    return located

@@ -7,13 +7,14 @@ The numbers in comments are the steps of the commit protocol in docs/FORMAT.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from ckstore.bases import Bases
 from ckstore.basing import Basing, choose_forms
 from ckstore.capture import Captured
-from ckstore.chunks import ChunkWriter, Stored
+from ckstore.chunks import ChunkWriter
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
 from ckstore.fates import fidelity_of
@@ -25,7 +26,8 @@ from ckstore.receipt import Receipt, Stopwatch
 from ckstore.stale import Fingerprint, stale_warnings
 from ckstore.store.known import locate
 from ckstore.store.parts import Parts
-from ckstore.workers import run_aside
+from ckstore.workers import Headcount, run_aside
+from ckstore.written import Stored
 
 _log = logging.getLogger("ckstore")
 
@@ -46,6 +48,8 @@ class Request:
     """Nobody changes the state until this returns: it lies in an arena."""
     kept_ticket: int | None = None
     """The ticket of that state where its bytes stay as they are for as long as ``bases`` hold some of them."""
+    headcount: Headcount = field(default_factory=Headcount)
+    """How many threads may hash and code, at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +176,13 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, reques
 
 def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) -> ChunkWriter:
     what = (parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
-    if basing.lossy is None or not basing.lossy.tasks:
-        return ChunkWriter(*what, is_steady=request.is_steady, kept_ticket=request.kept_ticket)
-    # Quantizers are wanted by those who lose something only.
-    from ckstore.lossy_chunks import LossyChunkWriter
+    make: Callable[..., ChunkWriter] = ChunkWriter
+    if basing.lossy is not None and basing.lossy.tasks:
+        # Quantizers are wanted by those who lose something only.
+        from ckstore.lossy_chunks import LossyChunkWriter
 
-    return LossyChunkWriter(*what, lossy=basing.lossy, is_steady=request.is_steady, kept_ticket=request.kept_ticket)
+        make = partial(LossyChunkWriter, lossy=basing.lossy)
+    return make(*what, is_steady=request.is_steady, kept_ticket=request.kept_ticket, headcount=request.headcount)
 
 
 @dataclass(frozen=True, slots=True)

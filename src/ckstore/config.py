@@ -85,10 +85,11 @@ class Policy:
             with ``base_cache="memory"``, and once more for a state that waits for its turn (``"replace"``).
         saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most
             1.5% of a processor that training wants whole, and all of those that are idle; where training leaves none
-            idle for long, a lower one has commits written sooner. While a state is copied, and between commits, a saver
-            of any niceness but 0 takes only processors that nobody else wants. All of this is left out while
-            ``result()``, a full arena, ``wait`` or ``close`` wait for the saver, where the system lets a process raise
-            its priority (root, ``ulimit -e``).
+            idle for long, a lower one has commits written sooner. A saver of any niceness but 0
+            codes on one thread fewer than there are processors, if that leaves one, and takes only processors that
+            nobody else wants while a state is copied and between commits. All of this is left out while ``result()``,
+            a full arena, ``wait`` or ``close`` wait for the saver, where the system lets a process raise its priority
+            (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
             a commit whose state was changed in between fails and names the tensor.
 

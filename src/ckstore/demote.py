@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from ckstore.bases import Bases
 from ckstore.basing import Basing, choose_forms
 from ckstore.capture import Captured
-from ckstore.chunks import Stored
 from ckstore.config import MIB, DemotePolicy, Policy
 from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion, plan_warnings
 from ckstore.errors import (
@@ -54,6 +53,7 @@ from ckstore.store.references import Reference, header_or_none, load_whole, reso
 from ckstore.store.replace import finish_replacements, settle
 from ckstore.stored_state import reader_nbytes, stored_state
 from ckstore.workers import run_aside
+from ckstore.written import Stored
 
 _log = logging.getLogger("ckstore")
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ckstore.basing import WHOLE
 from ckstore.capture import is_on_device
-from ckstore.chunks import ChunkWriter, Coded, NewFrame, Stored, depth_of
+from ckstore.chunks import ChunkWriter
 from ckstore.coding_thread import CodingThread, thread_nbytes
 from ckstore.config import Limits
 from ckstore.distance import Distance
@@ -35,7 +35,8 @@ from ckstore.lossy_task import Draft, TaskCoder
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan
 from ckstore.store.known import KnownFrame
-from ckstore.workers import Turns, run_in_turns
+from ckstore.workers import Turns
+from ckstore.written import Coded, NewFrame, Stored, depth_of
 
 if TYPE_CHECKING:
     from ckstore.lossy_device_task import Devices
@@ -146,7 +147,7 @@ class LossyChunkWriter(ChunkWriter):
             tasks, is_all = sample_of(parameters[turn][1], self._offset_of)
             octaves[turn] = seek(self, tasks, target, self._thread(thread_index), is_all=is_all)
 
-        run_in_turns(len(parameters), self._thread_count, step, Turns(), on_failure=self._packer.fail)
+        self._run_in_turns(len(parameters), step, Turns())
         tensors = dict(self.lossy.tensors)
         for (_, tasks), each in zip(parameters, octaves, strict=True):
             storages = {self._storage_of(index) for task in tasks for index in task.chunks} & tensors.keys()
@@ -163,7 +164,7 @@ class LossyChunkWriter(ChunkWriter):
         def step(turn: int, thread_index: int) -> None:
             self._store_task(self.lossy.tasks[turn], turn, turns, thread_index)
 
-        run_in_turns(len(self.lossy.tasks), self._thread_count, step, turns, on_failure=self._packer.fail)
+        self._run_in_turns(len(self.lossy.tasks), step, turns)
 
     def _judge(self) -> None:
         judge(self._fates, self._pairs, self._groups, self._masters, self.lossy.residual)

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore import forms, kernels, lossy_forms, tiny_moments
-from ckstore.chunks import Coded
 from ckstore.coding_thread import CodingThread
 from ckstore.config import Policy
 from ckstore.distance import Distance, distance_of, floats_of, is_finite
@@ -34,6 +33,7 @@ from ckstore.quant.settings import (
     WeightSettings,
 )
 from ckstore.store.known import KnownFrame
+from ckstore.written import Coded
 
 _JOINT: dict[str, BufferPurpose] = {
     "weight plain": "weight plain",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ckstore.bases import Bases
 from ckstore.basing import Form
-from ckstore.chunks import ChunkWriter, Stored
+from ckstore.chunks import ChunkWriter
 from ckstore.coding_thread import thread_nbytes
 from ckstore.config import MIB, Policy, RepackPolicy
 from ckstore.errors import CkstoreError, ConflictError, NotFoundError
@@ -31,6 +31,7 @@ from ckstore.store.references import load_whole
 from ckstore.store.replace import finish_replacements, settle
 from ckstore.stored_state import plan_of, reader_nbytes, stored_state
 from ckstore.workers import run_aside
+from ckstore.written import Stored
 
 _log = logging.getLogger("ckstore")
 

@@ -18,6 +18,26 @@ Step = Callable[[int, int], None]
 """Called with the index of the chunk and the index of the thread."""
 
 
+LOOK_SECONDS = 0.02
+"""How often a thread that may not begin looks whether it may by now."""
+
+
+class Headcount:
+    """How many threads may begin chunks at present.
+
+    It is set and read without a lock: whoever sets it must never wait for a thread that has no processor.
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        """None: all there are. One may always begin."""
+
+    def admits(self, thread_index: int) -> bool:
+        """Whether the thread of this index may begin a chunk."""
+        most = self.most
+        return most is None or thread_index < max(1, most)
+
+
 class Stopped(Exception):
     """Raised in a thread that waits for its turn after another one failed."""
 
@@ -49,13 +69,42 @@ class Turns:
             self._is_stopped = True
             self._changed.notify_all()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether some thread has failed."""
-        return self._is_stopped
+
+class _Indices:
+    """Hands out indices in ascending order, to threads that may begin."""
+
+    def __init__(self, count: int, may_begin: Callable[[int], bool]) -> None:
+        self._rest = iter(range(count))
+        self._may_begin = may_begin
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+
+    def next_for(self, thread_index: int) -> int | None:
+        """Return the next index, waiting until the thread may begin with it; None: there is none, or all is over."""
+        # Never waits between an index and its turn: others wait for that.
+        while not self._may_begin(thread_index):
+            if self._is_over.wait(LOOK_SECONDS):
+                return None
+        with self._lock:
+            index = None if self._is_over.is_set() else next(self._rest, None)
+        if index is None:
+            self._is_over.set()
+        return index
+
+    def end(self) -> None:
+        """Hand out no more."""
+        self._is_over.set()
 
 
-def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_failure: Callable[[], None]) -> None:
+def run_in_turns(
+    count: int,
+    thread_count: int,
+    step: Step,
+    turns: Turns,
+    *,
+    on_failure: Callable[[], None],
+    may_begin: Callable[[int], bool] = lambda _: True,
+) -> None:
     """Run ``step`` for every index below ``count``; raise the first failure once every thread has ended.
 
     Args:
@@ -63,27 +112,22 @@ def run_in_turns(count: int, thread_count: int, step: Step, turns: Turns, *, on_
         thread_count: Threads to start, at most.
         step: Called for each index.
         turns: In which order those who ask for a turn get it.
-        on_failure: Called once, when a step fails or the caller is interrupted, to wake those who wait
-            elsewhere than for their turn.
+        on_failure: Called once, when a step fails or the caller is interrupted; wakes who waits, but not for a turn.
+        may_begin: Whether the thread of an index may begin a step now, asked again and again; that of 0 always may.
     """
-    indices = iter(range(count))
-    lock = threading.Lock()
+    indices = _Indices(count, may_begin)
     failures: list[BaseException] = []
     ended = threading.Semaphore(0)
 
     def stop(error: BaseException) -> None:
-        with lock:
-            failures.append(error)
+        failures.append(error)
+        indices.end()
         turns.stop()
         on_failure()
 
     def work(thread_index: int) -> None:
         try:
-            while not turns.is_stopped:
-                with lock:
-                    index = next(indices, None)
-                if index is None:
-                    return
+            while (index := indices.next_for(thread_index)) is not None:
                 step(index, thread_index)
         except Stopped:
             return

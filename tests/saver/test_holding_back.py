@@ -6,18 +6,26 @@ import os
 import socket
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from rig import SECONDS_MAX, until
+from rig import SECONDS_MAX, noise, until
 
 import ckstore
+from ckstore import Policy, chunks
+from ckstore.commit import Request
+from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.saver import messages
 from ckstore.saver import server as saver_server
 from ckstore.saver.arena import Arena
 from ckstore.saver.committer import Committer
+from ckstore.saver.priority import Priority
 from ckstore.saver.server import Server
+from ckstore.workers import Headcount
 
 NICE = 7
 
@@ -33,6 +41,7 @@ class Noted:
 
     def __init__(self):
         self.calls = []
+        self.headcount = Headcount()
 
     def give_way(self):
         self.calls.append("give way")
@@ -167,7 +176,9 @@ def test_lease_is_held_before_a_commit_holds_back(address):
         raise SaverError("far enough")
 
     hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", NICE, 30)
-    committer = Committer(hello, lambda *_, **__: True, lambda: told.append(f"lease {committer.holds_lease}"), hold)
+    committer = Committer(
+        hello, lambda *_, **__: True, lambda: told.append(f"lease {committer.holds_lease}"), hold, Headcount()
+    )
     committer.open()
     head = SimpleNamespace(step=1)
     ticket = SimpleNamespace(number=1, head=head, parents=(None, 0), is_aborted=False, check=lambda: None, nbytes=0)
@@ -216,3 +227,63 @@ def test_saver_that_is_ending_hurries_though_nothing_is_left(server):
     server._is_ending = False
     server._lose_trainer()
     assert set(server._priority.calls) == {"hurry"}
+
+
+def test_a_saver_that_gives_way_leaves_training_one_processor(monkeypatch):
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None)
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+    for processors, most in ((1, 1), (2, 1), (8, 7)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=processors: range(count))
+        priority = Priority(NICE)
+        priority.give_way()
+        assert priority.headcount.most == most
+        priority.hurry()
+        assert priority.headcount.most is None
+        priority.stand_aside()
+        assert priority.headcount.most == most
+        careless = Priority(0)
+        careless.give_way()
+        assert careless.headcount.most is None
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "near"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_threads_of_a_commit_work_than_may(folder, monkeypatch, most, fidelity):
+    headcount, threads = Headcount(), set()
+    headcount.most = most
+    monkeypatch.setattr("ckstore.commit.Request", partial(Request, is_steady=True, headcount=headcount))
+    thread_of = chunks.ChunkWriter._thread
+
+    def noting(writer, index):
+        threads.add(index)
+        return thread_of(writer, index)
+
+    monkeypatch.setattr(chunks.ChunkWriter, "_thread", noting)
+    with ckstore.open(folder) as store:
+        for step in range(3):
+            store.commit(noise(step, 24 * MIB), step, policy=Policy(threads=4, fidelity=fidelity))
+    assert threads <= set(range(most))
+    assert 0 in threads
+
+
+def test_a_thread_that_waits_for_bases_comes_on_top(folder, monkeypatch):
+    headcount, admitted = Headcount(), {}
+    headcount.most = 1
+    monkeypatch.setattr("ckstore.commit.Request", partial(Request, headcount=headcount))
+    run = chunks.run_in_turns
+
+    def noting(count, thread_count, step, turns, *, may_begin, **options):
+        if count:
+            admitted[thread_count] = [may_begin(index) for index in range(thread_count)]
+        return run(count, thread_count, step, turns, may_begin=may_begin, **options)
+
+    monkeypatch.setattr(chunks, "run_in_turns", noting)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    weights = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
+    with ckstore.open(folder) as store:
+        store.commit({"w": weights}, 0)
+        assert admitted == {2: [True, False]}
+        receipt = store.commit({"w": weights * np.float32(1 + 2**-12)}, 1)
+    assert receipt.chunks_delta
+    assert admitted[3] == [True, True, False]

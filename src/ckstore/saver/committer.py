@@ -30,6 +30,7 @@ from ckstore.stale import Fingerprint
 from ckstore.store.lease import SaverPurpose
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import load_whole, resolve
+from ckstore.workers import Headcount
 
 _log = logging.getLogger("ckstore")
 
@@ -55,15 +56,22 @@ class Committer:
         tell: Sends a message to the trainer.
         on_lease: Called when the lease has been taken, before anything is read.
         hold: Called after that with the ticket; returns when its commit may begin.
+        headcount: How many threads of a commit may work, at any time.
     """
 
     def __init__(
-        self, hello: messages.Hello, tell: Tell, on_lease: Callable[[], None], hold: Callable[[Ticket], None]
+        self,
+        hello: messages.Hello,
+        tell: Tell,
+        on_lease: Callable[[], None],
+        hold: Callable[[Ticket], None],
+        headcount: Headcount,
     ) -> None:
         self._hello = hello
         self._tell = tell
         self._on_lease = on_lease
         self._hold = hold
+        self._headcount = headcount
         self._parts: Parts | None = None
         self._lease: GatedLease | None = None
         self._bases = Bases()
@@ -193,6 +201,7 @@ class Committer:
             fingerprint=self._fingerprint,
             is_steady=True,
             kept_ticket=ticket.number if ticket.may_keep else None,
+            headcount=self._headcount,
         )
         committed = commit(parts, request, watch)
         self._fingerprint = committed.fingerprint

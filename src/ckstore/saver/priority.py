@@ -22,6 +22,7 @@ import threading
 from pathlib import Path
 
 from ckstore.store.lease import HEART_NAME
+from ckstore.workers import Headcount
 
 NICE_MAX = 19
 
@@ -43,6 +44,9 @@ class Priority:
         self._lock = threading.Lock()
         self._last: tuple[int, bool] | None = None
         self._may_stand_aside: bool | None = None
+        self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
+        self.headcount = Headcount()
+        """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
 
     def give_way(self) -> None:
         """Let others go first."""
@@ -58,6 +62,7 @@ class Priority:
 
     def _set(self, added: int, *, is_idle: bool) -> None:
         with self._lock:
+            self.headcount.most = self._others_count if added else None
             if self._may_stand_aside is None and is_idle:
                 self._may_stand_aside = _may_leave_idle_class()
             wanted = (added, is_idle and self._may_stand_aside is True)

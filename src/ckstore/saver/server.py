@@ -74,7 +74,7 @@ class Server:
         self._last = 0
         self._ended: set[int] = set()
         """Tickets that have ended, and whose slots were not given back; the committing thread's."""
-        self._committer = Committer(hello, self.channel.tell, self._grant, self._hold)
+        self._committer = Committer(hello, self.channel.tell, self._grant, self._hold, priority.headcount)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:

@@ -1,0 +1,18 @@
+"""Identity and checksum of a chunk, taken piece by piece, are those of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckstore.format.wire import xxh3_64
+from ckstore.ids import chunk_id_of
+from ckstore.pipeline import _PIECE_NBYTES, identity_and_checksum
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 1023, _PIECE_NBYTES - 1, _PIECE_NBYTES, _PIECE_NBYTES + 1, 5 * _PIECE_NBYTES + 77, 4 << 20]
+)
+def test_identity_and_checksum_are_those_of_the_bytes_in_one_piece(nbytes):
+    plain = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).data
+    assert identity_and_checksum(plain) == (chunk_id_of(plain), xxh3_64(plain))

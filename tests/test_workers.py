@@ -1,0 +1,83 @@
+"""Threads that run one step on many chunks: how many may begin, and that those who may not hold up nobody."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckstore.workers import Headcount, Turns, run_in_turns
+
+SECONDS_MAX = 20
+
+
+def admitting(most):
+    headcount = Headcount()
+    headcount.most = most
+    return headcount
+
+
+@pytest.mark.parametrize(("most", "admitted"), [(None, [0, 1, 2]), (2, [0, 1]), (1, [0]), (0, [0]), (-3, [0])])
+def test_threads_beyond_the_headcount_may_not_begin_and_the_first_always_may(most, admitted):
+    assert [index for index in range(3) if admitting(most).admits(index)] == admitted
+
+
+def test_no_thread_beyond_the_headcount_takes_a_step():
+    seen = []
+    run_in_turns(
+        40,
+        4,
+        lambda index, thread: seen.append((index, thread)),
+        Turns(),
+        on_failure=lambda: None,
+        may_begin=admitting(1).admits,
+    )
+    assert seen == [(index, 0) for index in range(40)]
+
+
+def test_threads_join_in_as_soon_as_they_may():
+    headcount, both = admitting(1), threading.Barrier(2)
+    threads = set()
+
+    def step(index, thread):
+        threads.add(thread)
+        if index == 1:
+            headcount.most = None
+        if index >= 2:
+            # Passes only when two threads work at the same time.
+            both.wait(SECONDS_MAX)
+
+    run_in_turns(4, 2, step, Turns(), on_failure=both.abort, may_begin=headcount.admits)
+    assert threads == {0, 1}
+
+
+def test_threads_that_may_not_begin_do_not_outlast_a_failure():
+    failures = []
+
+    def step(index, thread):
+        raise OSError("no space")
+
+    def fail():
+        failures.append("told")
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="no space"):
+        run_in_turns(5, 3, step, Turns(), on_failure=fail, may_begin=admitting(1).admits)
+    assert failures == ["told"]
+    assert threading.active_count() == before
+
+
+def test_a_thread_that_must_stop_halfway_through_the_work_lets_those_end_who_wait_for_its_turn():
+    # Who has begun goes on to its end, whatever the headcount says meanwhile: its turn is waited for.
+    headcount, turns, order = admitting(None), Turns(), []
+    begun = threading.Barrier(2)
+
+    def step(index, thread):
+        if index < 2:
+            begun.wait(SECONDS_MAX)
+        headcount.most = 1
+        with turns.turn(index):
+            order.append(index)
+
+    run_in_turns(10, 2, step, turns, on_failure=begun.abort, may_begin=headcount.admits)
+    assert order == list(range(10))
