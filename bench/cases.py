@@ -22,6 +22,7 @@ from bench import (
     cases_gc,
     cases_history,
     cases_stall,
+    cases_training,
     device,
     histories,
     machine,
@@ -294,5 +295,6 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_device.CASES,
     **cases_gc.CASES,
     **cases_stall.CASES,
+    **cases_training.CASES,
     **cases_async.CASES,
 }

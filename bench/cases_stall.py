@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import subprocess
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench import background, histories, machine
@@ -21,11 +19,6 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
 VARIANTS = ("none", "fast")
-COMMITS = 6
-STEPS_A_COMMIT = 3
-NOTHING = "nothing"
-"""In place of a commit: what comes out then is what the measurement is off by."""
-
 QUIET_SECONDS = 2.0
 NICENESSES = (0, 5, 10, 19)
 RETURNS = 6
@@ -81,7 +74,7 @@ def stall_blocking(bench: Bench) -> Result:
     copy = f"a copy on {threads} threads"
     participants: dict[str, Participant] = {copy: copying, **{rival.name: by(rival) for rival in found}}
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
-    interleave(result, participants | _if_possible(bench, result, mine), bench.rounds)
+    interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
     copies.close()
     result.add_ratios(list(mine), list(participants))
     _note_stalls(result, list(mine), list(participants))
@@ -136,7 +129,7 @@ def stall_return(bench: Bench) -> Result:
         return run
 
     mine: dict[str, Participant] = {f"ckstore {name}": committing(name) for name in VARIANTS}
-    interleave(result, _if_possible(bench, result, mine), bench.rounds)
+    interleave(result, if_possible(bench, result, mine), bench.rounds)
     result.notes.append("a sample is the median of the commits after the first; between them every tensor is rewritten")
     result.notes.append("step_waits_ms: what the guard waits for right after the call, where there is no forward pass")
     return result
@@ -150,97 +143,6 @@ def _owner_of(state: histories.State) -> torch.optim.Optimizer:
     for parameter, moments in zip(weights.values(), state["optimizer"]["state"].values(), strict=True):
         optimizer.state[parameter] = moments
     return optimizer
-
-
-def stall_guarded(bench: Bench) -> Result:
-    """Train with real forward and backward passes, commit behind the guard of the optimizer, and look what is lost."""
-    cores = len(os.sched_getaffinity(0))
-    loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
-    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
-    result = Result("stall_guarded", "s a step", is_higher_better=False)
-    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "pairs": COMMITS, "cores": cores}
-    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
-    machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
-    before = torch.get_num_threads()
-    half = max(1, cores // 2)
-    participants: dict[str, Participant] = {}
-    for threads in sorted({half, cores}):
-        for compression in (*VARIANTS, NOTHING) if threads == half else VARIANTS:
-            name = NOTHING if compression == NOTHING else f"ckstore {compression}"
-            participants[f"training on {threads} of {cores} cores, {name}"] = partial(
-                _train, bench, loop, threads, compression
-            )
-    interleave(result, _if_possible(bench, result, participants), bench.rounds)
-    torch.set_num_threads(before)
-    result.notes += [_cost_note(name, samples) for name, samples in result.samples.items()]
-    result.notes.append(
-        f"{STEPS_A_COMMIT} steps without a commit, then one and {STEPS_A_COMMIT} steps, and the wait until it is "
-        "written, if it is not; again and again; a commit is held against the steps before and those after it"
-    )
-    return result
-
-
-def _cost_note(name: str, samples: list[Sample]) -> str:
-    """Return what a commit costs, with how sure that is: 95% of such medians, drawn from the pairs again and again."""
-    lost = [share for sample in samples for share in sample.facts["lost_shares"]]
-    held_up, worked = (
-        statistics.median(float(sample.facts[fact]) for sample in samples)
-        for fact in ("held_up_share", "saver_cpu_seconds")
-    )
-    drawn = np.median(np.random.default_rng(0).choice(lost, (10_000, len(lost))), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return (
-        f"{name}: a commit costs {statistics.median(lost):.1%} of a step (median of {len(lost)}; 95%: {low:.1%} to "
-        f"{high:.1%}); of {held_up:.1%} of a step it is known that the loop waited or had no processor; the saver "
-        f"computes for {worked:.2f} s"
-    )
-
-
-def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
-    """Train some steps without and with a commit, in turns; a sample is seconds a step with them."""
-    torch.set_num_threads(threads)
-    is_committing = compression != NOTHING
-    busy, held_up, returns = [], [], []
-    place = bench.folder / "store"
-    with open_store(place, compression if is_committing else "none") as store:
-        store.attach(loop.optimizer)
-        store.prewarm(loop.state)
-        loop.train_one_step()
-        saver, worked = store._handover.saver_pid, 0.0
-        quiet = [_steps_seconds(loop)]
-        for _ in range(COMMITS):
-            delayed, began = background.delay_seconds(), time.perf_counter()
-            computed = background.cpu_seconds(saver)
-            pending = store.commit_async(loop.state, loop.step) if is_committing else None
-            returns.append(1e3 * (time.perf_counter() - began))
-            _steps_seconds(loop)
-            waited = time.perf_counter()
-            stalled = 0.0
-            if pending is not None:
-                receipt = pending.result()
-                stalled = pending.stall_seconds
-            ended = time.perf_counter()
-            busy.append((ended - began) / STEPS_A_COMMIT)
-            held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
-            worked += background.cpu_seconds(saver) - computed
-            quiet.append(_steps_seconds(loop))
-    machine.remove_tree(place)
-    # The machine drifts: what is right before and what is right after count alike.
-    beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
-    lost = [STEPS_A_COMMIT * (one - other) / other for one, other in zip(busy, beside, strict=True)]
-    facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost}
-    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
-    facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
-    facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
-    return Sample(statistics.median(busy), facts | (facts_of(receipt) if is_committing else {}))
-
-
-def _steps_seconds(loop: background.Loop) -> float:
-    """Take some steps; return the seconds of one."""
-    began = time.perf_counter()
-    for _ in range(STEPS_A_COMMIT):
-        loop.train_one_step()
-    return (time.perf_counter() - began) / STEPS_A_COMMIT
 
 
 def stall_python_loop(bench: Bench) -> Result:
@@ -287,7 +189,7 @@ def stall_python_loop(bench: Bench) -> Result:
 
     participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
-    interleave(result, participants | _if_possible(bench, result, mine), bench.rounds)
+    interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
     for name, samples in result.samples.items():
         shares = [float(sample.facts["kept_share"]) for sample in samples]
         result.notes.append(
@@ -337,7 +239,7 @@ def stall_nice(bench: Bench) -> Result:
         return run
 
     mine: dict[str, Participant] = {f"saver_nice={nice}": committing(nice) for nice in NICENESSES}
-    return interleave(result, _if_possible(bench, result, mine), bench.rounds)
+    return interleave(result, if_possible(bench, result, mine), bench.rounds)
 
 
 def _counting(finish: background.Finish) -> tuple[float, float]:
@@ -359,7 +261,8 @@ def _trial() -> histories.State:
     return histories.gpt_state(8_000_000, donors=histories.synthetic_donors())
 
 
-def _if_possible(bench: Bench, result: Result, mine: dict[str, Any]) -> dict[str, Participant]:
+def if_possible(bench: Bench, result: Result, mine: dict[str, Any]) -> dict[str, Participant]:
+    """Return participants that need ckstore, none where it cannot take part."""
     if bench.has_ckstore is None:
         return mine
     result.unusable["ckstore"] = bench.has_ckstore
@@ -369,7 +272,6 @@ def _if_possible(bench: Bench, result: Result, mine: dict[str, Any]) -> dict[str
 CASES: dict[str, Callable[[Bench], Result]] = {
     "stall_blocking": stall_blocking,
     "stall_return": stall_return,
-    "stall_guarded": stall_guarded,
     "stall_python_loop": stall_python_loop,
     "stall_nice": stall_nice,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ if str(ROOT) not in sys.path:
 
 from bench import background, cases_async, histories, run  # noqa: E402
 from bench.cases import CASES  # noqa: E402
+from bench.floor import Floor  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
 
 NBYTES = 1_500_000
@@ -135,6 +137,34 @@ def test_what_a_process_has_is_counted():
 
 def test_a_loop_beside_what_is_over_already_has_a_speed():
     assert background.count_in_python(lambda: True) > 0
+
+
+def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that_hashes():
+    tensors = [
+        torch.arange(5_000_000, dtype=torch.float32),
+        torch.tensor(3.0),
+        torch.zeros(0),
+        torch.ones(7).bfloat16(),
+    ]
+    with Floor(tensors) as floor:
+        for turn in range(2):
+            tensors[0] += turn
+            computed = background.cpu_seconds(floor.pid)
+            assert floor.begin()() == 0
+            wanted = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+            assert floor.copied == wanted
+            assert floor.nbytes == len(wanted)
+        assert background.cpu_seconds(floor.pid) >= computed
+    with pytest.raises(ProcessLookupError):
+        os.kill(floor.pid, 0)
+
+
+def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
+    with Floor([torch.ones(1000)]) as floor:
+        floor.begin()()
+        os.kill(floor.pid, signal.SIGKILL)
+        with pytest.raises((RuntimeError, BrokenPipeError)):
+            floor.begin()()
 
 
 @pytest.mark.slow

@@ -1,0 +1,155 @@
+"""What training with real forward and backward passes loses to commits in the background."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench import background, histories, machine
+from bench.cases_stall import VARIANTS, if_possible
+from bench.floor import Floor
+from bench.measure import Participant, Result, Sample, interleave
+from bench.workbench import Bench, facts_of, open_store
+
+COMMITS = 6
+STEPS_A_COMMIT = 3
+NOTHING = "nothing"
+"""In place of a commit: what comes out then is what the measurement is off by."""
+
+FLOOR = "one copy, one hash"
+"""In place of a commit: the least that any takes."""
+
+
+def stall_guarded(bench: Bench) -> Result:
+    """Train with real forward and backward passes, commit behind the guard of the optimizer, and look what is lost."""
+    cores = len(os.sched_getaffinity(0))
+    loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
+    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
+    result = Result("stall_guarded", "s a step", is_higher_better=False)
+    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "pairs": COMMITS, "cores": cores}
+    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
+    machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
+    before = torch.get_num_threads()
+    half = max(1, cores // 2)
+    participants: dict[str, Participant] = {}
+    for threads in sorted({half, cores}):
+        for compression in (*VARIANTS, NOTHING, FLOOR) if threads == half else VARIANTS:
+            name = f"ckstore {compression}" if compression in VARIANTS else compression
+            participants[f"training on {threads} of {cores} cores, {name}"] = partial(
+                _train, bench, loop, threads, compression
+            )
+    interleave(result, if_possible(bench, result, participants), bench.rounds)
+    torch.set_num_threads(before)
+    result.notes += [_cost_note(name, samples) for name, samples in result.samples.items()]
+    result.notes.append(
+        f"{STEPS_A_COMMIT} steps without a commit, then one and {STEPS_A_COMMIT} steps, and the wait until it is "
+        "written, if it is not; again and again; a commit is held against the steps before and those after it"
+    )
+    return result
+
+
+def _cost_note(name: str, samples: list[Sample]) -> str:
+    """Return what a commit costs, with how sure that is: 95% of such medians, drawn from the pairs again and again."""
+    lost = [share for sample in samples for share in sample.facts["lost_shares"]]
+    held_up, worked = (
+        statistics.median(float(sample.facts[fact]) for sample in samples)
+        for fact in ("held_up_share", "saver_cpu_seconds")
+    )
+    drawn = np.median(np.random.default_rng(0).choice(lost, (10_000, len(lost))), axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return (
+        f"{name}: a commit costs {statistics.median(lost):.1%} of a step (median of {len(lost)}; 95%: {low:.1%} to "
+        f"{high:.1%}); of {held_up:.1%} of a step it is known that the loop waited or had no processor; the process "
+        f"beside it computes for {worked:.2f} s"
+    )
+
+
+@dataclass
+class _Commits:
+    """What stands for a commit: how one begins, and returns what waits for its end and tells how long it stalled."""
+
+    begin: Callable[[], Callable[[], float]]
+    pid: int | None
+    """Of the process that does the work."""
+    facts: dict[str, object] = field(default_factory=dict)
+    """Of the last one."""
+
+
+@contextmanager
+def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[_Commits]:
+    """Yield what commits the state of a loop, or stands in its place."""
+    if compression == NOTHING:
+        yield _Commits(lambda: lambda: 0.0, None)
+    elif compression == FLOOR:
+        tensors = histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()])
+        with Floor(tensor for _, tensor in tensors) as floor:
+            floor.begin()()
+            yield _Commits(floor.begin, floor.pid)
+    else:
+        place = bench.folder / "store"
+        with open_store(place, compression) as store:
+            store.attach(loop.optimizer)
+            store.prewarm(loop.state)
+
+            def begin() -> Callable[[], float]:
+                pending = store.commit_async(loop.state, loop.step)
+
+                def finish() -> float:
+                    commits.facts = facts_of(pending.result())
+                    return float(pending.stall_seconds)
+
+                return finish
+
+            commits = _Commits(begin, store._handover.saver_pid)
+            yield commits
+        machine.remove_tree(place)
+
+
+def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
+    """Train some steps without and with a commit, in turns; a sample is seconds a step with them."""
+    torch.set_num_threads(threads)
+    busy, held_up, returns, worked = [], [], [], 0.0
+    with _commits(bench, loop, compression) as commits:
+        loop.train_one_step()
+        quiet = [_steps_seconds(loop)]
+        for _ in range(COMMITS):
+            delayed, began = background.delay_seconds(), time.perf_counter()
+            computed = background.cpu_seconds(commits.pid) if commits.pid else 0.0
+            finish = commits.begin()
+            returns.append(1e3 * (time.perf_counter() - began))
+            _steps_seconds(loop)
+            waited = time.perf_counter()
+            stalled = finish()
+            ended = time.perf_counter()
+            busy.append((ended - began) / STEPS_A_COMMIT)
+            held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
+            worked += background.cpu_seconds(commits.pid) - computed if commits.pid else 0.0
+            quiet.append(_steps_seconds(loop))
+    # The machine drifts: what is right before and what is right after count alike.
+    beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
+    lost = [STEPS_A_COMMIT * (one - other) / other for one, other in zip(busy, beside, strict=True)]
+    facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost}
+    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
+    facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
+    facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
+    return Sample(statistics.median(busy), facts | commits.facts)
+
+
+def _steps_seconds(loop: background.Loop) -> float:
+    """Take some steps; return the seconds of one."""
+    began = time.perf_counter()
+    for _ in range(STEPS_A_COMMIT):
+        loop.train_one_step()
+    return (time.perf_counter() - began) / STEPS_A_COMMIT
+
+
+CASES: dict[str, Callable[[Bench], Result]] = {"stall_guarded": stall_guarded}
