@@ -18,7 +18,7 @@ Step = Callable[[int, int], None]
 """Called with the index of the chunk and the index of the thread."""
 
 
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.004
 """How often a thread that may not begin looks whether it may by now."""
 
 
