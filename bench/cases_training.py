@@ -26,7 +26,7 @@ NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
 
 FLOOR = "one copy, one hash"
-"""In place of a commit: the least that any takes."""
+"""In place of a commit: about the least that any takes."""
 
 
 def stall_guarded(bench: Bench) -> Result:
@@ -78,7 +78,7 @@ class _Commits:
     """What stands for a commit: how one begins, and returns what waits for its end and tells how long it stalled."""
 
     begin: Callable[[], Callable[[], float]]
-    pid: int | None
+    pid: int
     """Of the process that does the work."""
     facts: dict[str, object] = field(default_factory=dict)
     """Of the last one."""
@@ -87,16 +87,14 @@ class _Commits:
 @contextmanager
 def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[_Commits]:
     """Yield what commits the state of a loop, or stands in its place."""
-    if compression == NOTHING:
-        yield _Commits(lambda: lambda: 0.0, None)
-    elif compression == FLOOR:
+    if compression == FLOOR:
         tensors = histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()])
         with Floor(tensor for _, tensor in tensors) as floor:
             floor.begin()()
             yield _Commits(floor.begin, floor.pid)
     else:
         place = bench.folder / "store"
-        with open_store(place, compression) as store:
+        with open_store(place, "none" if compression == NOTHING else compression) as store:
             store.attach(loop.optimizer)
             store.prewarm(loop.state)
 
@@ -109,7 +107,8 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
 
                 return finish
 
-            commits = _Commits(begin, store._handover.saver_pid)
+            pid = store._handover.saver_pid
+            commits = _Commits((lambda: lambda: 0.0) if compression == NOTHING else begin, pid)
             yield commits
         machine.remove_tree(place)
 
@@ -123,7 +122,7 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) 
         quiet = [_steps_seconds(loop)]
         for _ in range(COMMITS):
             delayed, began = background.delay_seconds(), time.perf_counter()
-            computed = background.cpu_seconds(commits.pid) if commits.pid else 0.0
+            computed = background.cpu_seconds(commits.pid)
             finish = commits.begin()
             returns.append(1e3 * (time.perf_counter() - began))
             _steps_seconds(loop)
@@ -132,7 +131,7 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) 
             ended = time.perf_counter()
             busy.append((ended - began) / STEPS_A_COMMIT)
             held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
-            worked += background.cpu_seconds(commits.pid) - computed if commits.pid else 0.0
+            worked += background.cpu_seconds(commits.pid) - computed
             quiet.append(_steps_seconds(loop))
     # The machine drifts: what is right before and what is right after count alike.
     beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
