@@ -19,12 +19,14 @@ from ckstore import Policy, chunks
 from ckstore.commit import Request
 from ckstore.config import MIB
 from ckstore.errors import SaverError
+from ckstore.lossy_chunks import LossyChunkWriter
 from ckstore.saver import messages
 from ckstore.saver import server as saver_server
 from ckstore.saver.arena import Arena
 from ckstore.saver.committer import Committer
 from ckstore.saver.priority import Priority
 from ckstore.saver.server import Server
+from ckstore.testing.trainings import AdamRun, lossy_policy
 from ckstore.workers import Headcount
 
 NICE = 7
@@ -247,12 +249,11 @@ def test_a_saver_that_gives_way_leaves_training_one_processor(monkeypatch):
         assert careless.headcount.most is None
 
 
-@pytest.mark.parametrize("fidelity", ["exact", "near"])
-@pytest.mark.parametrize("most", [1, 2])
-def test_no_more_threads_of_a_commit_work_than_may(folder, monkeypatch, most, fidelity):
+def noting_threads(monkeypatch, most):
+    """Let no more threads of the next commits begin than these; return the set of those that do."""
     headcount, threads = Headcount(), set()
     headcount.most = most
-    monkeypatch.setattr("ckstore.commit.Request", partial(Request, is_steady=True, headcount=headcount))
+    monkeypatch.setattr("ckstore.commit.Request", partial(Request, headcount=headcount))
     thread_of = chunks.ChunkWriter._thread
 
     def noting(writer, index):
@@ -260,11 +261,42 @@ def test_no_more_threads_of_a_commit_work_than_may(folder, monkeypatch, most, fi
         return thread_of(writer, index)
 
     monkeypatch.setattr(chunks.ChunkWriter, "_thread", noting)
+    return threads
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_threads_of_a_commit_work_than_may(folder, monkeypatch, most):
+    threads = noting_threads(monkeypatch, most)
     with ckstore.open(folder) as store:
         for step in range(3):
-            store.commit(noise(step, 24 * MIB), step, policy=Policy(threads=4, fidelity=fidelity))
-    assert threads <= set(range(most))
+            store.commit(noise(step, 24 * MIB), step, policy=Policy(threads=4))
     assert 0 in threads
+    assert threads <= set(range(most))
+
+
+def test_the_headcount_counts_for_what_is_stored_with_a_loss_too(folder, monkeypatch):
+    monkeypatch.setattr("ckstore.commit.Request", partial(Request, headcount=Headcount()))
+    within, stored = [False], []
+    run, store_task = chunks.run_in_turns, LossyChunkWriter._store_task
+
+    def noting_run(*what, may_begin, **options):
+        within[0] = True
+        run(*what, may_begin=may_begin, **options)
+        within[0] = False
+
+    def noting_task(writer, *what):
+        stored.append(within[0])
+        return store_task(writer, *what)
+
+    monkeypatch.setattr(chunks, "run_in_turns", noting_run)
+    monkeypatch.setattr(LossyChunkWriter, "_store_task", noting_task)
+    training = AdamRun(shape=(300, 300))
+    with ckstore.open(folder) as store:
+        for step in range(2):
+            receipt = store.commit(training.train(1).state(), step, policy=lossy_policy())
+    assert receipt.chunks_lossy
+    assert stored
+    assert all(stored)
 
 
 def test_a_thread_that_waits_for_bases_comes_on_top(folder, monkeypatch):
