@@ -214,8 +214,8 @@ class Slot:
         return nbytes
 
     def leave(self) -> None:
-        """Let go of the memory, when no thread of this process uses it any more."""
-        self._mapping, self.marks = None, np.zeros(0, np.uint8)
+        """Let go of the memory, when no thread of this process uses it any more; what is known of it stays so."""
+        self._mapping, self.marks, self._facts = None, np.zeros(0, np.uint8), self._facts.copy()
 
     def _let_devices_go(self) -> bool:
         if self.release_devices is not None and not self.release_devices():
@@ -333,8 +333,11 @@ class Arena:
         if fd >= 0 and self._pid == os.getpid():
             os.close(fd)
         slots, self.slots = self.slots, ()
-        for slot in slots if is_idle else ():
-            slot.leave()
+        if is_idle:
+            # A page of a memfd that stays mapped keeps all of it, and whoever has the arena may be garbage for long.
+            self.facts = self.facts.copy()
+            for slot in slots:
+                slot.leave()
 
     def _leave_child(self) -> None:
         """In a forked child: let go of the descriptor, and of mappings that are not there."""
