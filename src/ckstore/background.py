@@ -192,11 +192,12 @@ class Background(Advising):
         with self._lock:
             handover, self._handover = self._handover, None
             guarded, self._guarded = self._guarded, None
-            if guarded is not None:
-                guarded.release()
             try:
                 if handover is not None:
                     handover.close()
+                # Not before all is copied; who is interrupted before that leaves the guards where they are.
+                if guarded is not None:
+                    guarded.release()
             finally:
                 self._tell_durable()
                 # They may be as large as the state, and lie on devices.

@@ -37,6 +37,7 @@ from ckstore.staging.devices import Span
 from ckstore.staging.dock import Dock
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import Stowage, unchecked
+from ckstore.store.lease import note_abandoned
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
 
@@ -161,15 +162,19 @@ class Handover:
             raise told_later(pending.step, error) from error
 
     def close(self) -> None:
-        """Wait for what is pending, and end the saver and all threads."""
+        """Wait for what is pending, and end the saver and all threads; who is interrupted has abandoned them."""
+        try:
+            if self._owner == os.getpid():
+                self.settle()
+                if self._saver is not None:
+                    self._saver.quit()
+                self._saver = None
+                self._lying.leave()
+                self._dock.close(is_waited=True)
+        except BaseException:
+            self.abandon()
+            raise
         _handovers.discard(self)
-        if self._owner == os.getpid():
-            self.settle()
-            saver, self._saver = self._saver, None
-            if saver is not None:
-                saver.quit()
-            self._lying.leave()
-            self._dock.close(is_waited=True)
 
     def abandon(self) -> None:
         """End everything without waiting; what has begun is carried through, by our threads and the saver."""
@@ -179,6 +184,8 @@ class Handover:
         if self._owner == os.getpid():
             saver, self._saver = self._saver, None
             if saver is not None:
+                # Who opens the run next in this process must not resume what is older than what it still publishes.
+                note_abandoned(saver.pid)
                 saver.quit(is_waited=False)
             self._lying.leave()
             self._dock.close(is_waited=False)

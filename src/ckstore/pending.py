@@ -110,7 +110,8 @@ class Pending:
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
         if self._error is not None:
-            raise self._error
+            # Without the frames of who was told before, which may hold a whole state.
+            raise self._error.with_traceback(None)
         assert self._receipt is not None
         return self._receipt
 

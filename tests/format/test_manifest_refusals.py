@@ -35,7 +35,7 @@ from ckstore.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from ckstore.format.records import HeaderRecord, LogicalRecord, encode_inner
+from ckstore.format.records import HeaderRecord, LogicalRecord, decode_stored, encode_inner
 from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import sealed, xxh3_64
 from ckstore.ids import NO_BASE, digest_of
@@ -319,6 +319,13 @@ def test_any_manifest_comes_back(manifest):
     found = decode_manifest(encoded, expect=manifest.header.name)
     assert encode_manifest(found) == encoded
     assert replace(found, header=manifest.header) == manifest
+
+
+def test_a_record_in_a_longer_form_than_the_shortest_is_refused():
+    assert decode_stored(b"\x91\x61", list[int]) == [97]
+    for longer in (b"\x91\xcc\x61", b"\xdc\x00\x01\x61", b"\x91\xd1\x00\x61"):
+        with pytest.raises(MalformedError, match="shortest"):
+            decode_stored(longer, list[int])
 
 
 @settings(deadline=None)

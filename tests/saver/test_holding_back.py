@@ -20,6 +20,7 @@ from ckstore.commit import Request
 from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.lossy_chunks import LossyChunkWriter
+from ckstore.saver import committer as saver_committer
 from ckstore.saver import messages
 from ckstore.saver import server as saver_server
 from ckstore.saver.arena import Arena
@@ -70,6 +71,25 @@ def server(address):
     os.close(bell)
     found._trainer.close()
     arena.close()
+
+
+def test_commits_of_a_saver_follow_the_headcount_of_its_priority(server, monkeypatch):
+    asked = []
+
+    def note(parts, request, watch):
+        asked.append(request.headcount)
+        raise SaverError("seen enough")
+
+    monkeypatch.setattr(saver_committer, "commit", note)
+    server._committer.open()
+    head = SimpleNamespace(policy=Policy(staging_threads=1), step=1, metrics={}, tags=())
+    ticket = SimpleNamespace(
+        number=1, head=head, may_keep=False, check=lambda: None, captured=lambda: None, wait_whole=lambda: None
+    )
+    with pytest.raises(SaverError, match="seen enough"):
+        server._committer._committed(ticket, None)
+    server._committer.close()
+    assert asked == [server._priority.headcount]
 
 
 class Coming:

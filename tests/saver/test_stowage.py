@@ -58,6 +58,11 @@ def test_every_byte_has_one_place_and_no_row_crosses_a_unit(storages, data):
         assert (copied[index][-1][1] if copied[index] else 0) == storage.nbytes
 
 
+def test_nothing_of_an_empty_storage_is_laid_down_apart():
+    found = stow([Shape(0, 2), Shape(0, 4), Shape(64 * KIB, 1, False)], [NOW] * 3, [])
+    assert found.samples == ()
+
+
 def test_what_must_be_copied_now_comes_first_and_the_rest_in_the_order_of_the_plan():
     found = stow([Shape(5 * MIB) for _ in range(6)], [LAZY, NOW, LAZY, NOW, LAZY, LAZY], [])
     assert sorted(range(6), key=lambda index: found.places[index]) == [1, 3, 0, 2, 4, 5]

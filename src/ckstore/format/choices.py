@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckstore.errors import MalformedError
 from ckstore.format.layout import SEQ_MAX
-from ckstore.format.records import ChoicesRecord, decode_inner, encode_inner
+from ckstore.format.records import ChoicesRecord, decode_stored, encode_inner
 from ckstore.format.wire import Reader
 
 UNSAMPLED, FULL, DELTA, DERIVED, IDENTICAL, RESIDUAL = range(6)
@@ -120,7 +120,7 @@ def decode_choices(table: memoryview, *, where: object = None) -> Choices | None
         return None
     reader = Reader(table, "a manifest's choices", where)
     (head_nbytes,) = _HEAD.unpack(reader.take(_HEAD.size))
-    record = decode_inner(reader.take(head_nbytes), ChoicesRecord, where=where)
+    record = decode_stored(reader.take(head_nbytes), ChoicesRecord, where=where)
     rows = reader.take((len(table) - _HEAD.size - head_nbytes) // _ROW.size * _ROW.size)
     reader.done()
     storages = []

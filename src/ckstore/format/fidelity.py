@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckstore.errors import MalformedError
-from ckstore.format.records import LossRow, decode_inner, encode_inner
+from ckstore.format.records import LossRow, decode_stored, encode_inner
 from ckstore.tensor import StorageSpec
 
 EXACT_FIDELITY = "exact"
@@ -104,7 +104,7 @@ def decode_losses(table: memoryview, *, where: object = None) -> tuple[Loss, ...
     """
     if not len(table):
         return ()
-    rows = decode_inner(table, list[LossRow], where=where)
+    rows = decode_stored(table, list[LossRow], where=where)
     if not rows:
         raise MalformedError("a manifest's losses are an empty table", where=where)
     return tuple(

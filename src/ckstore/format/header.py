@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckstore.errors import ChecksumError, MalformedError, UsageError
 from ckstore.format.layout import GENERATION_MAX, SEQ_MAX, STEP_MAX, ManifestName, is_name
-from ckstore.format.records import HeaderRecord, decode_inner, encode_inner
+from ckstore.format.records import HeaderRecord, decode_inner, decode_stored, encode_inner
 from ckstore.format.version import check_readable
 from ckstore.format.wire import SEAL_NBYTES, STORE_ID_NBYTES, check_seal, check_zero, sealed, xxh3_64
 from ckstore.ids import DIGEST_NBYTES
@@ -190,7 +190,7 @@ def decode_header_section(
         raise MalformedError("a manifest's header is cut off", where=where, nbytes_needed=preamble.head_nbytes)
     if xxh3_64(section) != preamble.header_xxh3:
         raise ChecksumError("the checksum of a manifest's header differs", where=where)
-    record = decode_inner(section, HeaderRecord, where=where)
+    record = decode_stored(section, HeaderRecord, where=where)
     header = ManifestHeader(
         store_id=preamble.store_id, **{name: getattr(record, name) for name in HeaderRecord.__struct_fields__}
     )

@@ -15,7 +15,7 @@ from ckstore.format.choices import Choices, decode_choices, encode_choices
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES
 from ckstore.format.layout import is_name
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
-from ckstore.format.records import decode_inner, encode_inner
+from ckstore.format.records import decode_stored, encode_inner
 from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import Reader, align_up
 from ckstore.ids import DIGEST_NBYTES, NO_BASE, PACK_ID_NBYTES, ChunkId, PackId
@@ -128,7 +128,7 @@ def split_location(
     reader = Reader(section, "a manifest's location section", where)
     head = _HEADS[version]
     tiers_nbytes, pack_count, frame_count, *rest = head.unpack(reader.take(head.size))
-    tiers = decode_inner(reader.take(tiers_nbytes), list[str], where=where)
+    tiers = decode_stored(reader.take(tiers_nbytes), list[str], where=where)
     pack_rows = reader.take(_PACK.size * pack_count)
     frame_rows = reader.take(_FRAME.size * frame_count)
     choices_table = reader.take(rest[0]) if rest else memoryview(b"")
@@ -148,7 +148,7 @@ def decode_tiers(begin: bytes, *, version: int, where: object = None) -> tuple[s
     end = head.size + head.unpack_from(begin)[0]
     if end > len(begin):
         raise MalformedError("a manifest names more tiers than a listing reads", where=where)
-    tiers = decode_inner(begin[head.size : end], list[str], where=where)
+    tiers = decode_stored(begin[head.size : end], list[str], where=where)
     if not all(is_name(tier) for tier in tiers):
         raise MalformedError("a manifest names a tier by no name", where=where)
     return tuple(tiers)

@@ -17,7 +17,7 @@ from ckstore.errors import MalformedError
 from ckstore.format.fidelity import Loss, check_losses, decode_losses, encode_losses
 from ckstore.format.frame import ELEMENT_WIDTHS
 from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.format.records import TensorRow, decode_inner, encode_inner
+from ckstore.format.records import TensorRow, decode_stored, encode_inner
 from ckstore.format.version import FORMAT_VERSION
 from ckstore.format.wire import Reader
 from ckstore.ids import NO_BASE
@@ -116,7 +116,7 @@ def decode_logical(
     )
     record = reader.take(record_nbytes)
     tree_bytes = reader.take(tree_nbytes)
-    rows = decode_inner(reader.take(tensors_nbytes), list[TensorRow], where=where)
+    rows = decode_stored(reader.take(tensors_nbytes), list[TensorRow], where=where)
     storage_rows = reader.take(_STORAGE.size * storage_count)
     piece_rows = reader.take(_PIECE.size * piece_count)
     chunk_rows = reader.take(_CHUNK.size * chunk_count)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckstore.errors import MalformedError
-from ckstore.format.records import decode_inner, encode_inner, encoded
+from ckstore.format.records import decode_stored, encode_inner, encoded
 from ckstore.tree import DEPTH_MAX, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 
 NODE_DEPTH_MAX = DEPTH_MAX + 1
@@ -91,7 +91,7 @@ def decode_tree(content: bytes | memoryview, *, tensor_count: int, where: object
     Raises:
         MalformedError: No writer of ours makes these bytes; keys of one mapping repeat.
     """
-    return _Decoder(tensor_count, where).node(decode_inner(content, object, where=where), 0)
+    return _Decoder(tensor_count, where).node(decode_stored(content, object, where=where), 0)
 
 
 class _Decoder:

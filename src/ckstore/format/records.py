@@ -303,3 +303,16 @@ def decode_inner(content: bytes | memoryview, kind: type[R], *, where: object = 
     except (msgspec.MsgspecError, RecursionError, ValueError) as problem:
         raise MalformedError(f"a record cannot be read ({problem})", where=where) from None
     return found
+
+
+def decode_stored(content: bytes | memoryview, kind: type[R], *, where: object = None) -> R:
+    """Read an inner record that lies on disk, in the one form that it has there.
+
+    Raises:
+        MalformedError: As ``decode_inner``, and for bytes that another writer would not make again: what is written
+            anew, when it is demoted say, would have another identity although nothing in it is different.
+    """
+    found = decode_inner(content, kind, where=where)
+    if _ENCODER.encode(found) != content:
+        raise MalformedError("a record is not in its shortest form", where=where)
+    return found

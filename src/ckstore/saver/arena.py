@@ -293,11 +293,13 @@ class Arena:
             arena.slots = tuple(Slot(arena, index) for index in range(slot_count))
             if nbytes:
                 arena.slots[0].reserve(nbytes)
-        except OSError as error:
+        except BaseException as error:
+            # Others get this number: no forked child may close it as one of ours.
+            for broken in [each for each in _arenas if each.fd == fd]:
+                broken.fd = -1
             os.close(fd)
-            raise _no_memory(nbytes, error.errno or errno.ENOMEM) from None
-        except BaseException:
-            os.close(fd)
+            if isinstance(error, OSError):
+                raise _no_memory(nbytes, error.errno or errno.ENOMEM) from None
             raise
         return arena
 

@@ -158,6 +158,9 @@ class Server:
             self._add(message)
         elif isinstance(message, messages.Quit):
             self._is_ending = True
+            if not self._is_idle():
+                # Its handle was dropped: another one, of the same process perhaps, must not resume what is older.
+                self._committer.disown()
         elif isinstance(message, messages.Hurry):
             self._hurry()
         elif not isinstance(message, messages.Staged):

@@ -37,6 +37,10 @@ _FRESH_UNITS = 8
 """Units that a thread populates, and then copies, where memory is still to be taken."""
 
 
+def ignore(*_: object) -> None:
+    """Do nothing: takes the place of what was to be called once, and was."""
+
+
 class Crew:
     """Threads that copy; they are started when first needed, and sleep in between.
 
@@ -49,6 +53,7 @@ class Crew:
         self._threads: list[threading.Thread] = []
         self.count = count
         self._waiters: Crew | None = None
+        self._is_closed = False
 
     @property
     def waiters(self) -> Crew:
@@ -75,6 +80,9 @@ class Crew:
                 mine.put(work)
             # Whoever closed the crew meanwhile has left its threads nothing but the word to end.
             is_sent = mine is self._work
+        if self._is_closed:
+            # These were started for what was still to be done, and nobody would end them.
+            self.close(is_waited=False)
 
     def send_one(self, work: Callable[[], None]) -> None:
         """Let one thread call this; it must not raise."""
@@ -93,7 +101,8 @@ class Crew:
             self._threads.append(thread)
 
     def close(self, *, is_waited: bool = True) -> None:
-        """End the threads after what they were sent."""
+        """End the threads after what they were sent; those that are started for more afterwards end after that."""
+        self._is_closed = True
         if self._waiters is not None:
             self._waiters.close(is_waited=is_waited)
         threads, self._threads = self._threads, []
@@ -234,6 +243,8 @@ class HostCopy:
         table = self._table[self.section.apart :]
         count = len(table)
         found = np.zeros((count, 2 * _SAMPLE_NBYTES), np.uint8)
+        if not count:
+            return found
         wanted = np.empty((count, 2, 3), np.uint64)
         length = np.minimum(table[:, 2], np.uint64(_SAMPLE_NBYTES))
         wanted[:, 0, 0] = table[:, side]
@@ -278,7 +289,10 @@ class HostCopy:
             self._marks = np.zeros(0, np.uint8)
             if not self._is_checked:
                 self.forget()
-            self._on_over(self._error)
+            # Nor be kept, with a table of every row, by a cycle that only a collector finds.
+            on_over, self._on_over, self._look = self._on_over, ignore, ignore
+            self._table = self._table[:0].copy()
+            on_over(self._error)
 
     def _take(self, count: int) -> tuple[int, int] | None:
         with self._lock:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError
 from ckstore.saver.arena import STAGED, UNIT_NBYTES, Slot
-from ckstore.staging.copying import Crew, HostCopy
+from ckstore.staging.copying import Crew, HostCopy, ignore
 from ckstore.staging.devices import copies_of, versions_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section, Stowage
 from ckstore.tensor import HostStorage
@@ -237,6 +237,8 @@ class Staging:
             else:
                 self._on_failed(error)
         finally:
+            # They know of who has this: nothing of a commit is left for the collector of cycles, which may be off.
+            self._on_staged, self._on_failed = ignore, ignore
             self.is_over.set()
 
 
@@ -298,7 +300,8 @@ class _DeviceCopy:
                     error = error or problem
             self._is_over = True
             self._marks = np.zeros(0, np.uint8)
-            self._on_over(error)
+            on_over, self._on_over = self._on_over, ignore
+            on_over(error)
 
     def _mark(self, unit: int) -> None:
         self._marks[unit] = 1

@@ -228,7 +228,7 @@ def _sample_runs(nbytes: int, width: int) -> tuple[tuple[int, int], ...]:
 
 def _possible_masters(storages: Sequence[StorageShape]) -> set[int]:
     """Return the storages of which ``masters`` will read the middle: floats, some half as long as others."""
-    floats = [index for index, each in enumerate(storages) if each.is_float]
+    floats = [index for index, each in enumerate(storages) if each.is_float and each.nbytes]
     halves = {index: 2 * storages[index].nbytes for index in floats if storages[index].element_width == 2}
     wanted = set(halves.values())
     wholes = {

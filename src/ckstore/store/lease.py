@@ -259,9 +259,10 @@ class Lease:
         purpose = SaverPurpose.of(orphan.purpose)
         what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
         begun, told = self._clock.monotonic(), 0
-        _log.warning(
-            "run %r: waiting for the saver (pid %d) of the trainer that died to %s", self._run, orphan.pid, what
+        whose = (
+            "a handle that was dropped" if purpose and purpose.trainer_pid == os.getpid() else "the trainer that died"
         )
+        _log.warning("run %r: waiting for the saver (pid %d) of %s to %s", self._run, orphan.pid, whose, what)
         holder: LeaseRecord | None = orphan
         while holder is not None and holder.token == orphan.token and is_orphan(holder):
             self._clock.sleep(ORPHAN_POLL_SECONDS)
@@ -372,13 +373,21 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:
         del lease
 
 
+_abandoned: set[tuple[int, str | None]] = set()
+
+
+def note_abandoned(pid: int) -> None:
+    """Let a saver of this process, whose handle was dropped, be waited for as an orphan is."""
+    _abandoned.add((pid, process_started(pid)))
+
+
 def is_orphan(holder: LeaseRecord) -> bool:
-    """Whether a lease is held by a living saver, of this boot, whose trainer has died."""
+    """Whether a lease is held by a living saver, of this boot, whose trainer has died or dropped it."""
     purpose = SaverPurpose.of(holder.purpose)
-    here = boot_identity()
-    if purpose is None or not here or holder.boot_id != here or holder.pid == os.getpid():
+    if purpose is None or not (here := boot_identity()) or holder.boot_id != here or holder.pid == os.getpid():
         return False
-    if process_started(purpose.trainer_pid) == purpose.trainer_started:
+    is_trained_for = process_started(purpose.trainer_pid) == purpose.trainer_started
+    if is_trained_for and (holder.pid, holder.process_started) not in _abandoned:
         return False
     return process_started(holder.pid) == holder.process_started
 

@@ -1,0 +1,177 @@
+"""Handles that are closed halfway, or dropped: nothing is lost, nothing stays, and nobody resumes what is older."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pretend import OwnerOfAll, slow, state
+from rig import SECONDS_MAX, noise, until
+
+import ckstore
+from ckstore import handover
+from ckstore.saver import arena as arena_module
+from ckstore.saver.arena import Arena
+from ckstore.staging.copying import Crew
+from ckstore.store.lease import SaverPurpose
+
+
+@pytest.fixture
+def no_collector():
+    """Trainers turn the collector of reference cycles off, or run it at their own times."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+def arenas():
+    return Path("/proc/self/maps").read_text().count("ckstore-arena")
+
+
+def test_commits_in_the_background_leave_nothing_to_the_collector_of_cycles(folder, no_collector):
+    with ckstore.open(folder) as store:
+        store.commit_async(state(0), 0).result()
+        store.wait()
+        gc.collect()
+        for step in range(1, 5):
+            # Copied before the call returns, and behind a guard.
+            store._guarded = OwnerOfAll() if step % 2 else None
+            store.commit_async(state(step), step).result()
+        store._guarded = None
+        until(lambda: all(handed.is_over for handed in store._handover._lying.going))
+        store.wait()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        left = {type(thing).__name__ for thing in gc.garbage if type(thing).__module__.startswith("ckstore")}
+        assert not left
+
+
+def test_a_dropped_store_frees_its_arena_although_nothing_collects_cycles(folder, no_collector):
+    before = arenas()
+    store = ckstore.open(folder)
+    store.commit_async(state(0), 0).result()
+    store.wait()
+    assert arenas() > before
+    del store
+    until(lambda: arenas() == before)
+
+
+def test_closing_that_is_interrupted_ends_all_the_same_and_keeps_what_was_begun(folder, monkeypatch):
+    before = arenas()
+    store = ckstore.open(folder)
+    pending = store.commit_async(state(0), 0)
+    pid = store._handover.saver_pid
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handover.Handover, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    store.close()
+    assert pending.result().step == 0
+    del store, pending
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    gc.collect()
+    until(lambda: arenas() == before)
+    with ckstore.open(folder) as again:
+        assert again.commit(state(1), 1).seq == 1
+
+
+def test_guards_stay_until_what_they_protect_is_copied_when_a_store_is_closed(savers, folder):
+    store = ckstore.open(folder)
+    calls = []
+
+    class Guards(OwnerOfAll):
+        def release(self):
+            calls.append(("released", all(handed.is_over for handed in going)))
+
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store._guarded = Guards()
+    pending = store.commit_async(state(0), 0)
+    going = list(store._handover._lying.going)
+    threading.Timer(0.1, saver.finish, [1]).start()
+    store.close()
+    assert pending.is_done
+    assert calls == [("released", True)]
+
+
+def handed_over_and_dropped(folder):
+    """Have a saver take the run, stop it, hand it a state, and drop the handle; return the saver's pid."""
+    store = ckstore.open(folder)
+    store.commit_async(noise(0), 0).result()
+    pid = store._handover.saver_pid
+    os.kill(pid, signal.SIGSTOP)
+    store.commit_async(noise(1), 1)
+    return pid
+
+
+def test_a_handle_opened_in_the_same_process_waits_for_the_saver_of_one_that_was_dropped(folder, caplog):
+    pid = handed_over_and_dropped(folder)
+    try:
+        gc.collect()
+        results = []
+        with ckstore.open(folder) as again, caplog.at_level(logging.WARNING, "ckstore"):
+            thread = threading.Thread(target=lambda: results.append(again.restore()), daemon=True)
+            thread.start()
+            until(lambda: "waiting for the saver" in caplog.text)
+            time.sleep(0.1)
+            assert not results, "nothing older is resumed while it may still publish"
+            os.kill(pid, signal.SIGCONT)
+            thread.join(SECONDS_MAX)
+            assert np.array_equal(results[0]["w0"], noise(1)["w0"])
+        assert f"the saver (pid {pid}) of a handle that was dropped to" in caplog.text
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_other_processes_wait_for_a_saver_that_is_told_to_end_while_it_works(desk, backend_of_desk):
+    handed = desk.begin(noise(1), 1)
+    until(lambda: backend_of_desk() is not None)
+    assert SaverPurpose.of(backend_of_desk().purpose).trainer_pid == os.getpid()
+    desk.saver.quit(is_waited=False)
+    until(lambda: SaverPurpose.of(backend_of_desk().purpose).trainer_started == "gone")
+    handed.stage().finish().wait()
+
+
+@pytest.fixture
+def backend_of_desk(desk, address):
+    with ckstore.open(address) as store:
+        yield store._parts.lease._read
+
+
+def test_threads_that_a_closed_crew_starts_for_the_rest_end_after_it():
+    crew = Crew(2)
+    crew.close()
+    done = threading.Event()
+    before = {thread.name for thread in threading.enumerate()}
+    crew.send_one(done.set)
+    assert done.wait(SECONDS_MAX)
+    until(lambda: {thread.name for thread in threading.enumerate()} <= before)
+
+
+def test_an_arena_that_cannot_be_made_is_forgotten_with_its_descriptor(monkeypatch):
+    before = set(arena_module._arenas)
+
+    def interrupted(self, nbytes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arena_module.Slot, "reserve", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Arena.create(1)
+    assert all(each.fd == -1 for each in set(arena_module._arenas) - before)
