@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
@@ -49,6 +50,7 @@ class Pending:
         self._done = threading.Event()
         self._receipt: Receipt | None = None
         self._error: Exception | None = None
+        self._origin: TracebackType | None = None
         self._is_skipped = False
         self._is_promised = False
         self._on_done: list[Callable[[Pending], None]] = []
@@ -110,8 +112,8 @@ class Pending:
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
         if self._error is not None:
-            # Without the frames of who was told before, which may hold a whole state.
-            raise self._error.with_traceback(None)
+            # With where it went wrong, and without the frames of whoever was told before, which may hold a whole state.
+            raise self._error.with_traceback(self._origin)
         assert self._receipt is not None
         return self._receipt
 
@@ -173,6 +175,7 @@ class Pending:
         self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool
     ) -> list[Callable[[Pending], None]]:
         self._receipt, self._error, self._is_skipped = receipt, error, is_skipped
+        self._origin = None if error is None else error.__traceback__
         # Whoever keeps this must not keep the arena and the saver by it.
         self._finish, self._wait = _nothing, _wait
         self._done.set()

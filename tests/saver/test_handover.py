@@ -274,23 +274,6 @@ def test_a_pending_commit_that_is_kept_keeps_no_memory(savers, folder):
     assert pending.result().step == 0
 
 
-@pytest.fixture
-def no_collector():
-    """Trainers turn the collector of reference cycles off, or run it at their own times."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_closing_frees_the_arena_at_once_although_nothing_collects_cycles(folder, no_collector):
-    before = Path("/proc/self/maps").read_text().count("ckstore-arena")
-    with ckstore.open(folder) as store:
-        store.commit_async(state(0), 0).result()
-        assert Path("/proc/self/maps").read_text().count("ckstore-arena") > before
-    assert Path("/proc/self/maps").read_text().count("ckstore-arena") == before
-
-
 def test_closing_waits_for_what_is_pending(savers, folder):
     store = ckstore.open(folder)
     store.prewarm(state(0))

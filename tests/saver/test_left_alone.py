@@ -58,6 +58,14 @@ def test_commits_in_the_background_leave_nothing_to_the_collector_of_cycles(fold
         assert not left
 
 
+def test_closing_frees_the_arena_at_once_although_nothing_collects_cycles(folder, no_collector):
+    before = arenas()
+    with ckstore.open(folder) as store:
+        store.commit_async(state(0), 0).result()
+        assert arenas() > before
+    assert arenas() == before
+
+
 def test_a_dropped_store_frees_its_arena_although_nothing_collects_cycles(folder, no_collector):
     before = arenas()
     store = ckstore.open(folder)

@@ -304,6 +304,17 @@ def test_only_a_living_saver_of_a_dead_trainer_on_this_boot_is_an_orphan(store, 
     assert clock.slept == 0
 
 
+def test_trainer_whose_pid_the_next_one_has_is_said_to_have_died(store, backend, clock, caplog):
+    store.commit({"a": 1}, 1)
+    store._parts.lease.release()
+    # In a container the trainer that is started again often has the pid of the one before.
+    put_holder(backend, purpose=SaverPurpose(os.getpid(), "17", 5).text)
+    clock.on_sleep = lambda: backend.unlink(layout.lease_name("main"))
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        assert Lease(backend, "main", clock).wait_for_orphan()
+    assert "of the trainer that died to publish step 5" in caplog.text
+
+
 def test_wait_for_an_orphan_says_so_again_after_a_while(store, backend, clock, caplog):
     store.commit({"a": 1}, 1)
     store._parts.lease.release()

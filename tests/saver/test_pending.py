@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from ckstore.errors import SaverError
@@ -34,6 +36,24 @@ def test_failing_ends_the_wait_and_is_not_staged():
     assert pending.wait_staged() is False
     with pytest.raises(SaverError, match="it could not"):
         pending.result()
+
+
+def where_it_went_wrong():
+    raise SaverError("it could not")
+
+
+def test_an_error_that_is_told_again_keeps_its_origin_and_nobody_who_was_told_before():
+    pending = Pending(3)
+    with pytest.raises(SaverError) as origin:
+        where_it_went_wrong()
+    pending.note_failed(origin.value)
+    frames = []
+    for _ in range(3):
+        with pytest.raises(SaverError) as told:
+            pending.result()
+        frames.append([entry.name for entry in traceback.extract_tb(told.value.__traceback__)])
+    assert frames[0] == frames[1] == frames[2]
+    assert "where_it_went_wrong" in frames[2]
 
 
 def test_what_is_durable_was_staged():

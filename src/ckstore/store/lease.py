@@ -259,9 +259,8 @@ class Lease:
         purpose = SaverPurpose.of(orphan.purpose)
         what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
         begun, told = self._clock.monotonic(), 0
-        whose = (
-            "a handle that was dropped" if purpose and purpose.trainer_pid == os.getpid() else "the trainer that died"
-        )
+        is_dropped = (orphan.pid, orphan.process_started) in _abandoned
+        whose = "a handle that was dropped" if is_dropped else "the trainer that died"
         _log.warning("run %r: waiting for the saver (pid %d) of %s to %s", self._run, orphan.pid, whose, what)
         holder: LeaseRecord | None = orphan
         while holder is not None and holder.token == orphan.token and is_orphan(holder):
