@@ -25,8 +25,8 @@ STEPS_A_COMMIT = 3
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
 
-FLOOR = "one copy, one hash"
-"""In place of a commit: about the least that any takes."""
+FLOORS = {"one copy, one hash": "", "one copy, one hash, one write": "write", "one copy, one hash, one coding": "code"}
+"""In place of a commit: about the least that any takes, that one takes that is durable, and one that compresses."""
 
 
 def stall_guarded(bench: Bench) -> Result:
@@ -42,7 +42,7 @@ def stall_guarded(bench: Bench) -> Result:
     half = max(1, cores // 2)
     participants: dict[str, Participant] = {}
     for threads in sorted({half, cores}):
-        for compression in (*VARIANTS, NOTHING, FLOOR) if threads == half else VARIANTS:
+        for compression in (*VARIANTS, NOTHING, *FLOORS) if threads == half else VARIANTS:
             name = f"ckstore {compression}" if compression in VARIANTS else compression
             participants[f"training on {threads} of {cores} cores, {name}"] = partial(
                 _train, bench, loop, threads, compression
@@ -87,9 +87,10 @@ class _Commits:
 @contextmanager
 def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[_Commits]:
     """Yield what commits the state of a loop, or stands in its place."""
-    if compression == FLOOR:
-        tensors = histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()])
-        with Floor(tensor for _, tensor in tensors) as floor:
+    if compression in FLOORS:
+        tensors = (tensor for _, tensor in histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()]))
+        path = bench.folder / "floor" if FLOORS[compression] == "write" else None
+        with Floor(tensors, is_coded=FLOORS[compression] == "code", path=path) as floor:
             floor.begin()()
             yield _Commits(floor.begin, floor.pid)
     else:

@@ -1,16 +1,19 @@
 """About the least that storing a state takes beside training: one copy of it, and as many bytes hashed elsewhere.
 
-No store does with less that wants the state as it was and knows its bytes by their identity. Nothing is coded,
-checked or written here. What training loses to this is the machine's affair: both use its cores, caches and memory.
+No store does with less that wants the state as it was and knows its bytes by their identity; one that is to be durable
+writes them too, one that compresses codes them. Nothing else is done here: no base is read, nothing is checked, packed
+or published. What training loses to this is the machine's affair: both use its cores, caches, memory and disk.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -20,27 +23,17 @@ PIECE_NBYTES = 4 << 20
 NICENESS = 19
 """That of the saver, unless one asks for another."""
 
-_HASHING = """
-import sys
-import numpy as np
-from blake3 import blake3
-
-held = np.random.default_rng(0).integers(0, 256, int(sys.argv[1]), np.uint8).data
-print("ready", flush=True)
-for _ in sys.stdin:
-    pieces = [held[begin : begin + int(sys.argv[2])] for begin in range(0, len(held), int(sys.argv[2]))]
-    print(sum(len(piece) for piece in pieces if blake3(piece).digest()), flush=True)
-"""
-
 
 class Floor:
     """Copies tensors into one buffer that is used again, and has a process hash as many bytes of its own.
 
     Args:
         tensors: What is copied; contiguous, and neither moved nor freed as long as this lives.
+        is_coded: The process codes them too, as ``fast`` does, on one thread.
+        path: It writes them too, durably, over this file, which is made, and removed at the end; None: nowhere.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, is_coded: bool = False, path: Path | None = None) -> None:
         sources = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors if tensor.numel()]
         self.nbytes = sum(source.nbytes for source in sources)
         self._buffer = np.zeros(self.nbytes, np.uint8)
@@ -51,15 +44,20 @@ class Floor:
                 piece = source[begin : begin + PIECE_NBYTES]
                 self._pieces.append((self._buffer[position : position + piece.nbytes], piece))
                 position += piece.nbytes
-        command = [sys.executable, "-c", _HASHING, str(self.nbytes), str(PIECE_NBYTES)]
-        self._hashing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._path = path
+        # Whole pages, as O_DIRECT asks.
+        self._beside_nbytes = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        command = [sys.executable, "-m", "bench.beside", f"--nbytes={self._beside_nbytes}", f"--piece={PIECE_NBYTES}"]
+        command += (["--code"] if is_coded else []) + ([f"--write={path.resolve()}"] if path is not None else [])
+        root = Path(__file__).parent.parent
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
         self._heard("ready")
         os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
 
     @property
     def pid(self) -> int:
-        """Of the process that hashes."""
-        return self._hashing.pid
+        """Of the process beside."""
+        return self._process.pid
 
     @property
     def copied(self) -> bytes:
@@ -70,14 +68,14 @@ class Floor:
         """Begin both; what is returned waits for their end, and returns for how long the caller was stalled: never."""
         thread = threading.Thread(target=self._copy, name="floor-copy")
         thread.start()
-        stdin = self._hashing.stdin
+        stdin = self._process.stdin
         assert stdin is not None
         stdin.write(b"\n")
         stdin.flush()
 
         def finish() -> float:
             thread.join()
-            self._heard(str(self.nbytes))
+            self._heard(str(self._beside_nbytes))
             return 0.0
 
         return finish
@@ -87,10 +85,10 @@ class Floor:
             np.copyto(target, source)
 
     def _heard(self, word: str) -> None:
-        assert self._hashing.stdout is not None
-        said = self._hashing.stdout.readline().decode().strip()
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline().decode().strip()
         if said != word:
-            raise RuntimeError(f"the process that hashes said {said!r} instead of {word!r}")
+            raise RuntimeError(f"the process beside said {said!r} instead of {word!r}")
 
     def __enter__(self) -> Floor:
         return self
@@ -98,6 +96,8 @@ class Floor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hashing.kill()
-        self._hashing.communicate()
+        self._process.kill()
+        self._process.communicate()
         self._pieces.clear()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

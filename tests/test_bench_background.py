@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import background, cases_async, histories, run  # noqa: E402
+from bench import background, beside, cases_async, histories, run  # noqa: E402
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
@@ -157,6 +157,36 @@ def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that
         assert background.cpu_seconds(floor.pid) > computed
     with pytest.raises(ProcessLookupError):
         os.kill(floor.pid, 0)
+
+
+def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tmp_path):
+    path = tmp_path / "floor"
+    with Floor([torch.ones(3_000_001)], path=path) as floor:
+        assert floor.begin()() == 0
+        assert path.read_bytes() == bytes(beside.held_bytes(path.stat().st_size))
+        assert floor.nbytes <= path.stat().st_size < floor.nbytes + 4096
+    assert not path.exists()
+
+
+def test_the_floor_of_a_coded_commit_works_as_long_as_another_and_codes_beside(tmp_path):
+    tensors = [torch.ones(4_000_000)]
+    computed = []
+    for is_coded in (False, True):
+        with Floor(tensors, is_coded=is_coded) as floor:
+            floor.begin()()
+            before = background.cpu_seconds(floor.pid)
+            for _ in range(20):
+                floor.begin()()
+            computed.append(background.cpu_seconds(floor.pid) - before)
+    assert computed[1] > 1.5 * computed[0]
+
+
+def test_what_a_floor_codes_repeats_no_bytes_and_gets_shorter():
+    held = beside.held_bytes(48 << 20)
+    pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
+    assert len({bytes(piece) for piece in pieces}) == len(pieces)
+    code = beside.coding(4 << 20)
+    assert all(0.5 * len(piece) < code(piece, 0).nbytes < 0.95 * len(piece) for piece in pieces)
 
 
 def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():

@@ -118,7 +118,8 @@ class Handover:
         # Else it would still be starting, on the same processors, while the first state is copied. What keeps it from
         # opening the store is told by the commit.
         with contextlib.suppress(CkstoreError):
-            saver.wait_ready(_START_SECONDS)
+            if saver.wait_ready(_START_SECONDS) and not self._lying.going:
+                saver.warm(_START_SECONDS)
 
     def guard(self) -> None:
         """Return when what guards protect may be changed."""

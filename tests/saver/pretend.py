@@ -59,6 +59,10 @@ class PretendSaver:
         self.calls.append("wait ready")
         return True
 
+    def warm(self, timeout=None):
+        self.calls.append("warm")
+        return True
+
     def staged(self, ticket):
         room, head, _ = self.begun[ticket]
         assert room.state == STAGED

@@ -244,7 +244,7 @@ def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers):
 
 def test_prewarm_returns_when_the_saver_listens(store, savers):
     store.prewarm(state(0))
-    assert savers[0].calls == ["wait ready"]
+    assert savers[0].calls == ["wait ready", "warm"]
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["waited for", "behind a guard"])
@@ -297,7 +297,7 @@ def test_a_forgotten_handle_lets_its_commit_be_carried_through(savers, folder):
     del store
     gc.collect()
     assert gone() is None
-    assert saver.calls == ["wait ready", "begin", "staged", "quit"]
+    assert saver.calls == ["wait ready", "warm", "begin", "staged", "quit"]
     saver.finish(1)
     assert pending.result().step == 1
 

@@ -23,7 +23,7 @@ from ckstore.lossy_chunks import LossyChunkWriter
 from ckstore.saver import committer as saver_committer
 from ckstore.saver import messages
 from ckstore.saver import server as saver_server
-from ckstore.saver.arena import Arena
+from ckstore.saver.arena import UNIT_NBYTES, Arena, Slot
 from ckstore.saver.committer import Committer
 from ckstore.saver.priority import Priority
 from ckstore.saver.server import Server
@@ -98,6 +98,10 @@ class Coming:
     def __init__(self, *, number=1, threads=2):
         self.number, self.is_coming = number, True
         self.head = SimpleNamespace(policy=ckstore.Policy(staging_threads=threads))
+        self.notes = 0
+
+    def note_staged(self):
+        self.notes += 1
 
     def abort(self):
         self.is_coming = False
@@ -150,6 +154,7 @@ def test_commit_does_not_begin_before_its_state_is_copied(server, patient):
     ticket.is_coming = False
     server._take(messages.Staged(1))
     assert_goes_on(thread)
+    assert ticket.notes == 1
     assert server._priority.calls[-1] == "give way"
 
 
@@ -187,6 +192,28 @@ def test_commit_begins_at_once_where_copies_leave_a_processor(server, patient):
     thread = threading.Thread(target=server._hold, args=(Coming(threads=1),), daemon=True)
     thread.start()
     assert_goes_on(thread)
+
+
+def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server, monkeypatch):
+    slot = server._arena.slots[0]
+    slot.reserve(6 * UNIT_NBYTES)
+    slot.populate(0, 6 * UNIT_NBYTES)
+    steps = []
+    real = Slot.map_ahead
+
+    def stepping(slot):
+        for _ in real(slot):
+            steps.append("unit")
+            if len(steps) == 2:
+                server._jobs.append(messages.Forget())
+            yield
+
+    monkeypatch.setattr(Slot, "map_ahead", stepping)
+    server._warm()
+    assert steps == ["unit", "unit"]
+    server._jobs.clear()
+    server._warm()
+    assert steps == ["unit"] * 8
 
 
 def test_lease_is_held_before_a_commit_holds_back(address):

@@ -39,6 +39,7 @@ TO_SAVER_SAMPLES = [
     messages.Forget(),
     messages.Quit(),
     messages.Hurry(),
+    messages.Warm(),
 ]
 TO_TRAINER_SAMPLES = [
     messages.Ready(99),
@@ -49,6 +50,7 @@ TO_TRAINER_SAMPLES = [
     messages.Kept(4),
     messages.SlotFree(4),
     messages.Released(),
+    messages.Warmed(),
     messages.Log(30, "some text"),
 ]
 

@@ -188,6 +188,20 @@ def test_ticket_outlives_its_trainer_only_if_it_is_whole_and_the_lease_was_held(
     assert ticket.is_given_up, "the slot is another ticket's"
 
 
+def test_reader_looks_at_marks_until_the_trainer_has_said_that_all_is_staged(arena):
+    ticket, _ = ticket_of(arena)
+    slot = arena.slots[0]
+    ticket.note_staged()
+    assert not ticket.is_staged(0, 4), "a message that says so is not believed where the slot says otherwise"
+    slot.marks[:] = 1
+    slot.state = STAGED
+    ticket.note_staged()
+    slot.marks[:] = 0
+    assert ticket.is_staged(0, 3 * UNIT_NBYTES), "no mark is looked at any more"
+    slot.view(UNIT_NBYTES, 2)[:] = b"ab"
+    assert bytes(ticket.storages[0].read(0, 3)) == b"ab\0"
+
+
 def test_sample_that_is_staged_apart_stands_in_for_its_chunk(arena):
     row = SampleRow(0, 0, UNIT_NBYTES, 4, 0, 8)
     excerpt = SampleRow(0, UNIT_NBYTES, 16, 0, 100, 16)
@@ -200,7 +214,7 @@ def test_sample_that_is_staged_apart_stands_in_for_its_chunk(arena):
     assert storage.sample(0, UNIT_NBYTES, 2) is None
     assert bytes(storage.read(UNIT_NBYTES + 6, UNIT_NBYTES + 8)) == b"16"
     slot.marks[:] = 1
-    assert storage.sample(0, UNIT_NBYTES, 4) is None, "the chunk itself is there"
+    assert storage.sample(0, UNIT_NBYTES, 4) == b"a sample", "in one piece, when the chunk is there too"
     assert bytes(storage.read(UNIT_NBYTES, UNIT_NBYTES + 2)) == b"\0\0"
 
 

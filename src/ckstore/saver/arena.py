@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ _TICKET, _STATE, _CAPACITY, _FIELDS = 0, 1, 2, 8
 _FACTS_NBYTES = 4096
 
 _PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
-_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
+_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 14, 22, 23
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +57,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -198,6 +200,23 @@ class Slot:
             if not self._populated[unit]:
                 self._take_memory(DATA_OFFSET + unit * UNIT_NBYTES, UNIT_NBYTES)
                 self._populated[unit] = self._taken[unit] = True
+
+    def map_ahead(self) -> Iterator[None]:
+        """Map what lies in memory, unit by unit, so that whoever reads it first need not; takes none.
+
+        Stops at once on kernels before 5.14, where a page is mapped when it is first read.
+        """
+        mapping = self._mapping
+        for unit in range(0 if mapping is None else self._populated.size):
+            assert mapping is not None
+            address = mapping.address + DATA_OFFSET + unit * UNIT_NBYTES
+            is_there = ctypes.create_string_buffer(UNIT_NBYTES // mmap.PAGESIZE)
+            # The other process may have taken memory for some units only, and pages that are not there would be made.
+            if _libc.mincore(address, UNIT_NBYTES, is_there) != 0 or b"\0" in is_there.raw:
+                continue
+            if _libc.madvise(address, UNIT_NBYTES, _MADV_POPULATE_READ) != 0:
+                return
+            yield
 
     def give_back(self) -> int:
         """Give the memory of a slot that nobody uses back to the system; return how many bytes."""

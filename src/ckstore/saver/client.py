@@ -20,12 +20,12 @@ import weakref
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName
-from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
+from ckstore.errors import CkstoreError, SaverError, UsageError
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.messages import Message
 from ckstore.saver.process import Watch, how_ended, spawn
-from ckstore.saver.tickets import OF_TICKET, Callbacks, Tickets
+from ckstore.saver.tickets import OF_TICKET, Answers, Callbacks, Tickets
 from ckstore.store.lease import is_stopped, process_started
 
 _log = logging.getLogger("ckstore")
@@ -58,7 +58,7 @@ class Saver:
         self._lock = threading.RLock()
         self._speaking = threading.RLock()
         self._tickets = Tickets()
-        self._released: list[threading.Event] = []
+        self._answers = Answers()
         self._ready = threading.Event()
         self._dead = threading.Event()
         self._why: Exception | None = None
@@ -206,15 +206,11 @@ class Saver:
         Returns:
             Whether it has, within the timeout.
         """
-        self._check_owner()
-        released = threading.Event()
-        with self._lock:
-            if self._dead.is_set():
-                return True
-            self._released.append(released)
-        with contextlib.suppress(Exception):
-            self._say(messages.Release(), is_patient=True)
-        return self.wait(released, timeout, "give up the writer lease", is_urgent=True)
+        return self._ask(messages.Release(), timeout, "give up the writer lease")
+
+    def warm(self, timeout: float | None = None) -> bool:
+        """Let the saver map what memory was taken in the arena; return whether it has answered within the timeout."""
+        return self._ask(messages.Warm(), timeout, "map the memory of states to come")
 
     def forget_kept(self) -> None:
         """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
@@ -275,6 +271,14 @@ class Saver:
         if self._owner != os.getpid():
             raise UsageError("a forked child cannot use its parent's saver", todo="open the store again")
 
+    def _ask(self, question: Message, timeout: float | None, doing: str) -> bool:
+        """Ask something that is answered in its turn, and wait for that; a dead saver answers everything."""
+        self._check_owner()
+        answered = self._answers.ask()
+        with contextlib.suppress(Exception):
+            self._say(question, is_patient=True)
+        return self.wait(answered, timeout, doing, is_urgent=True)
+
     def _say(self, message: Message, *, is_patient: bool = False) -> None:
         """Send a message; where the saver does not read, raise, or be patient until it does or is dead."""
         self._check_owner()
@@ -331,12 +335,8 @@ class Saver:
             _log.log(message.level, "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, messages.Ready):
             self._ready.set()
-        elif isinstance(message, messages.Released):
-            with self._lock:
-                released = self._released.pop(0) if self._released else None
-            if released is None:
-                raise MalformedError("the saver gave up a lease that nobody asked for")
-            released.set()
+        elif isinstance(message, (messages.Released, messages.Warmed)):
+            self._answers.take()
         elif isinstance(message, messages.Failed) and message.ticket == 0:
             self._why = messages.error_of(message)
         elif isinstance(message, OF_TICKET):
@@ -361,15 +361,14 @@ class Saver:
                     saver_exit_code=code,
                 )
             self._dead.set()
-            released, self._released = self._released, []
         self._watch.close()
         with self._speaking:
             self._channel.close()
         if is_busy or code:
             _log.error("%s", self._why)
         self._tickets.end(self._death)
-        for event in (*released, self._ready):
-            event.set()
+        self._answers.end()
+        self._ready.set()
 
     def _death(self) -> Exception:
         """Return the error of whoever needs the saver: a new one each time, since each is raised elsewhere."""

@@ -83,7 +83,7 @@ class Committer:
         """Of the last error, for whoever looks at a saver that nobody hears."""
 
     def open(self) -> None:
-        """Open the store.
+        """Open the store, and choose what moves its packs: not while the first state waits for that.
 
         Raises:
             CkstoreError: There is none, or it cannot be used.
@@ -94,6 +94,7 @@ class Committer:
         parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
         parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
         self._parts = parts
+        _log.debug("packs are moved by %s", parts.engine_name)
 
     @property
     def holds_lease(self) -> bool:

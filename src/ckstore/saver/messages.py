@@ -83,6 +83,13 @@ class Release(NamedTuple):
     """Trainer: when all tickets are done, give up the lease and forget the run; answered by Released."""
 
 
+class Warm(NamedTuple):
+    """Trainer: memory was taken for states to come; map it now rather than when the first is read. Answered by Warmed.
+
+    Whatever else is to be done comes first.
+    """
+
+
 class Forget(NamedTuple):
     """Trainer: when all tickets are done, give back the slots and the memory that are kept for the next one."""
 
@@ -146,6 +153,10 @@ class Released(NamedTuple):
     """Saver: the lease was given up."""
 
 
+class Warmed(NamedTuple):
+    """Saver: it has mapped what lies in the arena, or has something else to do."""
+
+
 class Log(NamedTuple):
     """Saver: a log record."""
 
@@ -160,6 +171,7 @@ Message = (
     | Abort
     | Hurry
     | Release
+    | Warm
     | Forget
     | Quit
     | Ready
@@ -170,10 +182,11 @@ Message = (
     | Kept
     | SlotFree
     | Released
+    | Warmed
     | Log
 )  # fmt: skip
-TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry)
-TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Released, Log)
+TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm)
+TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Released, Warmed, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}

@@ -36,14 +36,14 @@ _log = logging.getLogger("ckstore")
 BELL_PAUSE_MS = 1
 """After the bell has rung, until it is listened for again: it rings some ten times as often while a state is copied."""
 
-HOLD_SECONDS = 0.2
-"""For a state to be copied before its commit begins, where that takes every processor; a plain copy of 2 GB takes
-0.05 to 0.12 s on two (``stall_blocking`` in docs/BENCH.md)."""
+HOLD_SECONDS = 0.01
+"""Until a commit begins with what is staged by then, where copies take every processor: a call that returns in 5 ms
+behind a guard (``stall_return`` in docs/BENCH.md) has returned, and a state of 100 MB is there."""
 
 HOLD_BELL_PAUSE_MS = 10
 """The same as ``BELL_PAUSE_MS`` until then: nobody reads what has come."""
 
-_Job = Ticket | messages.Release | messages.Forget
+_Job = Ticket | messages.Release | messages.Forget | messages.Warm
 """What the committing thread does, one after the other."""
 
 
@@ -156,6 +156,10 @@ class Server:
             self._abort(message.ticket)
         elif isinstance(message, (messages.Release, messages.Forget)):
             self._add(message)
+        elif isinstance(message, messages.Warm):
+            for slot in self._arena.slots:
+                slot.refresh()
+            self._add(message)
         elif isinstance(message, messages.Quit):
             self._is_ending = True
             if not self._is_idle():
@@ -163,7 +167,10 @@ class Server:
                 self._committer.disown()
         elif isinstance(message, messages.Hurry):
             self._hurry()
-        elif not isinstance(message, messages.Staged):
+        elif isinstance(message, messages.Staged):
+            if (ticket := self._tickets.get(message.ticket)) is not None:
+                ticket.note_staged()
+        else:
             raise MalformedError(f"a {type(message).__name__} message came where none belongs")
         with self._changed:
             self._set_priority()
@@ -311,6 +318,9 @@ class Server:
             elif isinstance(job, messages.Forget):
                 self._committer.forget_kept()
                 self._free_slots()
+            elif isinstance(job, messages.Warm):
+                self._warm()
+                self.channel.tell(messages.Warmed())
             else:
                 self._committer.release()
                 self._free_slots()
@@ -318,7 +328,14 @@ class Server:
 
     def _is_waited_for(self, job: _Job) -> bool:
         """Whether whoever has waited since the last idle moment waits for this one too."""
-        return isinstance(job, messages.Release | messages.Forget) or job.number <= self._hurried_last
+        return isinstance(job, messages.Release | messages.Forget | messages.Warm) or job.number <= self._hurried_last
+
+    def _warm(self) -> None:
+        """Map what memory was taken for states to come, until there is something else to do."""
+        for slot in self._arena.slots:
+            for _ in slot.map_ahead():
+                if self._jobs or self._is_ending:
+                    return
 
     def _hold(self, ticket: Ticket) -> None:
         """Let a state be copied first, for a while, where the threads that copy it want every processor.

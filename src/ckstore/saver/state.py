@@ -78,6 +78,8 @@ class Ticket:
         self.nbytes_read = 0
         self.on_read: Callable[[], None] = lambda: None
         self._slot = slot
+        self._bytes = slot.view(0, slot.nbytes).toreadonly()
+        self._is_known_whole = False
         self._board = board
         samples: dict[int, list[SampleRow]] = {}
         for sample in head.samples:
@@ -93,6 +95,10 @@ class Ticket:
     def is_whole(self) -> bool:
         """Whether every byte is staged, and the trainer has said so."""
         return self._slot.ticket == self.number and self._slot.state in (STAGED, TAKEN)
+
+    def note_staged(self) -> None:
+        """Look whether it is whole, now that the trainer has said so: from then on no reader looks at marks."""
+        self._is_known_whole = self.is_whole
 
     @property
     def is_coming(self) -> bool:
@@ -150,11 +156,11 @@ class Ticket:
         self.check()
         if not self.is_staged(place, nbytes):
             self._wait(lambda: self.is_staged(place, nbytes))
-        return self._slot.view(place, nbytes).toreadonly()
+        return self._bytes[place : place + nbytes]
 
     def is_staged(self, place: int, nbytes: int) -> bool:
         """Whether bytes of the slot are there."""
-        return self._slot.is_staged(place, place + nbytes)
+        return self._is_known_whole or self._slot.is_staged(place, place + nbytes)
 
     def _wait(self, has_come: Callable[[], bool]) -> None:
         def look() -> bool:
@@ -196,11 +202,9 @@ class StagedStorage:
         return ticket.read(self._place + lo, hi - lo)
 
     def sample(self, offset: int, nbytes: int, width: int) -> bytes | None:
-        """Return the sample of a chunk if it is staged apart and the chunk is not there yet."""
+        """Return the sample of a chunk if it is staged apart: in one piece, and before the chunk itself."""
         row = self._samples.get((offset, nbytes, width))
-        if row is None or self._ticket.is_staged(self._place + offset, nbytes):
-            return None
-        return bytes(self._ticket.read(row.place, row.sample_nbytes))
+        return None if row is None else bytes(self._ticket.read(row.place, row.sample_nbytes))
 
 
 class GatedLease(Lease):

@@ -1,4 +1,4 @@
-"""What becomes of the tickets that a trainer handed to its saver: each is told once how it ended, whatever happens."""
+"""What becomes of what a saver was given to do: each ticket is told once how it ended, each question answered."""
 
 from __future__ import annotations
 
@@ -105,6 +105,45 @@ class Tickets:
             if number not in self._told:
                 _call(each.on_failed, death())
             _call(each.on_free)
+
+
+class Answers:
+    """Questions that a saver answers in the order in which they were asked; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[threading.Event] = []
+        self._is_closed = False
+
+    def ask(self) -> threading.Event:
+        """Return what is set when the next question has been answered, or nobody is there to answer."""
+        answered = threading.Event()
+        with self._lock:
+            if self._is_closed:
+                answered.set()
+            else:
+                self._open.append(answered)
+        return answered
+
+    def take(self) -> None:
+        """Take the answer to the oldest question.
+
+        Raises:
+            MalformedError: There is none.
+        """
+        with self._lock:
+            answered = self._open.pop(0) if self._open else None
+        if answered is None:
+            raise MalformedError("the saver answers what nobody asked")
+        answered.set()
+
+    def end(self) -> None:
+        """The saver is dead: let nobody wait."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._open = self._open, []
+        for answered in waiting:
+            answered.set()
 
 
 def _call(callback: Callable[..., None], *facts: object) -> None:

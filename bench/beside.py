@@ -1,0 +1,102 @@
+"""A process beside training that does one part of what a commit does, over as many bytes: ``bench.floor`` starts it.
+
+It holds memory of its own, so that nothing is shared with the trainer but the machine. For each line that it reads it
+goes through all of that once, in pieces, and says how many bytes it has seen. Hashed is always; coded or written if
+that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+Work = Callable[[memoryview, int], object]
+"""Called with a piece, and where it begins in all of them."""
+
+_DRAWN = 1 << 22
+"""Floats that are drawn; the rest repeats them, each repetition with another factor."""
+
+
+def held_bytes(nbytes: int) -> memoryview:
+    """Return floats of plausible magnitudes, on whole pages, as O_DIRECT asks."""
+    memory = mmap.mmap(-1, nbytes)
+    floats = np.frombuffer(memory, np.float32, nbytes // 4)
+    drawn = (0.02 * np.random.default_rng(0).standard_normal(_DRAWN)).astype(np.float32)
+    for number, begin in enumerate(range(0, len(floats), _DRAWN)):
+        part = floats[begin : begin + _DRAWN]
+        np.multiply(drawn[: len(part)], np.float32(1 + 2**-9) ** number, out=part)
+    return memoryview(memory)
+
+
+def hashing() -> Work:
+    """Return what takes the identity of a piece."""
+    return lambda piece, begin: blake3(piece).digest()
+
+
+def coding(piece_nbytes: int) -> Work:
+    """Return what codes a piece as ``fast`` does, without a base, and keeps nothing."""
+    from ckstore import forms
+
+    scratch = forms.Scratch(piece_nbytes)
+    return lambda piece, begin: forms.encode(piece, width=4, is_float=True, compression="fast", scratch=scratch)
+
+
+def writing(descriptor: int) -> Work:
+    """Return what writes a piece to its place."""
+
+    def write(piece: memoryview, begin: int) -> None:
+        while piece:
+            written = os.pwrite(descriptor, piece, begin)
+            piece, begin = piece[written:], begin + written
+
+    return write
+
+
+def open_direct(path: Path, nbytes: int) -> int:
+    """Make a file of this size, and open it so that writes pass the page cache where that can be."""
+    flags = os.O_WRONLY | os.O_CREAT
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        descriptor = os.open(path, flags, 0o600)
+    os.posix_fallocate(descriptor, 0, nbytes)
+    return descriptor
+
+
+def main() -> int:
+    """Work once for each line of the standard input, until it ends."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nbytes", type=int, required=True)
+    parser.add_argument("--piece", type=int, required=True)
+    parser.add_argument("--code", action="store_true")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    held = held_bytes(given.nbytes)
+    works = [hashing()] + ([coding(given.piece)] if given.code else [])
+    descriptor = -1
+    if given.write is not None:
+        descriptor = open_direct(given.write, given.nbytes)
+        works.append(writing(descriptor))
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        seen = 0
+        for begin in range(0, given.nbytes, given.piece):
+            piece = held[begin : begin + given.piece]
+            for work in works:
+                work(piece, begin)
+            seen += len(piece)
+        if descriptor >= 0:
+            os.fdatasync(descriptor)
+        print(seen, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
