@@ -1,8 +1,8 @@
 """A process beside training that does one part of what a commit does, over as many bytes: ``bench.floor`` starts it.
 
-It holds memory of its own, so that nothing is shared with the trainer but the machine. For each line that it reads it
-goes through all of that once, in pieces, and says how many bytes it has seen. Hashed is always; coded or written if
-that is asked for.
+It holds memory of its own, in shared pages as those of an arena, and nothing of the trainer's. For each line that it
+reads it goes through all of that once, one piece after the other, by one thread, and says how many bytes it has seen.
+Hashed is always; coded or written if that is asked for.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def writing(descriptor: int) -> Work:
     return write
 
 
-def open_direct(path: Path, nbytes: int) -> int:
-    """Make a file of this size, and open it so that writes pass the page cache where that can be."""
+def open_direct(path: Path, nbytes: int) -> tuple[int, str]:
+    """Make a file of this size, open it so that writes pass the page cache where that can be, and say which it is."""
     flags = os.O_WRONLY | os.O_CREAT
     try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+        descriptor, how = os.open(path, flags | os.O_DIRECT, 0o600), "O_DIRECT"
     except OSError:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor, how = os.open(path, flags, 0o600), "page cache"
     os.posix_fallocate(descriptor, 0, nbytes)
-    return descriptor
+    return descriptor, how
 
 
 def main() -> int:
@@ -80,11 +80,11 @@ def main() -> int:
     given = parser.parse_args()
     held = held_bytes(given.nbytes)
     works = [hashing()] + ([coding(given.piece)] if given.code else [])
-    descriptor = -1
+    descriptor, how = -1, "not at all"
     if given.write is not None:
-        descriptor = open_direct(given.write, given.nbytes)
+        descriptor, how = open_direct(given.write, given.nbytes)
         works.append(writing(descriptor))
-    print("ready", flush=True)
+    print(how, flush=True)
     for _ in sys.stdin:
         seen = 0
         for begin in range(0, given.nbytes, given.piece):

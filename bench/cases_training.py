@@ -26,7 +26,7 @@ NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
 
 FLOORS = {"one copy, one hash": "", "one copy, one hash, one write": "write", "one copy, one hash, one coding": "code"}
-"""In place of a commit: about the least that any takes, that one takes that is durable, and one that compresses."""
+"""In place of a commit: about the least that any takes, that a durable one takes, and one that codes by ``fast``."""
 
 
 def stall_guarded(bench: Bench) -> Result:
@@ -92,7 +92,7 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
         path = bench.folder / "floor" if FLOORS[compression] == "write" else None
         with Floor(tensors, is_coded=FLOORS[compression] == "code", path=path) as floor:
             floor.begin()()
-            yield _Commits(floor.begin, floor.pid)
+            yield _Commits(floor.begin, floor.pid, {"writes_by": floor.writes_by})
     else:
         place = bench.folder / "store"
         with open_store(place, "none" if compression == NOTHING else compression) as store:

@@ -1,8 +1,9 @@
 """About the least that storing a state takes beside training: one copy of it, and as many bytes hashed elsewhere.
 
 No store does with less that wants the state as it was and knows its bytes by their identity; one that is to be durable
-writes them too, one that compresses codes them. Nothing else is done here: no base is read, nothing is checked, packed
-or published. What training loses to this is the machine's affair: both use its cores, caches, memory and disk.
+writes them too, one that compresses codes them (here by the coder of ``fast``, whole, and not written). Nothing else is
+done: no base is read, nothing is checked, packed or published. What training loses to this is the machine's affair:
+both use its cores, caches, memory and disk.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Floor:
         command += (["--code"] if is_coded else []) + ([f"--write={path.resolve()}"] if path is not None else [])
         root = Path(__file__).parent.parent
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
-        self._heard("ready")
+        self.writes_by = self._said()
         os.setpriority(os.PRIO_PROCESS, self.pid, NICENESS)
 
     @property
@@ -85,10 +86,15 @@ class Floor:
             np.copyto(target, source)
 
     def _heard(self, word: str) -> None:
+        if (said := self._said()) != word:
+            raise RuntimeError(f"the process beside said {said!r} instead of {word!r}")
+
+    def _said(self) -> str:
         assert self._process.stdout is not None
         said = self._process.stdout.readline().decode().strip()
-        if said != word:
-            raise RuntimeError(f"the process beside said {said!r} instead of {word!r}")
+        if not said:
+            raise RuntimeError("the process beside has died")
+        return said
 
     def __enter__(self) -> Floor:
         return self

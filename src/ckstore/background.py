@@ -118,7 +118,7 @@ class Background(Advising):
                 raise
 
     def prewarm(self, state: Any, *, policy: Policy | None = None) -> None:
-        """Start the saver and take the memory that a state needs, so that its first ``commit_async`` need not.
+        """Start the saver, take the memory that a state needs, and let the saver map it, before the first commit.
 
         Args:
             state: What will be committed; it is looked at and not stored.

@@ -52,6 +52,9 @@ _OUTSTANDING_MAX = 2
 _START_SECONDS = 30.0
 """For a saver to open the store, where nothing needs it yet."""
 
+_WARM_SECONDS = 2.0
+"""For a saver to map memory: some 30 GB where it has a processor. What is left is mapped later, or when it is read."""
+
 
 class Handover:
     """The trainer's side of the background commits of one handle; one verb at a time, but for ``guard``."""
@@ -119,7 +122,7 @@ class Handover:
         # opening the store is told by the commit.
         with contextlib.suppress(CkstoreError):
             if saver.wait_ready(_START_SECONDS) and not self._lying.going:
-                saver.warm(_START_SECONDS)
+                saver.warm(_WARM_SECONDS)
 
     def guard(self) -> None:
         """Return when what guards protect may be changed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import socket
 import sys
 import time
 from pathlib import Path
@@ -12,12 +14,14 @@ import pytest
 
 import ckstore
 from ckstore import handover
+from ckstore.saver import messages
 from ckstore.saver.arena import Arena
+from ckstore.saver.server import Server
 from ckstore.staging.copying import Crew
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pretend import PretendSaver
+from pretend import Noted, PretendSaver
 from rig import Desk
 
 
@@ -90,3 +94,20 @@ def policy(handing_store):
         handing_store._policy = dataclasses.replace(handing_store._policy, **fields)
 
     return choose
+
+
+@pytest.fixture
+def server(address):
+    """Return a server that nobody runs, and that only notes its priority."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    arena = Arena.create(slot_count=1)
+    hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", 7, 30)
+    found = Server(theirs, bell, arena, hello, Noted())
+    found.trainers_end = ours
+    yield found
+    for end in (ours, theirs):
+        end.close()
+    os.close(bell)
+    found._trainer.close()
+    arena.close()

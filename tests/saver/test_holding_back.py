@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from functools import partial
@@ -23,10 +22,8 @@ from ckstore.lossy_chunks import LossyChunkWriter
 from ckstore.saver import committer as saver_committer
 from ckstore.saver import messages
 from ckstore.saver import server as saver_server
-from ckstore.saver.arena import UNIT_NBYTES, Arena, Slot
 from ckstore.saver.committer import Committer
 from ckstore.saver.priority import Priority
-from ckstore.saver.server import Server
 from ckstore.testing.trainings import AdamRun, lossy_policy
 from ckstore.workers import Headcount
 
@@ -37,40 +34,6 @@ NICE = 7
 def address(folder):
     ckstore.open(folder).close()
     return folder
-
-
-class Noted:
-    """A priority that only notes what it is asked."""
-
-    def __init__(self):
-        self.calls = []
-        self.headcount = Headcount()
-
-    def give_way(self):
-        self.calls.append("give way")
-
-    def stand_aside(self):
-        self.calls.append("stand aside")
-
-    def hurry(self):
-        self.calls.append("hurry")
-
-
-@pytest.fixture
-def server(address):
-    """Return a server that nobody runs, and that only notes its priority."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
-    arena = Arena.create(slot_count=1)
-    hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", NICE, 30)
-    found = Server(theirs, bell, arena, hello, Noted())
-    found.trainers_end = ours
-    yield found
-    for end in (ours, theirs):
-        end.close()
-    os.close(bell)
-    found._trainer.close()
-    arena.close()
 
 
 def test_commits_of_a_saver_follow_the_headcount_of_its_priority(server, monkeypatch):
@@ -194,28 +157,6 @@ def test_commit_begins_at_once_where_copies_leave_a_processor(server, patient):
     assert_goes_on(thread)
 
 
-def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server, monkeypatch):
-    slot = server._arena.slots[0]
-    slot.reserve(6 * UNIT_NBYTES)
-    slot.populate(0, 6 * UNIT_NBYTES)
-    steps = []
-    real = Slot.map_ahead
-
-    def stepping(slot):
-        for _ in real(slot):
-            steps.append("unit")
-            if len(steps) == 2:
-                server._jobs.append(messages.Forget())
-            yield
-
-    monkeypatch.setattr(Slot, "map_ahead", stepping)
-    server._warm()
-    assert steps == ["unit", "unit"]
-    server._jobs.clear()
-    server._warm()
-    assert steps == ["unit"] * 8
-
-
 def test_lease_is_held_before_a_commit_holds_back(address):
     """What is staged meanwhile is published if the trainer dies: that is told by the lease."""
     told = []
@@ -241,7 +182,7 @@ def test_hurry_is_for_what_there_was_and_not_for_what_comes_later(server):
     server._take(messages.Hurry())
     assert server._is_waited_for(Coming(number=4))
     assert not server._is_waited_for(Coming(number=5))
-    assert server._is_waited_for(messages.Release())
+    assert server._is_waited_for(messages.Release(1))
 
 
 def test_bell_that_rings_for_every_unit_is_heard_once_a_millisecond(server):

@@ -35,11 +35,11 @@ TO_SAVER_SAMPLES = [
     messages.Begin(5, 0, 0, 1, 12, 0, False),
     messages.Staged(4),
     messages.Abort(4),
-    messages.Release(),
+    messages.Release(1),
     messages.Forget(),
     messages.Quit(),
     messages.Hurry(),
-    messages.Warm(),
+    messages.Warm(2),
 ]
 TO_TRAINER_SAMPLES = [
     messages.Ready(99),
@@ -49,8 +49,7 @@ TO_TRAINER_SAMPLES = [
     messages.Failed(4, "BackendError", "it failed", None, "try again", {"is_transient": True, "ids": ["a", "b"]}),
     messages.Kept(4),
     messages.SlotFree(4),
-    messages.Released(),
-    messages.Warmed(),
+    messages.Answer(2),
     messages.Log(30, "some text"),
 ]
 

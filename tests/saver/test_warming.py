@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_interrupted_lines
 from rig import SECONDS_MAX, Desk, noise, until
+from test_interrupted_lines import Interrupt
 
 import ckstore
 from ckstore.config import MIB
-from ckstore.errors import MalformedError
+from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.saver import arena as arena_module
-from ckstore.saver.arena import UNIT_NBYTES, Arena
+from ckstore.saver import client as client_module
+from ckstore.saver import messages
+from ckstore.saver.arena import UNIT_NBYTES, Arena, Slot
 from ckstore.saver.tickets import Answers
 
 UNITS = 6
@@ -51,7 +58,7 @@ def test_what_was_taken_is_mapped_and_what_was_not_is_not_taken(arena):
     taken = os.fstat(arena.fd).st_blocks
     other = Arena.attach(os.dup(arena.fd))
     before = mapped_nbytes(os.getpid())
-    assert len(list(other.slots[0].map_ahead())) == 3
+    assert list(other.slots[0].map_ahead()) == [True, True, False, False, True, False]
     assert mapped_nbytes(os.getpid()) >= before + 3 * UNIT_NBYTES
     assert os.fstat(arena.fd).st_blocks == taken
     assert not list(other.slots[1].map_ahead()), "nobody has made room there"
@@ -65,9 +72,11 @@ def test_kernels_that_cannot_map_ahead_map_when_it_is_read(arena, monkeypatch):
     real = arena_module._libc.madvise
     refusing = SimpleNamespace(madvise=lambda *args: -1 if args[2] == 22 else real(*args))
     refusing.mincore = arena_module._libc.mincore
-    monkeypatch.setattr(arena_module, "_libc", refusing)
-    assert not list(slot.map_ahead())
-    assert slot.view(5 * UNIT_NBYTES, 1)[0] == 0
+    slot.view(5 * UNIT_NBYTES, 1)[:] = b"a"
+    with monkeypatch.context() as patched:
+        patched.setattr(arena_module, "_libc", refusing)
+        assert not list(slot.map_ahead())
+    assert bytes(Arena.attach(os.dup(arena.fd)).slots[0].view(5 * UNIT_NBYTES, 1)) == b"a"
 
 
 def test_saver_has_mapped_the_state_to_come_when_it_says_so(address):
@@ -85,6 +94,63 @@ def test_saver_has_mapped_the_state_to_come_when_it_says_so(address):
         desk.close()
 
 
+def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server, monkeypatch):
+    slot = server._arena.slots[0]
+    slot.reserve(6 * UNIT_NBYTES)
+    slot.populate(0, 6 * UNIT_NBYTES)
+    steps = []
+    real = Slot.map_ahead
+
+    def stepping(slot):
+        for _ in real(slot):
+            steps.append("unit")
+            if len(steps) == 2:
+                server._jobs.append(messages.Forget())
+            yield
+
+    monkeypatch.setattr(Slot, "map_ahead", stepping)
+    server._warm()
+    assert steps == ["unit", "unit"]
+    server._jobs.clear()
+    server._warm()
+    assert steps == ["unit"] * 8
+    server._is_ending = True
+    server._warm()
+    assert steps == ["unit"] * 9
+
+
+def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(server, monkeypatch):
+    def refuse(slot):
+        raise CapacityError("no addresses")
+
+    monkeypatch.setattr(Slot, "refresh", refuse)
+    server._take(messages.Warm(1))
+    assert list(server._jobs) == [messages.Warm(1)]
+
+
+def test_what_moves_packs_is_known_when_a_saver_has_opened_its_store(server):
+    server._committer.open()
+    backend = server._committer._parts.backend
+    assert backend._chosen is not None
+    assert backend._takes_direct is not None
+    server._committer.close()
+
+
+def test_saver_that_cannot_open_its_store_for_any_reason_says_which(server, monkeypatch):
+    def refuse():
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(server._committer, "open", refuse)
+    held = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert server.run() == 1
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+    told = messages.receive(server.trainers_end, messages.TO_TRAINER)
+    assert (told.ticket, told.kind) == (0, "RuntimeError")
+
+
 def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(handing_store, savers):
     handing_store.prewarm(noise(1))
     assert savers[0].calls == ["wait ready", "warm"]
@@ -94,21 +160,69 @@ def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(h
     assert savers[0].calls == ["wait ready", "warm", "begin", "staged", "wait ready"]
 
 
-def test_nobody_waits_for_the_answer_of_a_saver_that_died(address):
+@pytest.mark.parametrize("is_asked_before", [True, False])
+def test_nobody_waits_for_the_answer_of_a_saver_that_dies(address, is_asked_before):
     desk = Desk(address)
-    os.kill(desk.saver.pid, 9)
-    until(lambda: not desk.saver.is_alive)
-    assert desk.saver.warm(SECONDS_MAX)
+    assert desk.saver.wait_ready(SECONDS_MAX)
+    os.kill(desk.saver.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=desk.saver.warm, daemon=True)
+    if is_asked_before:
+        thread.start()
+        until(lambda: desk.saver._answers._open)
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    if not is_asked_before:
+        until(lambda: not desk.saver.is_alive)
+        thread.start()
+    thread.join(SECONDS_MAX)
+    assert not thread.is_alive()
     desk.close()
 
 
-def test_answer_that_nobody_asked_for_is_not_understood():
+def test_ctrl_c_while_one_asks_leaves_no_question_for_the_next_to_wait_behind(address, monkeypatch):
+    client = Path(client_module.__file__)
+    monkeypatch.setattr(test_interrupted_lines, "TRACED", {str(client), str(client.with_name("tickets.py"))})
+    desk = Desk(address)
+    try:
+        places = []
+        while True:
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(1 + len(places)) as interrupt:
+                desk.saver.warm(SECONDS_MAX)
+            assert desk.saver.release_lease(SECONDS_MAX), interrupt.place
+            assert desk.saver.is_alive, interrupt.place
+            if interrupt.place is None:
+                break
+            places.append(interrupt.place)
+        assert len(places) > 15
+    finally:
+        desk.close()
+
+
+def test_saver_that_lives_and_cannot_be_asked_is_an_error(address, monkeypatch):
+    desk = Desk(address)
+    try:
+
+        def refuse(message, *, is_patient=False):
+            raise SaverError("the saver does not listen")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(desk.saver, "_say", refuse)
+            with pytest.raises(SaverError, match="does not listen"):
+                desk.saver.release_lease(SECONDS_MAX)
+        assert desk.saver.release_lease(SECONDS_MAX)
+    finally:
+        desk.close()
+
+
+def test_an_answer_is_one_to_all_that_was_asked_before():
     answers = Answers()
-    first, second = answers.ask(), answers.ask()
-    answers.take()
-    assert (first.is_set(), second.is_set()) == (True, False)
+    (one, first), (two, second), (three, third) = answers.ask(), answers.ask(), answers.ask()
+    assert (one, two, three) == (1, 2, 3)
+    answers.take(2)
+    assert [event.is_set() for event in (first, second, third)] == [True, True, False]
+    answers.take(1)
     answers.end()
-    assert second.is_set()
-    assert answers.ask().is_set()
-    with pytest.raises(MalformedError, match="nobody asked"):
-        answers.take()
+    assert third.is_set()
+    assert answers.ask()[1].is_set()
+    for number in (0, 5):
+        with pytest.raises(MalformedError, match="nobody asked"):
+            answers.take(number)

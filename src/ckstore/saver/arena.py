@@ -201,10 +201,11 @@ class Slot:
                 self._take_memory(DATA_OFFSET + unit * UNIT_NBYTES, UNIT_NBYTES)
                 self._populated[unit] = self._taken[unit] = True
 
-    def map_ahead(self) -> Iterator[None]:
-        """Map what lies in memory, unit by unit, so that whoever reads it first need not; takes none.
+    def map_ahead(self) -> Iterator[bool]:
+        """Map what lies in memory, so that whoever reads it first need not; yield for each unit whether that was done.
 
-        Stops at once on kernels before 5.14, where a page is mapped when it is first read.
+        It takes no memory, but for a unit that the other process gives back in that very moment. Stops at once on
+        kernels before 5.14, where a page is mapped when it is first read.
         """
         mapping = self._mapping
         for unit in range(0 if mapping is None else self._populated.size):
@@ -212,11 +213,10 @@ class Slot:
             address = mapping.address + DATA_OFFSET + unit * UNIT_NBYTES
             is_there = ctypes.create_string_buffer(UNIT_NBYTES // mmap.PAGESIZE)
             # The other process may have taken memory for some units only, and pages that are not there would be made.
-            if _libc.mincore(address, UNIT_NBYTES, is_there) != 0 or b"\0" in is_there.raw:
-                continue
-            if _libc.madvise(address, UNIT_NBYTES, _MADV_POPULATE_READ) != 0:
+            is_whole = _libc.mincore(address, UNIT_NBYTES, is_there) == 0 and b"\0" not in is_there.raw
+            if is_whole and _libc.madvise(address, UNIT_NBYTES, _MADV_POPULATE_READ) != 0:
                 return
-            yield
+            yield is_whole
 
     def give_back(self) -> int:
         """Give the memory of a slot that nobody uses back to the system; return how many bytes."""

@@ -201,16 +201,16 @@ class Saver:
         return is_ready
 
     def release_lease(self, timeout: float | None = None) -> bool:
-        """Let the saver finish what it has, give up the writer lease and forget the run; a dead one holds none.
+        """Let the saver finish what it has, give up the writer lease and forget the run; return whether it has in time.
 
-        Returns:
-            Whether it has, within the timeout.
+        Raises:
+            SaverError: It lives, and cannot be asked. A dead one holds no lease.
         """
-        return self._ask(messages.Release(), timeout, "give up the writer lease")
+        return self._ask(messages.Release, timeout, "give up the writer lease")
 
     def warm(self, timeout: float | None = None) -> bool:
         """Let the saver map what memory was taken in the arena; return whether it has answered within the timeout."""
-        return self._ask(messages.Warm(), timeout, "map the memory of states to come")
+        return self._ask(messages.Warm, timeout, "map the memory of states to come")
 
     def forget_kept(self) -> None:
         """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
@@ -271,12 +271,15 @@ class Saver:
         if self._owner != os.getpid():
             raise UsageError("a forked child cannot use its parent's saver", todo="open the store again")
 
-    def _ask(self, question: Message, timeout: float | None, doing: str) -> bool:
+    def _ask(self, kind: type[messages.Release | messages.Warm], timeout: float | None, doing: str) -> bool:
         """Ask something that is answered in its turn, and wait for that; a dead saver answers everything."""
         self._check_owner()
-        answered = self._answers.ask()
-        with contextlib.suppress(Exception):
-            self._say(question, is_patient=True)
+        number, answered = self._answers.ask()
+        try:
+            self._say(kind(number), is_patient=True)
+        except Exception:
+            if not self._dead.is_set():
+                raise
         return self.wait(answered, timeout, doing, is_urgent=True)
 
     def _say(self, message: Message, *, is_patient: bool = False) -> None:
@@ -335,8 +338,8 @@ class Saver:
             _log.log(message.level, "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, messages.Ready):
             self._ready.set()
-        elif isinstance(message, (messages.Released, messages.Warmed)):
-            self._answers.take()
+        elif isinstance(message, messages.Answer):
+            self._answers.take(message.question)
         elif isinstance(message, messages.Failed) and message.ticket == 0:
             self._why = messages.error_of(message)
         elif isinstance(message, OF_TICKET):

@@ -22,6 +22,7 @@ from ckstore.commit import Request, commit
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, SaverError
 from ckstore.io.address import backend_for
+from ckstore.io.local import LocalBackend
 from ckstore.receipt import Receipt, Stopwatch
 from ckstore.saver import messages
 from ckstore.saver.messages import Message
@@ -94,7 +95,9 @@ class Committer:
         parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
         parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
         self._parts = parts
-        _log.debug("packs are moved by %s", parts.engine_name)
+        if isinstance(backend, LocalBackend):
+            # Both are found out by trying.
+            _log.debug("packs are moved by %s, past the page cache: %s", backend.engine_name, backend.is_direct)
 
     @property
     def holds_lease(self) -> bool:

@@ -80,14 +80,18 @@ class Hurry(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Trainer: when all tickets are done, give up the lease and forget the run; answered by Released."""
+    """Trainer: when all tickets are done, give up the lease and forget the run; answered by Answer."""
+
+    question: Count
 
 
 class Warm(NamedTuple):
-    """Trainer: memory was taken for states to come; map it now rather than when the first is read. Answered by Warmed.
+    """Trainer: memory was taken for states to come; map it now rather than when the first is read. Answered by Answer.
 
     Whatever else is to be done comes first.
     """
+
+    question: Count
 
 
 class Forget(NamedTuple):
@@ -149,12 +153,10 @@ class SlotFree(NamedTuple):
     ticket: Count
 
 
-class Released(NamedTuple):
-    """Saver: the lease was given up."""
+class Answer(NamedTuple):
+    """Saver: what was asked, and all that was asked before it, has been done; questions are numbered from 1."""
 
-
-class Warmed(NamedTuple):
-    """Saver: it has mapped what lies in the arena, or has something else to do."""
+    question: Count
 
 
 class Log(NamedTuple):
@@ -181,12 +183,11 @@ Message = (
     | Failed
     | Kept
     | SlotFree
-    | Released
-    | Warmed
+    | Answer
     | Log
 )  # fmt: skip
 TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm)
-TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Released, Warmed, Log)
+TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Answer, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}

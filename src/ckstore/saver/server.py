@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -20,7 +21,7 @@ import sys
 import threading
 from collections import deque
 
-from ckstore.errors import CkstoreError, MalformedError, SaverError
+from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.channel import Channel, LogToTrainer
@@ -39,9 +40,6 @@ BELL_PAUSE_MS = 1
 HOLD_SECONDS = 0.01
 """Until a commit begins with what is staged by then, where copies take every processor: a call that returns in 5 ms
 behind a guard (``stall_return`` in docs/BENCH.md) has returned, and a state of 100 MB is there."""
-
-HOLD_BELL_PAUSE_MS = 10
-"""The same as ``BELL_PAUSE_MS`` until then: nobody reads what has come."""
 
 _Job = Ticket | messages.Release | messages.Forget | messages.Warm
 """What the committing thread does, one after the other."""
@@ -85,7 +83,7 @@ class Server:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         try:
             self._committer.open()
-        except (CkstoreError, OSError) as error:
+        except Exception as error:
             self.channel.tell(messages.failed_of(0, error))
             return getattr(error, "exit_code", 1)
         self.channel.tell(messages.Ready(os.getpid()))
@@ -128,7 +126,7 @@ class Server:
                 return
             if not (self._is_ending and self._is_idle()):
                 if has_rung:
-                    without_bell.poll(HOLD_BELL_PAUSE_MS if self._is_holding else BELL_PAUSE_MS)
+                    without_bell.poll(BELL_PAUSE_MS)
                 poll.poll(self._trainer.timeout_ms)
 
     def _has_rung(self) -> bool:
@@ -158,7 +156,9 @@ class Server:
             self._add(message)
         elif isinstance(message, messages.Warm):
             for slot in self._arena.slots:
-                slot.refresh()
+                # What it is too short of memory for is told by the ticket that wants it.
+                with contextlib.suppress(CapacityError):
+                    slot.refresh()
             self._add(message)
         elif isinstance(message, messages.Quit):
             self._is_ending = True
@@ -221,6 +221,7 @@ class Server:
                 ticket.abort()
             if ticket is not None and is_waiting:
                 self._committer.give_up(ticket)
+                ticket.leave()
                 self.channel.tell(messages.SlotFree(number))
 
     def _end_soon(self) -> None:
@@ -320,11 +321,11 @@ class Server:
                 self._free_slots()
             elif isinstance(job, messages.Warm):
                 self._warm()
-                self.channel.tell(messages.Warmed())
+                self.channel.tell(messages.Answer(job.question))
             else:
                 self._committer.release()
                 self._free_slots()
-                self.channel.tell(messages.Released())
+                self.channel.tell(messages.Answer(job.question))
 
     def _is_waited_for(self, job: _Job) -> bool:
         """Whether whoever has waited since the last idle moment waits for this one too."""
@@ -356,7 +357,7 @@ class Server:
         self._ended -= free
         with self._changed:
             for number in free:
-                del self._tickets[number]
+                self._tickets.pop(number).leave()
         for number in sorted(free):
             self.channel.tell(messages.SlotFree(number))
 

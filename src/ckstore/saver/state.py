@@ -1,7 +1,7 @@
 """A staged state as a commit sees it: storages in a slot of the arena, read as soon as they are staged.
 
 Invariants:
-- A byte is read only after it was marked as staged; whoever needs one that is not waits for it.
+- A byte is read only after it was marked, or its slot said, to be staged; whoever needs one that is not waits for it.
 - A ticket whose trainer has died, or that was aborted, before it was whole is given up: every reader of it raises.
 - Nothing is published before the trainer has said that all is staged.
 """
@@ -120,6 +120,10 @@ class Ticket:
     def is_in(self, slot: Slot) -> bool:
         """Whether it is staged in this slot."""
         return self._slot is slot
+
+    def leave(self) -> None:
+        """Let go of the slot's memory: nobody reads it any more, but by views that were handed out."""
+        self._bytes = memoryview(b"")
 
     def captured(self) -> Captured:
         """Return the state as a commit takes it."""

@@ -108,42 +108,49 @@ class Tickets:
 
 
 class Answers:
-    """Questions that a saver answers in the order in which they were asked; thread-safe."""
+    """Questions that a saver answers in the order in which they were asked; thread-safe.
+
+    Each has a number, and an answer is one to all before it: whoever is interrupted before a question was sent, or
+    before its answer came, leaves nothing that another one could take for theirs.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[threading.Event] = []
+        self._last = 0
+        self._open: dict[int, threading.Event] = {}
         self._is_closed = False
 
-    def ask(self) -> threading.Event:
-        """Return what is set when the next question has been answered, or nobody is there to answer."""
+    def ask(self) -> tuple[int, threading.Event]:
+        """Return the number of the next question, and what is set when it was answered, or nobody is there to do so."""
         answered = threading.Event()
         with self._lock:
+            self._last += 1
             if self._is_closed:
                 answered.set()
             else:
-                self._open.append(answered)
-        return answered
+                self._open[self._last] = answered
+            return self._last, answered
 
-    def take(self) -> None:
-        """Take the answer to the oldest question.
+    def take(self, number: int) -> None:
+        """Take an answer.
 
         Raises:
-            MalformedError: There is none.
+            MalformedError: Nobody asked that.
         """
         with self._lock:
-            answered = self._open.pop(0) if self._open else None
-        if answered is None:
-            raise MalformedError("the saver answers what nobody asked")
-        answered.set()
+            if not 0 < number <= self._last:
+                raise MalformedError("the saver answers what nobody asked", where=f"question {number}")
+            answered = [self._open.pop(each) for each in sorted(self._open) if each <= number]
+        for event in answered:
+            event.set()
 
     def end(self) -> None:
         """The saver is dead: let nobody wait."""
         with self._lock:
             self._is_closed = True
-            waiting, self._open = self._open, []
-        for answered in waiting:
-            answered.set()
+            waiting, self._open = self._open, {}
+        for event in waiting.values():
+            event.set()
 
 
 def _call(callback: Callable[..., None], *facts: object) -> None:
