@@ -53,7 +53,7 @@ _START_SECONDS = 30.0
 """For a saver to open the store, where nothing needs it yet."""
 
 _WARM_SECONDS = 2.0
-"""For a saver to map memory: some 30 GB where it has a processor. What is left is mapped later, or when it is read."""
+"""For a saver to map memory. What is left then is mapped later, or when it is read."""
 
 
 class Handover:

@@ -30,12 +30,6 @@ from ckstore.workers import Headcount
 NICE = 7
 
 
-@pytest.fixture
-def address(folder):
-    ckstore.open(folder).close()
-    return folder
-
-
 def test_commits_of_a_saver_follow_the_headcount_of_its_priority(server, monkeypatch):
     asked = []
 

@@ -36,12 +36,6 @@ def desk(address):
     found.close()
 
 
-@pytest.fixture
-def address(folder):
-    ckstore.open(folder).close()
-    return folder
-
-
 @raises_priority
 def test_saver_has_its_full_priority_while_somebody_waits_for_what_it_does(desk):
     desk.saver.wait_ready()

@@ -14,7 +14,6 @@ import test_interrupted_lines
 from rig import SECONDS_MAX, Desk, noise, until
 from test_interrupted_lines import Interrupt
 
-import ckstore
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.saver import arena as arena_module
@@ -31,12 +30,6 @@ def arena():
     made = Arena.create(slot_count=2)
     yield made
     made.close()
-
-
-@pytest.fixture
-def address(folder):
-    ckstore.open(folder).close()
-    return folder
 
 
 def mapped_nbytes(pid):

@@ -39,7 +39,7 @@ BELL_PAUSE_MS = 1
 
 HOLD_SECONDS = 0.01
 """Until a commit begins with what is staged by then, where copies take every processor: a call that returns in 5 ms
-behind a guard (``stall_return`` in docs/BENCH.md) has returned, and a state of 100 MB is there."""
+behind a guard (``stall_return`` in docs/BENCH.md) has returned."""
 
 _Job = Ticket | messages.Release | messages.Forget | messages.Warm
 """What the committing thread does, one after the other."""
