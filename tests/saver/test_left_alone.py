@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pretend import OwnerOfAll, slow, state
-from rig import SECONDS_MAX, noise, until
+from rig import SECONDS_MAX, noise, stop, until
 
 import ckstore
 from ckstore import handover
@@ -122,9 +122,16 @@ def handed_over_and_dropped(folder):
     """Have a saver take the run, stop it, hand it a state, and drop the handle; return the saver's pid."""
     store = ckstore.open(folder)
     store.commit_async(noise(0), 0).result()
+    # Its slot is free a moment after its receipt; stopped before that, the saver would be waited for by the next.
+    store.wait()
     pid = store._handover.saver_pid
-    os.kill(pid, signal.SIGSTOP)
-    store.commit_async(noise(1), 1)
+    stop(pid)
+    try:
+        store.commit_async(noise(1), 1)
+    except BaseException:
+        # Else it would stay for ever, and with it a thread that later tests find.
+        os.kill(pid, signal.SIGCONT)
+        raise
     return pid
 
 
