@@ -20,9 +20,9 @@ from ckstore.forms import Encoded, Scratch
 from ckstore.ids import ChunkId, new_hasher
 from ckstore.plan import ChunkPlan
 
-_PIECE_NBYTES = 256 << 10
-"""Fits into the second-level cache of servers; measured between 64 and 512 KiB, where memory traffic does not differ,
-and shorter pieces cost more of the interpreter."""
+_PIECE_NBYTES = 512 << 10
+"""Fits into the second-level cache of most servers; measured between 64 and 512 KiB, where memory traffic does not
+differ, and shorter pieces cost more of the interpreter: threads of a commit wait for the GIL (``async_wall``)."""
 
 BufferPurpose = Literal[
     "gathered",
