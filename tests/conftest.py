@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 import ckstore
 from ckstore import automatic_demotion, automatic_gc
+from ckstore.io.engine_choice import choose_engine
 from ckstore.io.memory import MemoryBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,7 +32,10 @@ settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast"))
 
 NOTHING_SKIPPED = "CKSTORE_TEST_NOTHING_SKIPPED"
-"""Set where the machine has everything but a GPU, as in CI: then a test skipped for another reason fails the run."""
+"""Set where everything is installed that can be, as in CI: then a test skipped for another reason fails the run."""
+
+HARDWARE = ("GPU", "CUDA", "the processor lacks")
+"""One of these is in the reason of a test that is skipped for want of what nobody can install."""
 
 
 TOLD = "covered"
@@ -38,6 +44,19 @@ TOLD = "covered"
 def pytest_configure():
     # A shell that was told to go on in the background ignores Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("uring") is not None and (trouble := ring_trouble()) is not None:
+        pytest.skip(trouble)
+
+
+@functools.cache
+def ring_trouble():
+    """Return why there are no rings here, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine, reason = choose_engine("auto", folder)
+    return None if engine.name == "uring" else reason
 
 
 @pytest.hookimpl(trylast=True)
@@ -60,12 +79,12 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _skipped_without_excuse(config):
-    """Return a line for each test that was skipped and needs no GPU; xdist's workers leave it to its head."""
+    """Return a line for each test skipped although nothing is wanting; xdist's workers leave it to its head."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get(NOTHING_SKIPPED) or hasattr(config, "workerinput") or reporter is None:
         return []
     found = [(report.nodeid, _reason(report)) for report in reporter.stats.get("skipped", ())]
-    return [f"{nodeid}: {reason}" for nodeid, reason in found if not ("GPU" in reason or "CUDA" in reason)]
+    return [f"{nodeid}: {reason}" for nodeid, reason in found if not any(name in reason for name in HARDWARE)]
 
 
 def _reason(report):

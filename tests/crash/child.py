@@ -6,6 +6,7 @@ exit status. The child opens the store itself: rings and threads are its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -35,7 +36,9 @@ def import_everything():
         if not is_entry and not module.name.startswith(
             ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native")
         ):
-            importlib.import_module(module.name)
+            # The module of an engine that this machine cannot have refuses to be imported.
+            with contextlib.suppress(*((ImportError,) if module.name == "ckstore.io.engine_uring" else ())):
+                importlib.import_module(module.name)
 
 
 def restrict(refused_with, memlock_nbytes):

@@ -73,7 +73,7 @@ def test_collection_killed_at_some_calls_keeps_its_promises(tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.strace
 @pytest.mark.usefixtures("strace")
-@pytest.mark.parametrize("engine", ["uring", "pwrite"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
 def test_collection_killed_at_every_changing_call_keeps_its_promises(tmp_path, tell, engine):
     tally, said = strike_everywhere(tmp_path, "collect", engine, calls=CHANGING_CALLS)
     tell(said)

@@ -76,12 +76,13 @@ def run_child(server, folder, **job):
 
 
 @pytest.mark.parametrize("try_direct", [True, False])
-@pytest.mark.parametrize("engine", ["uring", "pwrite"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
 def test_each_engine_brings_bytes_back(server, folder, engine, try_direct):
     code, engines, _, error = run_child(server, folder, engine=engine, try_direct=try_direct)
     assert (code, engines) == (0, {engine}), error
 
 
+@pytest.mark.uring
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
 def test_refused_ring_falls_back_and_says_so_once(server, folder, number):
     code, engines, said, error = run_child(server, folder, engine="auto", refuse=number)

@@ -21,7 +21,7 @@ pytestmark = [
 WRITING_CALLS = ("fsync", "fdatasync", "pwritev2", "linkat", "ftruncate", "fallocate", "io_uring_enter")
 
 
-@pytest.mark.parametrize("engine", ["uring", "pwrite"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
 def test_commit_killed_at_some_calls_keeps_its_promises(tmp_path, engine):
     tally, _ = strike_everywhere(tmp_path, "commit", engine, stride=7)
     assert tally.struck >= 10
@@ -29,7 +29,7 @@ def test_commit_killed_at_some_calls_keeps_its_promises(tmp_path, engine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("engine", ["uring", "pwrite"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
 @pytest.mark.parametrize("scenario", ["first", "recommit", "maintain", "repack"])
 def test_every_verb_killed_at_every_call_keeps_its_promises(tmp_path, tell, scenario, engine):
     tally, said = strike_everywhere(tmp_path, scenario, engine)
@@ -46,7 +46,7 @@ def test_making_a_store_killed_at_many_calls_keeps_its_promises(tmp_path, tell):
     assert tally.struck >= 200
 
 
-@pytest.mark.parametrize("engine", ["uring", "pwrite"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
 def test_commit_with_a_failing_call_succeeds_or_is_loud(tmp_path, engine):
     strike_everywhere(tmp_path, "commit", engine, fault="error=EIO", stride=2, calls=("fsync", "fdatasync", "linkat"))
 
@@ -54,7 +54,7 @@ def test_commit_with_a_failing_call_succeeds_or_is_loud(tmp_path, engine):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", ["EIO", "ENOSPC", "EDQUOT", "EINTR", "EAGAIN", "EROFS", "EMFILE", "ENOMEM"])
-@pytest.mark.parametrize("engine", ["uring", "pwrite"])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
 def test_recommit_with_any_failing_call_succeeds_or_is_loud(tmp_path, tell, engine, number):
     # With rings, write also wakes the ring's thread through an eventfd, which has no such errors.
     calls = WRITING_CALLS if engine == "uring" else ("write", *WRITING_CALLS)

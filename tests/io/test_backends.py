@@ -21,12 +21,11 @@ class TestLocalPwrite(BackendSuite):
         backend.close()
 
 
+@pytest.mark.uring
 class TestLocalUring(BackendSuite):
     @pytest.fixture
     def backend(self, tmp_path):
-        backend = LocalBackend(tmp_path, engine="auto")
-        if backend.engine_name != "uring":
-            pytest.skip(backend.engine_reason)
+        backend = LocalBackend(tmp_path, engine="uring")
         yield backend
         backend.close()
 

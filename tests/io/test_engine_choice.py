@@ -38,6 +38,12 @@ second = LocalBackend(sys.argv[1])
 print(second.engine_name, "|", second.engine_reason)
 """
 
+LACKING = """
+import sys
+from ckstore.io import ring_support
+ring_support._flags_of = lambda path: frozenset({"avx2", "bmi1", "bmi2", "movbe"})
+"""
+
 
 def run_python(code, folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -48,9 +54,9 @@ def run_python(code, folder):
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86-64")
+@pytest.mark.uring
 @pytest.mark.parametrize("name", ["EPERM", "ENOSYS", "ENOMEM"])
 def test_refused_rings_fall_back_to_pwrite_and_say_so_once(tmp_path, name):
-    pytest.importorskip("liburing")
     lines = run_python(SANDBOX + f"refuse_rings(errno.{name})\n" + USE, tmp_path)
     assert len(lines) == 2
     assert lines[0].startswith("INFO io_uring: ")
@@ -60,9 +66,40 @@ def test_refused_rings_fall_back_to_pwrite_and_say_so_once(tmp_path, name):
 
 
 def test_missing_library_falls_back_to_pwrite(tmp_path):
-    lines = run_python("import sys\nsys.modules['liburing'] = None\n" + USE, tmp_path)
+    able = "from ckstore.io import ring_support\nring_support.refuse_where_it_kills = lambda: None\n"
+    lines = run_python("import sys\nsys.modules['liburing'] = None\n" + able + USE, tmp_path)
     assert "liburing is not installed" in lines[0]
     assert lines[1].startswith("pwrite | ")
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other processors have no wheel")
+def test_processor_without_wide_vectors_takes_pwrite_loads_nothing_and_says_so_once(tmp_path):
+    lines = run_python(LACKING + USE + "assert 'liburing' not in sys.modules\n", tmp_path)
+    trouble = "io_uring: the processor lacks AVX-512, which liburing was compiled for, using pwrite"
+    assert lines == [f"INFO {trouble}", f"pwrite | {trouble}"]
+
+
+def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ckstore.io.engine_uring", raising=False)
+    monkeypatch.setattr("ckstore.io.ring_support._flags_of", lambda path: frozenset())
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "x86_64")))
+    with pytest.raises(UnsupportedError, match="the processor lacks"):
+        choose_engine("uring", str(tmp_path))
+
+
+def test_this_processor_is_believed_when_it_says_what_it_can(tmp_path):
+    # In a process of its own, since this would kill it: where nothing refuses, rings can be made and left.
+    code = """
+from ckstore.io.ring_support import refuse_where_it_kills
+try:
+    refuse_where_it_kills()
+    import liburing
+except ImportError:
+    sys.exit()
+liburing.Iovec([memoryview(bytearray(1))])
+liburing.Ring()
+"""
+    assert run_python("import sys" + code, tmp_path) == []
 
 
 def test_little_locked_memory_is_no_hindrance(tmp_path):
@@ -79,8 +116,9 @@ def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypat
         choose_engine("carrier pigeon", str(tmp_path))
 
 
+@pytest.mark.uring
 def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, caplog):
-    engine_uring = pytest.importorskip("ckstore.io.engine_uring")
+    from ckstore.io import engine_uring
 
     def lie(self, request):
         request.on_done(len(request.buffer), None)
@@ -88,9 +126,8 @@ def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, ca
     monkeypatch.setattr(engine_uring.UringQueue, "submit", lie)
     with caplog.at_level(logging.INFO, "ckstore"):
         engine, reason = choose_engine("auto", str(tmp_path))
-    if "failed its probe" not in reason:
-        pytest.skip(reason)
     assert engine.name == "pwrite"
+    assert "failed its probe" in reason
     assert "EIO" in reason
 
 

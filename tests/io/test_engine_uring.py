@@ -12,8 +12,9 @@ liburing = pytest.importorskip("liburing")
 from ckstore.errors import BackendError, UsageError  # noqa: E402
 from ckstore.io.buffers import BufferPool  # noqa: E402
 from ckstore.io.engine import IoRequest  # noqa: E402
-from ckstore.io.engine_choice import choose_engine  # noqa: E402
 from ckstore.testing.suites import move  # noqa: E402
+
+pytestmark = pytest.mark.uring
 
 PAGE = 4096
 
@@ -79,10 +80,7 @@ class Altered:
 
 
 @pytest.fixture
-def uring(tmp_path):
-    engine, reason = choose_engine("auto", str(tmp_path))
-    if engine.name != "uring":
-        pytest.skip(reason)
+def uring():
     from ckstore.io import engine_uring
 
     calls_seen = []

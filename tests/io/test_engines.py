@@ -14,18 +14,15 @@ class TestPwrite(EngineSuite):
         return PwriteEngine()
 
 
+@pytest.mark.uring
 class TestUring(EngineSuite):
     @pytest.fixture
     def engine(self, tmp_path):
-        engine, reason = choose_engine("auto", str(tmp_path))
-        if engine.name != "uring":
-            pytest.skip(reason)
-        return engine
+        return choose_engine("uring", str(tmp_path))[0]
 
 
+@pytest.mark.uring
 def test_both_engines_write_the_same_file(tmp_path):
-    if LocalBackend(tmp_path).engine_name != "uring":
-        pytest.skip("there is only one engine here")
     pieces = random_pieces(5, 80, 3 * BLOCK)
     for name in ("pwrite", "uring"):
         backend = LocalBackend(tmp_path, engine=name)

@@ -93,8 +93,10 @@ def _unlink_if_there(path: str) -> None:
 def _try_uring(folder: str) -> tuple[Engine | None, str]:
     try:
         from ckstore.io.engine_uring import UringEngine
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         return None, f"liburing is not installed ({error})"
+    except ImportError as error:
+        return None, str(error)
     engine = UringEngine()
     try:
         queue = engine.open_queue(depth=4)

@@ -27,12 +27,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import liburing  # type: ignore[import-untyped]
-
 from ckstore.errors import UsageError
 from ckstore.io.engine import IoQueue, IoRequest, Transfer
 from ckstore.io.os_calls import medium_errors
+from ckstore.io.ring_support import refuse_where_it_kills
 from ckstore.io.vectors import keeps_views, let_go
+
+# Loaded first, it would take the process with it.
+refuse_where_it_kills()
+
+import liburing  # type: ignore[import-untyped]  # noqa: E402
 
 _BATCH = 4
 """How many entries are submitted at once: the GIL is held meanwhile."""

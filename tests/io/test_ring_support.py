@@ -1,0 +1,46 @@
+"""Protects the process: where the processor lacks what liburing was compiled for, nothing of it is ever loaded."""
+
+import os
+
+import pytest
+
+from ckstore.io.ring_support import NEEDED_FLAGS, refuse_where_it_kills
+
+ALL = " ".join(("fpu", "sse2", *NEEDED_FLAGS, "rdpid"))
+
+
+@pytest.fixture
+def facts(tmp_path, monkeypatch):
+    """Return a function that writes what Linux says of a processor with these flags; the machine is an x86-64."""
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "x86_64")))
+
+    def write(flags):
+        path = tmp_path / "cpuinfo"
+        text = f"processor\t: 0\nmodel name\t: flags for sale\nflags\t\t: {flags}\nbugs\t\t:\n\nprocessor\t: 1\n"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_processor_with_everything_may_load_it(facts):
+    refuse_where_it_kills(facts(ALL))
+
+
+@pytest.mark.parametrize("flag", NEEDED_FLAGS)
+def test_processor_that_lacks_anything_may_not(facts, flag):
+    with pytest.raises(ImportError, match="AVX-512" if flag.startswith("avx512") else f"lacks {flag},"):
+        refuse_where_it_kills(facts(" ".join(each for each in ALL.split() if each != flag)))
+
+
+def test_what_cannot_be_found_out_is_a_refusal(facts, tmp_path):
+    silent = tmp_path / "silent"
+    silent.write_text("processor\t: 0\n")
+    for path in (tmp_path / "missing", silent):
+        with pytest.raises(ImportError, match="does not say"):
+            refuse_where_it_kills(path)
+
+
+def test_other_machines_have_no_wheel_that_could_kill_them(facts, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "aarch64")))
+    refuse_where_it_kills(tmp_path / "missing")
