@@ -80,7 +80,8 @@ def die_with_parent():
 def prepare(folder):
     """Make a store, and import all that children need, once for all of them."""
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
-        if module.name.split(".")[1] not in ("cli", "adapters", "testing", "_native", "__main__", "saver"):
+        is_needed = module.name.split(".")[1] not in ("cli", "adapters", "testing", "_native", "__main__", "saver")
+        if is_needed and module.name != "ckstore.io.engine_uring":
             importlib.import_module(module.name)
     (folder / "acks").mkdir()
     ckstore.open(LocalBackend(folder / "store", engine="pwrite"), policy=POLICY).close()

@@ -22,7 +22,20 @@ from ckstore.staging.copying import Crew
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pretend import Noted, PretendSaver
-from rig import Desk
+from rig import Desk, links, until
+
+
+@pytest.fixture(autouse=True)
+def no_arena_left():
+    """Fail a test that leaves the descriptor of an arena behind: else one of another file would find it, by luck."""
+    before = arena_count()
+    yield
+    # Savers of handles that were dropped are waited for by nobody.
+    until(lambda: arena_count() <= before, "the end of the arenas")
+
+
+def arena_count():
+    return sum("ckstore-arena" in link for link in links())
 
 
 @pytest.fixture

@@ -278,8 +278,9 @@ def test_ticket_that_was_not_given_is_malformed():
 # Forked children
 
 
-def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk):
+def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk, tmp_path):
     desk.commit(noise(1), 1)
+    told = tmp_path / "held"
     bell = Path(f"/proc/self/fd/{desk.saver.bell}")
     assert bell.exists()
 
@@ -287,6 +288,7 @@ def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk):
         # Other tests may have left eventfds of their own.
         held = [link for link in links() if "arena" in link or "pidfd" in link] + [bell] * bell.exists()
         held += [line for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line]
+        told.write_text(f"{held}, saver alive: {desk.saver.is_alive}")
         if held or desk.saver.is_alive or not desk.saver.quit():
             return 3
         try:
@@ -296,7 +298,7 @@ def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk):
         return 4
 
     _, end = fork(child)
-    assert end() == 7
+    assert end() == 7, told.read_text()
     assert desk.commit(noise(2), 2).seq == 1
 
 

@@ -69,7 +69,9 @@ def test_kernels_that_cannot_map_ahead_map_when_it_is_read(arena, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(arena_module, "_libc", refusing)
         assert not list(slot.map_ahead())
-    assert bytes(Arena.attach(os.dup(arena.fd)).slots[0].view(5 * UNIT_NBYTES, 1)) == b"a"
+    other = Arena.attach(os.dup(arena.fd))
+    assert bytes(other.slots[0].view(5 * UNIT_NBYTES, 1)) == b"a"
+    other.close()
 
 
 def test_saver_has_mapped_the_state_to_come_when_it_says_so(address):
