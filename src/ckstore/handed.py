@@ -49,6 +49,8 @@ class Handed:
     saver: Saver
     may_keep: bool
     """Whether the saver may keep the slot, for the next commit to be coded against."""
+    hold_ms: int
+    """For how long the saver leaves every processor to those who copy."""
     staging: Staging = field(init=False)
     ended: threading.Event = field(default_factory=threading.Event)
     """The saver commits it no more."""

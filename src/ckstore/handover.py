@@ -55,6 +55,11 @@ _START_SECONDS = 30.0
 _WARM_SECONDS = 2.0
 """For a saver to map memory. What is left then is mapped later, or when it is read."""
 
+_HOLD_MS = 10
+"""Until a saver begins with what is staged by then, where copies take every processor: a call that returns in 5 ms
+behind a guard (``stall_return`` in docs/BENCH.md) has returned. A thread of the saver that wakes has a processor until
+the next tick of the scheduler, milliseconds, whoever else wants it."""
+
 
 class Handover:
     """The trainer's side of the background commits of one handle; one verb at a time, but for ``guard``."""
@@ -272,6 +277,7 @@ class Handover:
                 parent=self.parent,
                 parent_ticket=next(going, 0),
                 may_keep=handed.may_keep,
+                hold_ms=handed.hold_ms,
             )
         except BaseException:
             slot.state = FREE
@@ -299,7 +305,9 @@ class Handover:
         slot = self._lying.slot_for(stowage.end, len(head), policy)
         self._ticket += 1
         pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
-        handed = Handed(self._ticket, pending, slot, saver, self._dock.may_keep(stowage.end, policy))
+        is_crowded = policy.staging_thread_count >= len(os.sched_getaffinity(0))
+        may_keep = self._dock.may_keep(stowage.end, policy)
+        handed = Handed(self._ticket, pending, slot, saver, may_keep, _HOLD_MS if is_crowded else 0)
         handed.staging = Staging(
             order.captured,
             stowage,

@@ -12,12 +12,13 @@ import contextlib
 import json
 import mmap
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.tensor import Memory, Sight, TensorLeaf, TensorSpec, extent_of
+from ckstore.tensor import Memory, Sights, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -218,10 +219,10 @@ class NumpyAdapter:
             is_writable=leaf.flags.writeable,
         )
 
-    def glance(self, leaf: object) -> Sight | None:
-        """Describe it: there are few arrays in a state."""
-        told = self.describe(leaf, ())
-        return None if told is None else told.sight
+    def glances(self, leaves: Sequence[object]) -> Sights | None:
+        """Describe them: there are few arrays in a state."""
+        sights = [told.sight for leaf in leaves if (told := self.describe(leaf, ())) is not None]
+        return Sights(*zip(*sights, strict=True)) if len(sights) == len(leaves) else None
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
         """Return a scalar as its dtype and bytes."""

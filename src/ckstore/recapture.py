@@ -35,12 +35,14 @@ from ckstore.capture import (
     state_dict_of,
 )
 from ckstore.leaves import BytesAdapter, NumpyAdapter
-from ckstore.tensor import HostStorage, LeafAdapter, Sight, TensorLeaf
+from ckstore.tensor import HostStorage, LeafAdapter, Sights, TensorLeaf
 from ckstore.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
 
 _MOVED_MAX = 64
 """More tensors than these are not looked at one by one: taking everything apart costs no more."""
+
+_Group = tuple[LeafAdapter, Sequence[int]]
 
 _TYPES: Mapping[str, type] = {name: kind for kind, name in KINDS.items()}
 _KEY_TYPES = frozenset((str, int))
@@ -95,17 +97,18 @@ class _Memo:
     Args:
         captured: The capture; its tree is the template of the next walk.
         walk: The walk that has made it.
-        sights: Of each tensor.
+        groups: Who looks at which tensors.
+        sights: What they have seen.
     """
 
-    def __init__(self, captured: Captured, walk: Walk, sights: Sequence[Sight]) -> None:
+    def __init__(self, captured: Captured, walk: Walk, groups: Sequence[_Group], sights: Sights) -> None:
         self.tree = captured.tree
         self.paths, self.tensors = captured.paths, captured.tensors
         self.warnings = tuple(captured.warnings)
         self.libraries = [adapter.library for adapter in walk.adapters]
         self.converters: Mapping[type[Any], Converter] = registered_converters()
-        self.facts = [sight[0] for sight in sights]
-        self.starts = [sight[1] for sight in sights]
+        self.groups = groups
+        self.facts, self.starts = list(sights.facts), list(sights.starts)
         self.pools = _pools_of(captured, walk.leaves)
         # Which allocations no other tensor lies in; where nothing lies, nothing is shared.
         alone = {group[0] for group in allocations_of(walk.leaves) if len(group) == 1}
@@ -120,9 +123,9 @@ class _Memo:
         if walk.warnings:
             # They tell of attributes, which the tree does not have.
             return None
-        sights = [_sight_of(item, walk.adapters) for item in walk.items]
-        told = [sight for sight in sights if sight is not None]
-        return cls(captured, walk, told) if len(told) == len(sights) else None
+        groups = _groups_of(walk)
+        sights = _seen_by(groups, walk.items)
+        return None if sights is None else cls(captured, walk, groups, sights)
 
     def is_for(self, libraries: Sequence[LeafAdapter]) -> bool:
         """Whether a walk with these libraries, now, would take the same leaves for the same things."""
@@ -175,13 +178,28 @@ def _pools_of(captured: Captured, leaves: Sequence[TensorLeaf]) -> list[_Pool]:
     return pools
 
 
-def _sight_of(item: object, libraries: Sequence[LeafAdapter]) -> Sight | None:
-    # The last library has nearly all of them.
-    for adapter in reversed(libraries):
-        sight = adapter.glance(item)
-        if sight is not None:
-            return sight
-    return BytesAdapter().glance(item)
+def _groups_of(walk: Walk) -> list[_Group]:
+    """Return each library with the numbers of its tensors."""
+    adapters = {adapter.library: adapter for adapter in (*walk.adapters, BytesAdapter())}
+    numbers: dict[str, list[int]] = {}
+    for number, leaf in enumerate(walk.leaves):
+        numbers.setdefault(leaf.library, []).append(number)
+    return [(adapters[library], its) for library, its in numbers.items()]
+
+
+def _seen_by(groups: Sequence[_Group], items: Sequence[object]) -> Sights | None:
+    """Return what libraries see of all tensors, in order; None where one of them is none of the usual."""
+    if len(groups) == 1:
+        return groups[0][0].glances(items)
+    parts: list[list[Any]] = [[None] * len(items) for _ in Sights._fields]
+    for adapter, numbers in groups:
+        sights = adapter.glances([items[number] for number in numbers])
+        if sights is None:
+            return None
+        for part, found in zip(parts, sights, strict=True):
+            for number, each in zip(numbers, found, strict=True):
+                part[number] = each
+    return Sights(*parts)
 
 
 class _Again:
@@ -195,14 +213,10 @@ class _Again:
 
     def __init__(self, memo: _Memo, libraries: Sequence[LeafAdapter], asked: Asked) -> None:
         self._memo = memo
-        self._facts, self._starts = memo.facts, memo.starts
         self._libraries = libraries
-        self._glance = libraries[-1].glance
         self._asked = asked
         self._seen: dict[int, int] = {}
         self._items: list[object] = []
-        self._sights: list[Sight] = []
-        self._moved: list[tuple[int, int]] = []
 
     def captured(self, state: object) -> Captured:
         """Return the state, taken apart.
@@ -212,18 +226,25 @@ class _Again:
         """
         memo = self._memo
         tree = self._node(state, memo.tree)
-        if self._moved:
-            memo.move(self._moved)
+        if len(self._items) != len(memo.starts):
+            raise _ChangedError
+        sights = _seen_by(memo.groups, self._items)
+        if sights is None or list(sights.facts) != memo.facts:
+            raise _ChangedError
+        places = zip(sights.starts, memo.starts, strict=True)
+        moved = [(number, start) for number, (start, last) in enumerate(places) if start != last]
+        if moved:
+            memo.move(moved)
         memo.tree = tree
-        sights = self._sights
+        keeps, readers = sights.keeps, sights.readers
         storages: list[HostStorage] = [
             MemorySpan(
                 pool.start,
                 pool.nbytes,
                 pool.element_width,
                 pool.is_float,
-                [sights[number][2] for number in pool.members],
-                sights[pool.reader][3],
+                [keeps[number] for number in pool.members],
+                readers[pool.reader],
             )
             for pool in memo.pools
         ]
@@ -243,17 +264,11 @@ class _Again:
         return self._sequence(item, node)  # type: ignore[arg-type]
 
     def _tensor(self, item: object, node: TensorNode) -> Node:
-        number = self._seen.get(id(item))
-        if number is None:
-            number = self._seen[id(item)] = len(self._items)
+        # What it is, is looked at when all are known.
+        number = self._seen.setdefault(id(item), len(self._items))
+        if number == len(self._items):
             self._items.append(item)
-            sight = self._glance(item) or _sight_of(item, self._libraries)
-            if sight is None or number != node.tensor or sight[0] != self._facts[number]:
-                raise _ChangedError
-            if sight[1] != self._starts[number]:
-                self._moved.append((number, sight[1]))
-            self._sights.append(sight)
-        elif number != node.tensor:
+        if number != node.tensor:
             raise _ChangedError
         return node
 

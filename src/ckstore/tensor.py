@@ -8,9 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckstore.errors import MalformedError
 
@@ -183,7 +183,7 @@ class TensorLeaf:
 
     @property
     def sight(self) -> Sight:
-        """What a glance tells of it."""
+        """What a look at it tells."""
         memory = self.memory
         place = (memory.space, memory.owner_nbytes, memory.start - memory.owner_start, memory.nbytes)
         facts = (self.library, self.dtype, self.shape, self.strides, self.itemsize, self.element_width, self.is_float)
@@ -192,11 +192,20 @@ class TensorLeaf:
 
 
 Sight = tuple[tuple[object, ...], int, object, Callable[[int, int], memoryview] | None]
-"""What a glance at a tensor tells: facts, the address of its allocation, and ``keep`` and ``read`` of its memory.
+"""What a look at a tensor tells: facts, the address of its allocation, and ``keep`` and ``read`` of its memory.
 
 Two tensors with equal facts, and of equal addresses, are described in the same way but for ``keep`` and ``read``; with
 another address, every address in the description differs by as much.
 """
+
+
+class Sights(NamedTuple):
+    """What a look at some tensors tells, each part of a ``Sight`` in a list of its own."""
+
+    facts: Sequence[tuple[object, ...]]
+    starts: Sequence[int]
+    keeps: Sequence[object]
+    readers: Sequence[Callable[[int, int], memoryview] | None]
 
 
 class LeafAdapter(Protocol):
@@ -215,8 +224,8 @@ class LeafAdapter(Protocol):
         """
         ...
 
-    def glance(self, leaf: object) -> Sight | None:
-        """Say what tells whether ``describe`` would say the same as before; None: ask it, it is none of the usual."""
+    def glances(self, leaves: Sequence[object]) -> Sights | None:
+        """Say what tells whether ``describe`` would say of each the same as before; None: ask it, not all are usual."""
         ...
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:

@@ -18,6 +18,7 @@ from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.server import Server
 from ckstore.staging.copying import Crew
+from ckstore.store.lease import process_started
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -115,7 +116,7 @@ def server(address):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     arena = Arena.create(slot_count=1)
-    hello = messages.Hello(str(address), "main", "auto", os.getpid(), "", 7, 30)
+    hello = messages.Hello(str(address), "main", "auto", os.getpid(), process_started(os.getpid()), 7, 30)
     found = Server(theirs, bell, arena, hello, Noted())
     found.trainers_end = ours
     yield found

@@ -30,7 +30,7 @@ class PretendSaver:
         self.begun, self.aborted = {}, []
         self.is_quick = True
         self.has_run = True
-        self.parents = []
+        self.parents, self.held = [], []
         self.kept = []
         self.is_keeping = False
         self.lying = set()
@@ -51,6 +51,7 @@ class PretendSaver:
         assert room.is_staged(head_place, head_place + head_nbytes)
         self.begun[ticket] = (room, head, callbacks)
         self.parents.append((options["parent"], options["parent_ticket"]))
+        self.held.append(options["hold_ms"])
         self.kept.append(options["may_keep"])
         self.calls.append("begin")
         if self.has_run:

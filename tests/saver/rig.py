@@ -168,9 +168,7 @@ class Desk:
         tags=(),
         policy=None,
         sample=None,
-        parent=None,
-        parent_ticket=0,
-        may_keep=False,
+        **words,
     ):
         """Hand over a slot without staging anything; ``sample(captured)`` yields keys and bytes that are staged."""
         captured = capture(state)
@@ -206,16 +204,7 @@ class Desk:
         if rows:
             room.marks[: -(-(rows[-1][0].place + len(rows[-1][1])) // UNIT_NBYTES)] = 1
         handed = Handed(self, self.ticket, room, captured, places)
-        self.saver.begin(
-            self.ticket,
-            slot,
-            end,
-            len(head),
-            handed.callbacks(),
-            parent=parent,
-            parent_ticket=parent_ticket,
-            may_keep=may_keep,
-        )
+        self.saver.begin(self.ticket, slot, end, len(head), handed.callbacks(), **words)
         return handed
 
     def commit(self, state, step, **options):

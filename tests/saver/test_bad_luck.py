@@ -220,7 +220,7 @@ def test_a_ticket_is_granted_before_it_can_end(folder, monkeypatch):
     arena.slots[0].reserve(MIB)
     arena.slots[0].start(1, MIB)
     made._worker.start()
-    made._begin(messages.Begin(1, 0, 0, 1, None, 0))
+    made._take(messages.Begin(1, 0, 0, 1, None, 0))
     until(lambda: "SlotFree" in told)
     made._finish()
     assert told == ["Began", "Failed", "SlotFree"]
@@ -262,13 +262,13 @@ def test_a_saver_without_memory_for_a_thread_ends_instead_of_waiting_for_ever(te
     program = f"""
 import os, resource, sys, threading, time
 sys.path.insert(0, {str(SOURCE)!r})
-from ckstore.saver import server
+from ckstore.saver import start
 codes = []
 for pages in range(16):
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-        server.end_without_threads()
+        start.end_without_threads()
         time.sleep(0.05)
         # Enough for the stack of a thread, and not for what Python wants first.
         taken = int(open("/proc/self/statm").read().split()[0]) * 4096 + (8 << 20) + pages * 4096

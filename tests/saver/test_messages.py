@@ -32,7 +32,7 @@ RECEIPT = Receipt(5, 3, "ab" * 32, 100, 50, 4, 1, 2, 1, {"write": 0.5, "total": 
 TO_SAVER_SAMPLES = [
     messages.Hello("/a/store", "main", "auto", 77, "1234", 19, 20),
     messages.Begin(4, 1, 8192, 300, None, 3),
-    messages.Begin(5, 0, 0, 1, 12, 0, False),
+    messages.Begin(5, 0, 0, 1, 12, 0, False, 10),
     messages.Staged(4),
     messages.Abort(4),
     messages.Release(1),

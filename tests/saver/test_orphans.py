@@ -21,7 +21,7 @@ import ckstore
 from ckstore.errors import ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
-from ckstore.store.lease import Lease, SaverPurpose, boot_identity, is_orphan, is_stopped, process_started
+from ckstore.store.lease import Lease, SaverPurpose, boot_identity, is_orphan, process_started
 
 STAGED = "handed.stage().finish(); say('staged')"
 STAGING = "handed.stage(3); say('staging')"
@@ -103,6 +103,29 @@ def test_staged_bytes_without_the_last_word_are_not_published(address, child):
     assert trainer.hear() == "there"
     trainer.kill()
     trainer.wait_saver()
+    with ckstore.open(address) as store:
+        assert store.steps() == []
+
+
+def test_what_was_staged_while_its_saver_held_back_is_published(address, child):
+    # The saver has the lease of the commit before; nobody tells it that all is staged but the slot itself.
+    begin = "desk.commit(noise(0), 0)\nhanded = desk.begin(noise(1), 1, hold_ms=600_000)\n"
+    trainer = child(begin + "time.sleep(0.2); handed.stage(); handed.slot.state = 2; say(len(handed.events))")
+    assert trainer.hear() == "0", "nothing has begun"
+    trainer.kill()
+    trainer.wait_saver()
+    with ckstore.open(address) as store:
+        assert store.steps() == [0, 1]
+        assert np.array_equal(store.restore()["w0"], noise(1)["w0"])
+
+
+def test_what_was_staged_before_its_saver_had_the_run_is_not_published(address, child):
+    begin = "assert desk.saver.wait_ready(60)\nhanded = desk.begin(noise(1), 1, hold_ms=600_000)\n"
+    trainer = child(begin + "time.sleep(0.2); handed.stage(); handed.slot.state = 2; say(len(handed.events))")
+    assert trainer.hear() == "0", "nothing has begun"
+    trainer.kill()
+    trainer.wait_saver()
+    assert not lease_path(address).exists()
     with ckstore.open(address) as store:
         assert store.steps() == []
 
@@ -335,21 +358,6 @@ def test_purposes_are_read_as_they_were_written():
     for purpose in (SaverPurpose(1, "2", 3), SaverPurpose(1, "2")):
         assert SaverPurpose.of(purpose.text) == purpose
     assert SaverPurpose.of("saver:1:2") is None
-
-
-def test_stopped_process_is_told_from_one_that_runs():
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(600)
-        os._exit(0)
-    try:
-        assert not is_stopped(pid)
-        os.kill(pid, signal.SIGSTOP)
-        until(lambda: is_stopped(pid))
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert not is_stopped(pid)
 
 
 def test_lease_taken_after_the_trainer_s_death_makes_no_orphan(address, child):

@@ -22,7 +22,7 @@ from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.lease import STALE_SECONDS, Lease, boot_identity, has_rebooted, process_started
+from ckstore.store.lease import STALE_SECONDS, Lease, boot_identity, has_rebooted, is_stopped, process_started
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 PATH = layout.lease_name("main")
@@ -351,3 +351,16 @@ def test_holder_from_before_a_reboot_is_dead_at_once():
     assert not has_rebooted("m/boot-1/pid:[1]", "m/boot-1/pid:[2]"), "another container of the same boot may live"
     assert not has_rebooted("m/boot-1/pid:[1]", "other/boot-2/pid:[1]"), "another machine may live"
     assert not has_rebooted("/boot-1/pid:[1]", "/boot-2/pid:[1]"), "without a machine id nobody can tell"
+
+
+def test_stopped_process_is_told_from_one_that_runs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert not is_stopped(child.pid)
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+    assert not is_stopped(child.pid)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from ckstore.adapters.torch_state import LAYOUT_OF, PLAIN_KINDS, PLAIN_LAYOUTS
 from ckstore.errors import UsageError
+
+_NBYTES_OF, _VERSION_OF = attrgetter("nbytes"), attrgetter("_version")
 
 Span = tuple[int, int]
 """The first address, and the one after the last."""
@@ -83,11 +87,16 @@ class Guarded:
 
 def versions_of(storages: Sequence[object]) -> list[int]:
     """Return how often torch has seen the tensors of each storage change; fused operations it does not count."""
-    return [sum(_version_of(part) for part in getattr(storage, "keep", ())) for storage in storages]
+    parts: list[Any] = [getattr(storage, "keep", ()) for storage in storages]
+    try:
+        # Nearly always each has one tensor, and a trainer waits for this.
+        return list(map(_VERSION_OF, [tensor for ((tensor, _),) in parts]))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return [sum(map(_version_of, each)) for each in parts]
 
 
 def _version_of(part: object) -> int:
-    # What keeps a tensor of ours alive is the tensor, detached: that shares its counter; and its storage.
+    # What keeps a tensor of ours alive is the tensor, or one that shares its counter; and its storage.
     tensor = part[0] if isinstance(part, tuple) else None
     return tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0
 
@@ -103,30 +112,23 @@ def _innermost(optimizer: object) -> Any:
 
 
 def _spans_of(optimizer: Any) -> list[Span]:
-    spans: list[Span] = []
+    tensors: list[torch.Tensor] = []
     parts: list[object] = [*(group["params"] for group in optimizer.param_groups), optimizer.state]
     while parts:
         part = parts.pop()
         if isinstance(part, torch.Tensor):
-            span = _span_of(part)
-            if span is not None:
-                spans.append(span)
+            tensors.append(part)
         elif isinstance(part, dict):
             parts.extend(part.values())
         elif isinstance(part, (list, tuple)):
             parts.extend(part)
-    return spans
-
-
-def _span_of(tensor: torch.Tensor) -> Span | None:
-    """Return the memory of a tensor; None where it has no plain memory, or owns a part only of what it spans."""
-    kind = type(tensor)
-    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    if not _is_dense(tensor):
-        return None
-    start = tensor.data_ptr()
-    return start, start + tensor.nbytes
+    plain = tensors
+    if not (PLAIN_KINDS.issuperset(map(type, tensors)) and PLAIN_LAYOUTS.issuperset(map(LAYOUT_OF, tensors))):
+        plain = [each for each in tensors if type(each) in PLAIN_KINDS and LAYOUT_OF(each) in PLAIN_LAYOUTS]
+    if not all(map(torch.Tensor.is_contiguous, plain)):
+        plain = [each for each in plain if _is_dense(each)]
+    starts = list(map(torch.Tensor.data_ptr, plain))
+    return [(start, start + nbytes) for start, nbytes in zip(starts, map(_NBYTES_OF, plain), strict=True)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

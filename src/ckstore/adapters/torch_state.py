@@ -8,15 +8,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.tensor import Memory, Sight, TensorLeaf, TensorSpec, extent_of
+from ckstore.tensor import Memory, Sights, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ class _Facts:
 _FACTS = {dtype: _Facts.of(dtype) for dtype in DTYPES.values()}
 
 
+PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_LAYOUTS = frozenset(((False, torch.strided),))
+LAYOUT_OF = attrgetter("is_nested", "layout")
+_FACTS_OF = attrgetter("dtype", "shape", "requires_grad")
+_IS_LEAF_OF = attrgetter("is_leaf")
+
+
 class TorchAdapter:
     """Plain tensors and parameters on any device with addresses."""
 
@@ -101,23 +109,43 @@ class TorchAdapter:
             is_writable=not is_lazy,
         )
 
-    def glance(self, leaf: object) -> Sight | None:
-        """Look at a plain tensor, a microsecond; what ``describe`` would refuse or copy is told of by it alone."""
-        kind = type(leaf)
-        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+    def glances(self, leaves: Sequence[object]) -> Sights | None:
+        """Look at plain tensors; what ``describe`` would refuse or copy is told of by it alone.
+
+        A trainer waits for this, with cold caches: all of them are asked one thing after the other, by C and not by
+        Python, which takes half as long as asking one tensor after the other.
+        """
+        kinds = list(map(type, leaves))
+        if not PLAIN_KINDS.issuperset(kinds):
             return None
-        assert isinstance(leaf, torch.Tensor)
-        if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+        tensors = cast("Sequence[torch.Tensor]", leaves)
+        if not PLAIN_LAYOUTS.issuperset(map(LAYOUT_OF, tensors)):
             return None
-        wants_gradient = leaf.requires_grad
-        # Its graph is nobody's affair here.
-        plain = leaf.detach() if wants_gradient else leaf
-        storage = leaf.untyped_storage()
-        start = storage.data_ptr()
-        device = device_of(leaf)
-        facts = (kind, leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset(), storage.nbytes())
-        read = None if device is None else DeviceBytes(storage, start, device)
-        return (*facts, wants_gradient, device), start, (plain, storage), read
+        if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+            return None
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        starts = list(map(torch.UntypedStorage.data_ptr, storages))
+        devices = list(map(device_of, tensors))
+        readers: list[DeviceBytes | None] = [None] * len(tensors)
+        if any(devices):
+            places = zip(storages, starts, devices, strict=True)
+            readers = [None if there is None else DeviceBytes(held, start, there) for held, start, there in places]
+        facts = (
+            kinds,
+            map(_FACTS_OF, tensors),
+            map(torch.Tensor.stride, tensors),
+            map(torch.Tensor.storage_offset, tensors),
+            map(torch.UntypedStorage.nbytes, storages),
+            devices,
+        )
+        # A graph is nobody's affair here; what has none need not leave it.
+        plain = tensors if all(map(_IS_LEAF_OF, tensors)) else list(map(torch.Tensor.detach, tensors))
+        return Sights(
+            list(zip(*facts, strict=True)),
+            starts,
+            list(zip(plain, storages, strict=True)),
+            readers,
+        )
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
         """Return a dtype, device or Size as text."""

@@ -2,6 +2,6 @@
 
 import sys
 
-from ckstore.saver.server import main
+from ckstore.saver.start import main
 
 sys.exit(main([int(argument) for argument in sys.argv[1:]]))

@@ -145,6 +145,7 @@ class Saver:
         parent: int | None = None,
         parent_ticket: int = 0,
         may_keep: bool = False,
+        hold_ms: int = 0,
     ) -> None:
         """Hand over a slot that is being staged; its head (``head.HeadWriter``) is there.
 
@@ -157,6 +158,7 @@ class Saver:
             parent: The seq that the state comes from.
             parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
             may_keep: Whether the saver may go on to read the slot for the next ticket, and give it back later.
+            hold_ms: For how long it is to leave all processors to those who copy.
 
         Raises:
             SaverError: The saver is dead; nothing will be called.
@@ -167,7 +169,7 @@ class Saver:
             raise self._death()
         try:
             place = (slot, head_place, head_nbytes)
-            self._say(messages.Begin(ticket, *place, parent, parent_ticket, may_keep))
+            self._say(messages.Begin(ticket, *place, parent, parent_ticket, may_keep, hold_ms))
         except BaseException:
             self._tickets.remove(ticket)
             raise
@@ -227,10 +229,8 @@ class Saver:
             return True
         with contextlib.suppress(Exception):
             self._say(messages.Quit(), is_patient=is_waited)
-        if not is_waited:
+        if not (is_waited and self.wait(self._dead, timeout, "finish", is_urgent=True)):
             return not self.is_alive
-        if not self.wait(self._dead, timeout, "finish", is_urgent=True):
-            return False
         if threading.current_thread() is not self._listener:
             self._listener.join()
         return True

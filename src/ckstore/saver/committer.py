@@ -56,7 +56,6 @@ class Committer:
         hello: Where to save, and for whom.
         tell: Sends a message to the trainer.
         on_lease: Called when the lease has been taken, before anything is read.
-        hold: Called after that with the ticket; returns when its commit may begin.
         headcount: How many threads of a commit may work, at any time.
     """
 
@@ -65,13 +64,11 @@ class Committer:
         hello: messages.Hello,
         tell: Tell,
         on_lease: Callable[[], None],
-        hold: Callable[[Ticket], None],
         headcount: Headcount,
     ) -> None:
         self._hello = hello
         self._tell = tell
         self._on_lease = on_lease
-        self._hold = hold
         self._headcount = headcount
         self._parts: Parts | None = None
         self._lease: GatedLease | None = None
@@ -191,8 +188,6 @@ class Committer:
         parts, head = self._parts, ticket.head
         self._hold_lease()
         watch = _ToldStopwatch(parts.clock, ticket, self._tell)
-        self._hold(ticket)
-        ticket.check()
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
         request = Request(

@@ -7,8 +7,8 @@ where data loaders or other jobs keep every processor busy. Then it has the prio
 While a state is being copied, and from the end of the last commit on, it stands aside: the scheduler's idle class
 (sched(7), SCHED_IDLE) gives a processor up to any thread that wants it, and such a processor counts as free for the
 threads that copy; one that a nice process computes on does not, and they queue for the other. A thread that wakes in
-the idle class gets a processor until the next tick all the same, so where copies want all of them it is not woken at
-first (``Server._hold``).
+the idle class gets a processor until the next tick all the same, so where copies want all of them nothing is woken at
+first (``messages.Begin.hold_ms``).
 
 Getting priority back needs ``CAP_SYS_NICE`` or a limit (``ulimit -e``) that allows it, and ``CAP_SYS_ADMIN`` for
 autogroups; where that is refused, the saver stays as it is, and never stands aside: it would for ever.

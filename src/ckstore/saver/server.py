@@ -13,18 +13,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import select
 import signal
 import socket
-import sys
 import threading
 from collections import deque
+from dataclasses import dataclass
 
+from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
-from ckstore.saver.channel import Channel, LogToTrainer
+from ckstore.saver.channel import Channel
 from ckstore.saver.committer import Committer
 from ckstore.saver.head import decode_head
 from ckstore.saver.messages import Message
@@ -37,9 +37,21 @@ _log = logging.getLogger("ckstore")
 BELL_PAUSE_MS = 1
 """After the bell has rung, until it is listened for again: it rings some ten times as often while a state is copied."""
 
-HOLD_SECONDS = 0.01
-"""Until a commit begins with what is staged by then, where copies take every processor: a call that returns in 5 ms
-behind a guard (``stall_return`` in docs/BENCH.md) has returned."""
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What was begun, as it stood when that was said.
+
+    Args:
+        message: What was said.
+        is_granted: The trainer was seen alive when the lease was held already.
+        is_late: The saver was ending.
+    """
+
+    message: messages.Begin
+    is_granted: bool
+    is_late: bool
+
 
 _Job = Ticket | messages.Release | messages.Forget | messages.Warm
 """What the committing thread does, one after the other."""
@@ -63,7 +75,10 @@ class Server:
         self._telling = threading.Lock()
         """Nothing is told of a ticket after its end."""
         self._jobs: deque[_Job] = deque()
-        self._is_working = self._is_holding = False
+        self._held: list[_Held] = []
+        """The listening thread's."""
+        self._held_until = 0.0
+        self._is_working = False
         self._has_heard = False
         self._is_ending = False
         self._is_over = False
@@ -72,7 +87,7 @@ class Server:
         self._last = 0
         self._ended: set[int] = set()
         """Tickets that have ended, and whose slots were not given back; the committing thread's."""
-        self._committer = Committer(hello, self.channel.tell, self._grant, self._hold, priority.headcount)
+        self._committer = Committer(hello, self.channel.tell, self._grant, priority.headcount)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
@@ -117,6 +132,8 @@ class Server:
             has_rung = self._has_rung()
             is_open = self._hear()
             self._has_heard = True
+            if not (is_alive and is_open) or SYSTEM_CLOCK.monotonic() >= self._held_until:
+                self._take_held()
             # No other thread does it: one that put itself aside would hold up whoever wants what it has locked.
             self._set_priority()
             self._board.tell()
@@ -124,7 +141,10 @@ class Server:
                 # A socket that nobody holds any more is the end too: nobody could stage or ask for anything.
                 self._lose_trainer()
                 return
-            if not (self._is_ending and self._is_idle()):
+            if self._held:
+                # Whoever copies rings for every unit.
+                without_bell.poll(max(1, round(1e3 * (self._held_until - SYSTEM_CLOCK.monotonic()))))
+            elif not (self._is_ending and self._is_idle()):
                 if has_rung:
                     without_bell.poll(BELL_PAUSE_MS)
                 poll.poll(self._trainer.timeout_ms)
@@ -149,8 +169,18 @@ class Server:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, messages.Begin):
-            self._begin(message)
-        elif isinstance(message, messages.Abort):
+            # First the lease, then the trainer, as in ``_grant``.
+            is_granted = self._committer.holds_lease and self._trainer.is_alive
+            # What was said before it could listen was not said too late.
+            is_late = self._is_ending and self._has_heard
+            if not self._held:
+                self._held_until = SYSTEM_CLOCK.monotonic() + message.hold_ms / 1e3
+            self._held.append(_Held(message, is_granted=is_granted, is_late=is_late))
+            if message.hold_ms and not is_late:
+                self._set_priority()
+                return
+        self._take_held()
+        if isinstance(message, messages.Abort):
             self._abort(message.ticket)
         elif isinstance(message, (messages.Release, messages.Forget)):
             self._add(message)
@@ -170,14 +200,17 @@ class Server:
         elif isinstance(message, messages.Staged):
             if (ticket := self._tickets.get(message.ticket)) is not None:
                 ticket.note_staged()
-        else:
+        elif not isinstance(message, messages.Begin):
             raise MalformedError(f"a {type(message).__name__} message came where none belongs")
-        with self._changed:
-            self._set_priority()
-            if self._is_holding:
-                self._changed.notify_all()
+        self._set_priority()
 
-    def _begin(self, message: messages.Begin) -> None:
+    def _take_held(self) -> None:
+        """Take note of what was begun, and waited until now."""
+        while self._held:
+            self._begin(self._held.pop(0))
+
+    def _begin(self, held: _Held) -> None:
+        message = held.message
         if message.ticket <= self._last or message.slot >= len(self._arena.slots):
             raise MalformedError("a ticket is out of order, or of a slot that is not there", where=repr(message))
         slot = self._arena.slots[message.slot]
@@ -187,8 +220,7 @@ class Server:
             raise MalformedError("a slot was begun that is not free", where=repr(message))
         self._last = message.ticket
         try:
-            # What was said before it could listen was not said too late.
-            if self._is_ending and self._has_heard:
+            if held.is_late:
                 raise SaverError("the saver is ending", todo="commit again: that starts a new one")
             slot.refresh()
             if message.head_place + message.head_nbytes > slot.nbytes or slot.ticket != message.ticket:
@@ -203,9 +235,9 @@ class Server:
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
-        if self._committer.holds_lease:
-            # Before the other thread can get at it, and end it.
-            self._grant()
+        # Before the other thread can get at it, and end it.
+        if held.is_granted or self._committer.holds_lease:
+            self._grant(ticket if held.is_granted else None)
         self._add(ticket)
 
     def _abort(self, number: int) -> None:
@@ -235,7 +267,6 @@ class Server:
                 return
             self._is_hurried, self._hurried_last = True, self._last
             self._set_priority()
-            self._changed.notify_all()
 
     def _set_priority(self) -> None:
         """Hurry while somebody waits; stand aside while a state is copied, or nothing is to do; give way otherwise."""
@@ -243,7 +274,7 @@ class Server:
             is_idle = not (self._jobs or self._is_working)
             if self._is_hurried or self._is_over or (self._is_ending and is_idle):
                 self._priority.hurry()
-            elif is_idle or any(ticket.is_coming for ticket in self._tickets.values()):
+            elif is_idle or self._held or any(ticket.is_coming for ticket in self._tickets.values()):
                 # Before the next state comes: told by its first message, threads would compute on until they heard.
                 self._priority.stand_aside()
             else:
@@ -275,16 +306,20 @@ class Server:
 
     def _is_idle(self) -> bool:
         with self._changed:
-            return not self._jobs and not self._is_working
+            return not (self._jobs or self._is_working or self._held)
 
-    def _grant(self) -> None:
-        """Tell every ticket that the lease is held for it, if the trainer lives to see that."""
+    def _grant(self, seen: Ticket | None = None) -> None:
+        """Tell every ticket that the lease is held for it, if the trainer lives to see that.
+
+        Args:
+            seen: It did when this one came, and the lease was held then.
+        """
         with self._telling:
             with self._changed:
                 waiting = [ticket for ticket in self._tickets.values() if not ticket.has_lease]
                 # After the lease was taken: from now on a trainer that is started again finds it.
                 if waiting and not self._trainer.is_alive:
-                    return
+                    waiting = [ticket for ticket in waiting if ticket is seen]
                 for ticket in waiting:
                     ticket.has_lease = True
             for ticket in waiting:
@@ -338,19 +373,6 @@ class Server:
                 if self._jobs or self._is_ending:
                     return
 
-    def _hold(self, ticket: Ticket) -> None:
-        """Let a state be copied first, for a while, where the threads that copy it want every processor.
-
-        A thread of the idle class that wakes gets one to the next tick of the scheduler, milliseconds, whoever else
-        wants it; so would the many that wake for what has come, and a call that waits for the copies with them.
-        """
-        if ticket.head.policy.staging_thread_count < len(os.sched_getaffinity(0)):
-            return
-        with self._changed:
-            self._is_holding = True
-            self._changed.wait_for(lambda: self._is_hurried or not ticket.is_coming, HOLD_SECONDS)
-            self._is_holding = False
-
     def _free_slots(self) -> None:
         """Give back the slots of tickets that have ended, and that hold nothing of what the next one wants."""
         free = self._ended - self._committer.tickets_kept
@@ -360,39 +382,3 @@ class Server:
                 self._tickets.pop(number).leave()
         for number in sorted(free):
             self.channel.tell(messages.SlotFree(number))
-
-
-def main(fds: list[int]) -> int:
-    """Serve on inherited descriptors: socket, bell and arena; return the exit code."""
-    channel, bell, arena_fd = fds
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    end = socket.socket(fileno=channel)
-    message = messages.receive(end, messages.TO_SAVER)
-    if not isinstance(message, messages.Hello):
-        raise MalformedError("the trainer did not begin with a hello")
-    priority = Priority(message.nice)
-    priority.give_way()
-    server = Server(end, bell, Arena.attach(arena_fd), message, priority)
-    _log.addHandler(LogToTrainer(server.channel, message.log_level))
-    _log.setLevel(message.log_level)
-    _log.propagate = False
-    end_without_threads()
-    return server.run()
-
-
-def end_without_threads() -> None:
-    """End this process when a thread that was started cannot begin: Python lets whoever started it wait for ever."""
-    # It happens for want of memory, and is told to this hook only, by a thread that can do no more than call C.
-    faults: queue.SimpleQueue[sys.UnraisableHookArgs] = queue.SimpleQueue()
-
-    def watch() -> None:
-        while True:
-            fault = faults.get()
-            if "thread started" in str(fault.err_msg):
-                _log.critical("the saver ends: it has no memory for a thread")
-                os._exit(1)
-            sys.__unraisablehook__(fault)
-
-    threading.Thread(target=watch, name="ckstore-faults", daemon=True).start()
-    sys.unraisablehook = faults.put

@@ -42,7 +42,10 @@ class DeviceCopies(Protocol):
 
 def starts_of(storages: Sequence[HostStorage]) -> NDArray[np.uint64]:
     """Return the address of each storage in the memory that it lies in."""
-    return np.array([_start_of(storage) for storage in storages], np.uint64)
+    told = [getattr(storage, "start", None) for storage in storages]
+    if None in told:
+        told = [_start_of(storage) for storage in storages]
+    return np.array(told, np.uint64)
 
 
 def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[Span]) -> list[int]:
