@@ -113,7 +113,7 @@ class TorchAdapter:
         """Look at plain tensors; what ``describe`` would refuse or copy is told of by it alone.
 
         A trainer waits for this, with cold caches: all of them are asked one thing after the other, by C and not by
-        Python, which takes half as long as asking one tensor after the other.
+        Python, which takes less time than asking one tensor after the other (docs/ARCHITECTURE.md).
         """
         kinds = list(map(type, leaves))
         if not PLAIN_KINDS.issuperset(kinds):
