@@ -22,8 +22,9 @@ from ckstore.format.records import LeaseRecord
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend, Locking
 from ckstore.io.local import LocalBackend
-from ckstore.store.lease import STALE_SECONDS, boot_identity, process_started
+from ckstore.store.lease import STALE_SECONDS
 from ckstore.store.parts import Parts, read_store_record
+from ckstore.store.processes import boot_identity, process_started
 from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30

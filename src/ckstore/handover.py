@@ -187,14 +187,15 @@ class Handover:
 
     def abandon(self) -> None:
         """End everything without waiting; what has begun is carried through, by our threads and the saver."""
-        if self._owner != os.getpid() or all(handed.is_over for handed in self._lying.going):
+        is_idle = all(handed.is_over for handed in self._lying.going)
+        if self._owner != os.getpid() or is_idle:
             # What is still on its way is waited for at exit.
             _handovers.discard(self)
         if self._owner == os.getpid():
             saver, self._saver = self._saver, None
             if saver is not None:
                 # Who opens the run next in this process must not resume what is older than what it still publishes.
-                note_abandoned(saver.pid)
+                note_abandoned(saver.pid, None if is_idle else self._parts.lease.location)
                 saver.quit(is_waited=False)
             self._lying.leave()
             self._dock.close(is_waited=False)
@@ -374,6 +375,7 @@ class Handover:
         engine: EngineName = "pwrite" if self._parts.engine_name == "pwrite" else "auto"
         place, run, arena, clock = backend.root, self._parts.run, self._dock.arena, self._parts.clock
         self._nice = policy.saver_nice
+        self._parts.lease.wait_for_dropped()
 
         def start() -> Saver:
             self._saver = Saver.start(place, run, arena, nice=self._nice, engine=engine, clock=clock)

@@ -221,9 +221,10 @@ class LastCommit:
         for left in reversed(range(TRIES)):
             try:
                 self.receipt = self._try(step, is_first=left == TRIES - 1)
-            except TimeoutError:
-                self._tell_late(step, number)
-            except CkstoreError as error:
+            except (CkstoreError, MemoryError, OSError) as error:
+                if isinstance(error, TimeoutError) and self._left() == 0:
+                    self._tell_late(step, number)
+                    return
                 if left == 0:
                     raise
                 _log.warning("%s: the last commit is tried again: %s", number.name, error)

@@ -15,7 +15,7 @@ from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.io.local import LocalBackend
 from ckstore.store import gc_pace
 from ckstore.store.gc_pace import PacedBackend, paced, someone_writes
-from ckstore.store.lease import boot_identity, process_started
+from ckstore.store.processes import boot_identity, process_started
 
 
 class Wrist:

@@ -18,7 +18,7 @@ from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.server import Server
 from ckstore.staging.copying import Crew
-from ckstore.store.lease import process_started
+from ckstore.store.processes import process_started
 
 sys.path.insert(0, str(Path(__file__).parent))
 

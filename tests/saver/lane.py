@@ -19,7 +19,9 @@ from trainers import SECONDS_MAX, Life, Trainers
 
 import ckstore
 from ckstore.format import layout
-from ckstore.store.lease import is_stopped, process_started
+from ckstore.store.processes import is_stopped, process_started
+
+FATAL = {"SIGKILL", "SIGSTOP", "SIGTERM", "out of memory"}
 
 
 class Lane:
@@ -114,6 +116,11 @@ class Lane:
         time.sleep(10 ** self.choice.uniform(-4, -0.4))
 
     # Strokes
+
+    @property
+    def killed(self):
+        """How often somebody was killed, stopped, told to end, or left without memory."""
+        return sum(count for kind, count in self.kills.items() if kind.partition(" ")[2] in FATAL)
 
     def strike(self, life, number):
         """Send a signal to the trainer."""
@@ -253,8 +260,8 @@ class Lane:
         counts = ", ".join(f"{count} {what}" for what, count in self.counts.items())
         slowest = max((seconds for seconds, _ in self.noticed), default=0.0)
         return (
-            f"{self.task}, seed {self.seed}: {len(self.lives)} lives, {self.kills.total()} strokes ({kills}); "
-            f"{counts}; "
+            f"{self.task}, seed {self.seed}: {len(self.lives)} lives, {self.kills.total()} strokes ({kills}), "
+            f"{self.killed} of them fatal; {counts}; "
             f"{len(self.noticed)} deaths of savers noticed within {slowest:.2f} s"
         )
 

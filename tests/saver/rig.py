@@ -20,7 +20,7 @@ from ckstore.saver.arena import STAGED, UNIT_NBYTES, Arena
 from ckstore.saver.client import Saver
 from ckstore.saver.head import HeadWriter, SampleRow
 from ckstore.saver.tickets import Callbacks
-from ckstore.store.lease import process_started
+from ckstore.store.processes import process_started
 
 SOURCE = Path(ckstore.__file__).parent.parent
 FOLDER = Path(__file__).parent

@@ -26,7 +26,7 @@ from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.saver import messages, process, server
 from ckstore.saver.arena import Arena
 from ckstore.saver.priority import Priority
-from ckstore.store.lease import process_started
+from ckstore.store.processes import process_started
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 

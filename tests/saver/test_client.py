@@ -28,7 +28,7 @@ from ckstore.saver.arena import Arena
 from ckstore.saver.client import Saver
 from ckstore.saver.process import Watch
 from ckstore.saver.tickets import Callbacks, Tickets
-from ckstore.store.lease import process_started
+from ckstore.store.processes import process_started
 
 
 def steps(address):

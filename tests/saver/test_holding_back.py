@@ -40,7 +40,13 @@ def test_commits_of_a_saver_follow_the_headcount_of_its_priority(server, monkeyp
     server._committer.open()
     head = SimpleNamespace(policy=Policy(staging_threads=1), step=1, metrics={}, tags=())
     ticket = SimpleNamespace(
-        number=1, head=head, may_keep=False, check=lambda: None, captured=lambda: None, wait_whole=lambda: None
+        number=1,
+        head=head,
+        may_keep=False,
+        is_orphan=False,
+        check=lambda: None,
+        captured=lambda: None,
+        wait_whole=lambda: None,
     )
     with pytest.raises(SaverError, match="seen enough"):
         server._committer._committed(ticket, None)

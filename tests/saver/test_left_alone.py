@@ -118,12 +118,16 @@ def test_guards_stay_until_what_they_protect_is_copied_when_a_store_is_closed(sa
     assert calls == [("released", True)]
 
 
-def handed_over_and_dropped(folder):
-    """Have a saver take the run, stop it, hand it a state, and drop the handle; return the saver's pid."""
+def handed_over_and_dropped(folder, *, has_lease):
+    """Have a saver started, stop it, hand it a state, and drop the handle; return the saver's pid."""
     store = ckstore.open(folder)
-    store.commit_async(noise(0), 0).result()
-    # Its slot is free a moment after its receipt; stopped before that, the saver would be waited for by the next.
-    store.wait()
+    if has_lease:
+        store.commit_async(noise(0), 0).result()
+        # Its slot is free a moment after its receipt; stopped before that, the saver would be waited for by the next.
+        store.wait()
+    else:
+        store.commit(noise(0), 0)
+        store.prewarm(noise(1))
     pid = store._handover.saver_pid
     stop(pid)
     try:
@@ -135,8 +139,9 @@ def handed_over_and_dropped(folder):
     return pid
 
 
-def test_a_handle_opened_in_the_same_process_waits_for_the_saver_of_one_that_was_dropped(folder, caplog):
-    pid = handed_over_and_dropped(folder)
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_a_handle_opened_in_the_same_process_waits_for_the_saver_of_one_that_was_dropped(folder, caplog, has_lease):
+    pid = handed_over_and_dropped(folder, has_lease=has_lease)
     try:
         gc.collect()
         results = []
@@ -153,6 +158,21 @@ def test_a_handle_opened_in_the_same_process_waits_for_the_saver_of_one_that_was
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_the_next_commit_in_the_background_comes_after_what_a_dropped_handle_has_begun(folder, caplog, has_lease):
+    pid = handed_over_and_dropped(folder, has_lease=has_lease)
+    try:
+        gc.collect()
+        with ckstore.open(folder) as again, caplog.at_level(logging.WARNING, "ckstore"):
+            let_go = threading.Timer(0.3, os.kill, (pid, signal.SIGCONT))
+            let_go.start()
+            assert again.commit_async(noise(2), 2).result(SECONDS_MAX).seq == 2
+            assert again.steps() == [0, 1, 2]
+        assert f"waiting for the saver (pid {pid})" in caplog.text
+    finally:
+        let_go.join()
 
 
 def test_other_processes_wait_for_a_saver_that_is_told_to_end_while_it_works(desk, backend_of_desk):

@@ -21,7 +21,8 @@ import ckstore
 from ckstore.errors import ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
-from ckstore.store.lease import Lease, SaverPurpose, boot_identity, is_orphan, process_started
+from ckstore.store.lease import Lease, SaverPurpose, is_orphan
+from ckstore.store.processes import boot_identity, process_started
 
 STAGED = "handed.stage().finish(); say('staged')"
 STAGING = "handed.stage(3); say('staging')"

@@ -22,8 +22,10 @@ from ckstore.config import MIB, Policy
 from ckstore.errors import ConflictError, NotFoundError, SaverError
 from ckstore.format import layout
 from ckstore.saver import messages
+from ckstore.saver.arena import STAGED
 from ckstore.saver.messages import send
-from ckstore.store.lease import SaverPurpose, process_started
+from ckstore.store.lease import SaverPurpose
+from ckstore.store.processes import process_started
 
 PLAIN = Policy(compression="none")
 
@@ -225,6 +227,16 @@ def test_malformed_message_ends_the_connection_loudly(desk, address, caplog, pac
     assert "cannot understand its trainer" in caplog.text
     with ckstore.open(address) as store:
         assert store.steps() == [1]
+
+
+def test_what_was_whole_is_published_although_its_saver_held_back_when_it_heard_nonsense(desk, address):
+    desk.commit(noise(0), 0)
+    handed = desk.begin(noise(1), 1, hold_ms=600_000).stage()
+    handed.slot.state = STAGED
+    desk.saver._channel.send(b"\1garbage")
+    assert handed.wait().step == 1
+    with ckstore.open(address) as store:
+        assert store.steps() == [0, 1]
 
 
 def test_slot_that_is_not_free_is_not_begun_again(desk, caplog):

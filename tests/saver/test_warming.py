@@ -89,7 +89,8 @@ def test_saver_has_mapped_the_state_to_come_when_it_says_so(address):
         desk.close()
 
 
-def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server, monkeypatch):
+@pytest.mark.parametrize("to_do", ["_jobs", "_held"])
+def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server, monkeypatch, to_do):
     slot = server._arena.slots[0]
     slot.reserve(6 * UNIT_NBYTES)
     slot.populate(0, 6 * UNIT_NBYTES)
@@ -100,13 +101,13 @@ def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server
         for _ in real(slot):
             steps.append("unit")
             if len(steps) == 2:
-                server._jobs.append(messages.Forget())
+                getattr(server, to_do).append(messages.Forget())
             yield
 
     monkeypatch.setattr(Slot, "map_ahead", stepping)
     server._warm()
     assert steps == ["unit", "unit"]
-    server._jobs.clear()
+    getattr(server, to_do).clear()
     server._warm()
     assert steps == ["unit"] * 8
     server._is_ending = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import threading
 
@@ -35,6 +36,26 @@ def test_a_failing_last_commit_is_raised(disk_store):
         with pytest.raises(ckstore.LeafTypeError, match="x"):
             last.check(1)
     assert disk_store.steps() == []
+
+
+ERRORS = [MemoryError("no memory"), OSError(errno.ENOSPC, "full"), TimeoutError(errno.ETIMEDOUT, "no answer")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_last_commit_that_the_system_fails_is_tried_again(disk_store, monkeypatch, error):
+    commit, tries = disk_store.commit, []
+
+    def failing_once(*args, **options):
+        tries.append(args)
+        if len(tries) == 1:
+            raise error
+        return commit(*args, **options)
+
+    monkeypatch.setattr(disk_store, "commit", failing_once)
+    with disk_store.commit_on_signal(lambda: {"a": 1}, then="return") as last:
+        signal.raise_signal(signal.SIGTERM)
+        assert last.check(3)
+    assert (len(tries), last.receipt.step, disk_store.steps()) == (2, 3, [3])
 
 
 def test_listening_ends_with_the_store_and_leaves_no_thread(folder, no_threads_left):

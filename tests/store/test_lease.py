@@ -22,7 +22,8 @@ from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.lease import STALE_SECONDS, Lease, boot_identity, has_rebooted, is_stopped, process_started
+from ckstore.store.lease import STALE_SECONDS, Lease
+from ckstore.store.processes import boot_identity, has_rebooted, is_stopped, process_started
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 PATH = layout.lease_name("main")

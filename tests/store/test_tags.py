@@ -12,7 +12,7 @@ from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageErro
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, encode_record
 from ckstore.store import tags as tags_module
-from ckstore.store.lease import boot_identity
+from ckstore.store.processes import boot_identity
 from ckstore.store.tags import Tags
 
 ID = bytes(range(32))

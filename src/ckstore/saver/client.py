@@ -26,7 +26,7 @@ from ckstore.saver.arena import Arena
 from ckstore.saver.messages import Message
 from ckstore.saver.process import Watch, how_ended, spawn
 from ckstore.saver.tickets import OF_TICKET, Answers, Callbacks, Tickets
-from ckstore.store.lease import is_stopped, process_started
+from ckstore.store.processes import is_stopped, process_started
 
 _log = logging.getLogger("ckstore")
 

@@ -186,7 +186,7 @@ class Committer:
         assert self._lease is not None
         ticket.check()
         parts, head = self._parts, ticket.head
-        self._hold_lease()
+        self._hold_lease(ticket)
         watch = _ToldStopwatch(parts.clock, ticket, self._tell)
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
@@ -208,9 +208,12 @@ class Committer:
         untagged = [warning for name in head.tags if (warning := _tag_or_warning(parts, name, receipt.seq))]
         return replace(receipt, warnings=(*receipt.warnings, *untagged))
 
-    def _hold_lease(self) -> None:
+    def _hold_lease(self, ticket: Ticket) -> None:
         assert self._parts is not None
         assert self._lease is not None
+        if ticket.is_orphan:
+            # Whoever had it meanwhile, and is gone again, may have resumed an older state and gone on from there.
+            self._lease.check_held()
         self._lease.wait_for_orphan()
         self._parts.prepare_run()
         self._lease.take()

@@ -35,7 +35,7 @@ Fact = Scalar | list[str]
 class Hello(NamedTuple):
     """Trainer: the first message; where to save, and whom to watch.
 
-    ``trainer_started`` is what ``store.lease.process_started`` says of the trainer.
+    ``trainer_started`` is what ``store.processes.process_started`` says of the trainer.
     """
 
     address: str

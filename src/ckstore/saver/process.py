@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckstore.store.lease import process_started
+from ckstore.store.processes import process_started
 
 POLL_SECONDS = 0.5
 """How often to look where the system has no pidfds."""

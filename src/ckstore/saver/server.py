@@ -76,7 +76,7 @@ class Server:
         """Nothing is told of a ticket after its end."""
         self._jobs: deque[_Job] = deque()
         self._held: list[_Held] = []
-        """The listening thread's."""
+        """The listening thread's; another one may look whether there is one."""
         self._held_until = 0.0
         self._is_working = False
         self._has_heard = False
@@ -109,6 +109,8 @@ class Server:
         except Exception as error:
             problem = error
             _log.error("the saver cannot understand its trainer, and ends: %s", error)
+            with contextlib.suppress(CkstoreError):
+                self._take_held()
             self._lose_trainer()
         self._finish()
         self._committer.close()
@@ -235,8 +237,8 @@ class Server:
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
-        # Before the other thread can get at it, and end it.
-        if held.is_granted or self._committer.holds_lease:
+        # Before the other thread can get at it, and end it; it may have been taken over meanwhile.
+        if self._committer.holds_lease:
             self._grant(ticket if held.is_granted else None)
         self._add(ticket)
 
@@ -370,7 +372,7 @@ class Server:
         """Map what memory was taken for states to come, until there is something else to do."""
         for slot in self._arena.slots:
             for _ in slot.map_ahead():
-                if self._jobs or self._is_ending:
+                if self._jobs or self._held or self._is_ending:
                     return
 
     def _free_slots(self) -> None:

@@ -112,6 +112,11 @@ class Ticket:
         is_gone = self._board.is_trainer_gone
         return self.is_aborted or (is_gone and not (self.has_lease and self.is_whole))
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether it is to be published although its trainer is dead."""
+        return self.has_lease and self._board.is_trainer_gone
+
     def abort(self) -> None:
         """Give it up, as the trainer asks."""
         self.is_aborted = True
@@ -223,6 +228,14 @@ class GatedLease(Lease):
         # Whoever renews a lease waits for a beat that is being written.
         if self._heart is not None:
             keep_awake(self._heart)
+
+    def check_held(self) -> None:
+        """Look at the lease again, whatever is staged.
+
+        Raises:
+            ConflictError: Another writer took it over.
+        """
+        super().check()
 
     def check(self) -> None:
         """Look at the lease again, before publishing, and wait until all is staged.

@@ -27,7 +27,7 @@ from ckstore.format import layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant
-from ckstore.store.lease import boot_identity, has_rebooted, process_started
+from ckstore.store.processes import boot_identity, has_rebooted, process_started
 from ckstore.store.trash import make_durable_folder
 
 _log = logging.getLogger("ckstore")

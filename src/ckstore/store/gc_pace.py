@@ -20,7 +20,8 @@ from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
-from ckstore.store.lease import Lease, boot_identity, process_started
+from ckstore.store.lease import Lease
+from ckstore.store.processes import boot_identity, process_started
 
 REST = 4.0
 """Sleep for so many times as long as the disk was kept busy: it is free for others four fifths of the time."""

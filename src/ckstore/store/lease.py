@@ -20,8 +20,9 @@ import os
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from ckstore.clock import Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, CorruptError
@@ -29,6 +30,7 @@ from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
+from ckstore.store.processes import boot_identity, has_rebooted, is_stopped, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -45,53 +47,6 @@ ORPHAN_PATIENCE_SECONDS = 10.0
 
 _RECORD_NBYTES_MAX = 4096
 _live_tokens: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
-
-
-def process_started(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot, or None when there is none.
-
-    Together with the pid it names a process for the lifetime of a boot: pids are used again, pairs are not.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rsplit(")", 1)[-1].split()
-    # Field 3 is the state, field 22 the start time; a zombie has died.
-    return None if fields[0] in {"Z", "X"} else fields[19]
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, and waits for SIGCONT."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rsplit(")", 1)[-1].split()[0] in {"T", "t"}
-
-
-def boot_identity() -> str:
-    """Return ``machine id/boot id/pid namespace``; within one of these, pids can be looked up in /proc.
-
-    Empty where the system does not say; then only heartbeats tell.
-    """
-    try:
-        machine = Path("/etc/machine-id").read_text().strip()
-    except OSError:
-        machine = ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
-    except OSError:
-        return ""
-    return f"{machine}/{boot}/{namespace}"
-
-
-def has_rebooted(before: str, now: str) -> bool:
-    """Whether two identities are those of one machine in different boots: whoever ran before is dead."""
-    machine_before, _, rest_before = before.partition("/")
-    machine_now, _, rest_now = now.partition("/")
-    return bool(machine_now) and machine_before == machine_now and rest_before.split("/")[0] != rest_now.split("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +98,11 @@ class Lease:
         self._writing = threading.Lock()
 
     @property
+    def location(self) -> str:
+        """Where it lies, for messages too."""
+        return self._backend.location_of(self._path)
+
+    @property
     def is_held(self) -> bool:
         """Whether this handle, in this process, has taken the lease."""
         return self._record is not None and self._pid == os.getpid()
@@ -188,7 +148,7 @@ class Lease:
             self._forget()
             raise ConflictError(
                 f"the writer lease of run {self._run!r} was taken over by {_describe(holder)}",
-                where=self._backend.location_of(self._path),
+                where=self.location,
                 todo="nothing was published; stop one of the two writers, then commit again",
             )
 
@@ -253,27 +213,46 @@ class Lease:
         Returns:
             Whether there was one.
         """
+        was_dropped = self.wait_for_dropped()
         orphan = self._read()
         if orphan is None or not is_orphan(orphan):
-            return False
+            return was_dropped
         purpose = SaverPurpose.of(orphan.purpose)
         what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
-        begun, told = self._clock.monotonic(), 0
         is_dropped = (orphan.pid, orphan.process_started) in _abandoned
-        whose = "a handle that was dropped" if is_dropped else "the trainer that died"
-        _log.warning("run %r: waiting for the saver (pid %d) of %s to %s", self._run, orphan.pid, whose, what)
-        holder: LeaseRecord | None = orphan
-        while holder is not None and holder.token == orphan.token and is_orphan(holder):
+        whose = _DROPPED if is_dropped else "the trainer that died"
+
+        def is_there() -> bool:
+            holder = self._read()
+            return holder is not None and holder.token == orphan.token and is_orphan(holder)
+
+        self._wait_for(is_there, orphan.pid, f"of {whose} to {what}")
+        return True
+
+    def wait_for_dropped(self) -> bool:
+        """Wait for savers of this process whose handle was dropped before they had the lease; says so in the log.
+
+        Returns:
+            Whether there was one.
+        """
+        mine = self.location
+        waiting = [saver for saver, coming in list(_abandoned.items()) if coming == mine and _lives(saver)]
+        for saver in waiting:
+            self._wait_for(partial(_lives, saver), saver[0], f"of {_DROPPED} to publish what it was given")
+        return bool(waiting)
+
+    def _wait_for(self, is_there: Callable[[], bool], pid: int, what: str) -> None:
+        begun, told = self._clock.monotonic(), 0
+        _log.warning("run %r: waiting for the saver (pid %d) %s", self._run, pid, what)
+        while is_there():
             self._clock.sleep(ORPHAN_POLL_SECONDS)
             waited = self._clock.monotonic() - begun
             if waited >= (told + 1) * ORPHAN_PATIENCE_SECONDS:
                 told += 1
-                stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(orphan.pid) else ""
+                stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(pid) else ""
                 _log.warning(
-                    "run %r: still waiting for the saver (pid %d), for %.0f s%s", self._run, orphan.pid, waited, stopped
+                    "run %r: still waiting for the saver (pid %d), for %.0f s%s", self._run, pid, waited, stopped
                 )
-            holder = self._read()
-        return True
 
     def _remove_dead_holder(self) -> None:
         self.wait_for_orphan()
@@ -281,7 +260,7 @@ class Lease:
         if holder is not None and self._is_alive(holder):
             raise ConflictError(
                 f"run {self._run!r} is being written by {_describe(holder)}",
-                where=self._backend.location_of(self._path),
+                where=self.location,
                 todo="stop that process, or commit to another run",
                 pid=holder.pid,
                 host=holder.host,
@@ -372,12 +351,30 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:
         del lease
 
 
-_abandoned: set[tuple[int, str | None]] = set()
+_Saver = tuple[int, str | None]
+"""Its pid, and when it was started."""
+
+_DROPPED = "a handle that was dropped"
+_abandoned: dict[_Saver, str | None] = {}
+"""Savers of this process whose handle was dropped, and which lease they may still come to take."""
 
 
-def note_abandoned(pid: int) -> None:
-    """Let a saver of this process, whose handle was dropped, be waited for as an orphan is."""
-    _abandoned.add((pid, process_started(pid)))
+def note_abandoned(pid: int, coming: str | None) -> None:
+    """Let a saver of this process, whose handle was dropped, be waited for as an orphan is.
+
+    Args:
+        pid: The saver's.
+        coming: Where the lease lies that it takes to publish what it was given; None: it was given nothing.
+    """
+    for each in list(_abandoned):
+        if not _lives(each):
+            _abandoned.pop(each, None)
+    _abandoned[pid, process_started(pid)] = coming
+
+
+def _lives(saver: _Saver) -> bool:
+    pid, started = saver
+    return started is not None and process_started(pid) == started
 
 
 def is_orphan(holder: LeaseRecord) -> bool:

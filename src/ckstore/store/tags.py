@@ -19,7 +19,7 @@ from ckstore.format.records import IntentRecord, TagRecord, decode_record, encod
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend, Distant
 from ckstore.store.at_once import ask_each
-from ckstore.store.lease import boot_identity, has_rebooted, process_started
+from ckstore.store.processes import boot_identity, has_rebooted, process_started
 
 _log = logging.getLogger("ckstore")
 
