@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bench import background, histories, machine
+from bench.floor import NICENESS
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
@@ -22,6 +23,7 @@ VARIANTS = ("none", "fast")
 QUIET_SECONDS = 2.0
 NICENESSES = (0, 5, 10, 19)
 RETURNS = 6
+COMPUTING = "a process that computes"
 
 
 def stall_blocking(bench: Bench) -> Result:
@@ -187,7 +189,19 @@ def stall_python_loop(bench: Bench) -> Result:
 
         return partial(sampled, count)
 
+    def by_nobody() -> tuple[float, float]:
+        # Not even its memory is shared: what the loop loses to this, it loses to the machine.
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+            try:
+                os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+                began = time.perf_counter()
+                rate = background.count_in_python(lambda: time.perf_counter() - began > QUIET_SECONDS)
+                return rate, time.perf_counter() - began
+            finally:
+                process.kill()
+
     participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
+    participants[COMPUTING] = partial(sampled, by_nobody)
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
     for name, samples in result.samples.items():
