@@ -147,6 +147,18 @@ def _owner_of(state: histories.State) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _count_beside_spinning() -> tuple[float, float]:
+    """Count beside a process that uses neither memory nor disk: what the loop loses to it, it loses to the machine."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+            began = time.perf_counter()
+            rate = background.count_in_python(lambda: time.perf_counter() - began > QUIET_SECONDS)
+            return rate, time.perf_counter() - began
+        finally:
+            process.kill()
+
+
 def stall_python_loop(bench: Bench) -> Result:
     """Run a loop of pure Python while a state is being saved, beside the same loop alone."""
     result = bench.result("stall_python_loop", "rounds/s", is_higher_better=True)
@@ -189,19 +201,8 @@ def stall_python_loop(bench: Bench) -> Result:
 
         return partial(sampled, count)
 
-    def by_nobody() -> tuple[float, float]:
-        # Not even its memory is shared: what the loop loses to this, it loses to the machine.
-        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-            try:
-                os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
-                began = time.perf_counter()
-                rate = background.count_in_python(lambda: time.perf_counter() - began > QUIET_SECONDS)
-                return rate, time.perf_counter() - began
-            finally:
-                process.kill()
-
     participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
-    participants[COMPUTING] = partial(sampled, by_nobody)
+    participants[COMPUTING] = partial(sampled, _count_beside_spinning)
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
     for name, samples in result.samples.items():
