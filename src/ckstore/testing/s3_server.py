@@ -21,14 +21,16 @@ KEY_ID, SECRET = "AKIACANARYINTHEMINE0", "canary/secret+that/nobody/may/ever/see
 """Credentials of the server on the loopback, by which a leak is found."""
 
 _SERVE = """
-import logging, sys, time
-from moto.server import ThreadedMotoServer
+import logging, sys, threading
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
 logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_address[1], flush=True)
 sys.stdin.read()
 """
+"""Its S3 alone: what else moto serves has it look through two hundred folders at every request."""
 
 
 @dataclass(frozen=True, slots=True)
