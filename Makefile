@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in about a minute.
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its half hour.
+test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its time.
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal
 
 test-fast: $(VENV)/.installed  ## All but the long programmes: two minutes.
