@@ -45,6 +45,10 @@ STAGED_SECONDS = 1.0
 _Listener = Callable[[int, FrameType | None], Any]
 
 
+class _LateError(Exception):
+    """The deadline has passed before the last commit was durable."""
+
+
 class Committing(Protocol):
     """A store, as far as a last commit needs one."""
 
@@ -221,10 +225,9 @@ class LastCommit:
         for left in reversed(range(TRIES)):
             try:
                 self.receipt = self._try(step, is_first=left == TRIES - 1)
+            except _LateError:
+                self._tell_late(step, number)
             except (CkstoreError, MemoryError, OSError) as error:
-                if isinstance(error, TimeoutError) and self._left() == 0:
-                    self._tell_late(step, number)
-                    return
                 if left == 0:
                     raise
                 _log.warning("%s: the last commit is tried again: %s", number.name, error)
@@ -249,7 +252,13 @@ class LastCommit:
 
     def _durable(self, pending: Pending) -> Receipt:
         self._late = pending
-        return pending.result(timeout=self._left())
+        try:
+            return pending.result(timeout=self._left())
+        except TimeoutError:
+            if not pending.is_done:
+                raise _LateError from None
+            # It ended just now, or by an error of that kind: one that the system has given.
+            return pending.result()
 
     def _tell_late(self, step: int, number: signal.Signals) -> None:
         """The deadline has passed: say what is certain, and what is not."""

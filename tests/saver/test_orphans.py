@@ -108,24 +108,32 @@ def test_staged_bytes_without_the_last_word_are_not_published(address, child):
         assert store.steps() == []
 
 
-def test_what_was_staged_while_its_saver_held_back_is_published(address, child):
-    # The saver has the lease of the commit before; nobody tells it that all is staged but the slot itself.
-    begin = "desk.commit(noise(0), 0)\nhanded = desk.begin(noise(1), 1, hold_ms=600_000)\n"
-    trainer = child(begin + "time.sleep(0.2); handed.stage(); handed.slot.state = 2; say(len(handed.events))")
+HELD = """
+handed = desk.begin(noise(1), 1, hold_ms=600_000)
+time.sleep(0.2)
+handed.stage()
+handed.slot.state = 2
+say(len(handed.events))
+"""
+
+
+def staged_and_killed(trainer):
+    """Kill a trainer whose saver has not begun what is staged, and wait until that saver has ended."""
     assert trainer.hear() == "0", "nothing has begun"
     trainer.kill()
     trainer.wait_saver()
+
+
+def test_what_was_staged_while_its_saver_held_back_is_published(address, child):
+    # The saver has the lease of the commit before; nobody tells it that all is staged but the slot itself.
+    staged_and_killed(child("desk.commit(noise(0), 0)\n" + HELD))
     with ckstore.open(address) as store:
         assert store.steps() == [0, 1]
         assert np.array_equal(store.restore()["w0"], noise(1)["w0"])
 
 
 def test_what_was_staged_before_its_saver_had_the_run_is_not_published(address, child):
-    begin = "assert desk.saver.wait_ready(60)\nhanded = desk.begin(noise(1), 1, hold_ms=600_000)\n"
-    trainer = child(begin + "time.sleep(0.2); handed.stage(); handed.slot.state = 2; say(len(handed.events))")
-    assert trainer.hear() == "0", "nothing has begun"
-    trainer.kill()
-    trainer.wait_saver()
+    staged_and_killed(child("assert desk.saver.wait_ready(60)\n" + HELD))
     assert not lease_path(address).exists()
     with ckstore.open(address) as store:
         assert store.steps() == []

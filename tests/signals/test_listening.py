@@ -6,6 +6,7 @@ import contextlib
 import errno
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,6 +57,23 @@ def test_a_last_commit_that_the_system_fails_is_tried_again(disk_store, monkeypa
         signal.raise_signal(signal.SIGTERM)
         assert last.check(3)
     assert (len(tries), last.receipt.step, disk_store.steps()) == (2, 3, [3])
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_time_out_of_the_system_is_told_from_the_deadline(disk_store, monkeypatch, is_done):
+    def no_answer(timeout=None):
+        raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+    def begin(*args, **options):
+        return SimpleNamespace(result=no_answer, is_done=is_done, wait_staged=lambda timeout: True)
+
+    monkeypatch.setattr(type(disk_store), "arena_nbytes", 1)
+    monkeypatch.setattr(disk_store, "commit_async", begin)
+    with disk_store.commit_on_signal(lambda: {"a": 1}, then="return") as last:
+        signal.raise_signal(signal.SIGTERM)
+        assert last.check(3)
+    # What goes on is not committed a second time beside it.
+    assert disk_store.steps() == ([3] if is_done else [])
 
 
 def test_listening_ends_with_the_store_and_leaves_no_thread(folder, no_threads_left):

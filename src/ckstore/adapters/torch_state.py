@@ -112,8 +112,7 @@ class TorchAdapter:
     def glances(self, leaves: Sequence[object]) -> Sights | None:
         """Look at plain tensors; what ``describe`` would refuse or copy is told of by it alone.
 
-        A trainer waits for this, with cold caches: all of them are asked one thing after the other, by C and not by
-        Python, which takes less time than asking one tensor after the other (docs/ARCHITECTURE.md).
+        A trainer waits for this: all of them are asked one thing after the other, by C and not by Python.
         """
         kinds = list(map(type, leaves))
         if not PLAIN_KINDS.issuperset(kinds):

@@ -109,6 +109,7 @@ class Server:
         except Exception as error:
             problem = error
             _log.error("the saver cannot understand its trainer, and ends: %s", error)
+            # What was said before that counts, unless it is what cannot be understood.
             with contextlib.suppress(CkstoreError):
                 self._take_held()
             self._lose_trainer()
