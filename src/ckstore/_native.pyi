@@ -58,20 +58,20 @@ def encode_sparse(plane: Buffer, out: Buffer) -> int:
 def decode_sparse(payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
     """Decode what ``encode_sparse`` made, as ``decode_plane`` does; ``bitmap`` is memory of an eighth of the plane."""
 
-def encode_sparse_portably(plane: Buffer, out: Buffer) -> int:
-    """Do as ``encode_sparse`` with the loops of processors without AVX-512; for tests."""
+def encode_plane_by(loops: str, plane: Buffer, out: Buffer) -> int:
+    """Do as ``encode_plane`` with one of ``coder_loops`` instead of the fastest."""
 
-def decode_sparse_portably(payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
-    """Do as ``decode_sparse`` with the loops of processors without AVX-512; for tests."""
+def decode_plane_by(loops: str, payload: Buffer, plane: Buffer) -> bool:
+    """Do as ``decode_plane`` with one of ``coder_loops`` instead of the fastest."""
 
-def encode_plane_portably(plane: Buffer, out: Buffer) -> int:
-    """Do as ``encode_plane`` with the loops of processors without AVX-512; for tests."""
+def encode_sparse_by(loops: str, plane: Buffer, out: Buffer) -> int:
+    """Do as ``encode_sparse`` with one of ``coder_loops`` instead of the fastest."""
 
-def decode_plane_portably(payload: Buffer, plane: Buffer) -> bool:
-    """Do as ``decode_plane`` with the loops of processors without AVX-512; for tests."""
+def decode_sparse_by(loops: str, payload: Buffer, plane: Buffer, bitmap: Buffer) -> bool:
+    """Do as ``decode_sparse`` with one of ``coder_loops`` instead of the fastest."""
 
-def coder_variant() -> str:
-    """Return which loops code planes on this processor: ``"avx512"`` or ``"portable"``."""
+def coder_loops() -> list[str]:
+    """Return which loops can code planes on this processor: ``avx512``, ``avx2``, ``portable``, the fastest first."""
 
 def float_values(source: Buffer, out: Buffer, kind: int) -> bool:
     """Write the elements as fp32; return whether all are finite."""

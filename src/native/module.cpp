@@ -9,13 +9,12 @@
 #include "bytes.hpp"
 #include "delta.hpp"
 #include "estimate.hpp"
+#include "module_coders.hpp"
 #include "module_quant.hpp"
 #include "module_outer.hpp"
 #include "module_directions.hpp"
 #include "planes.hpp"
-#include "rans.hpp"
 #include "rounding.hpp"
-#include "sparse.hpp"
 #include "staging.hpp"
 
 namespace {
@@ -180,50 +179,6 @@ void histogram(nb::handle source, nb::handle counts_out) {
     ckstore::histogram(from.data(), from.nbytes(), reinterpret_cast<std::uint32_t *>(to.data()));
 }
 
-std::size_t plane_bound(std::size_t nbytes) { return ckstore::rans_bound(nbytes); }
-
-template <bool kVectors>
-std::size_t encode_plane(nb::handle plane, nb::handle out) {
-    Bytes from(plane, false);
-    Bytes to(out, true);
-    if (to.nbytes() < ckstore::rans_bound(from.nbytes())) {
-        throw nb::value_error("room has less than the length that plane_bound asks for");
-    }
-    nb::gil_scoped_release unlocked;
-    return ckstore::rans_encode(from.data(), from.nbytes(), to.data(), kVectors);
-}
-
-template <bool kVectors>
-bool decode_plane(nb::handle payload, nb::handle plane) {
-    Bytes from(payload, false);
-    Bytes to(plane, true);
-    nb::gil_scoped_release unlocked;
-    return ckstore::rans_decode(from.data(), from.nbytes(), to.data(), to.nbytes(), kVectors);
-}
-
-template <bool kVectors>
-std::size_t encode_sparse(nb::handle plane, nb::handle out) {
-    Bytes from(plane, false);
-    Bytes to(out, true);
-    if (to.nbytes() < ckstore::rans_bound(from.nbytes())) {
-        throw nb::value_error("room has less than the length that plane_bound asks for");
-    }
-    nb::gil_scoped_release unlocked;
-    return ckstore::sparse_encode(from.data(), from.nbytes(), to.data(), kVectors);
-}
-
-template <bool kVectors>
-bool decode_sparse(nb::handle payload, nb::handle plane, nb::handle bitmap) {
-    Bytes from(payload, false);
-    Bytes to(plane, true);
-    Bytes bits(bitmap, true);
-    if (bits.nbytes() < (to.nbytes() + 7) / 8) {
-        throw nb::value_error("bitmap has less than an eighth of the length of the plane");
-    }
-    nb::gil_scoped_release unlocked;
-    return ckstore::sparse_decode(from.data(), from.nbytes(), to.data(), to.nbytes(), bits.data(), kVectors);
-}
-
 std::uint64_t *words_of(const Bytes &buffer) {
     if (reinterpret_cast<std::uintptr_t>(buffer.data()) % alignof(std::uint64_t) != 0) {
         throw nb::value_error("words are not aligned");
@@ -268,16 +223,7 @@ NB_MODULE(_native, module) {
     module.def("equal_bytes", &equal_bytes, "a"_a, "b"_a);
     module.def("is_constant", &is_constant, "source"_a);
     module.def("histogram", &histogram, "source"_a, "counts_out"_a);
-    module.def("plane_bound", &plane_bound, "nbytes"_a);
-    module.def("encode_plane", &encode_plane<true>, "plane"_a, "out"_a);
-    module.def("decode_plane", &decode_plane<true>, "payload"_a, "plane"_a);
-    module.def("encode_sparse", &encode_sparse<true>, "plane"_a, "out"_a);
-    module.def("decode_sparse", &decode_sparse<true>, "payload"_a, "plane"_a, "bitmap"_a);
-    module.def("encode_sparse_portably", &encode_sparse<false>, "plane"_a, "out"_a);
-    module.def("decode_sparse_portably", &decode_sparse<false>, "payload"_a, "plane"_a, "bitmap"_a);
-    module.def("encode_plane_portably", &encode_plane<false>, "plane"_a, "out"_a);
-    module.def("decode_plane_portably", &decode_plane<false>, "payload"_a, "plane"_a);
-    module.def("coder_variant", &ckstore::rans_variant);
+    define_coders(module);
     define_quantizers(module);
     define_products(module);
     define_directions(module);

@@ -21,12 +21,12 @@ std::size_t put_raw(std::uint8_t *out, const std::uint8_t *plane, std::size_t co
 
 // Codes one block behind its table: 64 states, bytes that fill no step, words. Returns its length.
 std::size_t encode_body(const std::uint8_t *plane, std::size_t count, const Model &model, std::uint8_t *out,
-                        bool vectors) {
+                        const Loops &loops) {
     const std::size_t steps = count / kLanes;
     const std::size_t rest = count % kLanes;
     std::memcpy(out + kStatesNbytes, plane + steps * kLanes, rest);
     std::uint32_t states[kLanes];
-    const std::uint8_t *const end = encode_steps(plane, steps, model, states, out + kStatesNbytes + rest, vectors);
+    const std::uint8_t *const end = loops.encode_steps(plane, steps, model, states, out + kStatesNbytes + rest);
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
         put_u32(out + 4 * lane, states[lane]);
     }
@@ -39,9 +39,10 @@ struct Kept {
     bool is_there = false;
 };
 
-std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kept, std::uint8_t *out, bool vectors) {
+std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kept, std::uint8_t *out,
+                         const Loops &loops) {
     std::uint32_t weights[kSymbols];
-    const std::uint32_t total = weigh(plane, count, weights, vectors);
+    const std::uint32_t total = weigh(plane, count, weights, loops);
     if (weights[plane[0]] == total) {
         out[kBlockHeader] = plane[0];
         return put_block(out, kConst, 1);
@@ -65,7 +66,7 @@ std::size_t encode_block(const std::uint8_t *plane, std::size_t count, Kept &kep
         at += table_nbytes;
     }
     const Model &model = is_same ? kept.model : own;
-    const std::size_t nbytes = at - kBlockHeader + encode_body(plane, count, model, out + at, vectors);
+    const std::size_t nbytes = at - kBlockHeader + encode_body(plane, count, model, out + at, loops);
     // A sample may deceive.
     if (nbytes >= worth) {
         return put_raw(out, plane, count);
@@ -86,23 +87,14 @@ std::size_t rans_bound(std::size_t count) {
     return count + blocks * kBlockHeader + last + kTableMax + kStatesNbytes + kWordsSlack;
 }
 
-std::size_t rans_encode(const std::uint8_t *plane, std::size_t count, std::uint8_t *out, bool vectors) {
+std::size_t rans_encode(const std::uint8_t *plane, std::size_t count, std::uint8_t *out, const Loops &loops) {
     Kept kept;
     std::size_t at = 0;
     for (std::size_t begin = 0; begin < count; begin += kRansBlock) {
         const std::size_t nbytes = count - begin < kRansBlock ? count - begin : kRansBlock;
-        at += encode_block(plane + begin, nbytes, kept, out + at, vectors);
+        at += encode_block(plane + begin, nbytes, kept, out + at, loops);
     }
     return at;
-}
-
-const char *rans_variant() {
-#ifdef CKSTORE_RANS_AVX512
-    if (has_avx512()) {
-        return "avx512";
-    }
-#endif
-    return "portable";
 }
 
 }  // namespace ckstore

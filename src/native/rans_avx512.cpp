@@ -1,6 +1,6 @@
 #include "rans_steps.hpp"
 
-#ifdef CKSTORE_RANS_AVX512
+#ifdef CKSTORE_RANS_VECTORS
 
 #if defined(__GNUC__) && !defined(__clang__)
 // The vector headers of GCC 12 start from registers that they leave undefined on purpose.
@@ -310,17 +310,7 @@ CKSTORE_AVX512 inline std::size_t take_step(__m512i bytes, __mmask64 inside, __m
     return static_cast<std::size_t>(__builtin_popcountll(set));
 }
 
-}  // namespace
-
-bool has_avx512() {
-    static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-                            __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
-    return has;
-}
-
-CKSTORE_AVX512 void see_others_avx512(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen) {
+CKSTORE_AVX512 void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen) {
     Lookup lookup = load_lookup(seen);
     std::size_t i = 0;
     for (; i + 64 <= count; i += 64) {
@@ -339,7 +329,7 @@ CKSTORE_AVX512 void see_others_avx512(const std::uint8_t *bytes, std::size_t cou
     }
 }
 
-CKSTORE_AVX512 std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std::size_t steps, const Model &model,
+CKSTORE_AVX512 std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model,
                                                  std::uint32_t *states, std::uint8_t *words) {
     std::size_t symbols = 0;
     for (std::size_t s = 0; s < kSymbols; ++s) {
@@ -349,11 +339,11 @@ CKSTORE_AVX512 std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std:
                                        : encode_with(ManySymbols(model), plane, steps, states, words);
 }
 
-CKSTORE_AVX512 bool decode_steps_avx512(Stream *streams, std::size_t count, std::size_t steps) {
+CKSTORE_AVX512 bool decode_steps(Stream *streams, std::size_t count, std::size_t steps) {
     return count == 1 ? decode_streams<1>(streams, steps) : decode_streams<2>(streams, steps);
 }
 
-CKSTORE_AVX512 std::size_t take_others_avx512(const std::uint8_t *plane, std::size_t count, std::uint8_t common,
+CKSTORE_AVX512 std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common,
                                               std::uint8_t *bitmap, std::uint8_t *others, std::size_t limit) {
     const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
     std::size_t taken = 0;
@@ -369,7 +359,7 @@ CKSTORE_AVX512 std::size_t take_others_avx512(const std::uint8_t *plane, std::si
     return taken;
 }
 
-CKSTORE_AVX512 void put_others_avx512(std::uint8_t *plane, std::size_t count, std::uint8_t common,
+CKSTORE_AVX512 void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common,
                                       const std::uint8_t *bitmap, std::size_t other_count) {
     const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
     // What is left to be put never needs more room than is left: it is read before it is overwritten.
@@ -387,6 +377,18 @@ CKSTORE_AVX512 void put_others_avx512(std::uint8_t *plane, std::size_t count, st
         plane[i] = byte;
         next += is_other;
     }
+}
+
+}  // namespace
+
+const Loops kAvx512Loops = {"avx512", see_others, encode_steps, decode_steps, take_others, put_others};
+
+bool has_avx512() {
+    static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+                            __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    return has;
 }
 
 }  // namespace ckstore

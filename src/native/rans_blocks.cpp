@@ -67,7 +67,7 @@ bool Bodies::finish() {
     if (count == 2) {
         together = waiting_[0].steps < waiting_[1].steps ? waiting_[0].steps : waiting_[1].steps;
         Stream streams[2] = {waiting_[0].stream, waiting_[1].stream};
-        if (!decode_steps(streams, 2, together, vectors_)) {
+        if (!loops_.decode_steps(streams, 2, together)) {
             return false;
         }
         waiting_[0].stream = streams[0];
@@ -75,7 +75,7 @@ bool Bodies::finish() {
     }
     for (std::size_t i = 0; i < count; ++i) {
         Body &body = waiting_[i];
-        if (!decode_steps(&body.stream, 1, body.steps - together, vectors_) || !is_at_end(body)) {
+        if (!loops_.decode_steps(&body.stream, 1, body.steps - together) || !is_at_end(body)) {
             return false;
         }
         std::memcpy(body.stream.plane, body.rest, body.rest_nbytes);
@@ -114,9 +114,9 @@ bool decode_blocks(Piece payload, std::uint8_t *plane, std::size_t count, TableR
 }
 
 bool rans_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t *plane, std::size_t count,
-                 bool vectors) {
+                 const Loops &loops) {
     TableReader tables;
-    Bodies bodies(vectors);
+    Bodies bodies(loops);
     return decode_blocks({payload, nbytes}, plane, count, tables, bodies) && bodies.finish();
 }
 

@@ -50,7 +50,7 @@ struct Body {
 // Coded bodies are decoded two at a time, of whichever planes they are.
 class Bodies {
 public:
-    explicit Bodies(bool vectors) : vectors_(vectors) {}
+    explicit Bodies(const Loops &loops) : loops_(loops) {}
 
     // Opens a body, and decodes it if another one waits; returns false if it cannot be decoded.
     bool add(Piece coded, const SlotTable *table, std::uint8_t *plane, std::size_t count);
@@ -61,7 +61,7 @@ public:
 private:
     Body waiting_[2];
     std::size_t count_ = 0;
-    bool vectors_;
+    const Loops &loops_;
 };
 
 // Decodes the blocks of a plane, all of `payload`; some bodies may be left waiting, together with the tables.

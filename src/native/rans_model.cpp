@@ -85,7 +85,7 @@ std::uint32_t count_sample(const std::uint8_t *bytes, std::size_t count, unsigne
     return static_cast<std::uint32_t>(groups * kRun);
 }
 
-std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, bool vectors) {
+std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, const Loops &loops) {
     if (count < kSampledFrom) {
         histogram(bytes, count, weights);
         return static_cast<std::uint32_t>(count);
@@ -96,7 +96,7 @@ std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t 
     for (std::size_t s = 0; s < kSymbols; ++s) {
         seen[s] = weights[s] != 0 ? 0xFF : 0;
     }
-    see_others(bytes, count, seen, vectors);
+    loops.see_others(bytes, count, seen);
     std::uint32_t total = 0;
     for (std::size_t s = 0; s < kSymbols; ++s) {
         weights[s] = weights[s] != 0 ? weights[s] << spacing : seen[s] & 1u;

@@ -7,6 +7,8 @@
 
 namespace ckstore {
 
+struct Loops;  // rans_steps.hpp
+
 constexpr unsigned kScaleBits = 12;
 constexpr std::uint32_t kScale = 1u << kScaleBits;
 constexpr std::size_t kSymbols = 256;
@@ -33,7 +35,7 @@ std::uint32_t count_sample(const std::uint8_t *bytes, std::size_t count, unsigne
 
 // Weighs the symbols of a block: those of a long one by a sample, but every symbol that occurs weighs something.
 // Returns their sum.
-std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, bool vectors);
+std::uint32_t weigh(const std::uint8_t *bytes, std::size_t count, std::uint32_t *weights, const Loops &loops);
 
 // Scales weights to frequencies: at least 1 for a symbol that occurs. Two or more symbols must occur.
 void set_model(const std::uint32_t *weights, std::uint32_t total, Model &model);

@@ -1,5 +1,9 @@
 #include "rans_steps.hpp"
 
+#include <cstring>
+
+#include "rans.hpp"
+
 namespace ckstore {
 namespace {
 
@@ -7,8 +11,8 @@ namespace {
 constexpr std::size_t kHalves = 2;
 constexpr std::size_t kHalf = kLanes / kHalves;
 
-std::uint8_t *encode_portable(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
-                              std::uint8_t *words) {
+std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
+                           std::uint8_t *words) {
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
         states[lane] = kLow;
     }
@@ -33,7 +37,7 @@ std::uint8_t *encode_portable(const std::uint8_t *plane, std::size_t steps, cons
     return words;
 }
 
-bool decode_portable(Stream &stream, std::size_t steps) {
+bool decode_stream(Stream &stream, std::size_t steps) {
     const std::uint8_t *end = stream.end;
     for (std::size_t step = 0; step < steps; ++step) {
         for (std::size_t half = 0; half < kHalves; ++half) {
@@ -60,54 +64,23 @@ bool decode_portable(Stream &stream, std::size_t steps) {
     return true;
 }
 
-}  // namespace
-
-void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen, bool vectors) {
-#ifdef CKSTORE_RANS_AVX512
-    if (vectors && has_avx512()) {
-        return see_others_avx512(bytes, count, seen);
-    }
-#endif
-    (void)vectors;
+bool decode_steps(Stream *streams, std::size_t count, std::size_t steps) {
     for (std::size_t i = 0; i < count; ++i) {
-        seen[bytes[i]] = 0xFF;
-    }
-}
-
-std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
-                           std::uint8_t *words, bool vectors) {
-#ifdef CKSTORE_RANS_AVX512
-    if (vectors && has_avx512()) {
-        return encode_steps_avx512(plane, steps, model, states, words);
-    }
-#endif
-    (void)vectors;
-    return encode_portable(plane, steps, model, states, words);
-}
-
-bool decode_steps(Stream *streams, std::size_t count, std::size_t steps, bool vectors) {
-#ifdef CKSTORE_RANS_AVX512
-    if (vectors && has_avx512()) {
-        return decode_steps_avx512(streams, count, steps);
-    }
-#endif
-    (void)vectors;
-    for (std::size_t i = 0; i < count; ++i) {
-        if (!decode_portable(streams[i], steps)) {
+        if (!decode_stream(streams[i], steps)) {
             return false;
         }
     }
     return true;
 }
 
-std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
-                        std::uint8_t *others, std::size_t limit, bool vectors) {
-#ifdef CKSTORE_RANS_AVX512
-    if (vectors && has_avx512()) {
-        return take_others_avx512(plane, count, common, bitmap, others, limit);
+void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen) {
+    for (std::size_t i = 0; i < count; ++i) {
+        seen[bytes[i]] = 0xFF;
     }
-#endif
-    (void)vectors;
+}
+
+std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
+                        std::uint8_t *others, std::size_t limit) {
     std::size_t taken = 0;
     for (std::size_t begin = 0; begin < count && taken <= limit; begin += 8) {
         const std::size_t bits = count - begin < 8 ? count - begin : 8;
@@ -125,13 +98,7 @@ std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8
 }
 
 void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
-                std::size_t other_count, bool vectors) {
-#ifdef CKSTORE_RANS_AVX512
-    if (vectors && has_avx512()) {
-        return put_others_avx512(plane, count, common, bitmap, other_count);
-    }
-#endif
-    (void)vectors;
+                std::size_t other_count) {
     const std::uint8_t *next = plane + count - other_count;
     for (std::size_t i = 0; i < count; ++i) {
         // What is left to be put never needs more room than is left.
@@ -140,6 +107,40 @@ void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, con
         plane[i] = byte;
         next += is_other;
     }
+}
+
+}  // namespace
+
+const Loops kPortableLoops = {"portable", see_others, encode_steps, decode_steps, take_others, put_others};
+
+const Loops *const *loops_here() {
+    static const struct Here {
+        const Loops *loops[4] = {};
+        Here() {
+            std::size_t count = 0;
+#ifdef CKSTORE_RANS_VECTORS
+            if (has_avx512()) {
+                loops[count++] = &kAvx512Loops;
+            }
+            if (has_avx2()) {
+                loops[count++] = &kAvx2Loops;
+            }
+#endif
+            loops[count] = &kPortableLoops;
+        }
+    } here;
+    return here.loops;
+}
+
+const char *name_of(const Loops &loops) { return loops.name; }
+
+const Loops *loops_named(const char *name) {
+    for (const Loops *const *at = loops_here(); *at != nullptr; ++at) {
+        if (std::strcmp((*at)->name, name) == 0) {
+            return *at;
+        }
+    }
+    return nullptr;
 }
 
 }  // namespace ckstore

@@ -1,4 +1,4 @@
-// The loops over the steps of a block, portable and in vectors.
+// The loops over the steps of a block, in several sets of instructions; all sets make the same bytes.
 //
 // A step is 64 bytes, one for each lane: lane l is byte 2 * l, lane 32 + l is byte 2 * l + 1. Encoding goes from
 // the last step to the first and from lane 63 to lane 0, and appends words; decoding goes the other way and takes
@@ -12,7 +12,7 @@
 #include "rans_model.hpp"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define CKSTORE_RANS_AVX512 1
+#define CKSTORE_RANS_VECTORS
 #endif
 
 namespace ckstore {
@@ -39,13 +39,6 @@ inline std::uint32_t get_u16(const std::uint8_t *at) {
 
 inline std::uint32_t get_u32(const std::uint8_t *at) { return get_u16(at) | get_u16(at + 2) << 16; }
 
-// Sets to 0xFF the entry of every symbol that occurs.
-void see_others(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen, bool vectors);
-
-// Codes whole steps; the states begin at kLow and are left in `states`. Returns the end of the words.
-std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model, std::uint32_t *states,
-                           std::uint8_t *words, bool vectors);
-
 // A body that is being decoded: words in [words, end), of which those before `end` are not taken yet, and where the
 // bytes of the next step go. The 128 bytes before `words` are read too, though never believed.
 struct Stream {
@@ -55,29 +48,37 @@ struct Stream {
     std::uint8_t *plane;
 };
 
-// Decodes whole steps of `count` streams, one or two; returns whether there were words enough. Two at once take
-// little longer than one, as each waits for its tables most of the time.
-bool decode_steps(Stream *streams, std::size_t count, std::size_t steps, bool vectors);
+struct Loops {
+    const char *name;
 
-// Writes a bitmap of the bytes that are not `common`, and these bytes; returns how many there are, or more than
-// `limit` if there are. `bitmap` has room for whole words of 8 bytes, `others` for `limit` and a step.
-std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
-                        std::uint8_t *others, std::size_t limit, bool vectors);
+    // Sets to 0xFF the entry of every symbol that occurs.
+    void (*see_others)(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen);
 
-// The inverse: the last bytes of the plane are the others, as many as the bitmap has bits set.
-void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
-                std::size_t other_count, bool vectors);
-
-#ifdef CKSTORE_RANS_AVX512
-bool has_avx512();
-void see_others_avx512(const std::uint8_t *bytes, std::size_t count, std::uint8_t *seen);
-std::uint8_t *encode_steps_avx512(const std::uint8_t *plane, std::size_t steps, const Model &model,
+    // Codes whole steps; the states begin at kLow and are left in `states`. Returns the end of the words.
+    std::uint8_t *(*encode_steps)(const std::uint8_t *plane, std::size_t steps, const Model &model,
                                   std::uint32_t *states, std::uint8_t *words);
-bool decode_steps_avx512(Stream *streams, std::size_t count, std::size_t steps);
-std::size_t take_others_avx512(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
+
+    // Decodes whole steps of `count` streams, one or two; returns whether there were words enough. With AVX-512 two
+    // take little longer than one, as each waits for its tables most of the time.
+    bool (*decode_steps)(Stream *streams, std::size_t count, std::size_t steps);
+
+    // Writes a bitmap of the bytes that are not `common`, and these bytes; returns how many there are, or more than
+    // `limit` if there are. `bitmap` has room for whole words of 8 bytes, `others` for `limit` and a step.
+    std::size_t (*take_others)(const std::uint8_t *plane, std::size_t count, std::uint8_t common, std::uint8_t *bitmap,
                                std::uint8_t *others, std::size_t limit);
-void put_others_avx512(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
+
+    // The inverse: the last bytes of the plane are the others, as many as the bitmap has bits set.
+    void (*put_others)(std::uint8_t *plane, std::size_t count, std::uint8_t common, const std::uint8_t *bitmap,
                        std::size_t other_count);
+};
+
+// Parts of a plane that are too short for vectors are left to these.
+extern const Loops kPortableLoops;
+
+#ifdef CKSTORE_RANS_VECTORS
+extern const Loops kAvx2Loops, kAvx512Loops;
+bool has_avx2();
+bool has_avx512();
 #endif
 
 }  // namespace ckstore

@@ -37,7 +37,7 @@ CKSTORE_CLONES std::size_t count_bits(const std::uint8_t *bitmap, std::size_t nb
 
 }  // namespace
 
-std::size_t sparse_encode(const std::uint8_t *plane, std::size_t count, std::uint8_t *out, bool vectors) {
+std::size_t sparse_encode(const std::uint8_t *plane, std::size_t count, std::uint8_t *out, const Loops &loops) {
     if (count < kSparseFrom) {
         return 0;
     }
@@ -56,13 +56,13 @@ std::size_t sparse_encode(const std::uint8_t *plane, std::size_t count, std::uin
     std::uint8_t *const others = out + rans_bound(count) - limit - kLanes;
     std::uint8_t *const bitmap = others - bitmap_nbytes - sizeof(std::uint64_t);
     const std::size_t other_count =
-        take_others(plane, count, static_cast<std::uint8_t>(common), bitmap, others, limit, vectors);
+        loops.take_others(plane, count, static_cast<std::uint8_t>(common), bitmap, others, limit);
     if (other_count > limit || other_count == 0) {
         return 0;
     }
-    const std::size_t coded = rans_encode(bitmap, bitmap_nbytes, out + kHeader, vectors);
+    const std::size_t coded = rans_encode(bitmap, bitmap_nbytes, out + kHeader, loops);
     const std::size_t nbytes =
-        kHeader + coded + rans_encode(others, other_count, out + kHeader + coded, vectors);
+        kHeader + coded + rans_encode(others, other_count, out + kHeader + coded, loops);
     out[0] = static_cast<std::uint8_t>(common);
     put_u32(out + 1, static_cast<std::uint32_t>(other_count));
     put_u32(out + 5, static_cast<std::uint32_t>(coded));
@@ -70,7 +70,7 @@ std::size_t sparse_encode(const std::uint8_t *plane, std::size_t count, std::uin
 }
 
 bool sparse_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t *plane, std::size_t count,
-                   std::uint8_t *bitmap, bool vectors) {
+                   std::uint8_t *bitmap, const Loops &loops) {
     if (nbytes < kHeader) {
         return false;
     }
@@ -84,7 +84,7 @@ bool sparse_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t
     const Piece coded_others{payload + kHeader + coded, nbytes - kHeader - coded};
     TableReader bitmap_tables;
     TableReader tables;
-    Bodies bodies(vectors);
+    Bodies bodies(loops);
     // The others are decoded to the end of the plane, from where they are spread.
     if (!decode_blocks(coded_bitmap, bitmap, bitmap_nbytes, bitmap_tables, bodies) ||
         !decode_blocks(coded_others, plane + count - other_count, other_count, tables, bodies) || !bodies.finish()) {
@@ -94,7 +94,7 @@ bool sparse_decode(const std::uint8_t *payload, std::size_t nbytes, std::uint8_t
     if (has_bits_beyond || count_bits(bitmap, bitmap_nbytes) != other_count) {
         return false;
     }
-    put_others(plane, count, payload[0], bitmap, other_count, vectors);
+    loops.put_others(plane, count, payload[0], bitmap, other_count);
     return true;
 }
 

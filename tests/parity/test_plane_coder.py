@@ -1,12 +1,13 @@
 """Protects the plane coder: every twin makes the same bytes, and no payload makes a decoder do harm.
 
-The twins are the vector loops, the portable loops and numpy. Payloads are judged alike by all of them, however
-they were mutated; what is accepted decodes alike, and nothing beside the destination is written.
+The twins are numpy and every set of native loops that this processor runs. Payloads are judged alike by all of
+them, however they were mutated; what is accepted decodes alike, and nothing beside the destination is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,14 +20,13 @@ Plane = np.ndarray
 
 on_native = pytest.importorskip("ckstore._native", reason="the extension is not built")
 
+NATIVE = on_native.coder_loops()
 ENCODERS: dict[str, Callable[[Plane, Plane], int]] = {
-    "vectors": on_native.encode_plane,
-    "portable": on_native.encode_plane_portably,
+    **{loops: partial(on_native.encode_plane_by, loops) for loops in NATIVE},
     "numpy": on_numpy.encode_plane,
 }
 DECODERS: dict[str, Callable[[Plane, Plane], bool]] = {
-    "vectors": on_native.decode_plane,
-    "portable": on_native.decode_plane_portably,
+    **{loops: partial(on_native.decode_plane_by, loops) for loops in NATIVE},
     "numpy": on_numpy.decode_plane,
 }
 
@@ -109,14 +109,14 @@ def test_random_alphabets_and_lengths_come_back() -> None:
         nbytes, symbols = int(rng.integers(0, 6000)), int(rng.integers(1, 257))
         shares = rng.dirichlet(np.full(symbols, rng.choice([0.02, 0.3, 5.0])))
         plane = rng.permutation(256)[rng.choice(symbols, nbytes, p=shares)].astype(np.uint8)
-        payload = encoded_by(ENCODERS["vectors"], plane)
-        assert payload == encoded_by(ENCODERS["portable"], plane)
-        assert decoded_by(DECODERS["vectors"], payload, nbytes) == plane.tobytes()
-        assert decoded_by(DECODERS["portable"], payload, nbytes) == plane.tobytes()
+        payload = encoded_by(ENCODERS["portable"], plane)
+        for loops in NATIVE:
+            assert encoded_by(ENCODERS[loops], plane) == payload, loops
+            assert decoded_by(DECODERS[loops], payload, nbytes) == plane.tobytes(), loops
 
 
 def test_blocks_of_every_mode_are_made() -> None:
-    payload, modes, at = encoded_by(ENCODERS["vectors"], changing(8 * BLOCK)), set(), 0
+    payload, modes, at = encoded_by(ENCODERS[NATIVE[0]], changing(8 * BLOCK)), set(), 0
     while at < len(payload):
         modes.add(payload[at])
         at += 4 + int.from_bytes(payload[at + 1 : at + 4], "little")
@@ -130,7 +130,7 @@ def test_a_coded_plane_comes_close_to_its_entropy() -> None:
         shares = shares[shares > 0]
         entropy_nbytes = float(-(shares * np.log2(shares)).sum()) * plane.size / 8
         # Each block has 64 states; each table at most 2 bytes a symbol.
-        assert len(encoded_by(ENCODERS["vectors"], plane)) < 1.005 * entropy_nbytes + 4 * (260 + 32 + 2 * shares.size)
+        assert len(encoded_by(ENCODERS[NATIVE[0]], plane)) < 1.005 * entropy_nbytes + 4 * (260 + 32 + 2 * shares.size)
 
 
 def test_every_quotient_is_right() -> None:
@@ -138,7 +138,7 @@ def test_every_quotient_is_right() -> None:
     rng = np.random.default_rng(3)
     for freq in range(1, 4096, 3):
         plane = (rng.random(64 * 64) < freq / 4096).astype(np.uint8)
-        assert encoded_by(ENCODERS["vectors"], plane) == encoded_by(ENCODERS["portable"], plane), freq
+        assert len({encoded_by(ENCODERS[loops], plane) for loops in NATIVE}) == 1, freq
 
 
 @pytest.mark.parametrize("twin", ENCODERS)
@@ -180,27 +180,27 @@ def mutations(count: int, seed: int) -> Iterator[tuple[bytes, int]]:
         yield bytes(payload), nbytes
 
 
-def judged_alike(payload: bytes, nbytes: int, twins: tuple[str, ...]) -> bool:
+def judged_alike(payload: bytes, nbytes: int, twins: Sequence[str]) -> bool:
     found = {decoded_by(DECODERS[twin], payload, nbytes) for twin in twins}
     assert len(found) == 1
     return found != {None}
 
 
 def test_mutated_payloads_are_judged_alike() -> None:
-    accepted = sum(judged_alike(payload, nbytes, ("vectors", "portable")) for payload, nbytes in mutations(4000, 1))
+    accepted = sum(judged_alike(payload, nbytes, NATIVE) for payload, nbytes in mutations(4000, 1))
     # A changed byte among those that fill no step cannot be noticed here; nearly all else is.
     assert 0 < accepted < 1200
 
 
 def test_numpy_judges_mutated_payloads_as_native_does() -> None:
     for payload, nbytes in mutations(300, 2):
-        judged_alike(payload, nbytes, ("vectors", "numpy"))
+        judged_alike(payload, nbytes, (NATIVE[0], "numpy"))
 
 
 @pytest.mark.slow
 def test_very_many_mutated_payloads_are_judged_alike() -> None:
     for payload, nbytes in mutations(200_000, 3):
-        judged_alike(payload, nbytes, ("vectors", "portable"))
+        judged_alike(payload, nbytes, NATIVE)
 
 
 def test_tables_that_no_writer_makes_are_refused() -> None:
@@ -216,8 +216,17 @@ def test_tables_that_no_writer_makes_are_refused() -> None:
 
 def test_a_block_without_a_table_before_it_is_refused() -> None:
     plane = np.concatenate([skewed(BLOCK, 1), skewed(BLOCK, 1)])
-    payload = encoded_by(ENCODERS["vectors"], plane)
+    payload = encoded_by(ENCODERS[NATIVE[0]], plane)
     second = 4 + int.from_bytes(payload[1:4], "little")
     assert payload[second] == 3
-    for twin in ("vectors", "portable"):
+    for twin in NATIVE:
         assert decoded_by(DECODERS[twin], payload[second:], BLOCK) is None
+
+
+def test_loops_are_named_the_fastest_first_and_others_are_refused() -> None:
+    assert [name for name in ("avx512", "avx2", "portable") if name in NATIVE] == NATIVE
+    plane = skewed(1000)
+    room = np.empty(on_numpy.plane_bound(1000), np.uint8)
+    assert room[: on_native.encode_plane(plane, room)].tobytes() == encoded_by(ENCODERS["numpy"], plane)
+    with pytest.raises(ValueError, match="no loops of that name"):
+        on_native.encode_plane_by("sse9", plane, room)
