@@ -7,12 +7,13 @@ import dataclasses
 import errno
 import functools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import ckstore
-from ckstore import Policy, UsageError, chunks, forms, kernels
+from ckstore import Policy, UsageError, chunks, decoder, forms, kernels
 from ckstore.commit import Request
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.io.memory import MemoryBackend
@@ -208,3 +209,28 @@ def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(st
     with pytest.raises(ckstore.CorruptError, match="changed while it was being committed, or memory is faulty"):
         store.commit(state, 2, policy=policy)
     assert store.steps() == [1]
+
+
+def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_decoder_is_found(store, monkeypatch):
+    """What is subtracted decides what is restored: a base that decodes to other bytes must never become one."""
+    state = {"w": np.random.default_rng(7).standard_normal(3 << 20).astype(np.float32)}
+    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    policy = Policy(compression="fast", base_cache="none")
+    store.commit(state, 1, policy=policy)
+    monkeypatch.setattr(decoder, "new_hasher", lambda: pytest.fail("a base is hashed again"))
+    state["w"][::1000] += np.float32(1)
+    assert store.commit(state, 2, policy=policy).chunks_delta == 3
+    monkeypatch.undo()
+    assert np.array_equal(store.restore()["w"], state["w"])
+
+    def faulty(payload, steps, *, destination, **options):
+        forms.decode(payload, steps, destination=destination, **options)
+        destination[len(destination) // 2] = (destination[len(destination) // 2] + 1) % 256
+
+    monkeypatch.setattr(decoder, "forms", SimpleNamespace(decode=faulty))
+    state["w"][::1000] += np.float32(1)
+    receipt = store.commit(state, 3, policy=policy)
+    monkeypatch.undo()
+    assert receipt.chunks_delta == 0
+    assert "a base could not be read back" in receipt.warnings[0]
+    assert np.array_equal(store.restore()["w"], state["w"])

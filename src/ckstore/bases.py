@@ -65,6 +65,7 @@ class Bases:
         self._hops_at: dict[Path, int] = {}
         self._samples: dict[ChunkId, bytes] = {}
         self._roots: dict[ChunkId, ChunkId] = {}
+        self._checksums: dict[ChunkId, int] = {}
         self._held: dict[ChunkId, _Held] = {}
         self._drafts: dict[ChunkId, _Held] = {}
         self._lock = threading.Lock()
@@ -116,6 +117,7 @@ class Bases:
         self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
+        self._checksums = {chunk_id: xxh3 for chunk_id, xxh3 in self._checksums.items() if chunk_id in wanted}
         self.there.follow(wanted)
         with self._lock:
             self._held = self._held_from(wanted)
@@ -164,6 +166,14 @@ class Bases:
     def keep_sample(self, chunk_id: ChunkId, sample: bytes) -> None:
         """Remember the sample of a chunk that was just committed."""
         self._samples[chunk_id] = sample
+
+    def checksum_of(self, chunk_id: ChunkId) -> int | None:
+        """Return the xxh3 of a chunk's plain bytes, if this handle took it together with their identity."""
+        return self._checksums.get(chunk_id)
+
+    def keep_checksum(self, chunk_id: ChunkId, xxh3: int) -> None:
+        """Remember the xxh3 of bytes whose BLAKE3 was taken with it: as a base they are known again by it, cheaper."""
+        self._checksums[chunk_id] = xxh3
 
     def hold(
         self, chunk_id: ChunkId, plain: memoryview, *, checksum: int | None = None, ticket: int | None = None

@@ -76,8 +76,16 @@ class ChainReader:
             self._pool.close()
             self._pool = None
 
-    def read(self, chain: Chain, expected_nbytes: int, destination: memoryview) -> None:
+    def read(
+        self, chain: Chain, expected_nbytes: int, destination: memoryview, *, plain_xxh3: int | None = None
+    ) -> None:
         """Write the chunk of the last frame into ``destination``, which is ``expected_nbytes`` long.
+
+        Args:
+            chain: The frame and what it needs.
+            expected_nbytes: Plain bytes of the last frame.
+            destination: Takes them.
+            plain_xxh3: Their xxh3, where this process took it together with the identity; compared in its place.
 
         Raises:
             CorruptError: A frame is damaged; it names pack and offset of that one, the chain, and the checkpoints
@@ -87,7 +95,7 @@ class ChainReader:
         """
         assert len(destination) == expected_nbytes, "the destination takes exactly the chunk"
         try:
-            for _ in self._links(chain, destination, base_check="none"):
+            for _ in self._links(chain, destination, base_check="none", plain_xxh3=plain_xxh3):
                 pass
         except (ChecksumError, MalformedError, UnsupportedError) as error:
             raise self.blame(chain, expected_nbytes, error) from error
@@ -135,7 +143,9 @@ class ChainReader:
         finally:
             result.release()
 
-    def _links(self, chain: Chain, destination: memoryview, *, base_check: Check) -> Iterator[int]:
+    def _links(
+        self, chain: Chain, destination: memoryview, *, base_check: Check, plain_xxh3: int | None = None
+    ) -> Iterator[int]:
         """Decode frame upon frame; yield the index of each before it is decoded."""
         plain: memoryview | None = None
         for index, (pack, frame) in enumerate(chain):
@@ -147,7 +157,7 @@ class ChainReader:
                 is_last = index == len(chain) - 1
                 # The last one ends in the destination, and has its length, or it is not what is expected.
                 nbytes = len(destination) if is_last else len(target)
-                expected = Expected(frame.chunk_id, nbytes, base_of(chain, index))
+                expected = Expected(frame.chunk_id, nbytes, base_of(chain, index), plain_xxh3 if is_last else None)
                 check: Check = "blake3" if is_last else base_check
                 self._decoder.decode(result.view, expected, target, base=plain, check=check)
             finally:

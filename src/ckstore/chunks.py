@@ -166,6 +166,8 @@ class ChunkWriter:
         plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
         # At once where the checksum is wanted, while the bytes are in the cache.
         chunk_id, checksum = identity_and_checksum(plain) if self.is_steady else (chunk_id_of(plain), None)
+        if checksum is not None:
+            self.bases.keep_checksum(chunk_id, checksum)
         self._hold(chunk, form, chunk_id, plain, checksum)
         known = self.parts.known.find(chunk_id)
         is_outlived = known is not None and self._is_outlived(known, form)
@@ -277,7 +279,8 @@ class ChunkWriter:
         destination = thread.worker.buffer("base")[:nbytes]
         chain = [(link.pack, link.frame) for link in base.closure()]
         try:
-            thread.reader.read(chain, nbytes, destination)
+            plain_xxh3 = self.bases.checksum_of(base.frame.chunk_id)
+            thread.reader.read(chain, nbytes, destination, plain_xxh3=plain_xxh3)
         except (CorruptError, UnsupportedError, BackendError) as error:
             # The state is whole in memory: it is stored without the damaged base, and the damage is told.
             self._warnings.append(f"a base could not be read back, so its chunk was stored whole: {error}")

@@ -41,6 +41,10 @@ class Checksum(Protocol):
         """Return the checksum of all bytes so far."""
         ...
 
+    def digest(self) -> bytes:
+        """Return the same as eight bytes, big-endian."""
+        ...
+
 
 def new_xxh3() -> Checksum:
     """Return a running xxh3-64 (seed 0) of no bytes."""
