@@ -16,6 +16,7 @@ from ckstore.errors import ChecksumError, CorruptError, MalformedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.wire import Checksum, new_xxh3, xxh3_64
 from ckstore.ids import NO_BASE, ChunkId, Hasher, new_hasher
+from ckstore.io.buffers import untouched
 
 Check = Literal["blake3", "xxh3", "none"]
 """What proves a decoded frame: the identity of its chunk, the checksum of what is stored, or the frames that are
@@ -66,7 +67,7 @@ class FrameDecoder:
     def aside(self, nbytes: int) -> memoryview:
         """Return this decoder's own memory for a chunk that has no place of its own; the same when asked again."""
         if self._aside is None:
-            self._aside = memoryview(bytearray(self._limits.chunk_nbytes_max))
+            self._aside = untouched(self._limits.chunk_nbytes_max)
         return self._aside[:nbytes]
 
     def decode(

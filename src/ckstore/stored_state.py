@@ -19,6 +19,7 @@ from ckstore.decoder import FrameDecoder, decoder_nbytes
 from ckstore.errors import UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.ids import ChunkId
+from ckstore.io.buffers import untouched
 from ckstore.plan import ChunkPlan, CommitPlan, Source
 from ckstore.store.parts import Parts
 from ckstore.tensor import StorageSpec
@@ -117,7 +118,7 @@ class _Thread:
     def room(self) -> memoryview:
         """Return a buffer that holds nothing that is wanted any more."""
         if len(self.held) < HELD_COUNT:
-            return memoryview(bytearray(self._chunk_nbytes_max))
+            return untouched(self._chunk_nbytes_max)
         return self.held.pop(next(iter(self.held)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -27,14 +28,19 @@ CAPABILITY_VERSION = 0x20080522
 CAP_IPC_LOCK = 14
 IO_URING_SETUP = 425
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+NEED_TORCH = (
+    *("ckstore.kernels.directions_on_gpu", "ckstore.kernels.on_gpu", "ckstore.quant.on_device"),
+    *("ckstore.lossy_device_task", "ckstore.lossy_on_device"),
+)
 SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x00050000, 0x7FFF0000
 
 
 def import_everything():
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
         is_entry = module.name.endswith("__main__")
+        # What computes on devices needs torch, which has no part here, and is most of what a fork would have to copy.
         if not is_entry and not module.name.startswith(
-            ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native")
+            ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native", *NEED_TORCH)
         ):
             # The module of an engine that this machine cannot have refuses to be imported.
             with contextlib.suppress(*((ImportError,) if module.name == "ckstore.io.engine_uring" else ())):
@@ -89,6 +95,10 @@ def run_child(job, gate):
 
 def main():
     import_everything()
+    assert "torch" not in sys.modules
+    # Else every child's collector writes to what it shares with this process, and the kernel copies page after page.
+    gc.collect()
+    gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)

@@ -12,7 +12,7 @@ import pytest
 import scenarios
 
 from ckstore.errors import CkstoreError
-from ckstore.testing.cuts import crash_states
+from ckstore.testing.cuts import Checked, crash_states
 from ckstore.testing.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
 from ckstore.testing.invariants import order_violations
 from ckstore.testing.simfs import SimFS
@@ -61,7 +61,8 @@ class Run:
         rules = [violation for violation in order_violations(self.disk.log) if "may" not in violation]
         assert rules == []
         states = crash_states(self.disk, seed=3, samples=0, singles_max=0, points={len(self.disk.log)}) if cuts else ()
-        disks = (state.disk for state in states) if goes_on else (self.disk.settled(),)
+        checked = Checked()
+        disks = (state.disk for state in states if checked.is_new(state)) if goes_on else (self.disk.settled(),)
         for disk in disks:
             with scenarios.open_store(disk) as store:
                 scenarios.check_kept(store, scenarios.Promises.of(acks))
@@ -182,8 +183,11 @@ def die_then_go_on_then_cut(prepared, scenario, *, stride=1):
                 scenarios.commit(store, 300, 300, acks.append)
         except CkstoreError as error:
             lost.append(f"died at call {at} ({run.struck[0]}), the next process failed: {error!r}")
+        checked = Checked()
         for state in crash_states(run.disk, seed=at, samples=2, singles_max=8, points={len(run.disk.log)}):
             states += 1
+            if not checked.is_new(state):
+                continue
             try:
                 with scenarios.open_store(state.disk) as store:
                     scenarios.check_kept(store, scenarios.Promises.of(acks))

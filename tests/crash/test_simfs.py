@@ -7,8 +7,8 @@ import pytest
 from ckstore.errors import MalformedError
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.testing.cuts import crash_states
-from ckstore.testing.simfs import SimFS
+from ckstore.testing.cuts import Checked, CrashState, crash_states
+from ckstore.testing.simfs import FOLDER, SimFS, Tree
 
 
 def last_states(disk, *, samples=8):
@@ -228,3 +228,47 @@ def test_ordinary_answers_are_those_of_a_file_system():
     assert disk.make_folder("f") is False
     assert disk.list_names("nowhere") == []
     assert disk.list_names("f") == ["a", "b"]
+
+
+SEEN = Tree({"": {"f": FOLDER}, "f": {"a": 1}}, {1: b"x"}, {1: 5})
+
+
+@pytest.mark.parametrize(
+    ("tree", "marks"),
+    [
+        (Tree({"": {"f": FOLDER}, "f": {"b": 1}}, {1: b"x"}, {1: 5}), ()),
+        (Tree({"": {"g": FOLDER}, "g": {"a": 1}}, {1: b"x"}, {1: 5}), ()),
+        (Tree({"": {"f": FOLDER, "g": FOLDER}, "f": {"a": 1}, "g": {}}, {1: b"x"}, {1: 5}), ()),
+        (Tree({"": {"f": FOLDER, "g": 2}, "f": {"a": 1}}, {1: b"x", 2: b""}, {1: 5}), ()),
+        (Tree({"": {"f": FOLDER}, "f": {"a": 1, "b": 1}}, {1: b"x"}, {1: 5}), ()),
+        (Tree({"": {"f": FOLDER}, "f": {"a": 1}}, {1: b"y"}, {1: 5}), ()),
+        (Tree({"": {"f": FOLDER}, "f": {"a": 1}}, {1: b"x"}, {1: 6}), ()),
+        (SEEN, ("acknowledged",)),
+    ],
+)
+def test_states_that_differ_in_anything_one_can_see_are_all_checked(tree, marks):
+    checked = Checked()
+    assert checked.is_new(CrashState(0, "", (), SimFS(SEEN)))
+    assert checked.is_new(CrashState(1, "", marks, SimFS(tree)))
+    assert len(checked) == 2
+
+
+def test_states_that_nobody_can_tell_apart_are_checked_once_and_again_for_more():
+    checked = Checked()
+    other = Tree({"": {"f": FOLDER}, "f": {"a": 7}}, {7: b"x", 8: b"without a name"}, {7: 5})
+    assert checked.is_new(CrashState(0, "", (), SimFS(SEEN)))
+    assert not checked.is_new(CrashState(1, "", (), SimFS(other)))
+    assert checked.is_new(CrashState(1, "", (), SimFS(other)), level=1)
+    assert not checked.is_new(CrashState(2, "", (), SimFS(SEEN)), level=1)
+    assert not checked.is_new(CrashState(2, "", (), SimFS(SEEN)))
+    assert len(checked) == 1
+
+
+def test_a_state_that_is_written_to_is_not_another_one():
+    disk = disk_with("f")
+    disk.create("f/a", b"x", sync=True)
+    checked = Checked()
+    states = [state for state in crash_states(disk, seed=1) if checked.is_new(state)]
+    for state in states:
+        state.disk.create("f/z", b"", sync=True)
+    assert not any(checked.is_new(state) for state in crash_states(disk, seed=1))

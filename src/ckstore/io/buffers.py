@@ -155,6 +155,18 @@ _LOST: list[memoryview] = []
 """Memory that the kernel may write to at any time, and that must stay mapped therefore."""
 
 
+def untouched(nbytes: int) -> memoryview:
+    """Return zeros that take memory, and time, only where they are written to: for what is seldom used whole.
+
+    Raises:
+        MemoryError: There is no address space.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise MemoryError from error
+
+
 def _map_aligned(nbytes: int) -> memoryview:
     # Huge pages make long transfers of few pieces; the mapping is a little larger, so that it can begin on one.
     try:

@@ -25,6 +25,9 @@ from ckstore.io.os_calls import PAGE_NBYTES, fallocate, medium_error, medium_err
 
 _STEP_NBYTES_MAX = 16 * GIB
 _STEP_NBYTES_MIN = 64 * MIB
+_STEP_NBYTES_FIRST = MIB
+"""What is reserved beyond what was expected, at first: a small pack needs a page more for its directory. In memory
+(tmpfs) room that is given back has been filled with zeros, which took a commit of a few KiB most of its time."""
 
 
 class LocalPackSink:
@@ -158,7 +161,8 @@ class LocalPackSink:
             if missing <= 0:
                 return
             rest = self._expected_nbytes - self._reserved_nbytes
-            step = min(max(rest, _STEP_NBYTES_MIN), self._step_nbytes_max)
+            more = min(max(self._reserved_nbytes, _STEP_NBYTES_FIRST), _STEP_NBYTES_MIN)
+            step = min(max(rest, more), self._step_nbytes_max)
             self._reserve_some(max(missing, step), nbytes_needed=missing)
 
     def _reserve_some(self, nbytes: int, *, nbytes_needed: int) -> None:

@@ -16,7 +16,7 @@ from ckstore.errors import BackendError, ChecksumError, CorruptError, MissingChu
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.ids import NO_BASE, PackId
 from ckstore.io.backend import ReadFile
-from ckstore.io.buffers import BufferPool
+from ckstore.io.buffers import BufferPool, untouched
 from ckstore.io.writer import copy_plain
 from ckstore.store.audit import Audit
 from ckstore.store.damage import Place, Uses
@@ -221,4 +221,4 @@ class _Walk:
         return file
 
     def _new_room(self) -> memoryview:
-        return memoryview(bytearray(self._chunk_nbytes_max))
+        return untouched(self._chunk_nbytes_max)

@@ -6,7 +6,8 @@ of each file are chosen apart: kept or lost, lost as a hole, torn at a sector, o
 Invariants:
 - A later change of a name never survives an earlier one of the same name; all other choices are free.
 - The same seed gives the same states; a state's ``label`` and ``point`` are enough to make it again.
-- States share what they do not change, so that one costs microseconds, and none is given twice.
+- States share what they do not change, so that one costs microseconds, and no choice is given twice.
+- Different choices may leave the same disk: what becomes of bytes without a name, nobody can see. ``Checked`` knows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckstore.ids import digest_of
 from ckstore.testing.simfs import FOLDER, Op, SimFS, Tree
 
 SECTOR_NBYTES = 512
@@ -42,6 +44,42 @@ class CrashState:
     label: str
     marks: tuple[Hashable, ...]
     disk: SimFS
+
+
+class Checked:
+    """The states that were checked: one that nobody can tell from an earlier one need not be checked again."""
+
+    def __init__(self) -> None:
+        self._levels: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        """Return how many states differ in anything that can be seen."""
+        return len(self._levels)
+
+    def is_new(self, state: CrashState, *, level: int = 0) -> bool:
+        """Say whether a state has to be checked, and take note of it.
+
+        Args:
+            state: One that has just been made: nothing was written to its disk yet.
+            level: How much is checked; a higher one includes all lower ones.
+        """
+        key = (_visible(state.disk.base), state.marks)
+        if self._levels.get(key, -1) >= level:
+            return False
+        self._levels[key] = level
+        return True
+
+
+def _visible(tree: Tree) -> bytes:
+    """Return a digest of every name, and of the bytes and the time that it leads to."""
+    found = []
+    for path, names in tree.folders.items():
+        # An empty folder is a name in its parent; there are hundreds.
+        if names:
+            files = [(name, node) for name, node in names.items() if node != FOLDER]
+            held = [(name, tree.times.get(node, 0), digest_of(tree.contents[node])) for name, node in files]
+            found.append((path, sorted(names.keys()), sorted(held)))
+    return digest_of(repr(sorted(found)).encode())
 
 
 @dataclass(slots=True)

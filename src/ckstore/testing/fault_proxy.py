@@ -7,6 +7,7 @@ answer (``after`` kinds): the second half is where checkpoints are lost by clien
 from __future__ import annotations
 
 import http.client
+import select
 import socket
 import struct
 import threading
@@ -126,6 +127,7 @@ class _Passing(BaseHTTPRequestHandler):
     state: FaultProxy
     host: str
     port: int
+    upstream: http.client.HTTPConnection | None = None
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -158,16 +160,28 @@ class _Passing(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes, str | None]:
-        upstream = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        upstream = self._upstream()
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_HEADERS}
-        try:
-            upstream.request(self.command, self.path, body=body or None, headers={**headers, "Connection": "close"})
-            response = upstream.getresponse()
-            content = response.read()
-            kept = [(name, value) for name, value in response.getheaders() if name.lower() not in _HOP_HEADERS]
-            return response.status, kept, content, response.getheader("Content-Length")
-        finally:
-            upstream.close()
+        upstream.request(self.command, self.path, body=body or None, headers=headers)
+        response = upstream.getresponse()
+        content = response.read()
+        kept = [(name, value) for name, value in response.getheaders() if name.lower() not in _HOP_HEADERS]
+        return response.status, kept, content, response.getheader("Content-Length")
+
+    def _upstream(self) -> http.client.HTTPConnection:
+        """Return the connection to the server that goes with the client's, as long as the server keeps it."""
+        if self.upstream is None:
+            self.upstream = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        elif self.upstream.sock is not None and select.select([self.upstream.sock], [], [], 0)[0]:
+            # Between two requests a server has nothing to say but that it goes.
+            self.upstream.close()
+        return self.upstream
+
+    def finish(self) -> None:
+        """Let go of both connections."""
+        if self.upstream is not None:
+            self.upstream.close()
+        super().finish()
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, length: str | None) -> None:
         self.send_response(status)

@@ -20,18 +20,6 @@ BUCKET = "ckstore-test"
 KEY_ID, SECRET = "AKIACANARYINTHEMINE0", "canary/secret+that/nobody/may/ever/see00"
 """Credentials of the server on the loopback, by which a leak is found."""
 
-_SERVE = """
-import logging, sys, threading
-from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
-from werkzeug.serving import make_server
-logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-print(server.server_address[1], flush=True)
-sys.stdin.read()
-"""
-"""Its S3 alone: what else moto serves has it look through two hundred folders at every request."""
-
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
@@ -65,7 +53,10 @@ def s3_server() -> Iterator[S3Server]:
         return
     # It ends with its standard input, so that it does not outlive a test run that is killed.
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-m", "ckstore.testing.s3_serving"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None, "it was asked for"
         assert process.stdin is not None, "it was asked for"
