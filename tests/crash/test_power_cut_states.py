@@ -19,7 +19,7 @@ from ckstore.testing.simfs import SimFS
 
 SEED = 20260
 STATES_MIN = {"commit": 2600, "recommit": 6300, "maintain": 11_200, "repack": 5500}
-"""How many different states the long programme checks at least, by scenario."""
+"""How many states the long programme judges at least, by scenario; those that leave equal disks by one check."""
 SAMPLES = {"repack": 20}
 assert sum(STATES_MIN.values()) >= 20_000
 
