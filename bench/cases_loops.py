@@ -12,7 +12,6 @@ import numpy as np
 from bench import coders
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, gigabytes_per_second
-from ckstore import _native
 from ckstore.kernels import on_numpy, plane_bound
 
 PLANE_NBYTES = 1 << 20
@@ -32,6 +31,9 @@ Decode = Callable[[Plane, Plane], bool]
 
 def coder_loops(bench: Bench) -> Result:
     """Code a dense plane, exponents of weights, and a sparse one, on one core, by every set of loops."""
+    # Here, since ckstore can be installed without it.
+    from ckstore import _native
+
     result = Result("coder_loops", "GB/s", is_higher_better=True, columns=("stored_nbytes",))
     result.setting = {"plane_nbytes": PLANE_NBYTES, "rounds": bench.rounds, "cores": 1, "values": "synthetic"}
     bits = np.empty(-(-PLANE_NBYTES // 8), np.uint8)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import Policy, UsageError, chunks, decoder, forms, kernels
+from ckstore import Policy, UsageError, chunks, decoder, forms, kernels, pipeline
 from ckstore.commit import Request
 from ckstore.errors import BackendError, CapacityError, NotFoundError
+from ckstore.format.wire import xxh3_64
+from ckstore.ids import chunk_id_of, new_hasher
 from ckstore.io.memory import MemoryBackend
 from ckstore.pipeline import ChunkWorker
 from ckstore.testing.faults import Fault, FaultyBackend
@@ -227,10 +229,54 @@ def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_d
         forms.decode(payload, steps, destination=destination, **options)
         destination[len(destination) // 2] = (destination[len(destination) // 2] + 1) % 256
 
+    proofs = []
+    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
     monkeypatch.setattr(decoder, "forms", SimpleNamespace(decode=faulty))
+    for name in ("new_xxh3", "new_hasher"):
+        make = getattr(decoder, name)
+        monkeypatch.setattr(decoder, name, lambda name=name, make=make: proofs.append(name) or make())
     state["w"][::1000] += np.float32(1)
     receipt = store.commit(state, 3, policy=policy)
-    monkeypatch.undo()
     assert receipt.chunks_delta == 0
     assert "a base could not be read back" in receipt.warnings[0]
+    assert proofs.count("new_xxh3") == 3
+    monkeypatch.setattr(decoder, "forms", forms)
     assert np.array_equal(store.restore()["w"], state["w"])
+
+
+def test_bytes_that_change_while_they_are_hashed_do_not_pass_for_what_they_were(monkeypatch):
+    """Checksum first: whoever compares it with what is stored finds that the identity is another content's."""
+    plain = np.zeros(1 << 20, np.uint8)
+
+    class Changing:
+        def __init__(self):
+            self._hasher = new_hasher()
+
+        def update(self, piece):
+            piece[0] = 7
+            self._hasher.update(piece)
+
+        def digest(self):
+            return self._hasher.digest()
+
+    monkeypatch.setattr(pipeline, "new_hasher", Changing)
+    chunk_id, checksum = pipeline.identity_and_checksum(plain.data)
+    assert chunk_id == chunk_id_of(plain)
+    assert checksum != xxh3_64(plain)
+
+
+def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
+    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    state = {"w": np.arange(9 << 20, dtype=np.uint8)}
+    store.commit(state, 1, policy=Policy(compression="none"))
+    assert len(store._bases._checksums) == 3
+
+    def fail(packer):
+        raise BackendError("the disk is gone", where="here")
+
+    monkeypatch.setattr("ckstore.store.packer.Packer.finish", fail)
+    for step in range(2, 6):
+        state["w"] += 1
+        with pytest.raises(BackendError, match="the disk is gone"):
+            store.commit(state, step, policy=Policy(compression="none"))
+    assert len(store._bases._checksums) == 3

@@ -117,12 +117,15 @@ class Bases:
         self._roots = dict(_roots(manifest))
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
-        self._checksums = {chunk_id: xxh3 for chunk_id, xxh3 in self._checksums.items() if chunk_id in wanted}
+        self._keep_checksums(wanted)
         self.there.follow(wanted)
         with self._lock:
             self._held = self._held_from(wanted)
             self._held_nbytes = sum(held.heap_nbytes for held in self._held.values())
             self._drafts, self._drafts_nbytes = {}, 0
+
+    def _keep_checksums(self, wanted: set[ChunkId]) -> None:
+        self._checksums = {chunk_id: xxh3 for chunk_id, xxh3 in self._checksums.items() if chunk_id in wanted}
 
     def _held_from(self, wanted: set[ChunkId]) -> dict[ChunkId, _Held]:
         """Return what to go on holding: one chunk for each place, the newer one where both are there."""
@@ -170,6 +173,10 @@ class Bases:
     def checksum_of(self, chunk_id: ChunkId) -> int | None:
         """Return the xxh3 of a chunk's plain bytes, if this handle took it together with their identity."""
         return self._checksums.get(chunk_id)
+
+    def forget_checksum(self, chunk_id: ChunkId) -> None:
+        """Let BLAKE3 decide next time: what is stored has another checksum."""
+        self._checksums.pop(chunk_id, None)
 
     def keep_checksum(self, chunk_id: ChunkId, xxh3: int) -> None:
         """Remember the xxh3 of bytes whose BLAKE3 was taken with it: as a base they are known again by it, cheaper."""
@@ -256,6 +263,7 @@ class Bases:
     def forget_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""
         self.there.forget_drafts()
+        self._keep_checksums({chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values()))
         with self._lock:
             self._drafts.clear()
             self._drafts_nbytes = 0

@@ -1,7 +1,8 @@
 """Read one chunk back through the chain of its bases, frame by frame, and say which of them is damaged.
 
 Invariants:
-- What is returned has the identity that the last frame of the chain names, or an error is raised.
+- What is returned has the identity that the last frame of the chain names, or the checksum that its reader took
+  together with it, or an error is raised.
 - At most one frame is in memory beside the plain bytes; a pack that was opened stays open until ``close``.
 """
 

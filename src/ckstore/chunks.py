@@ -283,6 +283,7 @@ class ChunkWriter:
             thread.reader.read(chain, nbytes, destination, plain_xxh3=plain_xxh3)
         except (CorruptError, UnsupportedError, BackendError) as error:
             # The state is whole in memory: it is stored without the damaged base, and the damage is told.
+            self.bases.forget_checksum(base.frame.chunk_id)
             self._warnings.append(f"a base could not be read back, so its chunk was stored whole: {error}")
             return None
         if is_lasting:

@@ -19,8 +19,8 @@ from ckstore.ids import NO_BASE, ChunkId, Hasher, new_hasher
 from ckstore.io.buffers import untouched
 
 Check = Literal["blake3", "xxh3", "none"]
-"""What proves a decoded frame: the identity of its chunk, the checksum of what is stored, or the frames that are
-decoded on top of it."""
+"""What proves a decoded frame: the identity of its chunk (or the checksum in its place, see ``Expected``), the checksum
+of what is stored, or the frames that are decoded on top of it."""
 
 _PIECE_NBYTES = 256 * KIB
 """Copied and hashed in one go: fits into any second-level cache, and is long enough to let go of the GIL for."""
@@ -37,8 +37,8 @@ class Expected:
     nbytes: int
     base_id: ChunkId = NO_BASE
     plain_xxh3: int | None = None
-    """Of the chunk, where this process took it together with the identity: it proves as much against accidents, in a
-    sixth of the time."""
+    """Of the chunk, where this process took it together with the identity: it proves as much against accidents, in
+    less time."""
 
     def is_proved_by(self, digest: bytes) -> bool:
         """Whether plain bytes of this digest are the chunk's: of xxh3, big-endian, where that is known, else BLAKE3."""

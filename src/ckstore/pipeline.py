@@ -169,8 +169,9 @@ def identity_and_checksum(plain: memoryview) -> tuple[ChunkId, int]:
     hasher, checksum = new_hasher(), new_xxh3()
     for begin in range(0, plain.nbytes, _PIECE_NBYTES):
         piece = plain[begin : begin + _PIECE_NBYTES]
-        hasher.update(piece)
+        # In this order: a piece that changes in between is found when the checksum is compared.
         checksum.update(piece)
+        hasher.update(piece)
     return ChunkId(hasher.digest()), checksum.intdigest()
 
 

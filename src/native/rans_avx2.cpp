@@ -89,7 +89,7 @@ CKSTORE_AVX2 inline std::size_t bits_in(std::uint32_t choice) {
 
 // What coding a symbol takes: its frequency and start << 16, and a little less than the reciprocal of its frequency.
 // 2^-21 outweighs all rounding here and later, so that a quotient, which is below 2^20, is right or one too small.
-struct Code {
+struct alignas(8) Code {
     std::uint32_t freq_and_start;
     float reciprocal;
 };

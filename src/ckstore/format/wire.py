@@ -1,7 +1,7 @@
 """Fixed-width little-endian fields, lengths, and xxh3-64; the only module that imports xxhash.
 
-A *seal* is the xxh3-64 of a structure, stored as its last eight bytes. It finds bit rot and torn writes; identity
-and trust rest on BLAKE3 alone.
+A *seal* is the xxh3-64 of a structure, stored as its last eight bytes. It finds bit rot and torn writes, as does a
+checksum of bytes that this process has hashed itself; identity and trust rest on BLAKE3 alone.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ from ckstore.io.os_calls import PAGE_NBYTES, fallocate, medium_error, medium_err
 _STEP_NBYTES_MAX = 16 * GIB
 _STEP_NBYTES_MIN = 64 * MIB
 _STEP_NBYTES_FIRST = MIB
-"""What is reserved beyond what was expected, at first: a small pack needs a page more for its directory. In memory
-(tmpfs) room that is given back has been filled with zeros, which took a commit of a few KiB most of its time."""
+"""What is reserved beyond what was expected: this at first, then twice as much each time, up to the least of later
+steps. A pack needs little more than its directory. In memory (tmpfs) room is filled with zeros, and a commit of a few
+KiB spent most of its time on what it gave back again."""
 
 
 class LocalPackSink:
@@ -58,6 +59,7 @@ class LocalPackSink:
         self._condition = threading.Condition()
         # Apart from the condition, so that completions need not wait for the file system.
         self._reserving = threading.Lock()
+        self._step_nbytes = _STEP_NBYTES_FIRST
         if nbytes_expected:
             self._reserve_some(min(self._expected_nbytes, _STEP_NBYTES_MAX), nbytes_needed=0)
 
@@ -161,8 +163,9 @@ class LocalPackSink:
             if missing <= 0:
                 return
             rest = self._expected_nbytes - self._reserved_nbytes
-            more = min(max(self._reserved_nbytes, _STEP_NBYTES_FIRST), _STEP_NBYTES_MIN)
-            step = min(max(rest, more), self._step_nbytes_max)
+            step = min(max(rest, min(self._step_nbytes, _STEP_NBYTES_MIN)), self._step_nbytes_max)
+            if rest <= 0:
+                self._step_nbytes *= 2
             self._reserve_some(max(missing, step), nbytes_needed=missing)
 
     def _reserve_some(self, nbytes: int, *, nbytes_needed: int) -> None:

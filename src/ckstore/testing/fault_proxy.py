@@ -172,9 +172,12 @@ class _Passing(BaseHTTPRequestHandler):
         """Return the connection to the server that goes with the client's, as long as the server keeps it."""
         if self.upstream is None:
             self.upstream = http.client.HTTPConnection(self.host, self.port, timeout=60)
-        elif self.upstream.sock is not None and select.select([self.upstream.sock], [], [], 0)[0]:
+        elif self.upstream.sock is not None:
             # Between two requests a server has nothing to say but that it goes.
-            self.upstream.close()
+            poll = select.poll()
+            poll.register(self.upstream.sock, select.POLLIN)
+            if poll.poll(0):
+                self.upstream.close()
         return self.upstream
 
     def finish(self) -> None:
