@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ckstore.config import MIB
 from ckstore.errors import BackendError, CapacityError, UsageError
 from ckstore.io import local, local_pack
 from ckstore.io.backend import ReadRequest
@@ -254,15 +253,15 @@ def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, 
 
 
 def test_small_packs_reserve_little_beyond_what_was_expected(backend, monkeypatch):
-    steps = []
+    steps, mib = [], 1 << 20
     monkeypatch.setattr(local_pack, "fallocate", lambda fd, offset, nbytes: steps.append((offset, nbytes)) or True)
-    with BufferPool(MIB, 1) as pool:
+    with BufferPool(mib, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=PAGE)
         for index in range(150):
-            sink.write(pool.acquire(), MIB, index * MIB)
+            sink.write(pool.acquire(), mib, index * mib)
         sink.close()
-    assert steps[:3] == [(0, PAGE), (PAGE, MIB), (PAGE + MIB, 2 * MIB)]
-    assert [nbytes // MIB for _, nbytes in steps[1:]] == [1, 2, 4, 8, 16, 32, 64, 64]
+    assert steps[:3] == [(0, PAGE), (PAGE, mib), (PAGE + mib, 2 * mib)]
+    assert [nbytes // mib for _, nbytes in steps[1:]] == [1, 2, 4, 8, 16, 32, 64, 64]
 
 
 def test_folder_without_fallocate_still_takes_packs(backend, monkeypatch):
