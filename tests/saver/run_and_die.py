@@ -201,9 +201,10 @@ class Trainer:
             step = self._resume(store, task)
             task.attach(store)
             for index in range(job["steps"]):
-                if index in job["loaders"]:
-                    self._fork_loader()
                 try:
+                    # In here: Ctrl-C may come at any time, and forking takes its time too.
+                    if index in job["loaders"]:
+                        self._fork_loader()
                     task.change()
                     self._commit(store, task, step + index + 1, index)
                 except KeyboardInterrupt:
