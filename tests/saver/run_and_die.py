@@ -258,6 +258,8 @@ class Trainer:
             self.say("failed", pending.step, type(error).__name__, time.monotonic(), error)
 
     def _fork_loader(self):
+        # A loader that is interrupted before it can ignore that would go on as a second trainer.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
             # A data loader: it inherits what its parent has, and outlives it.
@@ -268,6 +270,7 @@ class Trainer:
                 os.close(fd)
             time.sleep(600)
             os._exit(0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def import_everything(task):
