@@ -259,18 +259,22 @@ class Trainer:
 
     def _fork_loader(self):
         # A loader that is interrupted before it can ignore that would go on as a second trainer.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pid = os.fork()
-        if pid == 0:
-            # A data loader: it inherits what its parent has, and outlives it.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            # It says so itself: its parent may be dead by now.
-            self.say("loader", os.getpid())
-            for fd in (0, 1, 2):
-                os.close(fd)
-            time.sleep(600)
-            os._exit(0)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            if os.fork() == 0:
+                self._load()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _load(self):
+        """Be a data loader: it inherits what its parent has, and outlives it."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # It says so itself: its parent may be dead by now.
+        self.say("loader", os.getpid())
+        for fd in (0, 1, 2):
+            os.close(fd)
+        time.sleep(600)
+        os._exit(0)
 
 
 def import_everything(task):
