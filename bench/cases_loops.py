@@ -38,7 +38,7 @@ def coder_loops(bench: Bench) -> Result:
     result.setting = {"plane_nbytes": PLANE_NBYTES, "rounds": bench.rounds, "cores": 1, "values": "synthetic"}
     bits = np.empty(-(-PLANE_NBYTES // 8), np.uint8)
     participants: dict[str, Participant] = {}
-    native = _native.coder_loops()
+    native, planes = _native.coder_loops(), _planes()
     for loops in [*native, "numpy"]:
         dense: tuple[Encode, Decode] = on_numpy.encode_plane, on_numpy.decode_plane
         sparse: tuple[Encode, Decode] = on_numpy.encode_sparse, partial(_with_bits, on_numpy.decode_sparse, bits)
@@ -47,7 +47,7 @@ def coder_loops(bench: Bench) -> Result:
             decode = partial(_native.decode_sparse_by, loops)
             sparse = partial(_native.encode_sparse_by, loops), partial(_with_bits, decode, bits)
         for kind, (encode, decode_plane) in {"dense": dense, "sparse": sparse}.items():
-            plane = _planes()[kind]
+            plane = planes[kind]
             participants[f"{loops}, {kind}: encode"] = partial(_encoding, encode, plane)
             participants[f"{loops}, {kind}: decode"] = partial(_decoding, encode, decode_plane, plane)
     with coders.one_core():

@@ -280,3 +280,26 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
         with pytest.raises(BackendError, match="the disk is gone"):
             store.commit(state, step, policy=Policy(compression="none"))
     assert len(store._bases._checksums) == 3
+
+
+def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch):
+    """A commit that is tried again reads the same bases: BLAKE3 decides then, and they are used."""
+    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    state = {"w": np.random.default_rng(9).standard_normal(3 << 20).astype(np.float32)}
+    policy = Policy(compression="fast", base_cache="none")
+    store.commit(state, 1, policy=policy)
+    for chunk_id in store._bases._checksums:
+        store._bases._checksums[chunk_id] ^= 1
+    state["w"][::1000] += np.float32(1)
+
+    def fail(packer):
+        raise BackendError("the disk is gone", where="here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckstore.store.packer.Packer.finish", fail)
+        with pytest.raises(BackendError, match="the disk is gone"):
+            store.commit(state, 2, policy=policy)
+    receipt = store.commit(state, 2, policy=policy)
+    assert receipt.chunks_delta == 3
+    assert not receipt.warnings
+    assert np.array_equal(store.restore()["w"], state["w"])

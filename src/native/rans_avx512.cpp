@@ -330,7 +330,7 @@ CKSTORE_AVX512 void see_others(const std::uint8_t *bytes, std::size_t count, std
 }
 
 CKSTORE_AVX512 std::uint8_t *encode_steps(const std::uint8_t *plane, std::size_t steps, const Model &model,
-                                                 std::uint32_t *states, std::uint8_t *words) {
+                                          std::uint32_t *states, std::uint8_t *words) {
     std::size_t symbols = 0;
     for (std::size_t s = 0; s < kSymbols; ++s) {
         symbols += model.freq[s] != 0 ? 1 : 0;
@@ -344,7 +344,7 @@ CKSTORE_AVX512 bool decode_steps(Stream *streams, std::size_t count, std::size_t
 }
 
 CKSTORE_AVX512 std::size_t take_others(const std::uint8_t *plane, std::size_t count, std::uint8_t common,
-                                              std::uint8_t *bitmap, std::uint8_t *others, std::size_t limit) {
+                                       std::uint8_t *bitmap, std::uint8_t *others, std::size_t limit) {
     const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
     std::size_t taken = 0;
     std::size_t i = 0;
@@ -360,7 +360,7 @@ CKSTORE_AVX512 std::size_t take_others(const std::uint8_t *plane, std::size_t co
 }
 
 CKSTORE_AVX512 void put_others(std::uint8_t *plane, std::size_t count, std::uint8_t common,
-                                      const std::uint8_t *bitmap, std::size_t other_count) {
+                               const std::uint8_t *bitmap, std::size_t other_count) {
     const __m512i commons = _mm512_set1_epi8(static_cast<char>(common));
     // What is left to be put never needs more room than is left: it is read before it is overwritten.
     const std::uint8_t *next = plane + count - other_count;

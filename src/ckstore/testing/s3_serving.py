@@ -2,7 +2,7 @@
 
 Moto does what S3 does; how requests come and answers go is told here. The server that moto brings closes the connection
 after each request, so that every one costs a connection and a thread on both sides, and it waits then for what may
-still come: more than half of the time that tests of buckets took.
+still come.
 """
 
 from __future__ import annotations
