@@ -37,17 +37,22 @@ RETENTION = Retention(keep_last=KEPT_LAST, keep_every=KEPT_EVERY)
 KINDS = ("<f4", "<f8", "<i4", "<u1", "<i8", "<f2", "<u2")
 """Small tensors share a chunk with others of their kind, so that each kind is a chunk of its own."""
 
-POOL = 4
-"""Values that each kind may have: few, so that bytes that were dropped come again, in any run."""
+POOL = 8
+"""Values that each kind may have: few, so that bytes that were dropped come again, in any run; and so many that a value
+is often in none of the manifests that rules keep while its run still remembers where it lay."""
 
-BACKLOG_MAX = 60
-"""Entries of a run beyond those that retention keeps, at which its writer waits: on a busy machine collectors would
-fall behind without end, and a storm in which nothing is collected proves nothing."""
+BACKLOG_MAX = 10
+"""Entries of a run beyond those that retention keeps, at which its writer waits for collectors. A run remembers what
+its newest 16 manifests name: were writers further ahead, nothing that is dropped would be used again."""
 
 PATIENCE_SECONDS = 0.5
 
 ERA_STEPS, ERA_SHIFT = 10, 16
 """A part of the state stays for so many steps: what is kept of them needs a little of a pack whose rest is dropped."""
+
+HESITATION_CHANCE, HESITATION_SECONDS_MAX = 0.3, 0.1
+"""How often a process is held up where another must not come between, and for how long: what a scheduler does to it on
+a busy machine. A storm must not depend on that: small commits are over before a collector has moved a pack."""
 
 PR_SET_PDEATHSIG = 1
 TRIES_MAX = 10
@@ -73,6 +78,33 @@ def new_number(run, step, rng):
     return (step // ERA_STEPS * 8 + int(run[1:])) << ERA_SHIFT | rng.randrange(1 << ERA_SHIFT)
 
 
+class HesitantBackend(LocalBackend):
+    """A folder whose callers are held up now and then before a pack leaves its place, or a manifest comes into it."""
+
+    rng = random.Random(0)
+
+    def _hesitate(self, source, target):
+        is_critical = source.startswith(layout.PACKS_FOLDER) or target.startswith(layout.MANIFESTS_FOLDER)
+        if is_critical and self.rng.random() < HESITATION_CHANCE:
+            time.sleep(self.rng.random() * HESITATION_SECONDS_MAX)
+
+    def link(self, source, target):
+        self._hesitate(source, target)
+        super().link(source, target)
+
+    def rename(self, source, target):
+        self._hesitate(source, target)
+        super().rename(source, target)
+
+    def rename_new(self, source, target):
+        self._hesitate(source, target)
+        super().rename_new(source, target)
+
+    def unlink(self, name):
+        self._hesitate(name, "")
+        super().unlink(name)
+
+
 def die_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -88,7 +120,7 @@ def prepare(folder):
 
 
 def open_store(folder, run):
-    return ckstore.open(LocalBackend(folder / "store", engine="pwrite"), run=run, create=False, policy=POLICY)
+    return ckstore.open(HesitantBackend(folder / "store", engine="pwrite"), run=run, create=False, policy=POLICY)
 
 
 def keeper(store):
@@ -104,6 +136,7 @@ def run(role, index, folder, rng):
         os.write(fd, f"{line}\n".encode())
 
     logging.disable(logging.CRITICAL)
+    HesitantBackend.rng = random.Random(rng.random())
     try:
         ROLES[role](folder, f"w{index}", rng, note)
     except BaseException as error:
