@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import stress_broken
 import stress_roles
 
 WRITERS, COLLECTORS, READERS = 8, 2, 2
@@ -140,13 +141,13 @@ def main():
     parser.add_argument("--count", type=int, default=5000, help="commits to be acknowledged")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--without", choices=stress_roles.BROKEN, help="leave a step of the protocol out: must be found"
+        "--without", choices=stress_broken.BROKEN, help="leave a step of the protocol out: must be found"
     )
     parser.add_argument("--seconds-max", type=float, default=3600)
     parser.add_argument("--folder", type=Path, default=None, help="where; /dev/shm if there is one")
     given = parser.parse_args()
     if given.without:
-        stress_roles.BROKEN[given.without]()
+        stress_broken.BROKEN[given.without]()
     shm = Path("/dev/shm")
     base = given.folder or (shm if shm.is_dir() else None)
     folder = Path(tempfile.mkdtemp(prefix="ckstore-stress-", dir=base))

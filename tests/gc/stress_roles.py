@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib
 import logging
 import os
@@ -24,11 +23,7 @@ from ckstore.format import layout
 from ckstore.io.local import LocalBackend
 from ckstore.keeping import Keeping
 from ckstore.retention.policy import Retention
-from ckstore.store import gc
-from ckstore.store.gc_survey import Survey
-from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
-from ckstore.store.trash import Trash
 from ckstore.testing.model import difference
 
 POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
@@ -307,46 +302,6 @@ def read_newest(store, note):
 
 def is_dropped(store, seq):
     return store._parts.backend.stat(layout.drop_mark_name(store.run, seq)) is not None
-
-
-# Protocols with a step left out: what the test must find
-
-
-def without_verify():
-    """Acknowledge without looking whether all packs are still there."""
-    Parts.rescue_packs = lambda self, packs: set()
-
-
-class BlindMarker:
-    """A marker that never sees what manifests name."""
-
-    def __init__(self, marker):
-        self._marker = marker
-
-    def look(self):
-        return dataclasses.replace(self._marker.look(), named=frozenset())
-
-    def __getattr__(self, name):
-        return getattr(self._marker, name)
-
-
-def without_recheck():
-    """Empty the trash without looking what manifests name by now."""
-    whole = gc.purge
-    gc.purge = lambda parts, marker, *rest: whole(parts, BlindMarker(marker), *rest)
-    Survey.trashed_and_named = lambda self: []
-
-
-def without_trash():
-    """Unlink packs where they are."""
-
-    def move_packs(self, pack_ids, gc_id):
-        return [pack_id for pack_id in pack_ids if self.unlink(layout.pack_name(pack_id))]
-
-    Trash.move_packs = move_packs
-
-
-BROKEN = {"verify": without_verify, "recheck": without_recheck, "trash": without_trash}
 
 
 ROLES = {"writer": write, "collector": collect, "reader": read}
