@@ -21,7 +21,12 @@ from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
 COMMITS = 6
-STEPS_A_COMMIT = 3
+QUIET_STEPS = 2
+"""Before and after every commit: a commit is held against them."""
+
+STEPS_MAX = 3
+"""Beside one commit: what is not written by then is waited for, and that counts."""
+
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
 
@@ -34,9 +39,9 @@ def stall_guarded(bench: Bench) -> Result:
     cores = len(os.sched_getaffinity(0))
     loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
     nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
-    result = Result("stall_guarded", "s a step", is_higher_better=False)
+    result = Result("stall_guarded", "% of a step a commit", is_higher_better=False)
     result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "pairs": COMMITS, "cores": cores}
-    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
+    result.columns = ("quiet_seconds", "held_up_share", "saver_cpu_seconds", "return_ms")
     machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
     before = torch.get_num_threads()
     half = max(1, cores // 2)
@@ -51,8 +56,8 @@ def stall_guarded(bench: Bench) -> Result:
     torch.set_num_threads(before)
     result.notes += [_cost_note(name, samples) for name, samples in result.samples.items()]
     result.notes.append(
-        f"{STEPS_A_COMMIT} steps without a commit, then one and {STEPS_A_COMMIT} steps, and the wait until it is "
-        "written, if it is not; again and again; a commit is held against the steps before and those after it"
+        f"a commit, as many steps as it takes until it is written, {STEPS_MAX} at most, and the wait for what is left "
+        f"then, are held against the {QUIET_STEPS} steps before and the {QUIET_STEPS} after; again and again"
     )
     return result
 
@@ -73,11 +78,20 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A commit that is under way, or what stands in its place."""
+
+    is_over: Callable[[], bool]
+    finish: Callable[[], float]
+    """Waits for its end; returns for how many seconds it has stalled the loop."""
+
+
 @dataclass
 class _Commits:
-    """What stands for a commit: how one begins, and returns what waits for its end and tells how long it stalled."""
+    """How commits begin."""
 
-    begin: Callable[[], Callable[[], float]]
+    begin: Callable[[], _Running]
     pid: int
     """Of the process that does the work."""
     facts: dict[str, object] = field(default_factory=dict)
@@ -92,64 +106,79 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
         path = bench.folder / "floor" if FLOORS[compression] == "write" else None
         with Floor(tensors, is_coded=FLOORS[compression] == "code", path=path) as floor:
             floor.begin()()
-            yield _Commits(floor.begin, floor.pid, {"writes_by": floor.writes_by})
+
+            def begin_floor() -> _Running:
+                finish = floor.begin()
+                return _Running(floor.is_over, finish)
+
+            yield _Commits(begin_floor, floor.pid, {"writes_by": floor.writes_by})
     else:
         place = bench.folder / "store"
         with open_store(place, "none" if compression == NOTHING else compression) as store:
             store.attach(loop.optimizer)
             store.prewarm(loop.state)
 
-            def begin() -> Callable[[], float]:
+            def begin() -> _Running:
                 pending = store.commit_async(loop.state, loop.step)
 
                 def finish() -> float:
                     commits.facts = facts_of(pending.result())
                     return float(pending.stall_seconds)
 
-                return finish
+                return _Running(lambda: pending.is_done, finish)
 
+            nothing = _Running(lambda: True, lambda: 0.0)
             pid = store._handover.saver_pid
-            commits = _Commits((lambda: lambda: 0.0) if compression == NOTHING else begin, pid)
+            commits = _Commits((lambda: nothing) if compression == NOTHING else begin, pid)
             yield commits
         machine.remove_tree(place)
 
 
 def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
-    """Train some steps without and with a commit, in turns; a sample is seconds a step with them."""
+    """Train some steps without and with a commit, in turns; a sample is what a commit costs, in % of a step."""
     torch.set_num_threads(threads)
-    busy, held_up, returns, worked = [], [], [], 0.0
+    busy, steps, held_up, returns, worked = [], [], [], [], 0.0
     with _commits(bench, loop, compression) as commits:
         loop.train_one_step()
-        quiet = [_steps_seconds(loop)]
+        quiet = [_step_seconds(loop, QUIET_STEPS)]
         for _ in range(COMMITS):
             delayed, began = background.delay_seconds(), time.perf_counter()
             computed = background.cpu_seconds(commits.pid)
-            finish = commits.begin()
+            commit = commits.begin()
             returns.append(1e3 * (time.perf_counter() - began))
-            _steps_seconds(loop)
+            steps.append(_steps_until(loop, commit.is_over))
             waited = time.perf_counter()
-            stalled = finish()
+            stalled = commit.finish()
             ended = time.perf_counter()
-            busy.append((ended - began) / STEPS_A_COMMIT)
+            busy.append(ended - began)
             held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
             worked += background.cpu_seconds(commits.pid) - computed
-            quiet.append(_steps_seconds(loop))
+            quiet.append(_step_seconds(loop, QUIET_STEPS))
     # The machine drifts: what is right before and what is right after count alike.
     beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
-    lost = [STEPS_A_COMMIT * (one - other) / other for one, other in zip(busy, beside, strict=True)]
-    facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost}
-    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
+    lost = [seconds / other - count for seconds, count, other in zip(busy, steps, beside, strict=True)]
+    facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost, "steps": steps}
+    facts |= {"saver_cpu_seconds": worked / COMMITS}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
-    return Sample(statistics.median(busy), facts | commits.facts)
+    return Sample(100 * statistics.median(lost), facts | commits.facts)
 
 
-def _steps_seconds(loop: background.Loop) -> float:
+def _step_seconds(loop: background.Loop, count: int) -> float:
     """Take some steps; return the seconds of one."""
     began = time.perf_counter()
-    for _ in range(STEPS_A_COMMIT):
+    for _ in range(count):
         loop.train_one_step()
-    return (time.perf_counter() - began) / STEPS_A_COMMIT
+    return (time.perf_counter() - began) / count
+
+
+def _steps_until(loop: background.Loop, is_over: Callable[[], bool]) -> int:
+    """Take steps until something is over, one at least; return how many."""
+    count, is_done = 0, False
+    while count < STEPS_MAX and not is_done:
+        loop.train_one_step()
+        count, is_done = count + 1, is_over()
+    return count
 
 
 CASES: dict[str, Callable[[Bench], Result]] = {"stall_guarded": stall_guarded}

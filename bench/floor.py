@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ class Floor:
                 piece = source[begin : begin + PIECE_NBYTES]
                 self._pieces.append((self._buffer[position : position + piece.nbytes], piece))
                 position += piece.nbytes
+        self._thread: threading.Thread | None = None
         self._path = path
         # Whole pages, as O_DIRECT asks.
         self._beside_nbytes = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -67,7 +69,7 @@ class Floor:
 
     def begin(self) -> Callable[[], float]:
         """Begin both; what is returned waits for their end, and returns for how long the caller was stalled: never."""
-        thread = threading.Thread(target=self._copy, name="floor-copy")
+        thread = self._thread = threading.Thread(target=self._copy, name="floor-copy")
         thread.start()
         stdin = self._process.stdin
         assert stdin is not None
@@ -80,6 +82,11 @@ class Floor:
             return 0.0
 
         return finish
+
+    def is_over(self) -> bool:
+        """Return whether what was begun has ended, without waiting."""
+        said, _, _ = select.select([self._process.stdout], [], [], 0)
+        return bool(said) and self._thread is not None and not self._thread.is_alive()
 
     def _copy(self) -> None:
         for target, source in self._pieces:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import background, beside, cases_async, histories, run  # noqa: E402
+from bench import background, beside, cases_async, cases_training, histories, run  # noqa: E402
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
@@ -188,6 +188,26 @@ def test_what_a_floor_codes_repeats_no_bytes_and_gets_shorter():
     assert len({bytes(piece) for piece in pieces}) == len(pieces)
     code = beside.coding(4 << 20)
     assert all(0.5 * len(piece) < code(piece, 0).nbytes < 0.95 * len(piece) for piece in pieces)
+
+
+def test_the_floor_of_a_commit_is_over_when_its_process_is():
+    with Floor([torch.ones(1000)]) as floor:
+        os.kill(floor.pid, signal.SIGSTOP)
+        finish = floor.begin()
+        time.sleep(0.05)
+        assert not floor.is_over()
+        os.kill(floor.pid, signal.SIGCONT)
+        while not floor.is_over():
+            time.sleep(0.001)
+        assert finish() == 0
+
+
+@pytest.mark.parametrize(("over_after", "steps"), [(0, 1), (2, 2), (9, cases_training.STEPS_MAX)])
+def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
+    loop = background.Loop(3_000_000, tokens=16)
+    begun = loop.step
+    assert cases_training._steps_until(loop, lambda: loop.step - begun >= over_after) == steps
+    assert loop.step - begun == steps
 
 
 def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
