@@ -39,9 +39,9 @@ def stall_guarded(bench: Bench) -> Result:
     cores = len(os.sched_getaffinity(0))
     loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
     nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
-    result = Result("stall_guarded", "% of a step a commit", is_higher_better=False)
+    result = Result("stall_guarded", "s a step", is_higher_better=False)
     result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "pairs": COMMITS, "cores": cores}
-    result.columns = ("quiet_seconds", "held_up_share", "saver_cpu_seconds", "return_ms")
+    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
     machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
     before = torch.get_num_threads()
     half = max(1, cores // 2)
@@ -135,7 +135,7 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
 
 
 def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
-    """Train some steps without and with a commit, in turns; a sample is what a commit costs, in % of a step."""
+    """Train some steps without and with a commit, in turns; a sample is seconds a step beside a commit."""
     torch.set_num_threads(threads)
     busy, steps, held_up, returns, worked = [], [], [], [], 0.0
     with _commits(bench, loop, compression) as commits:
@@ -150,18 +150,18 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) 
             waited = time.perf_counter()
             stalled = commit.finish()
             ended = time.perf_counter()
-            busy.append(ended - began)
+            busy.append((ended - began) / steps[-1])
             held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
             worked += background.cpu_seconds(commits.pid) - computed
             quiet.append(_step_seconds(loop, QUIET_STEPS))
     # The machine drifts: what is right before and what is right after count alike.
     beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
-    lost = [seconds / other - count for seconds, count, other in zip(busy, steps, beside, strict=True)]
+    lost = [count * (one - other) / other for one, count, other in zip(busy, steps, beside, strict=True)]
     facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost, "steps": steps}
-    facts |= {"saver_cpu_seconds": worked / COMMITS}
+    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
-    return Sample(100 * statistics.median(lost), facts | commits.facts)
+    return Sample(statistics.median(busy), facts | commits.facts)
 
 
 def _step_seconds(loop: background.Loop, count: int) -> float:
