@@ -63,19 +63,30 @@ def stall_guarded(bench: Bench) -> Result:
 
 
 def _cost_note(name: str, samples: list[Sample]) -> str:
-    """Return what a commit costs, with how sure that is: 95% of such medians, drawn from the pairs again and again."""
-    lost = [share for sample in samples for share in sample.facts["lost_shares"]]
+    """Return what a commit costs, with how sure that is: 95% of such medians, of rounds drawn again and again.
+
+    Commits of one round have steps and the machine's mood in common, so that whole rounds are drawn.
+    """
     held_up, worked = (
-        statistics.median(float(sample.facts[fact]) for sample in samples)
+        statistics.median(float(str(sample.facts[fact])) for sample in samples)
         for fact in ("held_up_share", "saver_cpu_seconds")
     )
-    drawn = np.median(np.random.default_rng(0).choice(lost, (10_000, len(lost))), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return (
-        f"{name}: a commit costs {statistics.median(lost):.1%} of a step (median of {len(lost)}; 95%: {low:.1%} to "
-        f"{high:.1%}); of {held_up:.1%} of a step it is known that the loop waited or had no processor; the process "
-        f"beside it computes for {worked:.2f} s"
+    share, seconds = (
+        _median_of([np.asarray(sample.facts[fact]) for sample in samples]) for fact in ("lost_shares", "lost_seconds")
     )
+    return (
+        f"{name}: a commit costs {share[0]:.1%} of a step (median; 95%: {share[1]:.1%} to {share[2]:.1%}), "
+        f"{1e3 * seconds[0]:.0f} ms ({1e3 * seconds[1]:.0f} to {1e3 * seconds[2]:.0f}); of {held_up:.1%} of a step it "
+        f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s"
+    )
+
+
+def _median_of(rounds: list[np.ndarray]) -> tuple[float, float, float]:
+    """Return the median of the values of all rounds, and between what it lies for 95% of draws of rounds."""
+    picks = np.random.default_rng(0).integers(0, len(rounds), (10_000, len(rounds)))
+    drawn = [float(np.median(np.concatenate([rounds[pick] for pick in row]))) for row in picks]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(np.median(np.concatenate(rounds))), float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,8 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) 
     beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
     lost = [count * (one - other) / other for one, count, other in zip(busy, steps, beside, strict=True)]
     facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost, "steps": steps}
+    # A step does not always take as long: what is lost in seconds is what participants are compared by.
+    facts |= {"lost_seconds": [share * other for share, other in zip(lost, beside, strict=True)], "quiet": quiet}
     facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}

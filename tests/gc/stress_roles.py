@@ -34,7 +34,7 @@ KINDS = ("<f4", "<f8", "<i4", "<u1", "<i8", "<f2", "<u2")
 
 POOL = 8
 """Values that each kind may have: few, so that bytes that were dropped come again, in any run; and so many that a value
-is often in none of the manifests that rules keep while its run still remembers where it lay."""
+is often in none of the manifests of its run that rules keep, while the run still remembers where it lay."""
 
 BACKLOG_MAX = 10
 """Entries of a run beyond those that retention keeps, at which its writer waits for collectors. A run remembers what
@@ -45,7 +45,7 @@ PATIENCE_SECONDS = 0.5
 ERA_STEPS, ERA_SHIFT = 10, 16
 """A part of the state stays for so many steps: what is kept of them needs a little of a pack whose rest is dropped."""
 
-HESITATION_CHANCE, HESITATION_SECONDS_MAX = 0.3, 0.1
+HESITATION_CHANCE, HESITATION_SECONDS_MAX = 0.3, 0.2
 """How often a process is held up where another must not come between, and for how long: what a scheduler does to it on
 a busy machine. A storm must not depend on that: small commits are over before a collector has moved a pack."""
 
@@ -73,31 +73,23 @@ def new_number(run, step, rng):
     return (step // ERA_STEPS * 8 + int(run[1:])) << ERA_SHIFT | rng.randrange(1 << ERA_SHIFT)
 
 
-class HesitantBackend(LocalBackend):
-    """A folder whose callers are held up now and then before a pack leaves its place, or a manifest comes into it."""
+def hold_up(rng):
+    """Have this process held up now and then before a pack leaves its place, or a manifest comes into it.
 
-    rng = random.Random(0)
+    The class itself is changed: a collector beside writers works on a kind of its own.
+    """
 
-    def _hesitate(self, source, target):
-        is_critical = source.startswith(layout.PACKS_FOLDER) or target.startswith(layout.MANIFESTS_FOLDER)
-        if is_critical and self.rng.random() < HESITATION_CHANCE:
-            time.sleep(self.rng.random() * HESITATION_SECONDS_MAX)
+    def held_up(whole):
+        def method(self, source, target=""):
+            is_critical = source.startswith(layout.PACKS_FOLDER) or target.startswith(layout.MANIFESTS_FOLDER)
+            if is_critical and rng.random() < HESITATION_CHANCE:
+                time.sleep(rng.random() * HESITATION_SECONDS_MAX)
+            return whole(self, source, target) if target else whole(self, source)
 
-    def link(self, source, target):
-        self._hesitate(source, target)
-        super().link(source, target)
+        return method
 
-    def rename(self, source, target):
-        self._hesitate(source, target)
-        super().rename(source, target)
-
-    def rename_new(self, source, target):
-        self._hesitate(source, target)
-        super().rename_new(source, target)
-
-    def unlink(self, name):
-        self._hesitate(name, "")
-        super().unlink(name)
+    for name in ("link", "rename", "rename_new", "unlink"):
+        setattr(LocalBackend, name, held_up(getattr(LocalBackend, name)))
 
 
 def die_with_parent():
@@ -115,7 +107,7 @@ def prepare(folder):
 
 
 def open_store(folder, run):
-    return ckstore.open(HesitantBackend(folder / "store", engine="pwrite"), run=run, create=False, policy=POLICY)
+    return ckstore.open(LocalBackend(folder / "store", engine="pwrite"), run=run, create=False, policy=POLICY)
 
 
 def keeper(store):
@@ -131,7 +123,7 @@ def run(role, index, folder, rng):
         os.write(fd, f"{line}\n".encode())
 
     logging.disable(logging.CRITICAL)
-    HesitantBackend.rng = random.Random(rng.random())
+    hold_up(random.Random(rng.random()))
     try:
         ROLES[role](folder, f"w{index}", rng, note)
     except BaseException as error:
@@ -223,7 +215,11 @@ def write_once(store, run, rng, note):
 def collect(folder, run, rng, note):
     # Two of them shall meet.
     ckstore.collection.collector_lock = lambda *args, **options: contextlib.nullcontext()
+    paced = ckstore.collection.paced
     while True:
+        # In leisure, as beside writers, or at once, as where none is seen.
+        is_leisurely = rng.random() < 0.3
+        ckstore.collection.paced = paced if is_leisurely else lambda backend, clock: backend
         with open_store(folder, "w0") as store:
             try:
                 report = keeper(store).gc(

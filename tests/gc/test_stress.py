@@ -60,11 +60,13 @@ def test_nothing_is_lost_in_a_long_storm(tell):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
-def test_storm_finds_a_protocol_without_one_of_its_steps(without):
-    # Of 36 storms 30 found it on an idle machine, and of eight four beside four spinning processes.
+def test_storm_finds_a_protocol_without_one_of_its_steps(without, tell):
+    # Beside three other tests on two cores four of four storms found each of them.
     for seed in range(1, STORMS_MAX + 1):
         code, _, lines = stress(600, seed=seed, without=without)
         if code:
             assert any("acknowledged" in line for line in lines)
+            # Seen before it takes all of them: a control that becomes blind does so by and by.
+            tell(f"stress without {without}: found by storm {seed} of {STORMS_MAX} at most")
             return
     raise AssertionError(f"none of {STORMS_MAX} storms has found it")
