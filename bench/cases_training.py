@@ -6,7 +6,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,12 @@ from bench.floor import Floor
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
-COMMITS = 6
+COMMITS, TOKENS = 6, 64
+"""In a round, and of a batch: steps as short as they make sense, so that what a commit costs is seen best."""
+
+COMMITS_OF_LONG_STEPS, TOKENS_OF_LONG_STEPS = 2, 512
+"""One sequence, still far below what models of this size are trained with."""
+
 QUIET_STEPS = 2
 """Before and after every commit: a commit is held against them."""
 
@@ -37,20 +42,49 @@ FLOORS = {"one copy, one hash": "", "one copy, one hash, one write": "write", "o
 def stall_guarded(bench: Bench) -> Result:
     """Train with real forward and backward passes, commit behind the guard of the optimizer, and look what is lost."""
     cores = len(os.sched_getaffinity(0))
-    loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else 64)
-    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
-    result = Result("stall_guarded", "s a step", is_higher_better=False)
-    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "pairs": COMMITS, "cores": cores}
-    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
-    machine.check_space(bench.folder, int((COMMITS + 1) * 1.2 * nbytes))
-    before = torch.get_num_threads()
     half = max(1, cores // 2)
+    plan = {cores: VARIANTS, half: (*VARIANTS, NOTHING, *FLOORS)}
+    return _compare(bench, "stall_guarded", plan, tokens=16 if bench.is_small else TOKENS, commits=COMMITS)
+
+
+def stall_long_steps(bench: Bench) -> Result:
+    """Do the same with steps of more tokens: what a commit takes from training hardly depends on a step's length."""
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    plan = {half: (*VARIANTS, NOTHING, "one copy, one hash, one write")}
+    tokens = 32 if bench.is_small else TOKENS_OF_LONG_STEPS
+    return _compare(bench, "stall_long_steps", plan, tokens=tokens, commits=COMMITS_OF_LONG_STEPS)
+
+
+def _compare(bench: Bench, case: str, plan: Mapping[int, Sequence[str]], *, tokens: int, commits: int) -> Result:
+    """Compare what training loses.
+
+    Args:
+        bench: Where, and how large.
+        case: Its name.
+        plan: Threads that train -> what is done beside.
+        tokens: Of one batch, one sequence.
+        commits: Of each participant in a round.
+    """
+    cores = len(os.sched_getaffinity(0))
+    loop = background.Loop(bench.nbytes, tokens=tokens)
+    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
+    result = Result(case, "s a step", is_higher_better=False)
+    result.setting = {
+        "state_nbytes": nbytes,
+        "rounds": bench.rounds,
+        "pairs": commits,
+        "cores": cores,
+        "tokens": tokens,
+    }
+    result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
+    machine.check_space(bench.folder, int((commits + 1) * 1.2 * nbytes))
+    before = torch.get_num_threads()
     participants: dict[str, Participant] = {}
-    for threads in sorted({half, cores}):
-        for compression in (*VARIANTS, NOTHING, *FLOORS) if threads == half else VARIANTS:
+    for threads in sorted(plan):
+        for compression in plan[threads]:
             name = f"ckstore {compression}" if compression in VARIANTS else compression
             participants[f"training on {threads} of {cores} cores, {name}"] = partial(
-                _train, bench, loop, threads, compression
+                _train, bench, loop, threads, compression, commits
             )
     interleave(result, if_possible(bench, result, participants), bench.rounds)
     torch.set_num_threads(before)
@@ -145,14 +179,14 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
         machine.remove_tree(place)
 
 
-def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) -> Sample:
+def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, count: int) -> Sample:
     """Train some steps without and with a commit, in turns; a sample is seconds a step beside a commit."""
     torch.set_num_threads(threads)
     busy, steps, held_up, returns, worked = [], [], [], [], 0.0
     with _commits(bench, loop, compression) as commits:
         loop.train_one_step()
         quiet = [_step_seconds(loop, QUIET_STEPS)]
-        for _ in range(COMMITS):
+        for _ in range(count):
             delayed, began = background.delay_seconds(), time.perf_counter()
             computed = background.cpu_seconds(commits.pid)
             commit = commits.begin()
@@ -167,11 +201,11 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str) 
             quiet.append(_step_seconds(loop, QUIET_STEPS))
     # The machine drifts: what is right before and what is right after count alike.
     beside = [(one + other) / 2 for one, other in itertools.pairwise(quiet)]
-    lost = [count * (one - other) / other for one, count, other in zip(busy, steps, beside, strict=True)]
+    lost = [taken * (one - other) / other for one, taken, other in zip(busy, steps, beside, strict=True)]
     facts: dict[str, object] = {"quiet_seconds": statistics.median(quiet), "lost_shares": lost, "steps": steps}
     # A step does not always take as long: what is lost in seconds is what participants are compared by.
     facts |= {"lost_seconds": [share * other for share, other in zip(lost, beside, strict=True)], "quiet": quiet}
-    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / COMMITS}
+    facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / count}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
     return Sample(statistics.median(busy), facts | commits.facts)
@@ -194,4 +228,4 @@ def _steps_until(loop: background.Loop, is_over: Callable[[], bool]) -> int:
     return count
 
 
-CASES: dict[str, Callable[[Bench], Result]] = {"stall_guarded": stall_guarded}
+CASES: dict[str, Callable[[Bench], Result]] = {"stall_guarded": stall_guarded, "stall_long_steps": stall_long_steps}
