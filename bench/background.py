@@ -229,11 +229,19 @@ class Loop:
         self.train_one_step()
 
     def train_one_step(self) -> None:
-        """Take one step."""
-        tokens = torch.randint(0, 256, (1, self.tokens + 1), generator=self._generator)
+        """Take one step of one batch."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.accumulate()
+        self.take_step()
+
+    def accumulate(self) -> None:
+        """Go forward and backward with one batch; gradients are added to those that are there."""
+        tokens = torch.randint(0, 256, (1, self.tokens + 1), generator=self._generator)
         loss = self.model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
+
+    def take_step(self) -> None:
+        """Let the optimizer step by the gradients that are there."""
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1

@@ -28,7 +28,7 @@ MAIN_CASES = ("commit_durable", "restore_cold", "peak_memory", "stall_blocking")
 BACKGROUND_CASES = (
     "stall_return",
     "stall_guarded",
-    "stall_long_steps",
+    "stall_accumulation",
     "stall_python_loop",
     "async_wall",
     "async_memory",
