@@ -210,10 +210,12 @@ class Loop:
     Args:
         nbytes: Of weights and moments together.
         tokens: Of one batch.
+        batches: Of one step, which adds up their gradients.
     """
 
     nbytes: int
     tokens: int = 64
+    batches: int = 1
     step: int = 0
     model: GPT = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -229,19 +231,12 @@ class Loop:
         self.train_one_step()
 
     def train_one_step(self) -> None:
-        """Take one step of one batch."""
+        """Take one step."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.accumulate()
-        self.take_step()
-
-    def accumulate(self) -> None:
-        """Go forward and backward with one batch; gradients are added to those that are there."""
-        tokens = torch.randint(0, 256, (1, self.tokens + 1), generator=self._generator)
-        loss = self.model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-
-    def take_step(self) -> None:
-        """Let the optimizer step by the gradients that are there."""
+        for _ in range(self.batches):
+            tokens = torch.randint(0, 256, (1, self.tokens + 1), generator=self._generator)
+            loss = self.model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1

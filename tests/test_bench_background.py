@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -211,51 +210,19 @@ def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
     assert loop.step - begun == steps
 
 
-@pytest.mark.parametrize(("over_after", "beside_count"), [(0, 1), (2, 3), (99, cases_training.MICRO_BATCHES)])
-def test_batches_are_beside_a_commit_until_one_after_its_end(over_after, beside_count, monkeypatch):
-    loop = background.Loop(3_000_000, tokens=16)
-    done, steps = [], loop.step
-    monkeypatch.setattr(loop, "accumulate", lambda: done.append(len(done)))
-    running = cases_training._Running(lambda: len(done) >= over_after, lambda: 0.0)
-    after, beside = cases_training._accumulated(loop, running)
-    assert (len(beside), len(after)) == (beside_count, cases_training.MICRO_BATCHES - beside_count)
-    assert len(done) == cases_training.MICRO_BATCHES
-    assert loop.step == steps + 1
-    assert all(not parameter.grad.any() for parameter in loop.model.parameters())
-
-
-def test_what_is_lost_is_what_batches_take_longer_beside_a_commit_and_what_is_waited_for(tmp_path, monkeypatch):
-    loop = background.Loop(3_000_000, tokens=16)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    batches = []
-
-    def begin():
-        batches.clear()
-        time.sleep(0.05)  # The call.
-
-        def finish():
-            time.sleep(0.1)
-            return 0.0
-
-        return cases_training._Running(lambda: len(batches) >= 2, finish)
-
-    def accumulate():
-        batches.append(len(batches))
-        time.sleep(0.12 if len(batches) <= 2 else 0.02)
-
-    @contextlib.contextmanager
-    def commits(*_):
-        yield cases_training._Commits(begin, os.getpid())
-
-    monkeypatch.setattr(cases_training, "_commits", commits)
-    monkeypatch.setattr(loop, "accumulate", accumulate)
-    bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=[])
-    batches += [0, 1]
-    sample = cases_training._accumulate(bench, loop, 1, "none", 3)
-    assert sample.facts["batches"] == [3, 3, 3]
-    # Twice 0.1 s of batches, 0.05 of the call and 0.1 of the wait; sleeps are never shorter, and seldom much longer.
-    assert 0.3 < sorted(sample.facts["lost_seconds"])[1] < 0.45
-    assert sample.value > 8 * 0.02 + 0.35
+def test_a_step_of_many_batches_adds_up_their_gradients_and_steps_once(monkeypatch):
+    loop = background.Loop(3_000_000, tokens=16, batches=3)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: None)
+    steps, forward, losses, begun = [], loop.model.forward, [], loop.step
+    monkeypatch.setattr(loop.optimizer, "step", lambda: steps.append(loop.step))
+    monkeypatch.setattr(loop.model, "forward", lambda *given: losses.append(given) or forward(*given))
+    loop.train_one_step()
+    assert (len(losses), steps, loop.step) == (3, [begun], begun + 1)
+    added = [parameter.grad.clone() for parameter in loop.model.parameters()]
+    loop.optimizer.zero_grad()
+    sum(forward(*given) for given in list(losses)).backward()
+    for parameter, gradient in zip(loop.model.parameters(), added, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
 
 
 def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
