@@ -48,7 +48,7 @@ def stall_guarded(bench: Bench) -> Result:
 
 
 def stall_accumulation(bench: Bench) -> Result:
-    """Do the same with longer steps, each of which accumulates the gradients of some batches."""
+    """Do as in ``stall_guarded``, with longer steps: each accumulates the gradients of some batches."""
     half = max(1, len(os.sched_getaffinity(0)) // 2)
     plan = {half: (*VARIANTS, NOTHING, *FLOORS)}
     return _compare(bench, "stall_accumulation", plan, batches=BATCHES, commits=COMMITS_OF_LONG_STEPS)

@@ -213,14 +213,14 @@ def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
 def test_a_step_of_many_batches_adds_up_their_gradients_and_steps_once(monkeypatch):
     loop = background.Loop(3_000_000, tokens=16, batches=3)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: None)
-    steps, forward, losses, begun = [], loop.model.forward, [], loop.step
+    steps, forward, batches, begun = [], loop.model.forward, [], loop.step
     monkeypatch.setattr(loop.optimizer, "step", lambda: steps.append(loop.step))
-    monkeypatch.setattr(loop.model, "forward", lambda *given: losses.append(given) or forward(*given))
+    monkeypatch.setattr(loop.model, "forward", lambda *given: batches.append(given) or forward(*given))
     loop.train_one_step()
-    assert (len(losses), steps, loop.step) == (3, [begun], begun + 1)
+    assert (len(batches), steps, loop.step) == (3, [begun], begun + 1)
     added = [parameter.grad.clone() for parameter in loop.model.parameters()]
     loop.optimizer.zero_grad()
-    sum(forward(*given) for given in list(losses)).backward()
+    sum(forward(*given) for given in batches).backward()
     for parameter, gradient in zip(loop.model.parameters(), added, strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
 
