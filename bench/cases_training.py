@@ -19,6 +19,7 @@ from bench.cases_stall import VARIANTS, if_possible
 from bench.floor import Floor
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
+from ckstore.saver.pace import Taken
 
 COMMITS, TOKENS = 6, 64
 """In a round, and of a batch: steps as short as they make sense, so that what a commit costs is seen best."""
@@ -29,8 +30,9 @@ BATCHES, COMMITS_OF_LONG_STEPS = 8, 3
 QUIET_STEPS = 2
 """Before and after every commit: a commit is held against them."""
 
-STEPS_MAX = 3
-"""Beside one commit: what is not written by then is waited for, and that counts."""
+STEPS_MAX = 8
+"""Beside one commit: what is not written by then is waited for, and that counts. Three until
+``stall_guarded-20261125T034150Z``: a saver that goes slower where the machine takes processors away needs more."""
 
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
@@ -100,9 +102,9 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
 
     Commits of one round have steps and the machine's mood in common, so that whole rounds are drawn.
     """
-    held_up, worked = (
+    held_up, worked, taken = (
         statistics.median(float(str(sample.facts[fact])) for sample in samples)
-        for fact in ("held_up_share", "saver_cpu_seconds")
+        for fact in ("held_up_share", "saver_cpu_seconds", "taken_seconds")
     )
     share, seconds = (
         _median_of([np.asarray(sample.facts[fact]) for sample in samples]) for fact in ("lost_shares", "lost_seconds")
@@ -110,7 +112,8 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
     return (
         f"{name}: a commit costs {share[0]:.1%} of a step (median; 95%: {share[1]:.1%} to {share[2]:.1%}), "
         f"{1e3 * seconds[0]:.0f} ms ({1e3 * seconds[1]:.0f} to {1e3 * seconds[2]:.0f}); of {held_up:.1%} of a step it "
-        f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s"
+        f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s; "
+        f"processors were taken from this machine for {taken:.2f} s"
     )
 
 
@@ -181,12 +184,13 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
 def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, count: int) -> Sample:
     """Train some steps without and with a commit, in turns; a sample is seconds a step beside a commit."""
     torch.set_num_threads(threads)
-    busy, steps, held_up, returns, worked = [], [], [], [], 0.0
+    taken_so_far = Taken()
+    busy, steps, held_up, returns, withheld, worked = [], [], [], [], [], 0.0
     with _commits(bench, loop, compression) as commits:
         loop.train_one_step()
         quiet = [_step_seconds(loop, QUIET_STEPS)]
         for _ in range(count):
-            delayed, began = background.delay_seconds(), time.perf_counter()
+            delayed, before, began = background.delay_seconds(), taken_so_far(), time.perf_counter()
             computed = background.cpu_seconds(commits.pid)
             commit = commits.begin()
             returns.append(1e3 * (time.perf_counter() - began))
@@ -196,6 +200,7 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, 
             ended = time.perf_counter()
             busy.append((ended - began) / steps[-1])
             held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
+            withheld.append(taken_so_far() - before)
             worked += background.cpu_seconds(commits.pid) - computed
             quiet.append(_step_seconds(loop, QUIET_STEPS))
     # The machine drifts: what is right before and what is right after count alike.
@@ -207,6 +212,7 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, 
     facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / count}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
+    facts |= {"taken_seconds": statistics.fmean(withheld)}
     return Sample(statistics.median(busy), facts | commits.facts)
 
 

@@ -23,19 +23,24 @@ LOOK_SECONDS = 0.004
 
 
 class Headcount:
-    """How many threads may begin chunks at present.
+    """How many threads may begin chunks at present, and when.
 
     It is set and read without a lock: whoever sets it must never wait for a thread that has no processor.
+
+    Args:
+        is_due: Whether the thread of an index may begin a chunk now, asked again and again; counts only while not all
+            threads may begin. What it refuses it must soon allow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_due: Callable[[int], bool] = lambda _: True) -> None:
         self.most: int | None = None
-        """None: all there are. One may always begin."""
+        """None: all there are, at any time. One may always begin when it is due."""
+        self._is_due = is_due
 
     def admits(self, thread_index: int) -> bool:
         """Whether the thread of this index may begin a chunk."""
         most = self.most
-        return most is None or thread_index < max(1, most)
+        return most is None or (thread_index < max(1, most) and self._is_due(thread_index))
 
 
 class Stopped(Exception):
@@ -113,7 +118,7 @@ def run_in_turns(
         step: Called for each index.
         turns: In which order those who ask for a turn get it.
         on_failure: Called once, when a step fails or the caller is interrupted; wakes who waits, but not for a turn.
-        may_begin: Whether the thread of an index may begin a step now, asked again and again; that of 0 always may.
+        may_begin: Whether the thread of an index may begin a step now, asked again and again; that of 0 soon may.
     """
     indices = _Indices(count, may_begin)
     failures: list[BaseException] = []

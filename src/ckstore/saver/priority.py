@@ -21,6 +21,7 @@ import os
 import threading
 from pathlib import Path
 
+from ckstore.saver.pace import Pace, Taken
 from ckstore.store.lease import HEART_NAME
 from ckstore.workers import Headcount
 
@@ -45,8 +46,9 @@ class Priority:
         self._last: tuple[int, bool] | None = None
         self._may_stand_aside: bool | None = None
         self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
-        self.headcount = Headcount()
-        """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
+        self.headcount = Headcount(Pace(Taken()).admits)
+        """How many threads may hash and code: while the saver gives way, one fewer than there are processors; and when
+        they may go on, where the machine takes processors away for what the saver does."""
 
     def give_way(self) -> None:
         """Let others go first."""
