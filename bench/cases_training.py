@@ -113,7 +113,7 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
         f"{name}: a commit costs {share[0]:.1%} of a step (median; 95%: {share[1]:.1%} to {share[2]:.1%}), "
         f"{1e3 * seconds[0]:.0f} ms ({1e3 * seconds[1]:.0f} to {1e3 * seconds[2]:.0f}); of {held_up:.1%} of a step it "
         f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s; "
-        f"processors were taken from this machine for {taken:.2f} s"
+        f"processors were taken from this machine for {taken:.2f} s meanwhile"
     )
 
 

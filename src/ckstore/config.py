@@ -87,11 +87,11 @@ class Policy:
             1.5% of a processor that training wants whole, and all of those that are idle; where training leaves none
             idle for long, a lower one has commits written sooner. A saver of any niceness but 0
             codes on one thread fewer than there are processors, if that leaves one, and takes only processors that
-            nobody else wants while a state is copied and between commits. Where the host takes processors away from
-            a machine or container that uses more than its quota, it rests between chunks as long as that saves training
-            something: a commit may take four times as long then. All of this is left out while ``result()``,
-            a full arena, ``wait`` or ``close`` wait for the saver, where the system lets a process raise its priority
-            (root, ``ulimit -e``).
+            nobody else wants while a state is copied and between commits. Where the host takes processors away, as
+            from a machine or container that uses more than its quota, it rests between chunks for as long as it works,
+            at most: a commit may take twice as long, and ``on_busy="skip"`` skip more of them. All of this is left out
+            while ``result()``, a full arena, ``wait`` or ``close`` wait for the saver; for its niceness, where the
+            system lets a process raise its priority (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
             a commit whose state was changed in between fails and names the tensor.
 

@@ -90,37 +90,62 @@ def test_what_was_learnt_is_known_to_a_commit_that_comes_later():
     host.write(pace, 1000)
     learnt = pace.share
     assert learnt < 0.8
+    for _ in range(3):
+        host.let_pass(600)
+        host.write(pace, 100)
     host.let_pass(600)
     began = host.now
     assert pace.admits(0), "what came before is no reason to rest"
     assert host.now == began
     _, taken = host.write(pace, 100)
-    assert pace.share == pytest.approx(learnt, rel=0.1)
-    assert taken < 0.02
+    assert pace.share == pytest.approx(learnt, rel=0.15)
+    assert taken < 0.03
 
 
-@pytest.mark.parametrize("host", [Host(training=2.0), Host(disk=0.0, neighbours=0.6)], ids=["training", "neighbours"])
-def test_nobody_rests_for_long_where_that_saves_nothing(host):
-    # Training wants every processor, or others take them whatever this machine does.
+class Neighbour(Host):
+    """A host on which somebody else wants a processor for a fifth of a second, again and again."""
+
+    def __init__(self, every_seconds):
+        super().__init__(disk=0.0)
+        self.every_seconds = every_seconds
+
+    def let_pass(self, seconds, *, is_busy=False):
+        self.neighbours = float(self.now % self.every_seconds < 0.2)
+        super().let_pass(seconds, is_busy=is_busy)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [Host(training=2.0), Host(disk=0.0, neighbours=0.6), Host(disk=6.0), Neighbour(1), Neighbour(3), Neighbour(10)],
+    ids=["training wants all", "neighbours", "a costly disk", "often", "now and then", "seldom"],
+)
+def test_whoever_is_to_blame_a_commit_takes_about_twice_as_long_at_most(host):
+    pace = paced(host)
+    for _ in range(10):
+        seconds, _ = host.write(pace, 500)
+        assert seconds < 2.05 * 500 * CHUNK_SECONDS
+        host.let_pass(300)
+
+
+@pytest.mark.parametrize("rate", [0.005, 0.01, 0.018])
+def test_a_little_that_is_always_taken_slows_nothing_down(rate):
+    host = Host(disk=0.0, neighbours=rate)
     pace = paced(host)
     seconds, _ = host.write(pace, 5000)
-    assert seconds < 1.4 * 5000 * CHUNK_SECONDS
+    assert seconds == pytest.approx(5000 * CHUNK_SECONDS)
     assert pace.share == 1
-    at_full_speed, _ = host.write(pace, 1000)
-    assert at_full_speed == pytest.approx(1000 * CHUNK_SECONDS)
 
 
-def test_it_is_tried_again_after_a_while_and_pays_now():
-    host = Host(training=2.0)
+@pytest.mark.parametrize("pause", [0.5, 60.0])
+def test_what_is_taken_while_the_saver_is_in_a_hurry_or_idle_says_nothing(pause):
+    host = Host(disk=0.0)
     pace = paced(host)
-    host.write(pace, 1500)
+    for _ in range(5):
+        host.write(pace, 100)
+        host.stolen += 5.0
+        host.let_pass(pause)
     assert pace.share == 1
-    host.training = 1.0
-    host.let_pass(saver_pace.TRUCE_SECONDS)
-    host.write(pace, 1000)
-    _, taken = host.write(pace, 1000)
-    assert pace.share < 1
-    assert taken < 0.1 * Host().write(None, 1000)[1]
+    assert host.write(pace, 100)[0] == pytest.approx(100 * CHUNK_SECONDS)
 
 
 def test_full_speed_comes_back_when_nothing_is_taken_any_more():
@@ -143,15 +168,20 @@ def test_a_hundredth_of_a_second_now_and_then_is_no_reason_to_rest():
     assert pace.share == 1
 
 
-def test_no_rest_is_long():
-    host = Host()
+@pytest.mark.parametrize(("worked", "rest"), [(0.02, 0.02), (0.09, 0.09), (0.4, 0.0), (90.0, 0.0)])
+def test_a_rest_is_as_long_as_the_work_at_most_and_only_a_chunk_is_followed_by_one(worked, rest):
+    # What takes longer than a chunk had no processor, or was a whole task.
+    host = Host(disk=0.0)
     pace = paced(host)
     pace.share = saver_pace.SHARE_MIN
     assert pace.admits(0)
-    host.let_pass(1.5, is_busy=True)
-    assert not pace.admits(0)
-    host.let_pass(saver_pace.REST_SECONDS_MAX + 1e-6)
-    assert pace.admits(0)
+    host.let_pass(worked)
+    assert pace.admits(0) is not bool(rest)
+    if rest:
+        host.let_pass(rest - 1e-6)
+        assert not pace.admits(0)
+        host.let_pass(2e-6)
+        assert pace.admits(0)
 
 
 def test_each_thread_rests_after_its_own_work():
@@ -167,11 +197,19 @@ def test_each_thread_rests_after_its_own_work():
     assert not pace.admits(1), "it has worked for longer"
 
 
-def test_a_share_never_falls_below_its_bound():
-    host = Host(disk=6.0)
-    pace = paced(host)
-    host.write(pace, 300)
-    assert pace.share >= saver_pace.SHARE_MIN
+def test_where_looking_takes_long_it_is_done_less_often():
+    host = Host(disk=0.0)
+    looks = []
+
+    def slowly():
+        looks.append(host.now)
+        host.let_pass(0.01)
+        return 0.0
+
+    pace = Pace(slowly, host)
+    host.write(pace, 1000)
+    assert len(looks) * 0.01 < 0.03 * 1000 * CHUNK_SECONDS
+    assert len(looks) > 4
 
 
 def test_a_thread_that_was_put_aside_while_it_looked_holds_up_nobody():
@@ -244,6 +282,9 @@ def ticks(monkeypatch):
         ("", {}, 0),
         ("0::/\n", {"cpu.stat": V2_STAT}, 0.25),
         ("0::/a/b\n", {"cpu.stat": UNTHROTTLED, "a/cpu.stat": V2_STAT, "a/b/cpu.stat": V2_STAT}, 0.5),
+        ("0::/gone/b\n", {"cpu.stat": UNTHROTTLED, "gone/cpu.stat": V2_STAT}, 0.25),
+        ("4:cpu:/\n5:cpu,cpuset:/\n", {"cpu/cpu.stat": V1_STAT}, 1.5),
+        ("4:cpu:/\n0::/pod\n", {"cpu/cpu.stat": V1_STAT, "unified/pod/cpu.stat": V2_STAT}, 1.75),
         ("0::/../outside\n", {"cpu.stat": V2_STAT}, 0.25),
         ("0::/as/it/is/outside\n", {"cpu.stat": V2_STAT}, 0.25),
         ("4:cpu,cpuacct:/pod\n3:memory:/pod\n", {"cpu,cpuacct/pod/cpu.stat": V1_STAT, "memory/pod/x": ""}, 1.5),
@@ -264,6 +305,17 @@ def test_a_group_from_which_nothing_was_taken_yet_is_looked_at_again(machine, tm
     (tmp_path / "cgroup/pod/cpu.stat").write_text(V2_STAT)
     (tmp_path / "proc/stat").write_text(CPU_LINE.replace("6690", "6700"))
     assert taken() == pytest.approx(67.25)
+
+
+@pytest.mark.usefixtures("ticks")
+@pytest.mark.parametrize("name", ["proc/stat", "cgroup/cpu.stat"])
+def test_what_cannot_be_read_once_is_what_it_was(machine, tmp_path, name):
+    taken = machine("0::/\n", {"cpu.stat": V2_STAT})
+    first = taken()
+    (tmp_path / name).rename(tmp_path / "away")
+    assert taken() == first
+    (tmp_path / "away").rename(tmp_path / name)
+    assert taken() == first
 
 
 @pytest.mark.usefixtures("ticks")

@@ -1,17 +1,18 @@
 """How fast a saver works where what it takes is taken from training, whatever its niceness.
 
-A virtual machine or a container often may use as much processor time as it has processors, or less, and what its host
-does for it counts too: on one host that we measured, each GB that is written takes 1.2 s of a processor there. Whoever
-wants more has processors taken away for moments, and the host does not ask which thread is nice. Linux counts that:
-the "steal" of ``/proc/stat`` (proc(5)), and ``throttled_usec`` or ``throttled_time`` of a cgroup's ``cpu.stat``.
+A virtual machine or a container often may use as much processor time as it has processors, or less; and what its host
+computes to move the bytes of its disk may count too. Whoever wants more has processors taken away for moments, and the
+host does not ask which thread in there is nice. Linux tells how much it was: the "steal" of ``/proc/stat`` (proc(5)),
+and ``throttled_usec`` or ``throttled_time`` in the ``cpu.stat`` of a control group.
 
-So while the saver gives way it rests after each chunk, for longer when time was taken (additive increase and
-multiplicative decrease, as Chiu and Jain showed for networks, 1989), and as short as it can be without. Where resting
-saves nothing (others take the processors, or training takes all of them whole) it is not done.
+So while the saver gives way each of its threads rests after a chunk: for longer when time was taken, and a little
+shorter as long as none is (additive increase and multiplicative decrease, as Chiu and Jain found for networks, 1989;
+here both are factors). Whether the saver or somebody else is to blame is not known, so it never rests for longer than
+it works: a commit takes twice as long at most.
 
 Invariants:
-- No thread waits for another one here, also where one was put aside: what one of them is looking at, others skip.
-- A rest is short (``REST_SECONDS_MAX``) and follows work: whoever may begin will begin.
+- No thread waits for another one here, also where one was put aside: what one of them looks at, others skip.
+- A rest is at most as long as the work before it, and shorter than ``AGE_SECONDS_MAX``: whoever may begin will begin.
 """
 
 from __future__ import annotations
@@ -29,53 +30,29 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 _log = logging.getLogger("ckstore")
 
 LOOK_SECONDS = 0.1
-"""Between two looks: ten times the grain of "steal"."""
+"""Between two looks, at least: ten times the grain of "steal"."""
 
-LOOK_SECONDS_MAX = 2.0
-"""Of looks that are further apart it is not known what happened in between, and of chunks not when they ended."""
+LOOK_COST_MAX = 0.02
+"""Share of the time of one thread that looks may take: on machines of hundreds of processors ``/proc/stat`` is long."""
 
-SHARE_MIN = 0.25
-"""A commit takes at most about four times as long."""
+AGE_SECONDS_MAX = 0.3
+"""After a longer silence it is not known what the saver did meanwhile; and after work that took longer nobody rests, as
+it was more than a chunk, or the thread had no processor."""
 
-REST_SECONDS_MAX = 0.25
+SHARE_MIN = 0.5
+
+TOLERATED_RATE = 0.02
+"""Processors that may be taken for ever."""
+
+TOLERATED_SECONDS = 0.02
+"""And what may be taken at once beyond that: two steps of "steal"."""
+
+RECOVERY_RATE = 0.05
+"""By what the share grows in a second in which nothing is taken."""
 
 OVERSLEPT_SECONDS_MAX = 0.02
 
-TOLERATED_RATE = 0.02
-"""Processors, taken away, that count as none: a look sees some hundredth of a second, or nothing."""
-
-RECOVERY_RATE = 0.05
-"""By what the share grows in a second in which nothing was taken."""
-
-PROOF_SECONDS = 0.05
-"""Taken from a saver that works without a rest, before it begins to rest: what resting is held against."""
-
-TRIAL_CHUNKS = 128
-"""After as many chunks it is looked whether resting has paid; not in the first of these spans, when it still adapts."""
-
-WORTH = 0.5
-"""Of what a chunk costs without a rest: with rests it must cost less, or there is no point in them."""
-
-TRUCE_SECONDS = 60.0
-"""Before it is tried again where it has not paid."""
-
 _CPU_LINE_NBYTES = 256
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What was taken while some chunks were worked on."""
-
-    taken: float = 0.0
-    seconds: float = 0.0
-    chunks: int = 0
-    spans: int = 0
-
-    @property
-    def cost(self) -> float:
-        """Seconds that a chunk costs."""
-        return self.taken / max(1, self.chunks)
 
 
 @dataclass(slots=True)
@@ -94,7 +71,7 @@ class Pace:
     """When a thread may begin its next chunk.
 
     Args:
-        taken: Returns the seconds of processors that were taken from this machine or container, all in all.
+        taken: Returns the seconds of processors that were taken from this machine or container so far.
         clock: What time it is.
     """
 
@@ -104,62 +81,55 @@ class Pace:
         self._taken = taken
         self._clock = clock
         self._looking = threading.Lock()
-        self._looked_at = clock.monotonic()
+        began = clock.monotonic()
         self._taken_then = taken()
-        self._chunks = 0
-        self._without, self._with = _Tally(), _Tally()
-        self._truce_until = self._looked_at
+        self._looked_at = self._asked_at = clock.monotonic()
+        self._look_seconds = max(LOOK_SECONDS, (self._looked_at - began) / LOOK_COST_MAX)
+        self._excess = 0.0
         self._has_told = False
         self._threads: dict[int, _Thread] = {}
 
     def admits(self, thread_index: int) -> bool:
         """Whether this thread may begin a chunk now; it asks again and again until it may."""
+        self._look()
         now = self._clock.monotonic()
-        self._look(now)
         thread = self._threads.setdefault(thread_index, _Thread(asked=now))
         if thread.began is not None:
             worked, thread.began, thread.asked = now - thread.began, None, now
-            rest = worked * (1 / self.share - 1) if worked < LOOK_SECONDS_MAX else 0.0
-            thread.owed = min(REST_SECONDS_MAX, thread.owed + rest)
+            thread.owed += worked * (1 / self.share - 1) if worked < AGE_SECONDS_MAX else 0.0
         rested = now - thread.asked
         if rested < thread.owed:
             return False
         # Whoever asks now and then rests for a little too long, and has that taken off the next time.
         thread.owed = max(-OVERSLEPT_SECONDS_MAX, thread.owed - rested)
         thread.began = now
-        self._chunks += 1
         return True
 
-    def _look(self, now: float) -> None:
-        if now - self._looked_at < LOOK_SECONDS or not self._looking.acquire(blocking=False):
+    def _look(self) -> None:
+        if not self._looking.acquire(blocking=False):
             return
         try:
-            seconds, self._looked_at = now - self._looked_at, now
-            before, self._taken_then = self._taken_then, self._taken()
-            chunks, self._chunks = self._chunks, 0
-            # Another thread may have looked just before this one locked.
-            if LOOK_SECONDS / 2 < seconds < LOOK_SECONDS_MAX:
-                self._adapt(now, seconds, max(0.0, self._taken_then - before), chunks)
+            now = self._clock.monotonic()
+            silence, self._asked_at = now - self._asked_at, now
+            seconds = now - self._looked_at
+            if silence <= AGE_SECONDS_MAX and seconds < self._look_seconds:
+                return
+            taken = self._taken()
+            before, self._taken_then, self._looked_at = self._taken_then, taken, now
+            # What was taken while nobody asked, as between commits or in a hurry, says nothing.
+            if silence <= AGE_SECONDS_MAX:
+                self._adapt(seconds, max(0.0, taken - before))
         finally:
             self._looking.release()
 
-    def _adapt(self, now: float, seconds: float, taken: float, chunks: int) -> None:
-        if now < self._truce_until:
-            return
-        tally = self._without if self.share == 1 else self._with
-        tally.taken, tally.seconds, tally.chunks = tally.taken + taken, tally.seconds + seconds, tally.chunks + chunks
-        if self.share == 1 and tally.taken < PROOF_SECONDS:
-            if tally.seconds > LOOK_SECONDS_MAX:
-                self._without = _Tally()
-        elif taken > TOLERATED_RATE * seconds:
-            self._tell_once()
+    def _adapt(self, seconds: float, taken: float) -> None:
+        self._excess = max(0.0, self._excess + taken - TOLERATED_RATE * seconds)
+        if self._excess > TOLERATED_SECONDS:
+            self._excess = 0.0
             self.share = max(SHARE_MIN, self.share / (1 + min(1.0, taken / seconds)))
-        else:
+            self._tell_once()
+        elif not taken:
             self.share = min(1.0, self.share * (1 + RECOVERY_RATE * seconds))
-            if self.share == 1:
-                self._without, self._with = _Tally(), _Tally()
-        if self._with.chunks >= TRIAL_CHUNKS:
-            self._judge(now)
 
     def _tell_once(self) -> None:
         if not self._has_told:
@@ -169,35 +139,30 @@ class Pace:
                 "keeps its own"
             )
 
-    def _judge(self, now: float) -> None:
-        """Go on without rests for a while if chunks cost as much with them."""
-        has_paid = self._with.cost < WORTH * self._without.cost
-        if has_paid or not self._with.spans:
-            self._with = _Tally(spans=self._with.spans + 1)
-            return
-        _log.debug("writing slower saves training nothing: full speed for %.0f s", TRUCE_SECONDS)
-        self.share, self._truce_until = 1.0, now + TRUCE_SECONDS
-        self._without, self._with = _Tally(), _Tally()
-
 
 class Taken:
-    """Reads what was taken from this machine, and from the control groups that this process is in."""
+    """Reads what was taken from this machine, and from the control groups that this process is in.
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = _CGROUP_ROOT) -> None:
+    Args:
+        proc: Where Linux tells of processes.
+        cgroups: Where control groups are mounted.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._stat = proc / "stat"
         self._ticks = os.sysconf("SC_CLK_TCK")
-        self._files = [
-            path for path in _cpu_stats(proc / "self" / "cgroup", cgroups) if _throttled_in(path) is not None
-        ]
+        groups = [path for path in _cpu_stats(proc / "self" / "cgroup", cgroups) if _throttled_in(path) is not None]
+        self._throttled = dict.fromkeys(groups, 0.0)
+        self._stolen = 0.0
 
     def __call__(self) -> float:
-        """Return seconds; 0 where nothing is known."""
-        return self._stolen() + sum(_throttled_in(path) or 0.0 for path in self._files)
-
-    def _stolen(self) -> float:
+        """Return seconds; 0 where nothing is told. What cannot be read this time is what it was the last time."""
         with contextlib.suppress(OSError, ValueError, IndexError), self._stat.open("rb", buffering=0) as file:
-            return int(file.read(_CPU_LINE_NBYTES).split()[8]) / self._ticks
-        return 0.0
+            self._stolen = int(file.read(_CPU_LINE_NBYTES).split()[8]) / self._ticks
+        for path, before in self._throttled.items():
+            now = _throttled_in(path)
+            self._throttled[path] = before if now is None else now
+        return self._stolen + sum(self._throttled.values())
 
 
 def _cpu_stats(membership: Path, root: Path) -> list[Path]:
@@ -212,11 +177,14 @@ def _cpu_stats(membership: Path, root: Path) -> list[Path]:
         names, _, path = line.partition(":")[2].partition(":")
         if not path or (names and "cpu" not in names.split(",")):
             continue
-        tops = [root / names, root / "cpu"] if names else [root, root / "unified"]
-        top = next((top for top in tops if top.is_dir()), root)
+        tops = [root / names, root / "cpu"] if names else [root / "unified", root]
+        top = next((top for top in tops if top.is_dir()), None)
+        if top is None:
+            continue
         group = top / path.lstrip("/")
-        # A container may see its own group at the top, and its path as it is outside.
-        group = group if group.is_dir() and ".." not in group.parts else top
+        # A container may see its own group at the top, and a path that is true outside: what is there counts.
+        if ".." in group.parts:
+            group = top
         found += [place / "cpu.stat" for place in (group, *group.parents) if place == top or top in place.parents]
     return found
 
