@@ -30,9 +30,8 @@ BATCHES, COMMITS_OF_LONG_STEPS = 8, 3
 QUIET_STEPS = 2
 """Before and after every commit: a commit is held against them."""
 
-STEPS_MAX = 8
-"""Beside one commit: what is not written by then is waited for, and that counts. Three until
-``stall_guarded-20261125T034150Z``: a saver that goes slower where the machine takes processors away needs more."""
+STEPS_MAX = 3
+"""Beside one commit: what is not written by then is waited for, and that counts."""
 
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""

@@ -1,4 +1,4 @@
-"""A saver on a machine that takes processors away: it rests where that saves training something, and only there."""
+"""A saver on a machine whose host takes processors away: it rests, within bounds, and at full speed elsewhere."""
 
 from __future__ import annotations
 
