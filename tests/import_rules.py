@@ -7,6 +7,7 @@ from __future__ import annotations
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
+GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {
@@ -41,6 +42,7 @@ ALLOWED = {
     "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
     # Parts of the two stories, in files of their own.
     "workers": set(),
+    "forks": set(),
     "receipt": GROUND | {"format"},
     "info": GROUND | {"format"},
     "arguments": GROUND | {"format"},
@@ -153,7 +155,7 @@ ALLOWED = {
     # When to commit: arithmetic, what it is fed with, and signals.
     "advice": {"errors"},
     "interval": {"advice", "arguments", "clock", "errors"},
-    "signals": {"advice", "arguments", "clock", "errors"},
+    "signals": {"advice", "arguments", "clock", "errors", "forks"},
     "advising": {"advice", "errors", "handle", "interval", "signals", "store"},
     "background": CORE
     | {"adapters", "advising", "arguments", "bases", "handed", "handle", "handover", "pending", "saver", "stale"},

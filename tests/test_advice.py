@@ -85,8 +85,10 @@ def test_advice_is_never_more_often_than_can_be_written():
     assert (advice.steps, advice.reason) == (4, "writing")
     assert advice.seconds >= 7.3
     limited = advice_for(measured(stall=0.5, write=7.3), 2.0, seconds_max=3.0)
-    assert limited.seconds <= 7.3 + 2
+    assert 7.3 <= limited.seconds <= 7.3 + 2
     assert limited.reason == "writing"
+    barely = advice_for(measured(stall=0.5, write=7.3), 5.0, seconds_max=8.0)
+    assert (barely.steps, barely.reason) == (2, "writing")
 
 
 def test_a_longest_interval_wins_over_the_bound_on_overhead():
@@ -128,6 +130,8 @@ def test_advice_reads_as_a_sentence():
     assert text.startswith("commit every 454 steps, which is every 3.78 min: the optimum for this rate of failures. ")
     assert "Commits take 0.53% of the time; a failure loses 116 s of work on average, 3.83 min at most" in text
     assert text.endswith(": 0.54% of the time.")
+    text = str(advice_for(measured(stall=0.9, slowdown=None), 0.5))
+    assert "Commits take 2.9% of the time, and what steps lose meanwhile is not measured; a failure" in text
 
 
 def test_numbers_that_cannot_be_are_refused():
@@ -157,6 +161,27 @@ def test_what_steps_lose_while_the_saver_writes_counts(clock):
     run = Run(clock, step=0.5, stall=0.01, write=10.0, slower=1.3)
     assert run.run(20_000) == pytest.approx(0.03, rel=0.2)
     assert run.auto.advice.measured.slowdown_seconds == pytest.approx(0.15 * 20, rel=0.35)
+
+
+def test_a_store_advises_by_what_an_interval_that_follows_it_has_measured(clock):
+    run = Run(clock, step=0.5, stall=0.005, write=10.0, slower=1.2)
+    run.run(5_000)
+    told = advice_for(run.costs.measured(), 0.5)
+    assert told.measured.slowdown_seconds == pytest.approx(0.1 * 20, rel=0.2)
+    assert told.seconds == run.auto.advice.seconds > 60
+
+
+def test_commits_that_fail_are_not_tried_more_often_than_commits_are_wanted(clock):
+    run = Run(clock, step=1.0, stall=0.1, write=1.0, seconds_min=60.0)
+    run.run(600)
+    assert min(run.intervals()) >= 60
+    run.run(6_000, loses=range(10_000))
+    assert len(run.committed) > 3 * COMMITS_MAX
+    assert min(run.intervals()) >= 60
+    never = Run(clock, step=1.0, stall=0.1, write=1.0, seconds_min=60.0)
+    never.run(600, loses=range(10_000))
+    assert never.committed[0] == 3
+    assert min(never.intervals()) >= 60
 
 
 def test_writing_is_never_overtaken(clock):

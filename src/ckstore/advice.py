@@ -7,7 +7,8 @@ loses: sqrt(2 C M) for a cost C and a mean time M between failures (Young, CACM 
 order of Daly (FGCS 22(3), 2006). Pure: numbers in, numbers out.
 
 Invariants:
-- Nothing advised is more often than the saver can write, or costs more than the bound.
+- Nothing advised is more often than the saver can write, or costs more than the bound; what was not measured of that
+  cost is said to be missing.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ class Measured:
         commit_count: How many were measured; what follows is guesswork for few.
         stall_seconds: How long it keeps the trainer waiting.
         write_seconds: From its return until it is durable; for ``commit``, all of it.
-        slowdown_seconds: What the steps that ran meanwhile took longer, all together.
+        slowdown_seconds: What the steps that ran meanwhile took longer, all together; None: nobody has measured that.
     """
 
     commit_count: int
     stall_seconds: float
     write_seconds: float
-    slowdown_seconds: float = 0.0
+    slowdown_seconds: float | None = None
 
     @property
     def cost_seconds(self) -> float:
-        """What a commit takes from training."""
-        return self.stall_seconds + self.slowdown_seconds
+        """What a commit takes from training, as far as that was measured."""
+        return self.stall_seconds + (self.slowdown_seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,11 @@ class Advice:
         loss = f"a failure loses {_span(self.lost_seconds)} of work on average, {_span(self.lost_seconds_max)} at most"
         if self.lost_share is not None:
             loss += f": {_share(self.lost_share)} of the time"
+        is_known = self.measured.slowdown_seconds is not None
+        unknown = "" if is_known else ", and what steps lose meanwhile is not measured"
         return (
             f"commit {often}, which is every {_span(self.seconds)}: {_REASONS[self.reason]}. "
-            f"Commits take {_share(self.stall_share)} of the time; {loss}."
+            f"Commits take {_share(self.stall_share)} of the time{unknown}; {loss}."
         )
 
 
@@ -128,13 +131,12 @@ def advice_for(
         bounds["failures"] = optimal_seconds(measured.cost_seconds, mtbf)
     reason = max(bounds, key=lambda name: bounds[name])
     wanted = bounds[reason]
-    if seconds_max is not None and wanted > max(seconds_max, measured.write_seconds):
-        reason = "seconds_max" if seconds_max >= measured.write_seconds else "writing"
-        wanted = max(seconds_max, measured.write_seconds)
-        steps = max(1, math.floor(wanted / step_seconds))
-    else:
-        # A hair less than a whole step more is the inaccuracy of a division.
-        steps = max(1, math.ceil(wanted / step_seconds - 1e-6))
+    steps = _steps_of(wanted, step_seconds)
+    if seconds_max is not None and wanted > seconds_max:
+        writing_steps = _steps_of(measured.write_seconds, step_seconds)
+        steps = max(1, math.floor(seconds_max / step_seconds))
+        reason = "seconds_max" if steps >= writing_steps else "writing"
+        steps = max(steps, writing_steps)
     seconds = steps * step_seconds
     lost = seconds / 2 + measured.write_seconds
     return Advice(
@@ -161,6 +163,12 @@ def optimal_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
         return mtbf_seconds
     ratio = cost_seconds / (2 * mtbf_seconds)
     return math.sqrt(2 * cost_seconds * mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_seconds
+
+
+def _steps_of(seconds: float, step_seconds: float) -> int:
+    """Return how many steps take at least as long."""
+    # A hair less than a whole step more is the inaccuracy of a division.
+    return max(1, math.ceil(seconds / step_seconds - 1e-6))
 
 
 def median(values: Iterable[float]) -> float:

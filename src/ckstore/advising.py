@@ -34,7 +34,8 @@ class Advising(Handle):
     def advise(self, step_seconds: float, *, overhead: float = 0.03, failures_per_day: float | None = None) -> Advice:
         """Say how often to commit, from what the last commits of this handle have cost.
 
-        ``ckstore.AutoInterval`` does this while training goes on, and measures steps too.
+        ``ckstore.AutoInterval`` does this while training goes on, and measures steps too: what those lose that run
+        while a commit is written counts only where one has followed this handle. The advice says where it does not.
 
         Args:
             step_seconds: How long a step takes.
@@ -77,7 +78,10 @@ class Advising(Handle):
                     last.check(step)
 
         The last commit goes the way that the others went: through the saver where there is one, so that it is
-        published even if this process is killed once it was staged. After it the process ends as it would have
+        published even if this process is killed once it was staged. Where an earlier one is still being written, both
+        lie in the arena, which takes memory for a second state; where ``arena_nbytes_max`` forbids that, this process
+        writes it. A commit of the same step that is on its way is waited for instead: it gets the tags, and keeps its
+        metrics. After it the process ends as it would have
         without this: a handler of Python's that was there before is called, else SystemExit is raised with 128 and the
         signal's number, 143 for SIGTERM. No step within the deadline: nothing is committed, for a torn state is worse
         than an older one, and the process ends in the same way.

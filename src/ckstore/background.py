@@ -133,9 +133,13 @@ class Background(Advising):
 
         What it owns are its parameters and the tensors of its state. Only its step may change them: whoever
         changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first, or does it inside of
-        ``guard``: averaged weights that are swapped in for an evaluation, and steps that a CUDA graph replays, which
-        call no hooks. Who does not is found out where counters of changes or some bytes of each tensor in host memory
-        tell, and always with ``debug_guard`` of the policy.
+        ``guard``: averaged weights that are swapped in for an evaluation, an ``Embedding`` with ``max_norm``, codebooks
+        that a forward pass updates, and steps that a CUDA graph replays, which call no hooks. Who does not is found out
+        where counters of changes or some bytes of each tensor in host memory tell, and always with ``debug_guard`` of
+        the policy. Nor may their memory move meanwhile, as by ``share_memory_``: share first.
+
+        A step waits before its closure and its other hooks; a ``commit_async`` in either copies everything before it
+        returns.
 
         Raises:
             UsageError: It is no optimizer of torch, or cannot tell when it steps.

@@ -15,7 +15,7 @@ from ckstore.staging.devices import Span
 from ckstore.staging.state import Staging
 
 ASK_AGAIN_SECONDS = 30.0
-"""Until a saver that has not given a slot back is asked once more."""
+"""Until a saver that has not given a slot back, or a ticket up, is asked once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,13 @@ class Handed:
     def wait_over(self) -> None:
         """Wait until it has ended."""
         self.staging.finish()
-        self.saver.wait(self.ended, None, f"end the commit of step {self.pending.step}", is_urgent=True)
+        doing = f"end the commit of step {self.pending.step}"
+        while not self.ended.is_set():
+            is_given_up = self.pending.error_or_none() is not None
+            if is_given_up:
+                # Where memory is short it may not have heard, and would wait for what is never staged.
+                self.saver.abort(self.ticket)
+            self.saver.wait(self.ended, ASK_AGAIN_SECONDS if is_given_up else None, doing, is_urgent=True)
 
     def wait_freed(self) -> None:
         """Have the saver give its slot back, which it keeps for the next commit."""

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from ckstore.capture import Captured
 from ckstore.config import EngineName, Policy
-from ckstore.errors import CapacityError, CkstoreError, SaverError, UsageError
+from ckstore.errors import CapacityError, CkstoreError, UsageError
 from ckstore.handed import Handed, Order
 from ckstore.io.local import LocalBackend
 from ckstore.outstanding import Outstanding
-from ckstore.pending import Pending, left_out_error, skipped, told_later
+from ckstore.pending import Pending, as_failure, left_out_error, skipped, told_later
 from ckstore.receipt import Receipt
 from ckstore.saver.arena import FREE
 from ckstore.saver.client import Saver
@@ -251,8 +251,10 @@ class Handover:
                 self._dock.crew(order.policy).see_through(partial(self._give, handed, head, stowage.end))
                 return handed
             except BaseException as error:
-                # Nobody has this pending commit: who called is told by the error.
-                handed.pending.note_failed(left_out_error(order.step, order.step))
+                # Nobody has this pending commit: who called is told by the error. A saver that dies meanwhile may have
+                # ended it too.
+                handed.pending.was_asked = True
+                handed.pending.note_failed(as_failure(error, order.step))
                 handed.staging.give_up(error)
                 if is_again or saver.is_alive or not isinstance(error, Exception):
                     raise
@@ -344,12 +346,10 @@ class Handover:
 
     def _give_up(self, handed: Handed, error: BaseException) -> None:
         """Staging has failed: tell the saver, and whoever waits."""
-        if not isinstance(error, Exception):
-            error = SaverError(f"the commit of step {handed.pending.step} was interrupted", todo="commit again")
         if isinstance(error, CapacityError):
             self._dock.note_short()
             handed.saver.forget_kept()
-        self._note_failed(handed.pending, error)
+        self._note_failed(handed.pending, as_failure(error, handed.pending.step))
         if handed.is_begun:
             handed.saver.abort(handed.ticket)
 

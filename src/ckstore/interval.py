@@ -62,6 +62,8 @@ class Costs:
         self._clock = clock
         self._watched: deque[_Watched] = deque()
         self._forgotten_seconds = 0.0
+        self._slowdowns: deque[float] = deque(maxlen=COMMITS_MAX)
+        self._measured: Measured | None = None
         self.commit_count = 0
         """Commits that were begun."""
 
@@ -82,15 +84,14 @@ class Costs:
         """Learn of a commit that the trainer has waited for."""
         self._add(_Watched(step, self._clock.monotonic(), None, seconds=seconds))
 
+    def note_slowdown(self, seconds: float) -> None:
+        """Learn how much longer the steps took, all together, that ran while a commit was on its way."""
+        self._slowdowns.append(seconds)
+
     @property
     def is_busy(self) -> bool:
         """Whether a commit is on its way."""
         return any(not each.is_done for each in self._watched)
-
-    @property
-    def on_their_way(self) -> list[Pending]:
-        """The commits that have not ended yet, oldest first."""
-        return [each.pending for each in self._watched if each.pending is not None and not each.is_done]
 
     @property
     def newest(self) -> tuple[int, Pending | None] | None:
@@ -103,14 +104,18 @@ class Costs:
         return self._forgotten_seconds + sum(each.stall_seconds for each in self._watched)
 
     def measured(self) -> Measured | None:
-        """Return the medians of the last commits that became durable; None: none has."""
+        """Return the medians of the last commits that became durable; None: none ever has.
+
+        Commits that fail change nothing of it, however many.
+        """
         durable = [
             (each.stall_seconds, seconds) for each in self._watched if (seconds := each.write_seconds) is not None
         ]
-        if not durable:
-            return None
-        stalls, writes = zip(*durable[-COMMITS_MAX:], strict=True)
-        return Measured(len(stalls), median(stalls), median(writes))
+        if durable:
+            stalls, writes = zip(*durable[-COMMITS_MAX:], strict=True)
+            slowdown = median(self._slowdowns) if self._slowdowns else None
+            self._measured = Measured(len(stalls), median(stalls), median(writes), slowdown)
+        return self._measured
 
     def _add(self, watched: _Watched) -> None:
         self.commit_count += 1
@@ -177,18 +182,17 @@ class AutoInterval:
         self._quiet: deque[float] = deque(maxlen=STEPS_MAX)
         self._busy: deque[float] = deque(maxlen=STEPS_MAX)
         self._busy_count = 0
-        self._slowdowns: deque[float] = deque(maxlen=COMMITS_MAX)
         self._step_count = 0
         self._elapsed = 0.0
         self._last: tuple[int, float, float] | None = None
         """Step, time and stalls so far, when ``due`` was asked last."""
         self._was_busy = self._is_observed = False
-        self._commit_count = 0
+        self._commit_count = self._first_count = 0
 
     def follow(self, store: Followed) -> AutoInterval:
         """Learn from the commits of a store, from now on; returns itself."""
         self._costs = store.costs
-        self._commit_count = self._costs.commit_count
+        self._commit_count = self._first_count = self._costs.commit_count
         return self
 
     def observe(self, step_seconds: float) -> None:
@@ -219,7 +223,9 @@ class AutoInterval:
             return False
         advice = self.advice
         if advice is None:
-            return self._step_count >= FIRST_STEPS
+            # Where commits fail from the first on, they are not tried more often than what succeeds.
+            is_first = costs.commit_count == self._first_count
+            return self._step_count >= FIRST_STEPS and (is_first or self._elapsed >= self._seconds_min)
         # Half a step too early is nearer than half a step too late.
         return self._elapsed >= advice.seconds - advice.step_seconds / 2
 
@@ -230,9 +236,8 @@ class AutoInterval:
         steps = self._quiet or self._busy
         if measured is None or not steps:
             return None
-        slowdown = median(self._slowdowns) if self._slowdowns else 0.0
         return advice_for(
-            Measured(measured.commit_count, measured.stall_seconds, measured.write_seconds, slowdown),
+            measured,
             median(steps),
             overhead=self._overhead,
             failures_per_day=self._failures_per_day,
@@ -272,5 +277,5 @@ class AutoInterval:
         if self._busy_count and self._quiet:
             times = list(self._busy)[-self._busy_count :]
             slower = median(times) - median(self._quiet)
-            self._slowdowns.append(max(0.0, slower) * self._busy_count)
+            self._followed().note_slowdown(max(0.0, slower) * self._busy_count)
         self._busy_count = 0

@@ -203,6 +203,13 @@ def left_out_error(step: int, busy_step: int) -> SaverError:
     )
 
 
+def as_failure(error: BaseException, step: int) -> Exception:
+    """Return why a commit failed: an interruption of the trainer is no error of the commit's."""
+    if isinstance(error, Exception):
+        return error
+    return SaverError(f"the commit of step {step} was interrupted", todo="commit again")
+
+
 def told_later(step: int, error: Exception) -> CkstoreError:
     """Return the error of a commit as it is raised to who did not ask for it."""
     what = f"the commit of step {step} failed in the background"

@@ -27,6 +27,7 @@ from ckstore.advice import check_positive
 from ckstore.arguments import check_step, check_tags
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, UsageError
+from ckstore.forks import leave_in_children, stay_in_children
 
 if TYPE_CHECKING:
     from ckstore.config import Policy
@@ -86,6 +87,10 @@ class Committing(Protocol):
         """Commit a state through the saver."""
         ...
 
+    def tag(self, ref: str, name: str) -> None:
+        """Give a checkpoint a name."""
+        ...
+
 
 class LastCommit:
     """Waits for a signal, and commits at the next ``check``; made by ``Store.commit_on_signal``, on the main thread.
@@ -119,7 +124,7 @@ class LastCommit:
         self._late: Pending | None = None
         self._owner = os.getpid()
         self._commit_count = store.costs.commit_count
-        self._is_over = self._is_ending = self._is_closed = False
+        self._is_over = self._is_done = self._is_ending = self._is_closed = False
         self._previous = _listeners_of((signal.SIGTERM,) if signals is None else signals)
         # Written to where no lock may be taken; read by a thread that may.
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
@@ -127,7 +132,7 @@ class LastCommit:
         weakref.finalize(self, os.close, self._bell)
         self._teller = threading.Thread(target=self._tell, name="ckstore-signals", daemon=True)
         self._teller.start()
-        _listening.add(self)
+        leave_in_children(self)
         for number in self._previous:
             signal.signal(number, self._hear)
 
@@ -158,7 +163,10 @@ class LastCommit:
         number = self.signal
         # Whatever comes of it, it is not tried a second time.
         self._is_over = True
-        self._commit_last(check_step(step), number)
+        try:
+            self._commit_last(check_step(step), number)
+        finally:
+            self._is_done = True
         return self._end(number)
 
     def close(self) -> None:
@@ -187,7 +195,7 @@ class LastCommit:
         self._stop_listening()
         if not self._is_closed:
             self._is_closed = True
-            _listening.discard(self)
+            stay_in_children(self)
             os.eventfd_write(self._bell, 1)
             self._teller.join()
         is_left = self.signal is not None and not self._is_over
@@ -241,7 +249,7 @@ class LastCommit:
         if is_first and store.costs.commit_count != self._commit_count:
             newest = store.costs.newest
             if newest is not None and newest[0] == step and newest[1] is not None:
-                return self._durable(newest[1])
+                return self._tagged(self._durable(newest[1]))
         state = self._get_state()
         metrics = self._get_metrics() if self._get_metrics is not None else None
         if is_first and store.arena_nbytes:
@@ -249,6 +257,15 @@ class LastCommit:
             return self._durable(pending)
         # Here nothing can come between: not a saver that the same signal has told to end.
         return store.commit(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
+
+    def _tagged(self, receipt: Receipt) -> Receipt:
+        """Name a commit that was begun without knowing that it is the last; it is durable whatever comes of that."""
+        for name in self._tags:
+            try:
+                self._store.tag(f"seq:{receipt.seq}", name)
+            except (CkstoreError, OSError) as error:
+                _log.warning("step %d is durable, but could not be tagged %r: %s", receipt.step, name, error)
+        return receipt
 
     def _durable(self, pending: Pending) -> Receipt:
         self._late = pending
@@ -301,7 +318,7 @@ class LastCommit:
                 if signal.getsignal(number) == self._hear:
                     signal.signal(number, previous)
 
-    def _leave_child(self) -> None:
+    def leave_child(self) -> None:
         """In a forked child: as if nobody had listened."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._hear:
@@ -322,7 +339,12 @@ class LastCommit:
         while not poll.poll(1000 * self._left()):
             if self._left() == 0:
                 break
-        if not (self._is_closed or self._is_over):
+        if self._is_over:
+            # What comes of one that waits for a saver is told by whoever waits, soon; nobody tells of the others.
+            if not (poll.poll(2000 * STAGED_SECONDS) or self._is_done):
+                text = "%s: the last commit is not durable after %.3g s, and goes on; earlier checkpoints are intact"
+                _log.error(text, name, self._deadline_seconds)
+        elif not self._is_closed:
             _log.error(
                 "%s: no step was checked within %.3g s, and nothing was committed: a state in the middle of a step is "
                 "none. The next check commits all the same; another signal ends the process",
@@ -342,6 +364,8 @@ def _listeners_of(numbers: Sequence[int]) -> dict[int, _Listener | int]:
     listeners: dict[int, _Listener | int] = {}
     for number in numbers:
         try:
+            # Of real-time signals but the first and the last Python knows no name.
+            signal.Signals(number)
             listener = signal.getsignal(number)
             # SIGKILL and SIGSTOP are refused here, and nothing is changed.
             if listener is not None:
@@ -373,14 +397,3 @@ def _main_thread() -> int:
     number = threading.main_thread().ident
     assert number is not None, "the main thread runs"
     return number
-
-
-_listening: weakref.WeakSet[LastCommit] = weakref.WeakSet()
-
-
-def _leave_children() -> None:
-    for each in list(_listening):
-        each._leave_child()
-
-
-os.register_at_fork(after_in_child=_leave_children)

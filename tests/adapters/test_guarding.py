@@ -51,3 +51,8 @@ def test_a_parameter_with_something_else_between_its_elements_is_not_owned(tenso
 
 def test_parameters_that_touch_are_one_span():
     assert owned(nn.Parameter(FLAT[:10]), nn.Parameter(FLAT[10:])) == [memory_of(FLAT)]
+
+
+def test_a_parameter_without_memory_owns_none():
+    """Of its address nothing is known but that it is 0, and spans that begin there hold other things."""
+    assert owned(nn.Parameter(torch.empty(4, device="meta"))) == []

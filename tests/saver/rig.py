@@ -127,14 +127,14 @@ class Handed:
             nbytes = max(0, min(storage.nbytes, end - place))
             self.slot.view(place, nbytes)[:] = storage.read(0, nbytes)
         self.slot.marks[: -(-end // UNIT_NBYTES)] = 1
-        self.desk.saver.ring()
+        os.eventfd_write(self.desk.saver.bell, 1)
         return self
 
     def finish(self):
         """Say that all is staged."""
         self.slot.state = STAGED
         self.desk.saver.staged(self.number)
-        self.desk.saver.ring()
+        os.eventfd_write(self.desk.saver.bell, 1)
         return self
 
     def wait(self):

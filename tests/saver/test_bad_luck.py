@@ -240,8 +240,7 @@ class PlainHead:
 def test_whatever_a_saver_died_of_it_can_be_ended_and_replaced(store):
     store.commit_async(noise(1), 1).result()
     saver = store._handover._saver
-    with saver._lock:
-        saver._why = MalformedError("it said what nobody understands")
+    saver._why = MalformedError("it said what nobody understands")
     os.kill(saver.pid, signal.SIGKILL)
     until(lambda: not saver.is_alive, "the end of the saver")
     assert saver.quit()

@@ -334,3 +334,49 @@ def test_verbs_that_look_at_the_newest_wait_for_it(store, savers):
     threading.Timer(0.2, saver.finish, [1]).start()
     store.restore()
     assert saver.calls[-1] == "staged"
+
+
+def test_a_saver_that_dies_while_it_is_told_of_a_commit_costs_neither_this_one_nor_the_next(store, savers, monkeypatch):
+    """Its end may be told of the ticket too, just before the telling fails."""
+    begin = PretendSaver.begin
+
+    def dying(saver, ticket, slot, head_place, head_nbytes, callbacks, **options):
+        if saver is savers[0]:
+            saver.is_alive = False
+            callbacks.on_failed(SaverError("it was killed"))
+            callbacks.on_free()
+            raise SaverError("it does not listen")
+        begin(saver, ticket, slot, head_place, head_nbytes, callbacks, **options)
+
+    monkeypatch.setattr(PretendSaver, "begin", dying)
+    assert store.commit_async(state(0), 1).result().step == 1
+    assert len(savers) == 2
+    store.wait()
+    assert store.commit_async(state(1), 2).result().step == 2
+
+
+def test_a_saver_that_did_not_hear_that_a_commit_was_given_up_is_told_again(store, savers, monkeypatch):
+    from ckstore import handed
+
+    monkeypatch.setattr(handed, "ASK_AGAIN_SECONDS", 0.01)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    abort, told = PretendSaver.abort, []
+
+    def deaf(saver, ticket):
+        told.append(ticket)
+        if len(told) > 3:
+            abort(saver, ticket)
+
+    def no_memory(slot, begin, nbytes):
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(PretendSaver, "abort", deaf)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckstore.saver.arena.Slot.populate", no_memory)
+        patch.setattr("ckstore.saver.arena.Slot.is_populated", lambda *_: False)
+        with pytest.raises(CapacityError, match="no memory"):
+            store.commit_async(state(0), 1)
+    saver.is_quick = True
+    assert store.commit_async(state(1), 2).result().step == 2
+    assert told == [1, 1, 1, 1]

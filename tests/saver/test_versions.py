@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from pretend import HeldCrew, PretendSaver
+from pretend import HeldCrew, PretendSaver, without_hooks
 from torch import nn
 
 import ckstore
@@ -38,12 +39,13 @@ class Trainer:
     def __init__(self, **options):
         self.model = nn.Sequential(nn.Linear(96, 700), nn.ReLU(), nn.Linear(700, 96))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.step = self.optimizer.step
         self.train()
 
     def train(self):
         self.optimizer.zero_grad()
         self.model(torch.randn(8, 96)).square().mean().backward()
-        self.optimizer.step()
+        self.step()
 
     def state(self):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -53,8 +55,8 @@ class Trainer:
 def test_a_step_that_no_guard_held_up_fails_the_commit(store, held, options):
     trainer = Trainer(**options)
     store.attach(trainer.optimizer)
-    store._guarded._hooks[trainer.optimizer].remove()
     pending = store.commit_async(trainer.state(), 1)
+    trainer.step = partial(without_hooks, trainer.optimizer)
     trainer.train()
     with pytest.raises(CorruptError, match="was changed between"):
         pending.result()
@@ -120,6 +122,35 @@ def test_a_commit_inside_of_a_guard_is_copied_before_it_returns(store, held):
     assert not store.commit_async(trainer.state(), 2).is_staged
 
 
+def test_memory_that_moves_before_it_was_copied_fails_the_commit(store, held):
+    """No value changes, and no counter: the memory that was to be copied belongs to others from then on."""
+    weight = nn.Parameter(torch.randn(8, 8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    store.attach(optimizer)
+    pending = store.commit_async({"w": weight}, 1)
+    address = weight.data_ptr()
+    weight.share_memory_()
+    assert weight.data_ptr() != address
+    with pytest.raises(CorruptError, match="share_memory_"):
+        pending.result()
+
+
+def test_a_look_that_fails_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+
+    def broken(storages):
+        raise MemoryError("to compare with")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", broken)
+        trainer.train()
+    with pytest.raises(MemoryError, match="to compare with"):
+        pending.result()
+    assert store.commit_async(trainer.state(), 2).result().step == 2
+
+
 class SlowDevice:
     """Copies of a device that come when a test says so, of what there was when it was told."""
 
@@ -173,6 +204,22 @@ def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes
     assert not pending.is_staged, "no step has waited for the device"
     SlowDevice.may_come.set()
     assert pending.result().step == 1
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["when all has come", "by the guard"])
+def test_a_change_before_the_guard_is_found_while_a_device_copies(store, on_device, is_guarded):
+    """An embedding with ``max_norm`` changes its weights in the forward pass; the guard may come after the copies."""
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+    if is_guarded:
+        trainer.train()
+    SlowDevice.may_come.set()
+    with pytest.raises(CorruptError, match="was changed between"):
+        pending.result()
+    assert not pending.is_staged
 
 
 def test_a_parameter_may_be_changed_when_all_is_staged(store):

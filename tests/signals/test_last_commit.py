@@ -148,6 +148,22 @@ ckstore.api.Store.commit_async = interrupted
         assert [entry.step for entry in store.log()] == [3]
 
 
+def test_a_commit_that_turns_out_to_be_the_last_one_gets_its_tags(trainer, loop):
+    """Else a job that resumes by the tag finds the state of an earlier preemption."""
+    code = """
+store.commit(state, 0, tags=["preempted"])
+def commit(step):
+    store.commit_async(state, step)
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    run = trainer(code + loop("commit(step)", tags=["preempted"]))
+    assert run.end()[0] == 143
+    with ckstore.open(run.folder) as store:
+        assert [entry.step for entry in store.log()][:2] == [3, 2]
+        assert store.info("preempted").step == 3
+
+
 def test_a_saver_that_the_same_signal_ends_costs_nothing(trainer, loop):
     """Schedulers send SIGTERM to every process of a job."""
     run = trainer(loop('(store.commit_async(state, step), say("saver", store._handover.saver_pid))'))
@@ -313,3 +329,26 @@ say("never")
     assert (code, run.out) == (143, [])
     assert "after the last step that was checked" in told
     assert run.restored()["step"] == 1
+
+
+def test_a_last_commit_that_takes_too_long_is_told_of_when_the_time_is_up(trainer, loop):
+    code = """
+original = store.commit
+class Heard(logging.Handler):
+    def emit(self, record):
+        if "the last commit is not durable after 0.2 s" in record.getMessage():
+            is_told.set()
+is_told = threading.Event()
+logging.getLogger().addHandler(Heard())
+def slow(*arguments, **options):
+    assert is_told.wait(60)
+    return original(*arguments, **options)
+store.commit = slow
+"""
+    run = trainer(code + loop(deadline_seconds=0.2))
+    run.hear("ready")
+    run.send()
+    code, told = run.end()
+    assert code == 143
+    assert "earlier checkpoints are intact" in told
+    assert run.restored()["step"] > 0

@@ -133,3 +133,25 @@ def test_calls_that_cannot_work_are_refused(disk_store):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             disk_store.commit_on_signal(dict, **wrong)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_without_a_name_is_refused_before_it_comes(disk_store):
+    number = signal.SIGRTMIN + 1
+    before = signal.getsignal(number)
+    with pytest.raises(UsageError, match="nobody can listen"):
+        disk_store.commit_on_signal(lambda: {}, signals=[signal.SIGTERM, number])
+    assert signal.getsignal(number) is before
+
+
+def test_tags_that_cannot_be_given_cost_no_last_commit(disk_store, monkeypatch, caplog):
+    def refuse(ref, name):
+        raise ckstore.ConflictError("it is being dropped")
+
+    monkeypatch.setattr(disk_store, "tag", refuse)
+    with disk_store.commit_on_signal(lambda: {"a": 1}, then="return", tags=["preempted"]) as last:
+        last.check(1)
+        disk_store.commit_async({"a": 2}, 2)
+        signal.raise_signal(signal.SIGTERM)
+        assert last.check(2)
+    assert (last.receipt.step, disk_store.steps()) == (2, [2])
+    assert "could not be tagged 'preempted'" in caplog.text

@@ -6,9 +6,11 @@ else may change at any time, so nothing else may be copied behind its guard. Opt
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ckstore.adapters.torch_state import LAYOUT_OF, PLAIN_KINDS, PLAIN_LAYOUTS
 from ckstore.errors import UsageError
 
 _NBYTES_OF, _VERSION_OF = attrgetter("nbytes"), attrgetter("_version")
+_ADDRESS_OF = methodcaller("data_ptr")
 
 Span = tuple[int, int]
 """The first address, and the one after the last."""
@@ -31,42 +34,76 @@ class Guarded:
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = weakref.WeakMethod(on_step) if hasattr(on_step, "__self__") else lambda: on_step
-        self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        # Those that own something; a wrapper around one of them has hooks, and owns nothing by itself.
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: tuple[list[Span], list[Span]] = [], []
 
     def attach(self, optimizer: object) -> None:
-        """Guard the steps of an optimizer from now on; once more does nothing.
+        """Guard the steps of an optimizer from now on, those of what is wrapped around it too; again does nothing.
 
         Raises:
             UsageError: It is no optimizer that can be guarded.
         """
-        inner = _innermost(optimizer)
-        if inner in self._hooks:
-            return
-        if not callable(getattr(inner, "register_step_pre_hook", None)):
-            raise UsageError(
-                f"a {type(optimizer).__name__} cannot tell when it is going to step",
-                todo="give an optimizer of torch.optim, or leave it out: then its tensors are copied before the call "
-                "returns",
-            )
-        reference = self._on_step
+        *wrappers, inner = _levels(optimizer)
+        if not self._is_hooked(inner):
+            if not callable(getattr(inner, "register_step_pre_hook", None)):
+                raise UsageError(
+                    f"a {type(optimizer).__name__} cannot tell when it is going to step",
+                    todo="give an optimizer of torch.optim, or leave it out: then its tensors are copied before the "
+                    "call returns",
+                )
+            try:
+                self._hook(inner)
+            except AttributeError as error:
+                raise UsageError(
+                    f"a {type(optimizer).__name__} was made without what makes an optimizer of torch: {error}",
+                    todo="call super().__init__() in it, or leave it out: then its tensors are copied at once",
+                ) from error
+        self._owners.add(inner)
+        for wrapper in wrappers:
+            # A wrapper may change parameters before the optimizer in it steps. Most have no hooks.
+            if not self._is_hooked(wrapper) and callable(getattr(wrapper, "register_step_pre_hook", None)):
+                with contextlib.suppress(AttributeError, TypeError):
+                    self._hook(wrapper)
+
+    def _hook(self, optimizer: Any) -> None:
+        reference, stepping, itself = self._on_step, self._stepping, weakref.ref(optimizer)
 
         def before_step(*_: object) -> None:
-            on_step = reference()
+            on_step, here = reference(), itself()
             if on_step is not None:
                 on_step()
+                if here is not None:
+                    stepping.add(here)
 
-        try:
-            self._hooks[inner] = inner.register_step_pre_hook(before_step)
-        except AttributeError as error:
-            raise UsageError(
-                f"a {type(optimizer).__name__} was made without what makes an optimizer of torch: {error}",
-                todo="call super().__init__() in it, or leave it out: then its tensors are copied at once",
-            ) from error
+        def after_step(*_: object) -> None:
+            stepping.discard(itself())
+
+        before = optimizer.register_step_pre_hook(before_step)
+        hooks = before.hooks_dict_ref()
+        if isinstance(hooks, OrderedDict):
+            # Other hooks may change parameters.
+            hooks.move_to_end(before.id, last=False)
+        self._hooks[optimizer] = [before, optimizer.register_step_post_hook(after_step)]
+
+    def _is_hooked(self, optimizer: Any) -> bool:
+        """Whether an optimizer calls before it steps: one whose ``__init__`` ran again has forgotten to."""
+        handles = self._hooks.get(optimizer, [])
+        return bool(handles) and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
 
     def spans(self) -> list[Span]:
-        """Return the memory that they own now, ascending; what touches is joined."""
-        found = [span for optimizer in list(self._hooks) for span in _spans_of(optimizer)]
+        """Return the memory that they own now, ascending; what touches is joined.
+
+        None while one of them steps, as a closure may have it: its guard has let pass what it is about to change. One
+        whose step has failed counts as stepping until its next one is done.
+        """
+        if self._stepping:
+            return []
+        found = [
+            span for optimizer in list(self._owners) if self._is_hooked(optimizer) for span in _spans_of(optimizer)
+        ]
         if found == self._last[0]:
             return self._last[1]
         joined: list[Span] = []
@@ -80,19 +117,27 @@ class Guarded:
 
     def release(self) -> None:
         """Guard nothing any more."""
-        for hook in list(self._hooks.values()):
-            hook.remove()
+        for hooks in list(self._hooks.values()):
+            for hook in hooks:
+                hook.remove()
         self._hooks.clear()
+        self._owners.clear()
+        self._stepping.clear()
 
 
-def versions_of(storages: Sequence[object]) -> list[int]:
-    """Return how often torch has seen the tensors of each storage change; fused operations it does not count."""
+def versions_of(storages: Sequence[object]) -> list[tuple[int, int]]:
+    """Return how often torch has seen the tensors of each storage change, and where its memory lies.
+
+    Fused operations are not counted. What is moved into shared memory, or resized, changes no value, and leaves to
+    others the memory that is still to be copied.
+    """
     parts: list[Any] = [getattr(storage, "keep", ()) for storage in storages]
     try:
         # Nearly always each has one tensor, and a trainer waits for this.
-        return list(map(_VERSION_OF, [tensor for ((tensor, _),) in parts]))
+        versions = map(_VERSION_OF, [tensor for ((tensor, _),) in parts])
+        return list(zip(versions, map(_ADDRESS_OF, [memory for ((_, memory),) in parts]), strict=True))
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        return [sum(map(_version_of, each)) for each in parts]
+        return [(sum(map(_version_of, each)), sum(map(_address_of, each))) for each in parts]
 
 
 def _version_of(part: object) -> int:
@@ -101,14 +146,21 @@ def _version_of(part: object) -> int:
     return tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0
 
 
-def _innermost(optimizer: object) -> Any:
-    """Return the optimizer that steps, where another one is wrapped around it."""
-    inner: Any = optimizer
-    while hasattr(inner, "optimizer") and hasattr(inner.optimizer, "param_groups"):
-        inner = inner.optimizer
-    if not (hasattr(inner, "param_groups") and hasattr(inner, "state")):
+def _address_of(part: object) -> int:
+    memory = part[-1] if isinstance(part, tuple) else None
+    return memory.data_ptr() if isinstance(memory, torch.UntypedStorage) else 0
+
+
+def _levels(optimizer: object) -> list[Any]:
+    """Return an optimizer, the one that it is wrapped around, and so on; the last is the one that steps."""
+    levels: list[Any] = [optimizer]
+    while hasattr(levels[-1], "optimizer") and hasattr(levels[-1].optimizer, "param_groups"):
+        if any(levels[-1].optimizer is level for level in levels):
+            break
+        levels.append(levels[-1].optimizer)
+    if not (hasattr(levels[-1], "param_groups") and hasattr(levels[-1], "state")):
         raise UsageError(f"a {type(optimizer).__name__} is no optimizer: it has no parameters and no state")
-    return inner
+    return levels
 
 
 def _spans_of(optimizer: Any) -> list[Span]:
@@ -128,7 +180,8 @@ def _spans_of(optimizer: Any) -> list[Span]:
     if not all(map(torch.Tensor.is_contiguous, plain)):
         plain = [each for each in plain if _is_dense(each)]
     starts = list(map(torch.Tensor.data_ptr, plain))
-    return [(start, start + nbytes) for start, nbytes in zip(starts, map(_NBYTES_OF, plain), strict=True)]
+    # At no address lies what has no memory: meta tensors, and storages that were let go of.
+    return [(start, start + nbytes) for start, nbytes in zip(starts, map(_NBYTES_OF, plain), strict=True) if start]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,17 +50,25 @@ def pin(slot: Slot) -> None:
         return
     problem = int(_cudart().cudaHostRegister(slot.address, slot.nbytes, _PORTABLE))
     if problem:
+        _forget_error()
         _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", slot.nbytes, problem)
         return
     # Made after the one that unmaps, so it is called before; or earlier, and then no more.
-    unpin = weakref.finalize(memory, _unpin, slot.address)
+    unpin = weakref.finalize(memory, _unpin, slot.address, os.getpid())
     unpin.atexit = False
     slot.release_devices = lambda: bool(unpin())
 
 
-def _unpin(address: int) -> bool:
+def _unpin(address: int, owner: int) -> bool:
     """Return whether no device knows of the pages any more."""
-    return int(_cudart().cudaHostUnregister(address)) == 0
+    # A forked child has no device that could know of them, and may not ask.
+    return os.getpid() != owner or int(_cudart().cudaHostUnregister(address)) == 0
+
+
+def _forget_error() -> None:
+    """Have torch take note of the runtime's last error here: else it is raised at the trainer's next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 def _has_devices() -> bool:

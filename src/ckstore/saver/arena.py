@@ -27,13 +27,14 @@ from numpy.typing import NDArray
 
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
+from ckstore.forks import leave_in_children
 from ckstore.leaves import writable_view_of
 
 UNIT_NBYTES = 4 * MIB
 """What one mark stands for."""
 
-FREE, STAGING, STAGED, TAKEN = range(4)
-"""States of a slot: nobody's; being written; whole; read by the saver while the trainer has let go of it."""
+FREE, STAGING, STAGED = range(3)
+"""States of a slot: nobody's; being written; whole."""
 
 SLOTS_MAX = 3
 """One state is being written, one waits, and one is what they may be coded against."""
@@ -291,6 +292,7 @@ class Arena:
         self.facts: NDArray[np.uint64] = np.frombuffer(_Mapping(fd, 0, _FACTS_NBYTES).view(0, _FACTS_NBYTES), np.uint64)
         self.slots: tuple[Slot, ...] = ()
         _arenas.add(self)
+        leave_in_children(self)
 
     @classmethod
     def create(cls, nbytes: int = 0, *, slot_count: int = 1) -> Arena:
@@ -360,7 +362,7 @@ class Arena:
             for slot in slots:
                 slot.leave()
 
-    def _leave_child(self) -> None:
+    def leave_child(self) -> None:
         """In a forked child: let go of the descriptor, and of mappings that are not there."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -387,11 +389,3 @@ def _no_memory(nbytes: int, problem: int) -> CapacityError:
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-
-
-def _leave_children() -> None:
-    for arena in list(_arenas):
-        arena._leave_child()
-
-
-os.register_at_fork(after_in_child=_leave_children)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
 import select
 import socket
 import sys
+import time
 
 from ckstore.saver import messages
 from ckstore.saver.messages import Message
 from ckstore.saver.process import Watch
+
+SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+"""The system has no memory for a message at this moment; the other end is as it was."""
+
+AGAIN_SECONDS = 0.02
+"""Until a message is sent again that there was no memory for."""
 
 LOG_WAIT_MS = 1000
 """How long a log record may wait for a trainer that does not read, before it goes to stderr."""
@@ -30,6 +39,7 @@ class Channel:
             message: What to send.
             wait_ms: How long to wait; 0: not at all; None: as long as the trainer lives.
         """
+        tries_left = math.inf if wait_ms is None else wait_ms / (1000 * AGAIN_SECONDS)
         while True:
             try:
                 messages.send(self._end, message)
@@ -37,8 +47,11 @@ class Channel:
             except BlockingIOError:
                 if wait_ms == 0 or not self._wait(wait_ms):
                     return False
-            except OSError:
-                return False
+            except OSError as error:
+                tries_left -= 1
+                if error.errno not in SHORT_OF_MEMORY or tries_left < 0 or not self._trainer.is_alive:
+                    return False
+                time.sleep(AGAIN_SECONDS)
 
     def _wait(self, wait_ms: int | None) -> bool:
         poll = select.poll()

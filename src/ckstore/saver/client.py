@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ import weakref
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.forks import leave_in_children
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.messages import Message
@@ -36,6 +38,9 @@ PATIENCE_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 """For a saver to be gone after it has closed its socket."""
 
+HURRY_SECONDS = 0.5
+"""Between two words to a saver that somebody waits: who polls would fill its socket, and what comes later is lost."""
+
 SPEAK_SECONDS = 0.02
 """Between two tries to say something to a saver that does not read; it takes hundreds of messages to get there."""
 
@@ -49,21 +54,21 @@ class Saver:
         self._process = process
         self._channel = channel
         self._bell = bell
-        # Only when nobody can ring it any more: another file may get its number.
+        # Not before: another file may get its number.
         self._close_bell = weakref.finalize(self, os.close, bell)
         self._watch = watch
         self._clock = clock
         self._owner = os.getpid()
         # A handle that is collected in the middle of a message says goodbye on the same thread.
-        self._lock = threading.RLock()
         self._speaking = threading.RLock()
+        self._hurried = -math.inf
         self._tickets = Tickets()
         self._answers = Answers()
         self._ready = threading.Event()
         self._dead = threading.Event()
         self._why: Exception | None = None
         self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
-        _savers.add(self)
+        leave_in_children(self)
 
     @classmethod
     def start(
@@ -129,7 +134,7 @@ class Saver:
 
     @property
     def bell(self) -> int:
-        """The descriptor that ``ring`` rings, for loops that have no time to call it; open as long as this object."""
+        """The eventfd that tells the saver that more is staged; open as long as this object."""
         return self._bell
 
     # Tickets
@@ -165,6 +170,7 @@ class Saver:
             UsageError: This is a forked child.
         """
         self._check_owner()
+        self._hurried = -math.inf
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
@@ -173,11 +179,6 @@ class Saver:
         except BaseException:
             self._tickets.remove(ticket)
             raise
-
-    def ring(self) -> None:
-        """Tell the saver that more is staged; never waits, and costs a system call."""
-        if self._owner == os.getpid():
-            os.eventfd_write(self._bell, 1)
 
     def staged(self, ticket: int) -> None:
         """Tell that a ticket is staged whole, its slot marked and its state ``STAGED``; a dead saver is no error."""
@@ -247,11 +248,12 @@ class Saver:
         Returns:
             Whether the event is set.
         """
-        if is_urgent and not event.is_set() and (timeout is None or timeout > 0):
-            with contextlib.suppress(CkstoreError):
-                self._say(messages.Hurry())
-        begun = self._clock.monotonic()
-        patience = PATIENCE_SECONDS
+        if event.is_set():
+            return True
+        self._check_owner()
+        begun, patience = self._clock.monotonic(), PATIENCE_SECONDS
+        if is_urgent and (timeout is None or timeout > 0):
+            self._hurry(begun)
         while True:
             waited = self._clock.monotonic() - begun
             left = None if timeout is None else timeout - waited
@@ -264,7 +266,12 @@ class Saver:
                 stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(self.pid) else ""
                 _log.warning("still waiting for the saver (pid %d) to %s%s", self.pid, doing, stopped)
 
-    # The listening thread
+    def _hurry(self, now: float) -> None:
+        """Let the saver not give way until it has nothing left to do."""
+        if now - self._hurried >= HURRY_SECONDS:
+            with contextlib.suppress(CkstoreError):
+                self._say(messages.Hurry())
+                self._hurried = now
 
     def _check_owner(self) -> None:
         # Before any lock: in a forked child somebody may hold it who is not there.
@@ -275,6 +282,7 @@ class Saver:
         """Ask something that is answered in its turn, and wait for that; a dead saver answers everything."""
         self._check_owner()
         number, answered = self._answers.ask()
+        self._hurried = -math.inf
         try:
             self._say(kind(number), is_patient=True)
         except Exception:
@@ -299,6 +307,8 @@ class Saver:
                 if threading.current_thread() is not self._listener and self._dead.wait(2 * GRACE_SECONDS):
                     raise self._death() from None
                 raise SaverError(f"the saver (pid {self.pid}) does not listen ({error})", pid=self.pid) from None
+
+    # The listening thread
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -335,7 +345,9 @@ class Saver:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, messages.Log):
-            _log.log(message.level, "saver (pid %d): %s", self.pid, message.text)
+            # A filter of the user's that raises ends no commit; whose logging is broken cannot be told by it.
+            with contextlib.suppress(Exception):
+                _log.log(message.level, "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, messages.Ready):
             self._ready.set()
         elif isinstance(message, messages.Answer):
@@ -354,16 +366,15 @@ class Saver:
             self._process.kill()
             code = self._process.wait()
         is_busy = self._tickets.untold > 0
-        with self._lock:
-            if self._why is None:
-                when = " before the commit was acknowledged" if is_busy else ""
-                self._why = SaverError(
-                    f"the saver (pid {self.pid}) {how_ended(code)}{when}",
-                    todo="commit again: that starts a new one; earlier checkpoints are intact",
-                    pid=self.pid,
-                    saver_exit_code=code,
-                )
-            self._dead.set()
+        if self._why is None:
+            when = " before the commit was acknowledged" if is_busy else ""
+            self._why = SaverError(
+                f"the saver (pid {self.pid}) {how_ended(code)}{when}",
+                todo="commit again: that starts a new one; earlier checkpoints are intact",
+                pid=self.pid,
+                saver_exit_code=code,
+            )
+        self._dead.set()
         self._watch.close()
         with self._speaking:
             self._channel.close()
@@ -378,7 +389,7 @@ class Saver:
         assert self._why is not None, "a saver is buried with a reason"
         return messages.error_of(messages.failed_of(0, self._why))
 
-    def _leave_child(self) -> None:
+    def leave_child(self) -> None:
         """In a forked child: keep nothing that the trainer or the saver could be taken to live by."""
         # No lock is touched: whoever held it is not here.
         self._watch.close()
@@ -387,14 +398,3 @@ class Saver:
             os.close(self._bell)
         # Not this process's child: nothing to wait for.
         self._process.returncode = 0
-
-
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-
-def _leave_children() -> None:
-    for saver in list(_savers):
-        saver._leave_child()
-
-
-os.register_at_fork(after_in_child=_leave_children)

@@ -17,7 +17,7 @@ from ckstore.config import Limits
 from ckstore.errors import SaverError
 from ckstore.io.backend import Backend
 from ckstore.plan import StorageShape, plan_commit
-from ckstore.saver.arena import STAGED, TAKEN, Slot
+from ckstore.saver.arena import STAGED, Slot
 from ckstore.saver.head import Head, SampleRow, StorageRow
 from ckstore.saver.priority import keep_awake
 from ckstore.store.lease import Lease
@@ -94,7 +94,7 @@ class Ticket:
     @property
     def is_whole(self) -> bool:
         """Whether every byte is staged, and the trainer has said so."""
-        return self._slot.ticket == self.number and self._slot.state in (STAGED, TAKEN)
+        return self._slot.ticket == self.number and self._slot.state == STAGED
 
     def note_staged(self) -> None:
         """Look whether it is whole, now that the trainer has said so: from then on no reader looks at marks."""

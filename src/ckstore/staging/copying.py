@@ -41,6 +41,14 @@ def ignore(*_: object) -> None:
     """Do nothing: takes the place of what was to be called once, and was."""
 
 
+def looked(look: Callable[[], BaseException | None]) -> BaseException | None:
+    """Return what a look found, or what kept it from looking: unseen is not unchanged."""
+    try:
+        return look()
+    except BaseException as error:
+        return error
+
+
 class Crew:
     """Threads that copy; they are started when first needed, and sleep in between.
 
@@ -282,7 +290,7 @@ class HostCopy:
             is_last = is_last and (self._is_cancelled or bool(self._marks.all()))
             if is_last:
                 # From here on nobody enters any more, and whoever waits may change what was copied.
-                self._error = self._error or self._look()
+                self._error = self._error or looked(self._look)
                 self.is_over.set()
         if is_last:
             # Whoever keeps this must not keep the arena by it.

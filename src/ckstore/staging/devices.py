@@ -124,10 +124,10 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
     return _ReadCopies(section, storages, slot)
 
 
-def versions_of(storages: Sequence[HostStorage]) -> list[int]:
-    """Return a number for each storage that differs when its library has seen it changed."""
+def versions_of(storages: Sequence[HostStorage]) -> list[tuple[int, int]]:
+    """Return two numbers for each storage that differ when its library has seen it changed, or moved it."""
     if not storages or "torch" not in sys.modules:
-        return [0] * len(storages)
+        return [(0, 0)] * len(storages)
     from ckstore.adapters.guarding import versions_of as counted
 
     return counted(storages)

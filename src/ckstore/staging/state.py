@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError
 from ckstore.saver.arena import STAGED, UNIT_NBYTES, Slot
-from ckstore.staging.copying import Crew, HostCopy, ignore
+from ckstore.staging.copying import Crew, HostCopy, ignore, looked
 from ckstore.staging.devices import copies_of, versions_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section, Stowage
 from ckstore.tensor import HostStorage
@@ -88,7 +88,7 @@ class Staging:
             for kind in (NOW, LAZY)
         ]
         self._device = [
-            _DeviceCopy(sections[kind], slot, captured.storages, self._one_over)
+            _DeviceCopy(sections[kind], slot, captured.storages, self._one_over, look=partial(self._seen_changed, kind))
             for kind in (DEVICE_NOW, DEVICE_LAZY)
             if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
         ]
@@ -130,8 +130,7 @@ class Staging:
     def guard(self) -> None:
         """Return when the sources may be changed, having sent the whole crew to copy what is left of them."""
         for copy in self._device[1:]:
-            # What is launched later waits for the copies, and counts as a change at once: looked at before the first.
-            if copy.hold() and (error := self._seen_changed(DEVICE_LAZY)) is not None:
+            if (error := copy.hold()) is not None:
                 self.cancel(error)
         self._host[1].join(self._crew)
         self._compare()
@@ -176,7 +175,7 @@ class Staging:
         for device in self._device:
             device.cancel(error)
 
-    def _versions_now(self, kind: int, captured: Captured) -> list[int]:
+    def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
         return versions_of([captured.storages[index] for index in self._guarded[kind]])
 
     def _seen_changed(self, kind: int) -> CorruptError | None:
@@ -243,7 +242,15 @@ class Staging:
 
 
 class _DeviceCopy:
-    """One section of a device's storages."""
+    """One section of a device's storages.
+
+    Args:
+        section: What to copy.
+        slot: Where to.
+        storages: Where from.
+        on_over: Called once, on any thread, with what went wrong, if anything did.
+        look: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
+    """
 
     def __init__(
         self,
@@ -251,12 +258,16 @@ class _DeviceCopy:
         slot: Slot,
         storages: Sequence[HostStorage],
         on_over: Callable[[BaseException | None], None],
+        *,
+        look: Callable[[], BaseException | None],
     ) -> None:
         self._section = section
         self._slot = slot
         self._copies = copies_of(section, storages, slot)
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
+        self._look = look
+        self._seen: BaseException | None = None
         self._is_launched = self._is_over = self._is_held = False
         self._lock = threading.Lock()
         # Devices are told to send, or are waited for, by one thread at a time.
@@ -269,17 +280,24 @@ class _DeviceCopy:
                 self._is_launched = True
                 self._copies.launch()
 
-    def hold(self) -> bool:
-        """Let what is launched later wait; return whether this was the first time, and there was anything to wait for.
+    def hold(self) -> BaseException | None:
+        """Let what is launched later wait for the copies; return what was changed before, if anything was.
 
-        What a guard has let pass changes from then on, in the order of the device, while the copies are on their way.
+        What a guard has let pass changes from then on, in the order of the device, while the copies are on their way,
+        and counts as a change at once: so it is looked at here for the last time.
         """
         if self._is_over:
-            return False
+            return None
         self._copies.hold()
+        self._look_once(is_held=True)
+        return self._seen
+
+    def _look_once(self, *, is_held: bool) -> None:
         with self._lock:
-            was_held, self._is_held = self._is_held, True
-        return not was_held
+            if not self._is_held:
+                self._seen = self._seen or looked(self._look)
+                # Not before: Ctrl-C in between must not leave a change unseen.
+                self._is_held = is_held
 
     def wait(self) -> None:
         """Wait until all has come, on a thread of the crew; never raises."""
@@ -298,9 +316,12 @@ class _DeviceCopy:
                     self._copies.wait(self._mark)
                 except BaseException as problem:
                     error = error or problem
+            # No guard may have come meanwhile: what was changed until now was changed while it was copied.
+            self._look_once(is_held=False)
+            error = error or self._seen
             self._is_over = True
             self._marks = np.zeros(0, np.uint8)
-            on_over, self._on_over = self._on_over, ignore
+            on_over, self._on_over, self._look = self._on_over, ignore, ignore
             on_over(error)
 
     def _mark(self, unit: int) -> None:
@@ -315,6 +336,7 @@ def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptErro
     return CorruptError(
         "a tensor was changed between commit_async and the guard of its optimizer",
         where=place_of(path),
-        todo="change what an attached optimizer owns only after its guard, or do not attach it",
+        todo="change what an attached optimizer owns only after its guard, or do not attach it; usual causes: a second "
+        "optimizer, an Embedding with max_norm, share_memory_",
         path=path,
     )
