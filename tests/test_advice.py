@@ -131,7 +131,7 @@ def test_advice_reads_as_a_sentence():
     assert "Commits take 0.53% of the time; a failure loses 116 s of work on average, 3.83 min at most" in text
     assert text.endswith(": 0.54% of the time.")
     text = str(advice_for(measured(stall=0.9, slowdown=None), 0.5))
-    assert "Commits take 2.9% of the time, and what steps lose meanwhile is not measured; a failure" in text
+    assert "Commits take 2.91% of the time, and what steps lose meanwhile is not measured; a failure" in text
 
 
 def test_numbers_that_cannot_be_are_refused():
@@ -168,7 +168,7 @@ def test_a_store_advises_by_what_an_interval_that_follows_it_has_measured(clock)
     run.run(5_000)
     told = advice_for(run.costs.measured(), 0.5)
     assert told.measured.slowdown_seconds == pytest.approx(0.1 * 20, rel=0.2)
-    assert told.seconds == run.auto.advice.seconds > 60
+    assert told.seconds == run.auto.advice.seconds > 50, "writing alone would let it commit every 10 s"
 
 
 def test_commits_that_fail_are_not_tried_more_often_than_commits_are_wanted(clock):

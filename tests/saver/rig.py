@@ -280,3 +280,24 @@ time.sleep(600)
         self._process.stdout.close()
         self._process.stderr.close()
         return text
+
+
+def fork(child):
+    """Run a function in a forked child; return its pid, and what makes it end."""
+    go_read, go_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go_write)
+        code = 1
+        try:
+            code = child() or 0
+            os.read(go_read, 1)
+        finally:
+            os._exit(code)
+    os.close(go_read)
+
+    def end():
+        os.close(go_write)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return pid, end

@@ -5,7 +5,7 @@ Forked children have no part in a saver, and keep nothing of it alive.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import gc
 import logging
 import os
@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 import pytest
-from rig import SECONDS_MAX, Desk, links, noise, stop, until
+from rig import SECONDS_MAX, Desk, fork, links, noise, stop, until
 
 import ckstore
 from ckstore.errors import MalformedError, SaverError, UsageError
 from ckstore.format import layout
-from ckstore.saver import channel, client, messages
+from ckstore.saver import client, messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.client import Saver
 from ckstore.saver.process import Watch
@@ -35,27 +35,6 @@ from ckstore.store.processes import process_started
 def steps(address):
     with ckstore.open(address) as store:
         return store.steps()
-
-
-def fork(child):
-    """Run a function in a forked child; return its pid, and what makes it end."""
-    go_read, go_write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go_write)
-        code = 1
-        try:
-            code = child() or 0
-            os.read(go_read, 1)
-        finally:
-            os._exit(code)
-    os.close(go_read)
-
-    def end():
-        os.close(go_write)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    return pid, end
 
 
 # Death
@@ -159,7 +138,8 @@ def test_bells_and_messages_never_wait_for_a_stopped_saver(desk):
     stop(desk.saver.pid)
     begun = time.monotonic()
     for _ in range(10_000):
-        desk.saver.ring()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(desk.saver.bell, 1)
     for number in range(10_000):
         desk.saver.abort(number)
     # Whoever waited for it would wait for ever, and longer than this with a pause for each that finds no room.
@@ -353,76 +333,3 @@ def test_system_without_pidfds_is_watched_all_the_same(address, monkeypatch):
             handed.wait()
     finally:
         desk.close()
-
-
-def test_a_forked_child_that_asks_for_a_pending_result_is_told_that_it_cannot_have_it(address):
-    with ckstore.open(address) as store:
-        store.prewarm(noise(1))
-        stop(store._handover.saver_pid)
-        pending = store.commit_async(noise(1), 1)
-
-        def child():
-            try:
-                pending.result()
-            except UsageError as error:
-                return 7 if "forked child" in str(error) else 1
-
-        pid, end = fork(child)
-        assert end() == 7, pid
-        os.kill(store._handover.saver_pid, signal.SIGCONT)
-        assert pending.result().step == 1
-
-
-def test_a_log_filter_that_raises_ends_no_commit(address):
-    def broken(record):
-        raise ValueError("no such field")
-
-    logger = logging.getLogger("ckstore")
-    with ckstore.open(address) as store:
-        store.prewarm(noise(1))
-        saver = store._handover._saver
-        logger.addFilter(broken)
-        try:
-            saver._take(messages.log_of(logging.ERROR, "something"))
-        finally:
-            logger.removeFilter(broken)
-        assert store.commit_async(noise(1), 1).result().step == 1
-
-
-def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(address):
-    """A saver that is stopped reads nothing; what it must hear later, such as to end, must find room."""
-    with ckstore.open(address) as store:
-        store.prewarm(noise(1))
-        pid = store._handover.saver_pid
-        stop(pid)
-        pending = store.commit_async(noise(1), 1)
-        for _ in range(2000):
-            with pytest.raises(TimeoutError):
-                pending.result(timeout=1e-4)
-        store._handover._saver._say(messages.Hurry())
-        os.kill(pid, signal.SIGCONT)
-        assert pending.result().step == 1
-
-
-def test_a_message_that_there_is_no_memory_for_is_sent_again(monkeypatch):
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    send, tries = messages.send, []
-
-    def short(end, message):
-        tries.append(message)
-        if len(tries) <= 3:
-            raise OSError(errno.ENOBUFS, "no buffer space")
-        send(end, message)
-
-    watch = Watch(os.getpid(), process_started(os.getpid()) or "")
-    told = channel.Channel(theirs, watch)
-    monkeypatch.setattr(messages, "send", short)
-    try:
-        assert told.tell(messages.SlotFree(1))
-        assert messages.receive(ours, messages.TO_TRAINER) == messages.SlotFree(1)
-        del tries[:]
-        assert not told.tell(messages.SlotFree(2), wait_ms=20), "a log record waits no longer than it may"
-    finally:
-        watch.close()
-        ours.close()
-        theirs.close()

@@ -14,11 +14,11 @@ from functools import partial
 
 import pytest
 import torch
+from guarded import Trainer, commit_and
 from pretend import HeldCrew, PretendSaver, without_hooks
 from torch import nn
 
 import ckstore
-from ckstore.capture import capture
 from ckstore.errors import CorruptError, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -46,53 +46,6 @@ def held(monkeypatch):
 def checked(store):
     """Let the policy ask for the check of the guard."""
     store._policy = ckstore.Policy(debug_guard=True)
-
-
-class Trainer:
-    """A model with buffers, an optimizer and a running average of the weights."""
-
-    def __init__(self, optimizer=torch.optim.AdamW, **options):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(96, 700), nn.BatchNorm1d(700), nn.ReLU(), nn.Linear(700, 96))
-        self.average = torch.optim.swa_utils.AveragedModel(
-            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-        )
-        self.optimizer = optimizer(self.model.parameters(), **options)
-        self.step = self.optimizer.step
-        self.train()
-
-    def backward(self):
-        self.model(torch.randn(8, 96)).square().mean().backward()
-
-    def train(self):
-        self.optimizer.zero_grad()
-        self.backward()
-        self.step()
-        self.average.update_parameters(self.model)
-
-    def state(self):
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "average": self.average.state_dict(),
-        }
-
-
-def bytes_of(state):
-    """Return the bytes of each storage of a state, as a commit would take them now."""
-    from ckstore.adapters.torch_state import TorchAdapter
-
-    return [bytes(storage.read(0, storage.nbytes)) for storage in capture(state, [TorchAdapter()]).storages]
-
-
-def commit_and(store, state, then, step=1):
-    """Commit a state, do something at once, and return what was at the call and what was staged."""
-    wanted = bytes_of(state)
-    pending = store.commit_async(state, step)
-    then()
-    assert pending.wait_staged()
-    saver = PretendSaver.started[-1]
-    return wanted, saver.content(max(saver.begun))
 
 
 @pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
@@ -261,112 +214,6 @@ def test_a_wrapped_optimizer_is_guarded_where_it_steps(store, held):
     wanted, staged = commit_and(store, trainer.state(), trainer.train)
     assert staged == wanted
     assert held.held == 1
-
-
-class Decaying(torch.optim.Optimizer):
-    """An optimizer around another one, which changes parameters before that one steps."""
-
-    def __init__(self, optimizer, *, is_complete=True):
-        if is_complete:
-            super().__init__(optimizer.param_groups, {})
-        else:
-            self.param_groups, self.state = optimizer.param_groups, {}
-        self.optimizer = optimizer
-
-    def step(self, closure=None):
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(0.5)
-        self.optimizer.step(closure)
-
-
-def test_a_wrapper_that_changes_parameters_itself_waits_too(store, held):
-    trainer = Trainer()
-    wrapper = Decaying(trainer.optimizer)
-    store.attach(wrapper)
-    trainer.step = wrapper.step
-    wanted, staged = commit_and(store, trainer.state(), trainer.train)
-    assert staged == wanted
-    assert held.held == 1
-
-
-def test_a_wrapper_without_hooks_of_its_own_is_no_matter(store, held):
-    trainer = Trainer()
-    wrapper = Decaying(trainer.optimizer, is_complete=False)
-    wrapper.optimizer.optimizer = wrapper
-    store.attach(wrapper)
-    wanted, staged = commit_and(store, trainer.state(), trainer.train)
-    assert staged == wanted
-    assert held.held == 1
-
-
-def test_other_hooks_that_change_parameters_wait_too(store, held):
-    trainer = Trainer()
-
-    def decay(optimizer, *_):
-        for parameter in trainer.model.parameters():
-            parameter.data.mul_(0.5)
-
-    trainer.optimizer.register_step_pre_hook(decay)
-    store.attach(trainer.optimizer)
-    wanted, staged = commit_and(store, trainer.state(), trainer.train)
-    assert staged == wanted
-    assert held.held == 1
-
-
-STEPS_WITH_CLOSURES = [
-    partial(torch.optim.AdamW, foreach=True),
-    partial(torch.optim.AdamW, fused=True),
-    partial(torch.optim.LBFGS, max_iter=2),
-]
-
-
-@pytest.mark.parametrize("optimizer", STEPS_WITH_CLOSURES, ids=["for each", "fused", "LBFGS"])
-def test_a_commit_inside_a_step_is_copied_before_it_returns(store, held, optimizer):
-    """The guard has let that step pass, and it is about to change what was committed."""
-    trainer = Trainer()
-    trainer.optimizer = optimizer(trainer.model.parameters())
-    store.attach(trainer.optimizer)
-    wanted, pendings = [], []
-
-    def closure():
-        trainer.optimizer.zero_grad()
-        loss = trainer.model(torch.randn(8, 96)).square().mean()
-        loss.backward()
-        if not pendings:
-            wanted.extend(bytes_of(trainer.state()))
-            pendings.append(store.commit_async(trainer.state(), 1))
-            assert pendings[0].is_staged
-        return loss
-
-    trainer.optimizer.step(closure)
-    assert pendings[0].result().step == 1
-    assert PretendSaver.started[-1].content(1) == wanted
-    assert not store.commit_async(trainer.state(), 2).is_staged, "between two steps it is guarded again"
-
-
-def test_a_step_that_failed_costs_speed_and_no_more(store, held):
-    trainer = Trainer()
-    store.attach(trainer.optimizer)
-
-    def closure():
-        raise ValueError("no batch")
-
-    with pytest.raises(ValueError, match="no batch"):
-        trainer.optimizer.step(closure)
-    assert store.commit_async(trainer.state(), 1).is_staged
-    trainer.train()
-    assert not store.commit_async(trainer.state(), 2).is_staged
-
-
-def test_an_optimizer_that_has_forgotten_its_hooks_guards_nothing_until_it_is_attached_again(store, held):
-    trainer = Trainer()
-    store.attach(trainer.optimizer)
-    trainer.optimizer.__init__(trainer.model.parameters(), lr=1e-4)
-    assert store.commit_async(trainer.state(), 1).is_staged
-    store.attach(trainer.optimizer)
-    trainer.train()
-    assert not store.commit_async(trainer.state(), 2).is_staged
 
 
 def test_a_scheduler_on_top_changes_nothing(store, held):

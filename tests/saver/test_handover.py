@@ -368,13 +368,13 @@ def test_a_saver_that_did_not_hear_that_a_commit_was_given_up_is_told_again(stor
         if len(told) > 3:
             abort(saver, ticket)
 
-    def no_memory(slot, begin, nbytes):
+    def no_memory(*_):
         raise CapacityError("no memory")
 
     monkeypatch.setattr(PretendSaver, "abort", deaf)
     with monkeypatch.context() as patch:
-        patch.setattr("ckstore.saver.arena.Slot.populate", no_memory)
-        patch.setattr("ckstore.saver.arena.Slot.is_populated", lambda *_: False)
+        patch.setattr("ckstore.staging.copying.HostCopy._copy", no_memory)
+        patch.setattr("ckstore.staging.copying.HostCopy._copy_stepwise", no_memory)
         with pytest.raises(CapacityError, match="no memory"):
             store.commit_async(state(0), 1)
     saver.is_quick = True

@@ -18,7 +18,7 @@ class DeskOf(Desk):
 
     def __init__(self, server):
         self.arena, self.ticket, self.server = server._arena, 0, server
-        self.saver = SimpleNamespace(begin=self._said, ring=lambda: None)
+        self.saver = SimpleNamespace(begin=self._said, bell=server._bell)
 
     def _said(self, number, slot, place, nbytes, callbacks, *, hold_ms=0):
         self.server._take(messages.Begin(number, slot, place, nbytes, None, 0, False, hold_ms))

@@ -39,13 +39,13 @@ class Trainer:
     def __init__(self, **options):
         self.model = nn.Sequential(nn.Linear(96, 700), nn.ReLU(), nn.Linear(700, 96))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
-        self.step = self.optimizer.step
+        self.step = None
         self.train()
 
     def train(self):
         self.optimizer.zero_grad()
         self.model(torch.randn(8, 96)).square().mean().backward()
-        self.step()
+        (self.step or self.optimizer.step)()
 
     def state(self):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

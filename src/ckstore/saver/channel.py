@@ -9,8 +9,8 @@ import os
 import select
 import socket
 import sys
-import time
 
+from ckstore.clock import SYSTEM_CLOCK
 from ckstore.saver import messages
 from ckstore.saver.messages import Message
 from ckstore.saver.process import Watch
@@ -51,7 +51,7 @@ class Channel:
                 tries_left -= 1
                 if error.errno not in SHORT_OF_MEMORY or tries_left < 0 or not self._trainer.is_alive:
                     return False
-                time.sleep(AGAIN_SECONDS)
+                SYSTEM_CLOCK.sleep(AGAIN_SECONDS)
 
     def _wait(self, wait_ms: int | None) -> bool:
         poll = select.poll()

@@ -1,0 +1,91 @@
+"""Protects what trainer and saver say to each other: it arrives, or whoever waits is told; nobody waits for ever."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import socket
+
+import pytest
+from rig import fork, noise, stop
+
+import ckstore
+from ckstore.errors import UsageError
+from ckstore.saver import channel, messages
+from ckstore.saver.process import Watch
+from ckstore.store.processes import process_started
+
+
+def test_a_forked_child_that_asks_for_a_pending_result_is_told_that_it_cannot_have_it(address):
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        stop(store._handover.saver_pid)
+        pending = store.commit_async(noise(1), 1)
+
+        def child():
+            try:
+                pending.result()
+            except UsageError as error:
+                return 7 if "forked child" in str(error) else 1
+
+        pid, end = fork(child)
+        assert end() == 7, pid
+        os.kill(store._handover.saver_pid, signal.SIGCONT)
+        assert pending.result().step == 1
+
+
+def test_a_log_filter_that_raises_ends_no_commit(address):
+    def broken(record):
+        raise ValueError("no such field")
+
+    logger = logging.getLogger("ckstore")
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        saver = store._handover._saver
+        logger.addFilter(broken)
+        try:
+            saver._take(messages.log_of(logging.ERROR, "something"))
+        finally:
+            logger.removeFilter(broken)
+        assert store.commit_async(noise(1), 1).result().step == 1
+
+
+def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(address):
+    """A saver that is stopped reads nothing; what it must hear later, such as to end, must find room."""
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        pid = store._handover.saver_pid
+        stop(pid)
+        pending = store.commit_async(noise(1), 1)
+        for _ in range(2000):
+            with pytest.raises(TimeoutError):
+                pending.result(timeout=1e-4)
+        store._handover._saver._say(messages.Hurry())
+        os.kill(pid, signal.SIGCONT)
+        assert pending.result().step == 1
+
+
+def test_a_message_that_there_is_no_memory_for_is_sent_again(monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send, tries = messages.send, []
+
+    def short(end, message):
+        tries.append(message)
+        if len(tries) <= 3:
+            raise OSError(errno.ENOBUFS, "no buffer space")
+        send(end, message)
+
+    watch = Watch(os.getpid(), process_started(os.getpid()) or "")
+    told = channel.Channel(theirs, watch)
+    monkeypatch.setattr(messages, "send", short)
+    try:
+        assert told.tell(messages.SlotFree(1))
+        assert messages.receive(ours, messages.TO_TRAINER) == messages.SlotFree(1)
+        del tries[:]
+        assert not told.tell(messages.SlotFree(2), wait_ms=20), "a log record waits no longer than it may"
+    finally:
+        watch.close()
+        ours.close()
+        theirs.close()
