@@ -184,6 +184,20 @@ def test_commits_that_fail_are_not_tried_more_often_than_commits_are_wanted(cloc
     assert min(never.intervals()) >= 60
 
 
+def test_a_commit_that_fails_in_its_call_is_not_due_again_at_once(disk_store, clock):
+    auto = ckstore.AutoInterval(seconds_min=60.0, clock=clock).follow(disk_store)
+    tried = []
+    for step in range(300):
+        if auto.due(step):
+            tried.append(step)
+            with pytest.raises(ckstore.CkstoreError):
+                disk_store.commit_async({"w": np.zeros(1 << 20)}, step, policy=ckstore.Policy(arena_nbytes_max=4096))
+        clock.sleep(1.0)
+    assert tried[0] == 3
+    assert len(tried) > 2
+    assert min(np.diff(tried)) >= 60
+
+
 def test_writing_is_never_overtaken(clock):
     run = Run(clock, step=0.5, stall=0.001, write=20.0)
     run.run(5_000)

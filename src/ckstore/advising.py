@@ -80,8 +80,8 @@ class Advising(Handle):
         The last commit goes the way that the others went: through the saver where there is one, so that it is
         published even if this process is killed once it was staged. Where an earlier one is still being written, both
         lie in the arena, which takes memory for a second state; where ``arena_nbytes_max`` forbids that, this process
-        writes it. A commit of the same step that is on its way is waited for instead: it gets the tags, and keeps its
-        metrics. After it the process ends as it would have
+        writes it. A commit of the same step that is on its way is waited for instead: it gets the tags if it is
+        durable in time, and keeps its metrics. After it the process ends as it would have
         without this: a handler of Python's that was there before is called, else SystemExit is raised with 128 and the
         signal's number, 143 for SIGTERM. No step within the deadline: nothing is committed, for a torn state is worse
         than an older one, and the process ends in the same way.

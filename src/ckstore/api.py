@@ -158,7 +158,8 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                 bases=self._known_bases(),
                 fingerprint=self._fingerprint,
             )
-            committed = commit(self._parts, request, watch)
+            with self._costs.trying():
+                committed = commit(self._parts, request, watch)
             receipt = committed.receipt
             self._parent, self._fingerprint = receipt.seq, committed.fingerprint
             untagged = [warning for name in checked_tags if (warning := self._tag_or_warning(name, receipt.seq))]

@@ -105,7 +105,8 @@ class Background(Advising):
             )
             # The saver takes it; to this process's own next commit it is given back.
             self._parts.lease.release()
-            pending = handover.hand_over(order)
+            with self._costs.trying():
+                pending = handover.hand_over(order)
             try:
                 pending.stall_seconds += self._parts.clock.monotonic() - begun
                 self._costs.watch(pending)
@@ -138,8 +139,8 @@ class Background(Advising):
         where counters of changes or some bytes of each tensor in host memory tell, and always with ``debug_guard`` of
         the policy. Nor may their memory move meanwhile, as by ``share_memory_``: share first.
 
-        A step waits before its closure and its other hooks; a ``commit_async`` in either copies everything before it
-        returns.
+        A step waits before its closure and its other hooks; a ``commit_async`` in a closure, or in a hook that torch
+        calls before a step, copies everything before it returns.
 
         Raises:
             UsageError: It is no optimizer of torch, or cannot tell when it steps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from typing import Protocol
 
@@ -30,7 +31,11 @@ def stay_in_children(thing: Inherited) -> None:
 
 def _leave_children() -> None:
     for thing in list(_inherited):
-        thing.leave_child()
+        try:
+            thing.leave_child()
+        except Exception as error:
+            # What one cannot let go of must not keep the others; no log, whose locks may be held by nobody here.
+            sys.stderr.write(f"ckstore: a forked child could not let go of a {type(thing).__name__}: {error}\n")
 
 
 os.register_at_fork(after_in_child=_leave_children)

@@ -7,7 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
@@ -66,6 +68,8 @@ class Costs:
         self._measured: Measured | None = None
         self.commit_count = 0
         """Commits that were begun."""
+        self.failed_count = 0
+        """Commits that failed in the very call."""
 
     def watch(self, pending: Pending) -> None:
         """Learn of a commit that has gone into the background."""
@@ -83,6 +87,15 @@ class Costs:
     def note(self, step: int, seconds: float) -> None:
         """Learn of a commit that the trainer has waited for."""
         self._add(_Watched(step, self._clock.monotonic(), None, seconds=seconds))
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Count a commit that fails inside of this."""
+        try:
+            yield
+        except BaseException:
+            self.failed_count += 1
+            raise
 
     def note_slowdown(self, seconds: float) -> None:
         """Learn how much longer the steps took, all together, that ran while a commit was on its way."""
@@ -118,6 +131,8 @@ class Costs:
         return self._measured
 
     def _add(self, watched: _Watched) -> None:
+        # Before what it goes by is pushed out.
+        self.measured()
         self.commit_count += 1
         self._watched.append(watched)
         # Those on their way come on top, so that a backlog does not push out what was measured.
@@ -187,12 +202,12 @@ class AutoInterval:
         self._last: tuple[int, float, float] | None = None
         """Step, time and stalls so far, when ``due`` was asked last."""
         self._was_busy = self._is_observed = False
-        self._commit_count = self._first_count = 0
+        self._try_count = self._first_count = 0
 
     def follow(self, store: Followed) -> AutoInterval:
         """Learn from the commits of a store, from now on; returns itself."""
         self._costs = store.costs
-        self._commit_count = self._first_count = self._costs.commit_count
+        self._try_count = self._first_count = _tries_of(self._costs)
         return self
 
     def observe(self, step_seconds: float) -> None:
@@ -224,7 +239,7 @@ class AutoInterval:
         advice = self.advice
         if advice is None:
             # Where commits fail from the first on, they are not tried more often than what succeeds.
-            is_first = costs.commit_count == self._first_count
+            is_first = _tries_of(costs) == self._first_count
             return self._step_count >= FIRST_STEPS and (is_first or self._elapsed >= self._seconds_min)
         # Half a step too early is nearer than half a step too late.
         return self._elapsed >= advice.seconds - advice.step_seconds / 2
@@ -256,9 +271,9 @@ class AutoInterval:
     def _take(self, seconds: float) -> None:
         """Learn of a step."""
         costs = self._followed()
-        if costs.commit_count != self._commit_count:
+        if (count := _tries_of(costs)) != self._try_count:
             # It was begun since the last step: what came before belongs to an earlier one.
-            self._commit_count = costs.commit_count
+            self._try_count = count
             self._close_commit()
             self._elapsed, self._step_count, is_busy = 0.0, 0, True
         else:
@@ -279,3 +294,7 @@ class AutoInterval:
             slower = median(times) - median(self._quiet)
             self._followed().note_slowdown(max(0.0, slower) * self._busy_count)
         self._busy_count = 0
+
+
+def _tries_of(costs: Costs) -> int:
+    return costs.commit_count + costs.failed_count

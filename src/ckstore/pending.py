@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import CkstoreError, SaverError
+from ckstore.errors import CkstoreError, SaverError, UsageError
 from ckstore.receipt import Receipt
 
 
@@ -39,6 +40,7 @@ class Pending:
 
     def __init__(self, step: int, *, finish: Callable[[], None] | None = None, wait: Waiter = _wait) -> None:
         self.step = step
+        self._owner = os.getpid()
         self.stall_seconds = 0.0
         self.progress: tuple[str, int, int] | None = None
         self.was_asked = False
@@ -89,8 +91,7 @@ class Pending:
             Whether that is so, within the timeout.
         """
         if timeout is None or timeout > 0:
-            # Copying ends by itself, and soon; where checksums are compared, this is when.
-            self._finish()
+            self._finish_copying()
         deadline = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
         for event in (self._staged, self._began):
             left = None if deadline is None else max(0.0, deadline - SYSTEM_CLOCK.monotonic())
@@ -106,8 +107,7 @@ class Pending:
             CkstoreError: What the saver met: CapacityError, BackendError, ConflictError and so on.
         """
         if timeout is None or timeout > 0:
-            # Copying ends by itself, and soon; where checksums are compared, this is when.
-            self._finish()
+            self._finish_copying()
         if not self._wait(self._done, timeout, f"finish the commit of step {self.step}", is_urgent=True):
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
@@ -116,6 +116,12 @@ class Pending:
             raise self._error.with_traceback(self._origin)
         assert self._receipt is not None
         return self._receipt
+
+    def _finish_copying(self) -> None:
+        """Wait until all is copied: that ends by itself, and soon; where checksums are compared, this is when."""
+        if self._owner != os.getpid() and not self.is_done:
+            raise UsageError("a forked child cannot wait for its parent's saver", todo="open the store again")
+        self._finish()
 
     def error_or_none(self) -> Exception | None:
         """Return why it failed; None while it goes on, and when it is durable."""

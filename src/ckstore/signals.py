@@ -124,7 +124,7 @@ class LastCommit:
         self._late: Pending | None = None
         self._owner = os.getpid()
         self._commit_count = store.costs.commit_count
-        self._is_over = self._is_done = self._is_ending = self._is_closed = False
+        self._is_over = self._is_done = self._is_ending = self._is_closed = self._is_untagged = False
         self._previous = _listeners_of((signal.SIGTERM,) if signals is None else signals)
         # Written to where no lock may be taken; read by a thread that may.
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
@@ -217,7 +217,7 @@ class LastCommit:
             # The last commit was made on another thread; only this one can end the process.
             self._end(self.signal, frame)
         elif self._is_insisting(number):
-            self._is_over = True
+            self._is_over = self._is_done = True
             self._stop_listening()
             _pass_on(self._previous[number], number, frame)
 
@@ -249,6 +249,7 @@ class LastCommit:
         if is_first and store.costs.commit_count != self._commit_count:
             newest = store.costs.newest
             if newest is not None and newest[0] == step and newest[1] is not None:
+                self._is_untagged = bool(self._tags)
                 return self._tagged(self._durable(newest[1]))
         state = self._get_state()
         metrics = self._get_metrics() if self._get_metrics is not None else None
@@ -281,16 +282,13 @@ class LastCommit:
         """The deadline has passed: say what is certain, and what is not."""
         # Copying ends by itself, and soon; what takes longer is a saver that does not answer, or another writer.
         if self._late is not None and self._late.wait_staged(STAGED_SECONDS):
-            _log.warning(
-                "%s: step %d is staged and not durable in time; the saver goes on writing it", number.name, step
-            )
+            text = "%s: step %d is staged and not durable in time; the saver goes on writing it"
+            if self._is_untagged:
+                text += f" and gives it none of the tags {', '.join(self._tags)}"
+            _log.warning(text, number.name, step)
             return
-        _log.error(
-            "%s: step %d is not staged in time: it is lost if this process is killed now, and finished if it may end "
-            "by itself",
-            number.name,
-            step,
-        )
+        text = "%s: step %d is not staged in time: it is lost if this process is killed now, else finished"
+        _log.error(text, number.name, step)
 
     def _left(self) -> float:
         return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())

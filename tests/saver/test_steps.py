@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -10,6 +12,7 @@ from guarded import Trainer, bytes_of, commit_and
 from pretend import HeldCrew, PretendSaver
 
 import ckstore
+from ckstore.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -130,3 +133,65 @@ def test_an_optimizer_that_has_forgotten_its_hooks_guards_nothing_until_it_is_at
     store.attach(trainer.optimizer)
     trainer.train()
     assert not store.commit_async(trainer.state(), 2).is_staged
+
+
+class Forwarding:
+    """A wrapper whose hooks, and all else, are those of the optimizer in it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["optimizer"], name)
+
+
+def test_a_wrapper_that_is_gone_leaves_nothing_in_the_optimizer_that_it_was_around(store, held):
+    trainer = Trainer()
+    for _ in range(3):
+        store.attach(Forwarding(trainer.optimizer))
+    gc.collect()
+    assert len(trainer.optimizer._optimizer_step_pre_hooks) == len(trainer.optimizer._optimizer_step_post_hooks) == 1
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 1
+    trainer.train()
+
+
+@dataclass
+class Compared:
+    optimizer: torch.optim.Optimizer
+
+
+class Slotted:
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def register_step_pre_hook(self, hook):
+        raise AssertionError("nobody can refer to this weakly, so it is never asked")
+
+
+@pytest.mark.parametrize("wrap", [Compared, Slotted])
+def test_a_wrapper_that_cannot_be_remembered_is_no_matter(store, held, wrap):
+    trainer = Trainer()
+    wrapper = wrap(trainer.optimizer)
+    for _ in range(2):
+        store.attach(wrapper)
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_an_optimizer_that_can_only_half_be_hooked_is_refused_and_left_as_it_was(store, held):
+    class Half(torch.optim.SGD):
+        def register_step_post_hook(self, hook):
+            raise AttributeError("no such thing")
+
+    trainer, half = Trainer(), Half([torch.nn.Parameter(torch.zeros(4))], lr=0.1)
+    store.attach(trainer.optimizer)
+    with pytest.raises(UsageError, match="no such thing"):
+        store.attach(half)
+    half.step()
+    assert not half._optimizer_step_pre_hooks
+    assert not store.commit_async(trainer.state(), 1).is_staged, "the other one is guarded as before"

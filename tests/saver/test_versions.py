@@ -222,6 +222,25 @@ def test_a_change_before_the_guard_is_found_while_a_device_copies(store, on_devi
     assert not pending.is_staged
 
 
+def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(store, on_device, monkeypatch):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+
+    def interrupted(storages):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.optimizer.step()
+    SlowDevice.may_come.set()
+    with pytest.raises(CorruptError, match="was changed between"):
+        pending.result()
+
+
 def test_a_parameter_may_be_changed_when_all_is_staged(store):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)

@@ -9,6 +9,7 @@ import signal
 import socket
 
 import pytest
+from pretend import HeldCrew, OwnerOfAll, state
 from rig import fork, noise, stop
 
 import ckstore
@@ -36,6 +37,26 @@ def test_a_forked_child_that_asks_for_a_pending_result_is_told_that_it_cannot_ha
         assert pending.result().step == 1
 
 
+def test_a_forked_child_does_not_wait_for_copies_that_its_parent_makes(handing_store, savers, monkeypatch):
+    HeldCrew(monkeypatch)
+    handing_store._guarded = OwnerOfAll()
+    pending = handing_store.commit_async(state(1), 1)
+    assert not pending.is_staged
+
+    def child():
+        told = 0
+        for ask in (pending.result, pending.wait_staged):
+            try:
+                ask(timeout=60)
+            except UsageError:
+                told += 1
+        return 7 if told == 2 else 1
+
+    _, end = fork(child)
+    assert end() == 7
+    assert pending.result().step == 1
+
+
 def test_a_log_filter_that_raises_ends_no_commit(address):
     def broken(record):
         raise ValueError("no such field")
@@ -52,17 +73,19 @@ def test_a_log_filter_that_raises_ends_no_commit(address):
         assert store.commit_async(noise(1), 1).result().step == 1
 
 
-def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(address):
+def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(address, monkeypatch):
     """A saver that is stopped reads nothing; what it must hear later, such as to end, must find room."""
     with ckstore.open(address) as store:
         store.prewarm(noise(1))
         pid = store._handover.saver_pid
         stop(pid)
         pending = store.commit_async(noise(1), 1)
+        said, send = [], messages.send
+        monkeypatch.setattr(messages, "send", lambda end, message: (said.append(message), send(end, message)))
         for _ in range(2000):
             with pytest.raises(TimeoutError):
                 pending.result(timeout=1e-4)
-        store._handover._saver._say(messages.Hurry())
+        assert said == [messages.Hurry()]
         os.kill(pid, signal.SIGCONT)
         assert pending.result().step == 1
 

@@ -56,7 +56,7 @@ class Guarded:
                 )
             try:
                 self._hook(inner)
-            except AttributeError as error:
+            except (AttributeError, TypeError) as error:
                 raise UsageError(
                     f"a {type(optimizer).__name__} was made without what makes an optimizer of torch: {error}",
                     todo="call super().__init__() in it, or leave it out: then its tensors are copied at once",
@@ -64,11 +64,17 @@ class Guarded:
         self._owners.add(inner)
         for wrapper in wrappers:
             # A wrapper may change parameters before the optimizer in it steps. Most have no hooks.
-            if not self._is_hooked(wrapper) and callable(getattr(wrapper, "register_step_pre_hook", None)):
+            if callable(getattr(wrapper, "register_step_pre_hook", None)) and not self._is_hooked(wrapper):
                 with contextlib.suppress(AttributeError, TypeError):
-                    self._hook(wrapper)
+                    self._hook(wrapper, inner)
 
-    def _hook(self, optimizer: Any) -> None:
+    def _hook(self, optimizer: Any, inner: Any = None) -> None:
+        """Have an optimizer call before and after it steps; not one whose hooks are those of the ``inner`` one.
+
+        Raises:
+            AttributeError: It lacks what an optimizer of torch has; nothing is left behind.
+            TypeError: It cannot be referred to weakly, or is told from no other one.
+        """
         reference, stepping, itself = self._on_step, self._stepping, weakref.ref(optimizer)
 
         def before_step(*_: object) -> None:
@@ -79,18 +85,33 @@ class Guarded:
                     stepping.add(here)
 
         def after_step(*_: object) -> None:
-            stepping.discard(itself())
+            here = itself()
+            if here is not None:
+                stepping.discard(here)
 
-        before = optimizer.register_step_pre_hook(before_step)
-        hooks = before.hooks_dict_ref()
-        if isinstance(hooks, OrderedDict):
-            # Other hooks may change parameters.
-            hooks.move_to_end(before.id, last=False)
-        self._hooks[optimizer] = [before, optimizer.register_step_post_hook(after_step)]
+        handles: list[Any] = []
+        try:
+            # In this order: a step that is said to begin must be said to end.
+            handles.append(optimizer.register_step_post_hook(after_step))
+            handles.append(optimizer.register_step_pre_hook(before_step))
+            hooks = handles[-1].hooks_dict_ref()
+            if inner is not None and hooks is self._hooks[inner][-1].hooks_dict_ref():
+                raise AttributeError("its hooks are those of the optimizer in it")
+            if isinstance(hooks, OrderedDict):
+                # Other hooks may change parameters.
+                hooks.move_to_end(handles[-1].id, last=False)
+            self._hooks[optimizer] = handles
+        except BaseException:
+            for handle in handles:
+                handle.remove()
+            raise
 
     def _is_hooked(self, optimizer: Any) -> bool:
         """Whether an optimizer calls before it steps: one whose ``__init__`` ran again has forgotten to."""
-        handles = self._hooks.get(optimizer, [])
+        try:
+            handles = self._hooks.get(optimizer, [])
+        except TypeError:
+            return False
         return bool(handles) and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
 
     def spans(self) -> list[Span]:

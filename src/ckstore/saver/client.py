@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import socket
@@ -38,9 +37,6 @@ PATIENCE_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 """For a saver to be gone after it has closed its socket."""
 
-HURRY_SECONDS = 0.5
-"""Between two words to a saver that somebody waits: who polls would fill its socket, and what comes later is lost."""
-
 SPEAK_SECONDS = 0.02
 """Between two tries to say something to a saver that does not read; it takes hundreds of messages to get there."""
 
@@ -61,7 +57,7 @@ class Saver:
         self._owner = os.getpid()
         # A handle that is collected in the middle of a message says goodbye on the same thread.
         self._speaking = threading.RLock()
-        self._hurried = -math.inf
+        self._is_hurried = False
         self._tickets = Tickets()
         self._answers = Answers()
         self._ready = threading.Event()
@@ -170,12 +166,12 @@ class Saver:
             UsageError: This is a forked child.
         """
         self._check_owner()
-        self._hurried = -math.inf
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
             place = (slot, head_place, head_nbytes)
             self._say(messages.Begin(ticket, *place, parent, parent_ticket, may_keep, hold_ms))
+            self._is_hurried = False
         except BaseException:
             self._tickets.remove(ticket)
             raise
@@ -219,6 +215,7 @@ class Saver:
         """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
         with contextlib.suppress(Exception):
             self._say(messages.Forget())
+            self._is_hurried = False
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
         """End the saver when it has done what was begun; what nobody waits for is carried through all the same.
@@ -230,6 +227,7 @@ class Saver:
             return True
         with contextlib.suppress(Exception):
             self._say(messages.Quit(), is_patient=is_waited)
+            self._is_hurried = False
         if not (is_waited and self.wait(self._dead, timeout, "finish", is_urgent=True)):
             return not self.is_alive
         if threading.current_thread() is not self._listener:
@@ -253,7 +251,7 @@ class Saver:
         self._check_owner()
         begun, patience = self._clock.monotonic(), PATIENCE_SECONDS
         if is_urgent and (timeout is None or timeout > 0):
-            self._hurry(begun)
+            self._hurry()
         while True:
             waited = self._clock.monotonic() - begun
             left = None if timeout is None else timeout - waited
@@ -266,12 +264,12 @@ class Saver:
                 stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(self.pid) else ""
                 _log.warning("still waiting for the saver (pid %d) to %s%s", self.pid, doing, stopped)
 
-    def _hurry(self, now: float) -> None:
-        """Let the saver not give way until it has nothing left to do."""
-        if now - self._hurried >= HURRY_SECONDS:
+    def _hurry(self) -> None:
+        """Let the saver not give way until it has nothing left to do; once: who polls would fill its socket."""
+        if not self._is_hurried:
             with contextlib.suppress(CkstoreError):
                 self._say(messages.Hurry())
-                self._hurried = now
+                self._is_hurried = True
 
     def _check_owner(self) -> None:
         # Before any lock: in a forked child somebody may hold it who is not there.
@@ -282,9 +280,9 @@ class Saver:
         """Ask something that is answered in its turn, and wait for that; a dead saver answers everything."""
         self._check_owner()
         number, answered = self._answers.ask()
-        self._hurried = -math.inf
         try:
             self._say(kind(number), is_patient=True)
+            self._is_hurried = False
         except Exception:
             if not self._dead.is_set():
                 raise

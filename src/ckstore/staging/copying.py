@@ -45,7 +45,7 @@ def looked(look: Callable[[], BaseException | None]) -> BaseException | None:
     """Return what a look found, or what kept it from looking: unseen is not unchanged."""
     try:
         return look()
-    except BaseException as error:
+    except Exception as error:
         return error
 
 
