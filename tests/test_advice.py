@@ -178,6 +178,13 @@ def test_commits_that_fail_are_not_tried_more_often_than_commits_are_wanted(cloc
     run.run(6_000, loses=range(10_000))
     assert len(run.committed) > 3 * COMMITS_MAX
     assert min(run.intervals()) >= 60
+    slowed = Run(clock, step=0.5, stall=0.005, write=10.0, slower=1.2)
+    slowed.run(5_000)
+    before = slowed.costs.measured()
+    slowed.run(6_000, loses=range(20_000))
+    after = slowed.costs.measured()
+    assert (after.commit_count, after.slowdown_seconds) == (COMMITS_MAX - 1, before.slowdown_seconds)
+    assert after.write_seconds == pytest.approx(before.write_seconds)
     never = Run(clock, step=1.0, stall=0.1, write=1.0, seconds_min=60.0)
     never.run(600, loses=range(10_000))
     assert never.committed[0] == 3

@@ -50,6 +50,10 @@ class _Watched:
         return self.pending is None or self.pending.is_done
 
     @property
+    def has_failed(self) -> bool:
+        return self.pending is not None and self.pending.error_or_none() is not None
+
+    @property
     def write_seconds(self) -> float | None:
         """How long it took to be durable; None: it is not, or not yet."""
         if self.pending is None:
@@ -65,7 +69,6 @@ class Costs:
         self._watched: deque[_Watched] = deque()
         self._forgotten_seconds = 0.0
         self._slowdowns: deque[float] = deque(maxlen=COMMITS_MAX)
-        self._measured: Measured | None = None
         self.commit_count = 0
         """Commits that were begun."""
         self.failed_count = 0
@@ -112,6 +115,11 @@ class Costs:
         return (self._watched[-1].step, self._watched[-1].pending) if self._watched else None
 
     @property
+    def has_newest_failed(self) -> bool:
+        """Whether the last commit that was begun is known to have failed: it says nothing of what others cost."""
+        return bool(self._watched) and self._watched[-1].has_failed
+
+    @property
     def stall_seconds(self) -> float:
         """How long all commits together have kept the trainer waiting."""
         return self._forgotten_seconds + sum(each.stall_seconds for each in self._watched)
@@ -124,20 +132,21 @@ class Costs:
         durable = [
             (each.stall_seconds, seconds) for each in self._watched if (seconds := each.write_seconds) is not None
         ]
-        if durable:
-            stalls, writes = zip(*durable[-COMMITS_MAX:], strict=True)
-            slowdown = median(self._slowdowns) if self._slowdowns else None
-            self._measured = Measured(len(stalls), median(stalls), median(writes), slowdown)
-        return self._measured
+        if not durable:
+            return None
+        stalls, writes = zip(*durable[-COMMITS_MAX:], strict=True)
+        slowdown = median(self._slowdowns) if self._slowdowns else None
+        return Measured(len(stalls), median(stalls), median(writes), slowdown)
 
     def _add(self, watched: _Watched) -> None:
-        # Before what it goes by is pushed out.
-        self.measured()
+        ended = [each for each in self._watched if each.is_done]
         self.commit_count += 1
         self._watched.append(watched)
-        # Those on their way come on top, so that a backlog does not push out what was measured.
-        while len(self._watched) > COMMITS_MAX and self._watched[0].is_done:
-            self._forgotten_seconds += self._watched.popleft().stall_seconds
+        # Those on their way come on top, so that a backlog does not push out what was measured; nor does what failed.
+        excess = max(0, len(self._watched) - COMMITS_MAX)
+        for each in sorted(ended, key=lambda each: not each.has_failed)[:excess]:
+            self._forgotten_seconds += each.stall_seconds
+            self._watched.remove(each)
 
 
 class Followed(Protocol):
@@ -292,7 +301,8 @@ class AutoInterval:
         if self._busy_count and self._quiet:
             times = list(self._busy)[-self._busy_count :]
             slower = median(times) - median(self._quiet)
-            self._followed().note_slowdown(max(0.0, slower) * self._busy_count)
+            if not self._followed().has_newest_failed:
+                self._followed().note_slowdown(max(0.0, slower) * self._busy_count)
         self._busy_count = 0
 
 

@@ -22,7 +22,7 @@ from ckstore.store.processes import process_started
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pretend import Noted, PretendSaver
+from pretend import HeldCrew, Noted, PretendSaver
 from rig import Desk, links, until
 
 
@@ -86,6 +86,19 @@ def savers(monkeypatch):
     PretendSaver.started = []
     monkeypatch.setattr(handover, "Saver", PretendSaver)
     return PretendSaver.started
+
+
+@pytest.fixture
+def store(savers, folder):
+    """A store on disk with pretended savers, which end by themselves what was staged."""
+    with ckstore.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Copy nothing behind a guard before somebody waits."""
+    return HeldCrew(monkeypatch)
 
 
 @pytest.fixture

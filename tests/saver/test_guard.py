@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 from guarded import Trainer, commit_and
-from pretend import HeldCrew, PretendSaver, without_hooks
+from pretend import PretendSaver, without_hooks
 from torch import nn
 
 import ckstore
@@ -28,18 +28,6 @@ ADAMS = {
     "fused": {"fused": True},
     "one by one": {"foreach": False, "fused": False},
 }
-
-
-@pytest.fixture
-def store(savers, folder):
-    with ckstore.open(folder) as opened:
-        yield opened
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Copy nothing behind a guard before somebody waits."""
-    return HeldCrew(monkeypatch)
 
 
 @pytest.fixture

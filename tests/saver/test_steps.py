@@ -9,24 +9,11 @@ from functools import partial
 import pytest
 import torch
 from guarded import Trainer, bytes_of, commit_and
-from pretend import HeldCrew, PretendSaver
+from pretend import PretendSaver
 
-import ckstore
 from ckstore.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
-
-
-@pytest.fixture
-def store(savers, folder):
-    with ckstore.open(folder) as opened:
-        yield opened
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Copy nothing behind a guard before somebody waits."""
-    return HeldCrew(monkeypatch)
 
 
 class Decaying(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from pretend import HeldCrew, PretendSaver, without_hooks
+from pretend import PretendSaver, without_hooks
 from torch import nn
 
 import ckstore
@@ -19,20 +19,6 @@ from ckstore.staging import state as staging_state
 from ckstore.staging.stowage import DEVICE_LAZY, LAZY, Section, Stowage, unchecked
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
-
-
-@pytest.fixture
-def store(monkeypatch, folder):
-    PretendSaver.started = []
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
-    with ckstore.open(folder) as opened:
-        yield opened
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Copy nothing behind a guard before somebody waits."""
-    return HeldCrew(monkeypatch)
 
 
 class Trainer:
@@ -206,14 +192,23 @@ def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes
     assert pending.result().step == 1
 
 
-@pytest.mark.parametrize("is_guarded", [False, True], ids=["when all has come", "by the guard"])
-def test_a_change_before_the_guard_is_found_while_a_device_copies(store, on_device, is_guarded):
-    """An embedding with ``max_norm`` changes its weights in the forward pass; the guard may come after the copies."""
+@pytest.fixture
+def changed(store, on_device):
+    """A trainer that has changed a weight before its guard, and its commit, which a device still copies.
+
+    An embedding with ``max_norm`` does that in its forward pass.
+    """
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
     with torch.no_grad():
         trainer.model[2].weight[5, 7] += 1
+    return trainer, pending
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["when all has come", "by the guard"])
+def test_a_change_before_the_guard_is_found_while_a_device_copies(changed, is_guarded):
+    trainer, pending = changed
     if is_guarded:
         trainer.train()
     SlowDevice.may_come.set()
@@ -222,12 +217,8 @@ def test_a_change_before_the_guard_is_found_while_a_device_copies(store, on_devi
     assert not pending.is_staged
 
 
-def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(store, on_device, monkeypatch):
-    trainer = Trainer(foreach=True)
-    store.attach(trainer.optimizer)
-    pending = store.commit_async(trainer.state(), 1)
-    with torch.no_grad():
-        trainer.model[2].weight[5, 7] += 1
+def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(changed, monkeypatch):
+    trainer, pending = changed
 
     def interrupted(storages):
         raise KeyboardInterrupt

@@ -17,7 +17,7 @@ import ckstore
 SOURCE = str(Path(ckstore.__file__).parent.parent)
 SECONDS_MAX = 240.0
 
-PROGRAM = """
+PROGRAM = '''
 import contextlib, logging, os, pathlib, signal, sys, threading, time
 sys.path.insert(0, {source!r})
 import numpy as np, ckstore
@@ -35,6 +35,16 @@ def train_one_step(seconds=0.02):
     state["second"] += 1
     state["step"] += 1
 
+def when_told(text):
+    """Return what is set when something with this text is logged."""
+    class Heard(logging.Handler):
+        def emit(self, record):
+            if text in record.getMessage():
+                is_told.set()
+    is_told = threading.Event()
+    logging.getLogger().addHandler(Heard())
+    return is_told
+
 def stop(pid):
     # Each of its threads: on a busy machine they go on for a while.
     os.kill(pid, signal.SIGSTOP)
@@ -47,7 +57,7 @@ def stop(pid):
 # A saver that gives way would starve on a busy machine, and the last commit has a deadline.
 store = ckstore.open({folder!r}, policy=ckstore.Policy(saver_nice=0))
 {code}
-"""
+'''
 
 LOOP = """
 with store.commit_on_signal(lambda: state, **OPTIONS) as last:

@@ -115,14 +115,7 @@ def test_no_step_in_time_commits_nothing_torn_and_a_later_signal_ends(trainer, l
 
 
 def test_a_step_that_ends_too_late_is_committed_all_the_same(trainer, loop):
-    code = """
-class Heard(logging.Handler):
-    def emit(self, record):
-        if "no step was checked" in record.getMessage():
-            is_told.set()
-is_told = threading.Event()
-logging.getLogger().addHandler(Heard())
-"""
+    code = 'is_told = when_told("no step was checked")\n'
     run = trainer(code + loop(deadline_seconds=0.2).replace("train_one_step()", "(train_one_step(), is_told.wait(60))"))
     run.hear("ready")
     run.send()
@@ -334,12 +327,7 @@ say("never")
 def test_a_last_commit_that_takes_too_long_is_told_of_when_the_time_is_up(trainer, loop):
     code = """
 original = store.commit
-class Heard(logging.Handler):
-    def emit(self, record):
-        if "the last commit is not durable after 0.2 s" in record.getMessage():
-            is_told.set()
-is_told = threading.Event()
-logging.getLogger().addHandler(Heard())
+is_told = when_told("the last commit is not durable after 0.2 s")
 def slow(*arguments, **options):
     assert is_told.wait(60)
     return original(*arguments, **options)

@@ -73,7 +73,7 @@ class Guarded:
 
         Raises:
             AttributeError: It lacks what an optimizer of torch has; nothing is left behind.
-            TypeError: It cannot be referred to weakly, or is told from no other one.
+            TypeError: It cannot be referred to weakly, or has no hash; nothing is left behind.
         """
         reference, stepping, itself = self._on_step, self._stepping, weakref.ref(optimizer)
 
