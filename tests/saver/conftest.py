@@ -89,7 +89,7 @@ def savers(monkeypatch):
 
 
 @pytest.fixture
-def store(savers, folder):
+def pretended_store(savers, folder):
     """A store on disk with pretended savers, which end by themselves what was staged."""
     with ckstore.open(folder) as opened:
         yield opened

@@ -23,6 +23,12 @@ from ckstore.errors import CorruptError, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
+
+@pytest.fixture
+def store(pretended_store):
+    return pretended_store
+
+
 ADAMS = {
     "for each": {"foreach": True},
     "fused": {"fused": True},

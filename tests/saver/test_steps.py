@@ -16,6 +16,11 @@ from ckstore.errors import UsageError
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
+@pytest.fixture
+def store(pretended_store):
+    return pretended_store
+
+
 class Decaying(torch.optim.Optimizer):
     """An optimizer around another one, which changes parameters before that one steps."""
 

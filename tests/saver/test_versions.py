@@ -21,6 +21,11 @@ from ckstore.staging.stowage import DEVICE_LAZY, LAZY, Section, Stowage, uncheck
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
+@pytest.fixture
+def store(pretended_store):
+    return pretended_store
+
+
 class Trainer:
     def __init__(self, **options):
         self.model = nn.Sequential(nn.Linear(96, 700), nn.ReLU(), nn.Linear(700, 96))
