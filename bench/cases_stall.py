@@ -29,7 +29,7 @@ COMPUTING = "a process that computes"
 def stall_blocking(bench: Bench) -> Result:
     """Wait until a state may be changed again, nothing guarded, beside a plain copy of the same memory."""
     result = bench.result("stall_blocking", "s", is_higher_better=False)
-    result.columns = ("durable_seconds",)
+    result.columns = ("durable_seconds", "copy_seconds")
     state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
     threads = len(os.sched_getaffinity(0))
     found, reasons = background.find(_trial(), folder, bench.tools)
@@ -46,6 +46,7 @@ def stall_blocking(bench: Bench) -> Result:
             background.change(state)
             place = folder / "rival"
             place.mkdir()
+            copied = copies.shortest()
             began = time.perf_counter()
             finish = rival.begin(state, place)
             stall = time.perf_counter() - began
@@ -53,7 +54,7 @@ def stall_blocking(bench: Bench) -> Result:
             durable = time.perf_counter() - began
             del finish
             machine.remove_tree(place)
-            return Sample(stall, {"durable_seconds": durable})
+            return Sample(stall, {"durable_seconds": durable, "copy_seconds": copied})
 
         return run
 
@@ -63,13 +64,14 @@ def stall_blocking(bench: Bench) -> Result:
             place = folder / "store"
             with open_store(place, compression) as store:
                 store.prewarm(state)
+                copied = copies.shortest()
                 began = time.perf_counter()
                 pending = store.commit_async(state, 1)
                 stall = time.perf_counter() - began
                 receipt = pending.result()
                 durable = time.perf_counter() - began
             machine.remove_tree(place)
-            return Sample(stall, {"durable_seconds": durable, **facts_of(receipt)})
+            return Sample(stall, {"durable_seconds": durable, "copy_seconds": copied, **facts_of(receipt)})
 
         return run
 
@@ -93,6 +95,27 @@ def _note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
                 result.notes.append(
                     f"{name}: {times:.2f} times the stall of {other}; shorter in {won} of {len(rounds)} rounds"
                 )
+    _note_stalls_in_copies(result, mine, others)
+
+
+def _note_stalls_in_copies(result: Result, mine: list[str], others: list[str]) -> None:
+    """Note how long stalls are for how fast memory was right before them, which differs within a round too."""
+    found = {name: _in_copies(result.samples[name]) for name in [*mine, *others] if name in result.samples}
+    for name, stalls in found.items():
+        if not stalls:
+            continue
+        median, least, most = statistics.median(stalls), min(stalls), max(stalls)
+        note = f"{name}: {median:.2f} times a copy right before ({least:.2f} to {most:.2f})"
+        for other in others if name in mine else ():
+            if found.get(other):
+                won = sum(one < more for one, more in zip(stalls, found[other], strict=True))
+                note += f"; less of it than {other} in {won} of {len(stalls)} rounds"
+        result.notes.append(note)
+
+
+def _in_copies(samples: list[Sample]) -> list[float]:
+    """Return stalls, each held against a copy right before it, where there was one."""
+    return [sample.value / float(str(copied)) for sample in samples if (copied := sample.facts.get("copy_seconds"))]
 
 
 def stall_return(bench: Bench) -> Result:

@@ -83,6 +83,8 @@ def _compare(bench: Bench, case: str, plan: Mapping[int, Sequence[str]], *, batc
     for threads in sorted(plan):
         for compression in plan[threads]:
             name = f"ckstore {compression}" if compression in VARIANTS else compression
+            if name in FLOORS and bench.tools is not None and name not in bench.tools:
+                continue
             participants[f"training on {threads} of {cores} cores, {name}"] = partial(
                 _train, bench, loop, threads, compression, commits
             )

@@ -16,12 +16,14 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import background, beside, cases_async, cases_training, histories, run  # noqa: E402
+from bench import background, beside, cases_async, cases_stall, cases_training, histories, run  # noqa: E402
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
+from bench.measure import Result, Sample  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
 
 NBYTES = 1_500_000
+FACTS = {"held_up_share": 0, "saver_cpu_seconds": 0, "taken_seconds": 0, "lost_shares": [0], "lost_seconds": [0]}
 
 
 @pytest.fixture
@@ -202,6 +204,30 @@ def test_the_floor_of_a_commit_is_over_when_its_process_is():
         assert finish() == 0
 
 
+def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
+    result = Result("stall_blocking", "s", is_higher_better=False)
+    stalls = {"copy": [(1.0, None)] * 2, "rival": [(1.2, 1.0), (1.1, 0.5)], "mine": [(0.9, 1.0), (1.2, 1.5)]}
+    for name, samples in stalls.items():
+        result.samples[name] = [Sample(stall, {"copy_seconds": copied} if copied else {}) for stall, copied in samples]
+    result.add_ratios(["mine"], ["copy", "rival"])
+    cases_stall._note_stalls(result, ["mine"], ["copy", "rival", "not there"])
+    assert result.notes == [
+        "mine: 1.03 times the stall of copy; shorter in 1 of 2 rounds",
+        "mine: 0.89 times the stall of rival; shorter in 1 of 2 rounds",
+        "mine: 0.85 times a copy right before (0.80 to 0.90); less of it than rival in 2 of 2 rounds",
+        "rival: 1.70 times a copy right before (1.20 to 2.20)",
+    ]
+
+
+@pytest.mark.parametrize(("tools", "count"), [(None, 3), ([], 0), (["one copy, one hash"], 1)])
+def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatch):
+    monkeypatch.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
+    bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
+    names = CASES["stall_accumulation"](bench).samples
+    assert sum(name.endswith(tuple(cases_training.FLOORS)) for name in names) == count
+    assert len(names) == count + 3
+
+
 @pytest.mark.parametrize(("over_after", "steps"), [(0, 1), (2, 2), (9, cases_training.STEPS_MAX)])
 def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
     loop = background.Loop(3_000_000, tokens=16)
@@ -236,14 +262,13 @@ def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("stall_", "async_"))])
 def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
-    from bench import cases_stall
-
     monkeypatch.setattr(run.measure.machine, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
     # A saver with more niceness than that starves where others are at work too.
     monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
     (tmp_path / "work").mkdir()
-    bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=["torch.save"])
+    tools = ["torch.save", *cases_training.FLOORS]
+    bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
     result = CASES[case](bench)
     assert result.unusable == {}
     assert sum("ckstore" in name or "saver" in name or "commit" in name for name in result.samples) >= 2

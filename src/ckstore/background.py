@@ -301,7 +301,7 @@ class Background(Advising):
             self._handover = Handover(self._parts)
             self._handover.parent = self._parent
             # At exit it is waited for; a handle that is forgotten must not stop whoever collects it.
-            weakref.finalize(self, self._handover.abandon).atexit = False
+            weakref.finalize(self, _abandon_garbage, self._handover).atexit = False
         return self._handover
 
     def _spans(self) -> Sequence[tuple[int, int]]:
@@ -314,6 +314,15 @@ class Background(Advising):
         if self._recapture is None:
             self._recapture = Recapture()
         return self._recapture.capture(state, loaded_adapters())
+
+
+def _abandon_garbage(handover: Handover) -> None:
+    """Abandon what a handle had that is garbage: what a finalizer raises, Ctrl-C too, is raised nowhere."""
+    try:
+        handover.abandon()
+    except BaseException:
+        handover.abandon()
+        raise
 
 
 def loaded_adapters() -> list[LeafAdapter]:

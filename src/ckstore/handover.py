@@ -192,11 +192,11 @@ class Handover:
             # What is still on its way is waited for at exit.
             _handovers.discard(self)
         if self._owner == os.getpid():
-            saver, self._saver = self._saver, None
-            if saver is not None:
+            if (saver := self._saver) is not None:
                 # Who opens the run next in this process must not resume what is older than what it still publishes.
                 note_abandoned(saver.pid, None if is_idle else self._parts.lease.location)
                 saver.quit(is_waited=False)
+            self._saver = None
             self._lying.leave()
             self._dock.close(is_waited=False)
 
