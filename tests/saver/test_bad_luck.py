@@ -311,3 +311,28 @@ def test_a_dead_saver_of_a_dead_trainer_is_no_obstacle(folder):
         assert store.commit_async(noise(2), 2)
     with ckstore.open(folder) as store:
         assert store.commit(noise(3), 3).step == 3
+
+
+def test_a_saver_never_looks_through_what_it_imported_for_garbage():
+    program = f"""
+import gc, os, socket, sys
+sys.path.insert(0, {str(SOURCE)!r})
+from ckstore.saver import messages, start
+
+class Looked:
+    channel = None
+    def __init__(self, *given): pass
+    def run(self):
+        print(gc.get_freeze_count(), sum(map(gc.is_tracked, gc.get_objects(generation=2))))
+        return 0
+
+start.Server = Looked
+start.Arena.attach = lambda fd: None
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+messages.send(ours, messages.Hello("nowhere", "main", "auto", os.getpid(), "now", 0, 30))
+start.main([theirs.detach(), os.eventfd(0), os.memfd_create("arena")])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    frozen, looked_through = map(int, done.stdout.split() or (0, 0))
+    assert frozen > 10_000, done.stderr
+    assert looked_through < 1000

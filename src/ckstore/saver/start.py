@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -35,6 +36,8 @@ def main(fds: list[int]) -> int:
     _log.setLevel(message.log_level)
     _log.propagate = False
     end_without_threads()
+    # What was imported stays: looking through it for garbage took 12 ms in the middle of the second commit.
+    gc.freeze()
     return server.run()
 
 
