@@ -8,6 +8,7 @@ from __future__ import annotations
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
+GROUND |= {"logs"}  # How to log where nothing may be raised; it knows no logger.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {
@@ -43,6 +44,7 @@ ALLOWED = {
     # Parts of the two stories, in files of their own.
     "workers": set(),
     "forks": set(),
+    "logs": set(),
     "receipt": GROUND | {"format"},
     "info": GROUND | {"format"},
     "arguments": GROUND | {"format"},
@@ -148,7 +150,7 @@ ALLOWED = {
     | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history", "policies"},
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
-    "pending": {"clock", "errors", "receipt"},
+    "pending": {"clock", "errors", "logs", "receipt"},
     "handed": CORE | {"pending", "saver", "staging"},
     "outstanding": {"config", "errors", "handed", "saver", "staging"},
     "handover": CORE | {"handed", "outstanding", "pending", "receipt", "saver", "staging"},

@@ -145,7 +145,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         with self._lock:
             self._check_open()
             self._come_home()
-            self._parts.lease.wait_for_orphan()
+            self._parts.wait_for_orphan()
             watch = Stopwatch(self._parts.clock)
             with watch("stage"):
                 captured = _captured(state)
@@ -166,7 +166,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
             self._went_on()
             self._committed(receipt.seq)
-            self._costs.note(number, receipt.seconds["total"])
+            self._costs.note(number, receipt.seconds["total"], receipt)
         for warning in receipt.warnings:
             _log.warning("step %d: %s", receipt.step, warning)
         return receipt
@@ -337,7 +337,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         """Return the checkpoint to restore, and why newer ones were passed over."""
         if not str(ref).startswith(("seq:", "id:")):
             # Whatever else names a checkpoint may mean the one that is about to be published.
-            self._parts.lease.wait_for_orphan()
+            self._parts.wait_for_orphan()
         if ref is not None:
             return load_whole(self._parts, resolve(self._parts, ref)), []
         manifest, passed_over = newest_whole(self._parts)

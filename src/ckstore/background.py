@@ -82,19 +82,19 @@ class Background(Advising):
         Raises:
             LeafTypeError: A leaf cannot be stored; the message names its path.
             CapacityError: There is no memory to copy the state to.
+            SaverError: No saver can be started, or it died meanwhile.
+            UsageError: An argument is wrong, the store is closed, or lies in a bucket: use ``commit`` there.
             CkstoreError: An earlier commit failed in the background, and nobody has asked for its result.
         """
         from ckstore.handed import Order
 
         number = check_step(step)
-        checked_metrics = check_metrics(metrics)
-        checked_tags = check_tags(tags)
+        checked_metrics, checked_tags = check_metrics(metrics), check_tags(tags)
         check_policy(policy)
         with self._lock:
             self._check_open()
             begun = self._parts.clock.monotonic()
-            handover = self._handovers()
-            handover.raise_unasked()
+            (handover := self._handovers()).raise_unasked()
             order = Order(
                 captured=self._captured(state),
                 step=number,
@@ -124,6 +124,12 @@ class Background(Advising):
         Args:
             state: What will be committed; it is looked at and not stored.
             policy: As it will be committed.
+
+        Raises:
+            LeafTypeError: A leaf cannot be stored; the message names its path.
+            CapacityError: There is no memory to copy the state to.
+            SaverError: No saver can be started.
+            UsageError: The store is closed, or lies in a bucket.
         """
         with self._lock:
             self._check_open()
@@ -135,9 +141,12 @@ class Background(Advising):
         What it owns are its parameters and the tensors of its state. Only its step may change them: whoever
         changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first, or does it inside of
         ``guard``: averaged weights that are swapped in for an evaluation, an ``Embedding`` with ``max_norm``, codebooks
-        that a forward pass updates, and steps that a CUDA graph replays, which call no hooks. Who does not is found out
-        where counters of changes or some bytes of each tensor in host memory tell, and always with ``debug_guard`` of
-        the policy. Nor may their memory move meanwhile, as by ``share_memory_``: share first.
+        that a forward pass updates. Who does not is found out where counters of changes or some bytes of each tensor in
+        host memory tell, and in host memory always with ``debug_guard`` of the policy; on devices by counters only.
+        Nor may their memory move meanwhile, as by ``share_memory_``: share first.
+
+        What an optimizer with ``capturable`` owns is copied before ``commit_async`` returns: a CUDA graph may replay
+        its steps, which call no hooks. Before a graph is captured, call ``Pending.wait_staged``.
 
         A step waits before its closure and its other hooks; a ``commit_async`` in a closure, or in a hook that torch
         calls before a step, copies everything before it returns.
@@ -157,14 +166,18 @@ class Background(Advising):
     def guard(self, optimizer: Any) -> Iterator[None]:
         """Change what an optimizer owns inside of this; the optimizer is attached too.
 
-        Entering waits until the state of the last ``commit_async`` was copied. A ``commit_async`` inside copies
-        everything before it returns, whatever is attached.
+        Entering waits until the state of the last ``commit_async`` was copied, on devices too: what is told to one
+        inside may be on another stream. A ``commit_async`` inside copies everything before it returns, whatever is
+        attached.
+
+        Raises:
+            UsageError: As for ``attach``.
         """
         self.attach(optimizer)
         with self._lock:
             self._guards_open += 1
         try:
-            self._handovers().guard()
+            self._handovers().guard(is_host_waiting=True)
             yield
         finally:
             with self._lock:

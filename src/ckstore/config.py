@@ -79,7 +79,7 @@ class Policy:
             ``"skip"``, which stores nothing and says so; ``"replace"`` a staged one that still waits for its turn, for
             which there is room for two states; one that ``Pending.wait_staged`` or ``is_staged`` has said to be staged
             will be published, and is waited for.
-        staging_threads: Threads that copy the state for a background commit, the caller's included; None: as many as
+        staging_threads: Threads that copy the state for a background commit, while the caller waits; None: as many as
             reach the memory's bandwidth, at most eight.
         arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs, twice that
             with ``base_cache="memory"``, and once more for a state that waits for its turn (``"replace"``).
@@ -93,7 +93,7 @@ class Policy:
             while ``result()``, a full arena, ``wait`` or ``close`` wait for the saver; for its niceness, where the
             system lets a process raise its priority (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
-            a commit whose state was changed in between fails and names the tensor.
+            a commit whose state was changed in between fails and names the tensor. Of host memory only.
 
     Raises:
         UsageError: A field has a value that it cannot have.
@@ -167,7 +167,7 @@ class Policy:
 
     @property
     def staging_thread_count(self) -> int:
-        """Threads that copy a state for a background commit, the caller's included."""
+        """Threads that copy a state for a background commit."""
         if self.staging_threads is not None:
             return self.staging_threads
         return max(1, min(STAGING_THREADS_MAX, len(os.sched_getaffinity(0))))

@@ -65,7 +65,7 @@ class Handle:
         """Return the newest checkpoint that is whole, or None in an empty run."""
         with self._lock:
             self._check_open()
-            self._parts.lease.wait_for_orphan()
+            self._parts.wait_for_orphan()
             try:
                 manifest, passed_over = newest_whole(self._parts)
             except NotFoundError:
@@ -103,7 +103,7 @@ class Handle:
         """Return the steps that can be restored, each once, ascending."""
         with self._lock:
             self._check_open()
-            self._parts.lease.wait_for_orphan()
+            self._parts.wait_for_orphan()
             return sorted({name.step for name in self._parts.manifests.listing().names})
 
     def tags(self) -> dict[str, int]:

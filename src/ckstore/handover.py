@@ -26,6 +26,7 @@ from ckstore.config import EngineName, Policy
 from ckstore.errors import CapacityError, CkstoreError, UsageError
 from ckstore.handed import Handed, Order
 from ckstore.io.local import LocalBackend
+from ckstore.logs import tell
 from ckstore.outstanding import Outstanding
 from ckstore.pending import Pending, as_failure, left_out_error, skipped, told_later
 from ckstore.receipt import Receipt
@@ -129,14 +130,14 @@ class Handover:
             if saver.wait_ready(_START_SECONDS) and not self._lying.going:
                 saver.warm(_WARM_SECONDS)
 
-    def guard(self) -> None:
-        """Return when what guards protect may be changed."""
+    def guard(self, *, is_host_waiting: bool = False) -> None:
+        """Return when what guards protect may be changed; a device is waited for, or else held on this stream only."""
         if self._owner != os.getpid():
             return
         for handed in list(self._lying.going):
             if not handed.staging.is_over.is_set():
                 begun = self._parts.clock.monotonic()
-                handed.staging.guard()
+                handed.staging.guard(is_host_waiting=is_host_waiting)
                 handed.pending.stall_seconds += self._parts.clock.monotonic() - begun
 
     def settle(self) -> None:
@@ -329,7 +330,7 @@ class Handover:
             self.parent = self._published = receipt.seq
             handed.pending.note_done(receipt)
             for warning in receipt.warnings:
-                _log.warning("step %d: %s", receipt.step, warning)
+                tell(_log.warning, "step %d: %s", receipt.step, warning)
 
         def on_failed(error: Exception) -> None:
             self._note_failed(handed.pending, error)
@@ -346,18 +347,18 @@ class Handover:
 
     def _give_up(self, handed: Handed, error: BaseException) -> None:
         """Staging has failed: tell the saver, and whoever waits."""
-        if isinstance(error, CapacityError):
-            self._dock.note_short()
-            handed.saver.forget_kept()
         self._note_failed(handed.pending, as_failure(error, handed.pending.step))
         if handed.is_begun:
             handed.saver.abort(handed.ticket)
+        if isinstance(error, CapacityError):
+            self._dock.note_short()
+            handed.saver.forget_kept()
 
     def _note_failed(self, pending: Pending, error: Exception) -> None:
         if not pending.is_done:
-            pending.note_failed(error)
             self._failed.append(pending)
-            _log.error("the commit of step %d failed in the background: %s", pending.step, error)
+            pending.note_failed(error)
+            tell(_log.error, "the commit of step %d failed in the background: %s", pending.step, error)
 
     def _living_saver(self, policy: Policy) -> Saver:
         """Return the saver; a new one if it is dead, or is to have another priority."""
@@ -394,4 +395,4 @@ def _close_at_exit() -> None:
         try:
             handover.close()
         except Exception:
-            _log.exception("a commit in the background could not be waited for")
+            tell(_log.exception, "a commit in the background could not be waited for")

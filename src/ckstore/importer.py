@@ -101,7 +101,7 @@ class Importing(Background):
         from ckstore.receipt import Stopwatch
 
         self._come_home()
-        self._parts.lease.wait_for_orphan()
+        self._parts.wait_for_orphan()
         request = Request(
             captured=captured,
             step=step,

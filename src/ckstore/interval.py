@@ -20,6 +20,7 @@ from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ckstore.pending import Pending
+    from ckstore.receipt import Receipt
 
 COMMITS_MAX = 8
 """Commits that medians are taken over: as few as outvote three of them, so that what changes is soon noticed."""
@@ -40,6 +41,8 @@ class _Watched:
     pending: Pending | None
     ended: float | None = None
     seconds: float = 0.0
+    receipt: Receipt | None = None
+    """Of a commit that the trainer waited for."""
 
     @property
     def stall_seconds(self) -> float:
@@ -87,9 +90,9 @@ class Costs:
 
         pending.when_done(note_end)
 
-    def note(self, step: int, seconds: float) -> None:
+    def note(self, step: int, seconds: float, receipt: Receipt | None = None) -> None:
         """Learn of a commit that the trainer has waited for."""
-        self._add(_Watched(step, self._clock.monotonic(), None, seconds=seconds))
+        self._add(_Watched(step, self._clock.monotonic(), None, seconds=seconds, receipt=receipt))
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
@@ -113,6 +116,11 @@ class Costs:
     def newest(self) -> tuple[int, Pending | None] | None:
         """Step of the last commit that was begun, and what is pending of it; None: there was none."""
         return (self._watched[-1].step, self._watched[-1].pending) if self._watched else None
+
+    @property
+    def newest_receipt(self) -> Receipt | None:
+        """Receipt of the last commit that was begun, where the trainer has waited for it."""
+        return self._watched[-1].receipt if self._watched else None
 
     @property
     def has_newest_failed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.logs import tell
 from ckstore.receipt import Receipt
+
+_log = logging.getLogger("ckstore")
 
 
 class Waiter(Protocol):
@@ -85,10 +89,19 @@ class Pending:
         """Wait until the state was copied and the saver has the run, or it failed.
 
         Then the state may be changed without a guard, and the checkpoint is published even if this process dies:
-        a trainer that is started again finds that the saver has the run, and waits for it.
+        a trainer that is started again finds that the saver has the run, and waits for it. Not where the saver dies
+        with it: as all do in a container whose first process the trainer is, or that is killed as a whole for want of
+        memory, and where a scheduler kills all processes of a job.
+
+        Args:
+            timeout: Seconds to wait for the saver once all is copied, which is always waited for, unless this is 0;
+                None: as long as it lives.
 
         Returns:
             Whether that is so, within the timeout.
+
+        Raises:
+            UsageError: This is a forked child, and the saver its parent's.
         """
         if timeout is None or timeout > 0:
             self._finish_copying()
@@ -101,8 +114,13 @@ class Pending:
     def result(self, timeout: float | None = None) -> Receipt:
         """Wait until it is durable, and return the receipt.
 
+        Args:
+            timeout: Seconds to wait for the saver once all is copied, which is always waited for, unless this is 0;
+                None: as long as it lives.
+
         Raises:
-            TimeoutError: It takes longer than ``timeout`` seconds.
+            TimeoutError: It takes longer.
+            UsageError: This is a forked child, and the saver its parent's.
             SaverError: The saver died, or the commit was skipped or replaced; earlier checkpoints are intact.
             CkstoreError: What the saver met: CapacityError, BackendError, ConflictError and so on.
         """
@@ -132,12 +150,12 @@ class Pending:
         return self._receipt
 
     def when_done(self, call: Callable[[Pending], None]) -> None:
-        """Call this when it has ended, on any thread, or at once; it must not wait and must not raise."""
+        """Call this when it has ended, on any thread, or at once; it must not wait. What it raises is logged."""
         with self._lock:
             if not self._done.is_set():
                 self._on_done.append(call)
                 return
-        call(self)
+        self._call([call])
 
     def note_progress(self, stage: str, nbytes_done: int, nbytes_total: int) -> None:
         """Say how far the saver is."""
@@ -165,8 +183,7 @@ class Pending:
             if self._is_promised or self._done.is_set():
                 return False
             calls = self._note_end(None, error, is_skipped=True)
-        for call in calls:
-            call(self)
+        self._call(calls)
         return True
 
     def _end(self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool = False) -> None:
@@ -174,8 +191,15 @@ class Pending:
             if self._done.is_set():
                 return
             calls = self._note_end(receipt, error, is_skipped=is_skipped)
+        self._call(calls)
+
+    def _call(self, calls: list[Callable[[Pending], None]]) -> None:
         for call in calls:
-            call(self)
+            try:
+                call(self)
+            except Exception:
+                # What comes after it is the store's: whether it failed is told to the next commit.
+                tell(_log.exception, "a callback of the commit of step %d failed", self.step)
 
     def _note_end(
         self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool

@@ -247,7 +247,9 @@ class LastCommit:
     def _try(self, step: int, *, is_first: bool) -> Receipt:
         store = self._store
         if is_first and store.costs.commit_count != self._commit_count:
-            newest = store.costs.newest
+            newest, receipt = store.costs.newest, store.costs.newest_receipt
+            if newest is not None and newest[0] == step and receipt is not None:
+                return self._tagged(receipt)
             if newest is not None and newest[0] == step and newest[1] is not None:
                 self._is_untagged = bool(self._tags)
                 return self._tagged(self._durable(newest[1]))

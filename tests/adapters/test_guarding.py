@@ -56,3 +56,13 @@ def test_parameters_that_touch_are_one_span():
 def test_a_parameter_without_memory_owns_none():
     """Of its address nothing is known but that it is 0, and spans that begin there hold other things."""
     assert owned(nn.Parameter(torch.empty(4, device="meta"))) == []
+
+
+def test_what_a_cuda_graph_may_replay_is_not_guarded():
+    """That calls no hooks: what the optimizer owns is copied before the call returns."""
+    guarded = Guarded(lambda: None)
+    optimizer = torch.optim.AdamW([nn.Parameter(FLAT)], lr=0.1)
+    guarded.attach(optimizer)
+    assert guarded.spans() == [memory_of(FLAT)]
+    optimizer.param_groups[0]["capturable"] = True
+    assert guarded.spans() == []

@@ -5,12 +5,15 @@ What needs a GPU is skipped where there is none; how copies are cut is tested ev
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckstore
 from ckstore.adapters import staging_cuda
 from ckstore.adapters.torch_state import TorchAdapter
 from ckstore.capture import capture
@@ -131,7 +134,10 @@ def test_the_guard_lets_the_device_wait_and_not_the_host():
     weight = torch.zeros(8_000_000, device="cuda")
     torch.cuda.synchronize()
     staged = Staged([weight], spans_of(weight))
-    torch.cuda._sleep(1_000_000_000)
+    # What is done for the first time may wait for the device: memory is pinned, and a stream made.
+    pin(staged.slot)
+    staging_cuda._stream_of(weight.device)
+    torch.cuda._sleep(3_000_000_000)
     staged.staging.copy_now()
     staged.staging.guard()
     assert not torch.cuda.current_stream().query()
@@ -141,14 +147,40 @@ def test_the_guard_lets_the_device_wait_and_not_the_host():
 
 
 @needs_gpu
-def test_the_arena_is_pinned_once_and_let_go():
+def test_the_arena_is_pinned_once_and_let_go(caplog):
+    torch.cuda.init()
     arena = Arena.create(UNIT_NBYTES)
-    pin(arena.slots[0])
-    pin(arena.slots[0])
-    view = torch.from_numpy(np.frombuffer(arena.slots[0].view(0, 4096), np.uint8))
+    slot = arena.slots[0]
+    pin(slot)
+    pin(slot)
+    view = torch.from_numpy(np.frombuffer(slot.view(0, 4096), np.uint8))
     assert view.is_pinned()
+    assert caplog.text == ""
+    assert slot.release_devices()
+    assert not view.is_pinned()
     del view
     arena.close()
+
+
+@needs_gpu
+@pytest.mark.parametrize("is_on_a_stream", [False, True])
+def test_a_trainer_on_a_gpu_commits_each_step_as_it_was(tmp_path, is_on_a_stream):
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 512)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    wanted = {}
+    stream = torch.cuda.Stream() if is_on_a_stream else torch.cuda.current_stream()
+    with ckstore.open(tmp_path / "store") as store, torch.cuda.stream(stream):
+        store.attach(optimizer)
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            store.commit_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
+            wanted[step] = [parameter.detach().clone() for parameter in model.state_dict().values()]
+        store.wait()
+        for step, values in wanted.items():
+            found = store.restore(step)["model"].values()
+            assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, values, strict=True)), step
 
 
 @needs_gpu
@@ -163,3 +195,31 @@ def test_views_of_one_storage_and_odd_offsets_arrive_whole():
         again = torch.as_strided(stored, spec.shape, spec.strides, spec.offset // 2)
         assert torch.equal(again, tensor.cpu())
     staged.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 20 * MIB), st.booleans()), max_size=12))
+def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_device(storages):
+    lengths = [nbytes for nbytes, _ in storages]
+    section = stow([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
+    runs, marked_by = [], {}
+    covered = {False: -1, True: -1}
+    for device, stretch in itertools.groupby(staging_cuda._runs_of(section), lambda run: storages[run.storage][1]):
+        for run, is_told in staging_cuda._with_ends(stretch):
+            runs.append((run, device))
+            if is_told:
+                # Whoever has waited for this event has waited for all before it.
+                covered[device] = len(runs) - 1
+                for unit in range(len(marked_by), run.units_end):
+                    marked_by[unit] = dict(covered)
+    assert len(marked_by) == section.unit_count or not runs
+    for number, (run, device) in enumerate(runs):
+        first = (run.place - section.begin) // UNIT_NBYTES
+        last = (run.place + run.nbytes - 1 - section.begin) // UNIT_NBYTES
+        for unit in range(first, last + 1):
+            assert marked_by[unit][device] >= number
+
+
+def test_many_small_tensors_are_told_of_once_a_unit():
+    section = stow([Shape(1000)] * 9000, [DEVICE_NOW] * 9000, []).sections[DEVICE_NOW]
+    told = [is_told for _, is_told in staging_cuda._with_ends(staging_cuda._runs_of(section))]
+    assert (len(told), sum(told)) == (9000, section.unit_count)

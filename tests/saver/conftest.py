@@ -23,7 +23,7 @@ from ckstore.store.processes import process_started
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pretend import HeldCrew, Noted, PretendSaver
-from rig import Desk, links, until
+from rig import Child, Desk, links, until
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,20 @@ def address(folder):
     """A store on disk with nothing in it."""
     ckstore.open(folder).close()
     return str(folder)
+
+
+@pytest.fixture
+def child(address):
+    """Make trainers, each a process of its own that runs some code; they end with the test."""
+    children = []
+
+    def make(code):
+        children.append(Child(address, code))
+        return children[-1]
+
+    yield make
+    for each in children:
+        each.close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SECONDS_MAX, Child, Desk, links, noise, until
+from rig import SECONDS_MAX, Desk, links, noise, until
 
 import ckstore
 from ckstore.errors import ConflictError
@@ -35,19 +35,6 @@ if loader == 0:
     time.sleep(600)
 say(loader)
 """
-
-
-@pytest.fixture
-def child(address):
-    children = []
-
-    def make(code):
-        children.append(Child(address, code))
-        return children[-1]
-
-    yield make
-    for each in children:
-        each.close()
 
 
 def lease_path(address):
@@ -394,3 +381,17 @@ def test_trainer_that_became_another_program_is_gone_too(address, child):
     assert process_started(trainer.pid) == started
     with ckstore.open(address) as store:
         assert store.steps() == [1]
+
+
+def test_who_waits_for_an_orphan_in_vain_is_told_which_step_did_not_come(address, child, caplog):
+    trainer = child("desk.commit(noise(0), 0)\n" + STOPPED)
+    assert trainer.hear() == "staged"
+    trainer.kill()
+    with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
+        thread, results = in_thread(store.restore)
+        until(lambda: "to publish step 1" in caplog.text)
+        os.kill(trainer.saver_pid, signal.SIGKILL)
+        thread.join(SECONDS_MAX)
+        assert np.array_equal(results[0]["w0"], noise(0)["w0"])
+        assert store.restored.step == 0
+    assert caplog.text.count("step 1 was not published") == 1

@@ -84,3 +84,19 @@ def test_what_comes_after_the_end_does_not_count():
     pending.note_failed(SaverError("too late"))
     assert pending.result() is RECEIPT
     assert pending.error_or_none() is None
+
+
+def test_what_a_callback_raises_is_logged_and_hides_no_failure(caplog):
+    def fail(pending):
+        raise RuntimeError("of the user's")
+
+    pending, called = Pending(3), []
+    for call in (fail, called.append):
+        pending.when_done(call)
+    pending.note_failed(SaverError("it could not"))
+    pending.when_done(fail)
+    assert called == [pending]
+    assert caplog.text.count("a callback of the commit of step 3 failed") == 2
+    assert "RuntimeError: of the user's" in caplog.text
+    with pytest.raises(SaverError, match="it could not"):
+        pending.result()

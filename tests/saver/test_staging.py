@@ -1,6 +1,6 @@
 """Protects the copy of one state: whole or given up, never half; and its sources live exactly as long as they must.
 
-Also what surrounds it: memory that runs out, Ctrl-C, the check of the guard, devices.
+Also what surrounds it: memory that runs out, Ctrl-C, the check of the guard.
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ import pytest
 from staged import Staged, noise
 
 from ckstore import forms
-from ckstore.capture import Captured
 from ckstore.config import KIB, MIB, Limits
 from ckstore.errors import BackendError, CapacityError, CorruptError
 from ckstore.plan import plan_commit
 from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES, Slot
 from ckstore.staging import copying
-from ckstore.staging.devices import copies_of
-from ckstore.staging.stowage import DEVICE_NOW, stow
-from ckstore.tensor import TensorSpec
-from ckstore.tree import TensorNode
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -317,63 +312,4 @@ def test_who_waits_for_a_state_that_another_thread_is_copying_does_not_give_it_u
     for thread in threads:
         thread.join(60)
     assert staged.told == ["staged"]
-    staged.close()
-
-
-class FarStorage:
-    """A storage in a device without streams."""
-
-    is_host, element_width, is_float = False, 4, True
-
-    def __init__(self, content):
-        self.content, self.nbytes = content, len(content)
-        self.is_broken = False
-        self.readers = set()
-
-    def read(self, lo, hi):
-        self.readers.add(threading.get_ident())
-        if self.is_broken:
-            raise BackendError("the device has failed")
-        return memoryview(self.content)[lo:hi]
-
-
-def far(*contents):
-    storages = [FarStorage(bytes(content)) for content in contents]
-    specs = [TensorSpec("numpy", "<u1", (each.nbytes,), (1,), index, 0) for index, each in enumerate(storages)]
-    return Captured(TensorNode(0), [(index,) for index in range(len(storages))], specs, storages, [])
-
-
-def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
-    captured = far(noise(9 * MIB), noise(100, 1))
-    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
-    staged.staging.copy_now()
-    assert staged.told == ["staged"]
-    assert staged.content() == [storage.content for storage in captured.storages]
-    # Another thread may be on another of the library's streams, and read what is not computed yet.
-    assert [storage.readers for storage in captured.storages] == [{threading.get_ident()}] * 2
-    staged.close()
-
-
-def test_copies_that_are_over_keep_nothing_of_the_state(arena):
-    captured = far(noise(9 * MIB))
-    stowage = stow(captured.storages, [DEVICE_NOW], [])
-    slot = arena.slots[0]
-    slot.reserve(stowage.end)
-    copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)
-    marked, storage = [], weakref.ref(captured.storages[0])
-    copies.launch()
-    copies.wait(marked.append)
-    assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
-    del captured
-    assert storage() is None, "copies lie in what is kept for the next commit"
-
-
-def test_a_device_that_fails_fails_the_commit(arena, crew):
-    captured = far(noise(9 * MIB), noise(100, 1))
-    captured.storages[1].is_broken = True
-    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
-    with pytest.raises(BackendError):
-        staged.staging.copy_now()
-    assert [type(each) for each in staged.told] == [BackendError]
-    assert staged.staging.is_over.is_set()
     staged.close()

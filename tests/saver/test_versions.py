@@ -265,3 +265,18 @@ def test_numpy_states_need_no_optimizer(store):
     state["a"].fill(0)
     assert pending.wait_staged()
     assert PretendSaver.started[-1].content(1) == wanted
+
+
+def test_inside_a_guard_a_device_has_copied_all(store, on_device):
+    """What is changed there may be told to another stream than the one that waits for the copies."""
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    waiting = threading.Timer(0.2, SlowDevice.may_come.set)
+    waiting.start()
+    with store.guard(trainer.optimizer):
+        assert SlowDevice.may_come.is_set()
+        with torch.no_grad():
+            trainer.model[2].weight[5, 7] += 1
+    waiting.join()
+    assert pending.result().step == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,7 +14,7 @@ from pretend import HeldCrew, OwnerOfAll, state
 from rig import fork, noise, stop
 
 import ckstore
-from ckstore.errors import UsageError
+from ckstore.errors import CapacityError, SaverError, UsageError
 from ckstore.saver import channel, messages
 from ckstore.saver.process import Watch
 from ckstore.store.processes import process_started
@@ -57,20 +58,88 @@ def test_a_forked_child_does_not_wait_for_copies_that_its_parent_makes(handing_s
     assert pending.result().step == 1
 
 
-def test_a_log_filter_that_raises_ends_no_commit(address):
+@pytest.fixture
+def broken_logging():
+    """A filter of the user's that raises; Python lets that through to whoever logs."""
+
     def broken(record):
         raise ValueError("no such field")
 
     logger = logging.getLogger("ckstore")
-    with ckstore.open(address) as store:
-        store.prewarm(noise(1))
-        saver = store._handover._saver
+
+    @contextlib.contextmanager
+    def breaking():
         logger.addFilter(broken)
         try:
-            saver._take(messages.log_of(logging.ERROR, "something"))
+            yield
         finally:
             logger.removeFilter(broken)
+
+    return breaking
+
+
+def test_a_log_filter_that_raises_ends_no_commit(address, broken_logging):
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        with broken_logging():
+            store._handover._saver._take(messages.log_of(logging.ERROR, "something"))
         assert store.commit_async(noise(1), 1).result().step == 1
+
+
+def test_a_saver_that_dies_is_told_of_although_nothing_can_be_logged(address, broken_logging):
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        pid = store._handover.saver_pid
+        with broken_logging():
+            stop(pid)
+            pending = store.commit_async(noise(1), 1)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(SaverError, match="killed by SIGKILL"):
+                pending.result(60)
+            assert store.commit_async(noise(2), 2).result(60).step == 2
+
+
+def test_a_callback_that_fails_while_nothing_can_be_logged_kills_no_saver(address, broken_logging):
+    def fail(pending):
+        raise RuntimeError("of the user's")
+
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        pid = store._handover.saver_pid
+        with broken_logging():
+            for step in range(2):
+                pending = store.commit_async(noise(step), step)
+                pending.when_done(fail)
+                assert pending.result(60).step == step
+        assert store._handover.saver_pid == pid
+
+
+def test_want_of_memory_is_told_although_nothing_can_be_logged(handing_store, savers, monkeypatch, broken_logging):
+    def short(*given):
+        raise CapacityError("no memory to copy to")
+
+    handing_store.prewarm(state(1))
+    with broken_logging(), monkeypatch.context() as patch:
+        patch.setattr("ckstore.staging.state.HostCopy.note", short)
+        with pytest.raises(CapacityError):
+            handing_store.commit_async(state(1), 1)
+    assert handing_store.commit_async(state(2), 2).result(60).step == 2
+
+
+def test_a_saver_is_told_to_end_as_soon_as_there_is_memory_to_say_so(address, monkeypatch):
+    store = ckstore.open(address)
+    store.prewarm(noise(1))
+    pid, send, refused = store._handover.saver_pid, messages.send, []
+
+    def short(end, message):
+        if isinstance(message, messages.Quit) and len(refused) < 3:
+            refused.append(message)
+            raise OSError(errno.ENOBUFS, "no buffer space")
+        send(end, message)
+
+    monkeypatch.setattr(messages, "send", short)
+    store.close()
+    assert (len(refused), process_started(pid)) == (3, None)
 
 
 def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(address, monkeypatch):

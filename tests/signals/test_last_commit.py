@@ -340,3 +340,19 @@ store.commit = slow
     assert code == 143
     assert "earlier checkpoints are intact" in told
     assert run.restored()["step"] > 0
+
+
+def test_a_commit_in_the_process_of_the_very_step_is_not_made_twice(trainer):
+    code = """
+last = store.commit_on_signal(lambda: state, tags=["preempted"], then="return")
+os.kill(os.getpid(), signal.SIGTERM)
+step = 3
+train_one_step()
+receipt = store.commit(state, step)
+assert last.check(step)
+say("ended", receipt.seq, last.receipt.seq, *[info.step for info in store.log()], store.tags()["preempted"])
+"""
+    run = trainer(code)
+    seq, last_seq, *steps, tagged = run.hear("ended")
+    assert (seq, last_seq, steps, tagged) == ("0", "0", ["3"], "0")
+    assert run.end()[0] == 0

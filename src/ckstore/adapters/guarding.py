@@ -1,7 +1,9 @@
 """Optimizers whose step waits for copies: the memory that they own, and the hook that guards it.
 
 What an optimizer owns changes in its step and nowhere else: its parameters, and the tensors of its state. All
-else may change at any time, so nothing else may be copied behind its guard. Optimizers are not kept alive.
+else may change at any time, so nothing else may be copied behind its guard. Nor may what an optimizer owns whose
+steps a CUDA graph may replay (``capturable``): that calls no hooks, and counts no changes. Optimizers are not kept
+alive.
 """
 
 from __future__ import annotations
@@ -123,7 +125,10 @@ class Guarded:
         if self._stepping:
             return []
         found = [
-            span for optimizer in list(self._owners) if self._is_hooked(optimizer) for span in _spans_of(optimizer)
+            span
+            for optimizer in list(self._owners)
+            if self._is_hooked(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups)
+            for span in _spans_of(optimizer)
         ]
         if found == self._last[0]:
             return self._last[1]

@@ -1,8 +1,8 @@
 """Copies from CUDA devices into the arena: to pinned memory, on streams of their own.
 
 Invariants:
-- A copy waits for what its device was told before it, and a guard makes the device wait for the copy: the host
-  waits for neither.
+- A copy waits for what its device was told before it, and a guard makes the device wait for the copy: the host waits
+  for neither, but for what is copied before training goes on.
 - A unit is marked when the device has said that its bytes have come.
 - Memory is pinned once for each mapping of a slot, and let go before that is unmapped, or its pages are given back.
 """
@@ -10,10 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,27 +49,50 @@ def pin(slot: Slot) -> None:
     memory = slot.memory
     if memory is None or slot.release_devices is not None or not _has_devices():
         return
-    problem = int(_cudart().cudaHostRegister(slot.address, slot.nbytes, _PORTABLE))
+    device = _device_in_use()
+    with torch.cuda.device(device):
+        problem = int(_cudart().cudaHostRegister(slot.address, slot.nbytes, _PORTABLE))
+        if problem:
+            _forget_error(device)
     if problem:
-        _forget_error()
+        # Not tried again for the same memory: it takes time in every commit, and says so each time.
+        slot.release_devices = lambda: True
         _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", slot.nbytes, problem)
         return
     # Made after the one that unmaps, so it is called before; or earlier, and then no more.
-    unpin = weakref.finalize(memory, _unpin, slot.address, os.getpid())
+    unpin = weakref.finalize(memory, _unpin, slot.address, device, os.getpid())
     unpin.atexit = False
     slot.release_devices = lambda: bool(unpin())
 
 
-def _unpin(address: int, owner: int) -> bool:
+def _unpin(address: int, device: int, owner: int) -> bool:
     """Return whether no device knows of the pages any more."""
     # A forked child has no device that could know of them, and may not ask.
-    return os.getpid() != owner or int(_cudart().cudaHostUnregister(address)) == 0
+    if os.getpid() != owner:
+        return True
+    with torch.cuda.device(device):
+        problem = int(_cudart().cudaHostUnregister(address))
+        if problem:
+            _forget_error(device)
+    return not problem
 
 
-def _forget_error() -> None:
+def _forget_error(device: int) -> None:
     """Have torch take note of the runtime's last error here: else it is raised at the trainer's next kernel."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda").add_(1)
+        torch.zeros(1, device=f"cuda:{device}").add_(1)
+
+
+def _device_in_use() -> int:
+    """Return the current device if this process uses it, else one that it uses.
+
+    A call of the runtime takes some hundred MB of the memory of a device that was not used before.
+    """
+    current = torch.cuda.current_device()
+    is_used = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if is_used is None or is_used(current):
+        return current
+    return next((device for device in range(torch.cuda.device_count()) if is_used(device)), current)
 
 
 def _has_devices() -> bool:
@@ -98,7 +122,7 @@ class CudaCopies:
         self._section = section
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
-        self._events: list[tuple[torch.cuda.Event, int]] = []
+        self._events: list[tuple[torch.device, torch.cuda.Event, int]] = []
         self._last: dict[torch.device, torch.cuda.Event] = {}
         self._devices: set[torch.device] = set()
         self._is_launched = False
@@ -107,22 +131,32 @@ class CudaCopies:
         """Begin, once what the devices' current streams were told is done."""
         pin(self._slot)
         with torch.no_grad():
-            for run in _runs_of(self._section):
-                held = _held(self._storages[run.storage])
-                assert held is not None
-                device = held[0].device
+            for device, runs in itertools.groupby(_runs_of(self._section), self._device_of):
                 stream = _stream_of(device)
                 if device not in self._devices:
                     stream.wait_stream(torch.cuda.current_stream(device))
                     self._devices.add(device)
-                target = torch.from_numpy(np.frombuffer(self._slot.view(run.place, run.nbytes), np.uint8))
                 with torch.cuda.stream(stream):
-                    target.copy_(_bytes_of(self._storages[run.storage], held, run), non_blocking=True)
-                    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                    event.record(stream)
-                self._events.append((event, run.units_end))
-                self._last[device] = event
+                    for run, is_told in _with_ends(runs):
+                        self._launch_one(run)
+                        if is_told:
+                            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                            event.record(stream)
+                            self._events.append((device, event, run.units_end))
+                            self._last[device] = event
         self._is_launched = True
+
+    def _device_of(self, run: _Run) -> torch.device:
+        held = _held(self._storages[run.storage])
+        assert held is not None, "only what lies in a device is copied from one"
+        return held[0].device
+
+    def _launch_one(self, run: _Run) -> None:
+        storage = self._storages[run.storage]
+        held = _held(storage)
+        assert held is not None, "only what lies in a device is copied from one"
+        target = torch.from_numpy(np.frombuffer(self._slot.view(run.place, run.nbytes), np.uint8))
+        target.copy_(_bytes_of(storage, held, run), non_blocking=True)
 
     def hold(self) -> None:
         """Let the devices' current streams wait for the copies."""
@@ -140,8 +174,10 @@ class CudaCopies:
             for device in () if self._is_launched else self._devices:
                 # Ctrl-C may have come between a copy and its event.
                 _stream_of(device).synchronize()
-            for event, units_end in self._events:
-                event.synchronize()
+            for device, event, units_end in self._events:
+                # A thread's own device is the first one, which this process may not use.
+                with torch.cuda.device(device):
+                    event.synchronize()
                 for unit in range(done, units_end):
                     mark(unit)
                 done = max(done, units_end)
@@ -168,6 +204,22 @@ def _runs_of(section: Section) -> Iterator[_Run]:
             run = _Run(storage, offset, place, nbytes, 0)
     if run is not None:
         yield replace(run, units_end=section.unit_count)
+
+
+def _with_ends(runs: Iterable[_Run]) -> Iterator[tuple[_Run, bool]]:
+    """Yield runs of one device, each with whether its end is to be told: it completes units, or is the last.
+
+    Small tensors are many, and telling takes the trainer's time, and wakes a thread of its process.
+    """
+    last: _Run | None = None
+    done = 0
+    for run in runs:
+        if last is not None:
+            yield last, last.units_end > done
+            done = last.units_end
+        last = run
+    if last is not None:
+        yield last, True
 
 
 Held = tuple[torch.Tensor, torch.UntypedStorage]

@@ -126,7 +126,7 @@ class Slot:
 
     @property
     def state(self) -> int:
-        """Free, staging, staged or taken."""
+        """Free, staging or staged."""
         return int(self._facts[_STATE])
 
     @state.setter
@@ -275,12 +275,16 @@ class Slot:
         if _libc.madvise(self._mapping.address + begin, nbytes, _MADV_POPULATE_WRITE) != 0:
             problem = ctypes.get_errno()
             if problem != errno.EINVAL:
-                raise _no_memory(nbytes, problem)
+                raise self._no_memory(nbytes, problem)
             try:
                 # Kernels before 5.14 cannot populate; allocating the pages is what keeps SIGBUS away.
                 os.posix_fallocate(self._arena.fd, self._base + begin, nbytes)
             except OSError as error:
-                raise _no_memory(nbytes, error.errno or errno.ENOMEM) from None
+                raise self._no_memory(nbytes, error.errno or errno.ENOMEM) from None
+
+    def _no_memory(self, nbytes: int, problem: int) -> CapacityError:
+        # It is taken in small pieces, and nobody wants to know which of them was missing.
+        return _no_memory(max(nbytes, self.nbytes), problem, nbytes_there=self.nbytes_taken)
 
 
 class Arena:
@@ -380,9 +384,10 @@ def units_of(nbytes: int) -> int:
     return -(-nbytes // UNIT_NBYTES)
 
 
-def _no_memory(nbytes: int, problem: int) -> CapacityError:
+def _no_memory(nbytes: int, problem: int, *, nbytes_there: int = 0) -> CapacityError:
+    there = f", of which {nbytes_there} were to be had" if nbytes_there else ""
     return CapacityError(
-        f"no shared memory for {nbytes} bytes of a staged state ({os.strerror(problem)})",
+        f"no shared memory for {nbytes} bytes of a staged state{there} ({os.strerror(problem)})",
         todo="commit less at once, or use commit, which needs no second copy",
         errno=problem,
     )

@@ -17,13 +17,16 @@ import socket
 import subprocess
 import threading
 import weakref
+from functools import partial
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, SaverError, UsageError
 from ckstore.forks import leave_in_children
+from ckstore.logs import tell
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
+from ckstore.saver.channel import SHORT_OF_MEMORY
 from ckstore.saver.messages import Message
 from ckstore.saver.process import Watch, how_ended, spawn
 from ckstore.saver.tickets import OF_TICKET, Answers, Callbacks, Tickets
@@ -301,6 +304,8 @@ class Saver:
                     continue
                 raise SaverError(f"the saver (pid {self.pid}) does not read what it is told", pid=self.pid) from None
             except OSError as error:
+                if error.errno in SHORT_OF_MEMORY and is_patient and not self._dead.wait(SPEAK_SECONDS):
+                    continue
                 # The listening thread is about to find out how it ended.
                 if threading.current_thread() is not self._listener and self._dead.wait(2 * GRACE_SECONDS):
                     raise self._death() from None
@@ -322,9 +327,9 @@ class Saver:
                 poll.poll(self._watch.timeout_ms)
         except BaseException as error:
             # It must not go on to write unheard.
-            _log.error("the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error)
             self._why = error if isinstance(error, CkstoreError) else None
             self._process.kill()
+            tell(_log.error, "the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error)
         finally:
             self._bury()
 
@@ -343,9 +348,7 @@ class Saver:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, messages.Log):
-            # A filter of the user's that raises ends no commit; whose logging is broken cannot be told by it.
-            with contextlib.suppress(Exception):
-                _log.log(message.level, "saver (pid %d): %s", self.pid, message.text)
+            tell(partial(_log.log, message.level), "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, messages.Ready):
             self._ready.set()
         elif isinstance(message, messages.Answer):
@@ -359,8 +362,7 @@ class Saver:
         """Make sure that it is dead, take its exit code, and tell everybody who waits."""
         try:
             code = self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            # It has closed its socket, and lives on.
+        except subprocess.TimeoutExpired:  # It has closed its socket, and lives on.
             self._process.kill()
             code = self._process.wait()
         is_busy = self._tickets.untold > 0
@@ -377,7 +379,7 @@ class Saver:
         with self._speaking:
             self._channel.close()
         if is_busy or code:
-            _log.error("%s", self._why)
+            tell(_log.error, "%s", self._why)
         self._tickets.end(self._death)
         self._answers.end()
         self._ready.set()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckstore.errors import MalformedError
+from ckstore.logs import tell
 from ckstore.receipt import Receipt
 from ckstore.saver.messages import Began, Done, Failed, Kept, Progress, SlotFree, error_of
 
@@ -157,4 +158,4 @@ def _call(callback: Callable[..., None], *facts: object) -> None:
     try:
         callback(*facts)
     except Exception:
-        _log.exception("a callback of a background commit failed")
+        tell(_log.exception, "a callback of a background commit failed")

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.format.wire import xxh3_64
 from ckstore.kernels import copy_units as gather
+from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
@@ -125,7 +126,7 @@ def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         try:
             call()
         except Exception:
-            _log.exception("a thread that copies met what it should not")
+            tell(_log.exception, "a thread that copies met what it should not")
         # Nothing of a commit is kept alive while the thread sleeps.
         del call
     # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
@@ -293,14 +294,17 @@ class HostCopy:
                 self._error = self._error or looked(self._look)
                 self.is_over.set()
         if is_last:
-            # Whoever keeps this must not keep the arena by it.
-            self._marks = np.zeros(0, np.uint8)
-            if not self._is_checked:
-                self.forget()
-            # Nor be kept, with a table of every row, by a cycle that only a collector finds.
+            # Nor may it be kept, with a table of every row, by a cycle that only a collector finds.
             on_over, self._on_over, self._look = self._on_over, ignore, ignore
-            self._table = self._table[:0].copy()
-            on_over(self._error)
+            try:
+                # Whoever keeps this must not keep the arena by it.
+                self._marks = np.zeros(0, np.uint8)
+                if not self._is_checked:
+                    self.forget()
+                self._table = self._table[:0].copy()
+            finally:
+                # Without memory for that too: somebody waits.
+                on_over(self._error)
 
     def _take(self, count: int) -> tuple[int, int] | None:
         with self._lock:

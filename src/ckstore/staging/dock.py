@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.config import Limits, Policy
 from ckstore.errors import CapacityError
+from ckstore.logs import tell
 from ckstore.saver.arena import FREE, SLOTS_MAX, Arena, Slot
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
@@ -117,7 +118,10 @@ class Dock:
         """Take note that there was no memory for a state: none is kept for the next one from now on."""
         if not self.is_short:
             self.is_short = True
-            _log.warning("memory for staged states is short: from now on none of them is kept as a base of the next")
+            tell(
+                _log.warning,
+                "memory for staged states is short: from now on none of them is kept as a base of the next",
+            )
 
     def reserve(self, slot: Slot, nbytes: int, policy: Policy) -> None:
         """Make room in a slot.

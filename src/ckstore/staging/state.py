@@ -12,6 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -88,7 +90,14 @@ class Staging:
             for kind in (NOW, LAZY)
         ]
         self._device = [
-            _DeviceCopy(sections[kind], slot, captured.storages, self._one_over, look=partial(self._seen_changed, kind))
+            _DeviceCopy(
+                sections[kind],
+                slot,
+                captured.storages,
+                self._one_over,
+                bell=bell,
+                look=partial(self._seen_changed, kind),
+            )
             for kind in (DEVICE_NOW, DEVICE_LAZY)
             if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
         ]
@@ -106,7 +115,8 @@ class Staging:
     def _copy_now(self) -> None:
         now, lazy = self._host
         try:
-            for copy in self._device[:1]:
+            # All of it, before any is waited for: else the device would have nothing to do meanwhile.
+            for copy in self._device:
                 copy.launch()
             now.join(self._crew)
             for copy in self._device[:1]:
@@ -114,7 +124,6 @@ class Staging:
             if (error := self._error or now.error) is not None:
                 raise error
             for copy in self._device[1:]:
-                copy.launch()
                 self._crew.waiters.send_one(copy.wait)
             # What a guard protects must be copied as it is now.
             lazy.note()
@@ -127,11 +136,17 @@ class Staging:
             self.give_up(error)
             raise
 
-    def guard(self) -> None:
-        """Return when the sources may be changed, having sent the whole crew to copy what is left of them."""
+    def guard(self, *, is_host_waiting: bool = False) -> None:
+        """Return when the sources may be changed, having sent the whole crew to copy what is left of them.
+
+        Args:
+            is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
+        """
         for copy in self._device[1:]:
             if (error := copy.hold()) is not None:
                 self.cancel(error)
+            if is_host_waiting:
+                self._crew.waiters.see_through(copy.wait)
         self._host[1].join(self._crew)
         self._compare()
 
@@ -249,6 +264,7 @@ class _DeviceCopy:
         slot: Where to.
         storages: Where from.
         on_over: Called once, on any thread, with what went wrong, if anything did.
+        bell: An eventfd to ring after each unit; -1: none.
         look: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
     """
 
@@ -259,6 +275,7 @@ class _DeviceCopy:
         storages: Sequence[HostStorage],
         on_over: Callable[[BaseException | None], None],
         *,
+        bell: int,
         look: Callable[[], BaseException | None],
     ) -> None:
         self._section = section
@@ -266,6 +283,7 @@ class _DeviceCopy:
         self._copies = copies_of(section, storages, slot)
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
+        self._bell = bell
         self._look = look
         self._seen: BaseException | None = None
         self._is_launched = self._is_over = self._is_held = False
@@ -320,12 +338,18 @@ class _DeviceCopy:
             self._look_once(is_held=False)
             error = error or self._seen
             self._is_over = True
-            self._marks = np.zeros(0, np.uint8)
             on_over, self._on_over, self._look = self._on_over, ignore, ignore
-            on_over(error)
+            try:
+                self._marks = np.zeros(0, np.uint8)
+            finally:
+                on_over(error)
 
     def _mark(self, unit: int) -> None:
         self._marks[unit] = 1
+        if self._bell >= 0:
+            # A bell that cannot be heard any more, or has rung often enough, is no reason to stop.
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._bell, 1)
 
 
 def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptError:

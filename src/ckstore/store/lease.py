@@ -85,6 +85,8 @@ class Lease:
     def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float = STALE_SECONDS) -> None:
         self.purpose = ""
         """What it is held for; written when it is taken or renewed."""
+        self.awaited_step: int | None = None
+        """What the last orphan that was waited for was to publish."""
         self._backend = backend
         self._run = run
         self._clock = clock
@@ -227,6 +229,7 @@ class Lease:
             return holder is not None and holder.token == orphan.token and is_orphan(holder)
 
         self._wait_for(is_there, orphan.pid, f"of {whose} to {what}")
+        self.awaited_step = None if purpose is None else purpose.step
         return True
 
     def wait_for_dropped(self) -> bool:

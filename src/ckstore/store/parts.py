@@ -228,6 +228,19 @@ class Parts:
         info = self.backend.stat(layout.manifests_folder(run))
         return 0 if info is None else info.modified_ns
 
+    def wait_for_orphan(self) -> None:
+        """Wait as ``Lease.wait_for_orphan`` does; say so where what was waited for did not come."""
+        if not self.lease.wait_for_orphan():
+            return
+        step, self.lease.awaited_step = self.lease.awaited_step, None
+        if step is not None and all(name.step != step for name in self.manifests.listing().names):
+            _log.warning(
+                "run %r: step %d was not published: it was not staged whole when the trainer died, or its saver failed "
+                "or was killed; going on from what there is",
+                self.run,
+                step,
+            )
+
     def seq_next(self) -> int:
         """Return the first seq worth claiming."""
         assert self._seq_highest is not None, "prepare_run comes first"

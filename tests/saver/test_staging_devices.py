@@ -1,0 +1,127 @@
+"""Protects copies from devices: whole, told of at once, and ended whatever they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from staged import Staged, noise
+
+from ckstore.capture import Captured
+from ckstore.config import MIB
+from ckstore.errors import BackendError
+from ckstore.staging.devices import copies_of
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
+from ckstore.tensor import TensorSpec
+from ckstore.tree import TensorNode
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+class FarStorage:
+    """A storage in a device without streams."""
+
+    is_host, element_width, is_float = False, 4, True
+
+    def __init__(self, content):
+        self.content, self.nbytes = content, len(content)
+        self.is_broken = False
+        self.readers = set()
+
+    def read(self, lo, hi):
+        self.readers.add(threading.get_ident())
+        if self.is_broken:
+            raise BackendError("the device has failed")
+        return memoryview(self.content)[lo:hi]
+
+
+def far(*contents):
+    storages = [FarStorage(bytes(content)) for content in contents]
+    specs = [TensorSpec("numpy", "<u1", (each.nbytes,), (1,), index, 0) for index, each in enumerate(storages)]
+    return Captured(TensorNode(0), [(index,) for index in range(len(storages))], specs, storages, [])
+
+
+def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
+    captured = far(noise(9 * MIB), noise(100, 1))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
+    staged.staging.copy_now()
+    assert staged.told == ["staged"]
+    assert staged.content() == [storage.content for storage in captured.storages]
+    # Another thread may be on another of the library's streams, and read what is not computed yet.
+    assert [storage.readers for storage in captured.storages] == [{threading.get_ident()}] * 2
+    assert os.eventfd_read(staged.bell) >= staged.stowage.sections[DEVICE_NOW].unit_count, "the saver looks at once"
+    staged.close()
+
+
+def test_a_device_is_told_of_all_copies_before_any_is_waited_for(arena, crew, monkeypatch):
+    said = []
+
+    class Copies:
+        def __init__(self, section, storages, slot):
+            self.what = [storages[index].nbytes for index in section.storages]
+
+        def launch(self):
+            said.append(("launch", *self.what))
+
+        def hold(self):
+            said.append(("hold", *self.what))
+
+        def wait(self, mark):
+            said.append(("wait", *self.what))
+
+    monkeypatch.setattr("ckstore.staging.state.copies_of", Copies)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert said == [("launch", MIB), ("launch", 2 * MIB), ("wait", MIB), ("wait", 2 * MIB)]
+    staged.close()
+
+
+@pytest.mark.parametrize("is_far", [False, True], ids=["host", "device"])
+def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, monkeypatch, is_far):
+    class Short:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def zeros(self, *given):
+            raise MemoryError("to let go of marks")
+
+    captured = far(noise(MIB)) if is_far else None
+    staged = Staged(arena, crew, [noise(MIB)], captured=captured, kinds=[DEVICE_NOW] if is_far else None)
+    monkeypatch.setattr("ckstore.staging.state.np" if is_far else "ckstore.staging.copying.np", Short())
+    with contextlib.suppress(MemoryError):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert len(staged.told) == 1
+    monkeypatch.undo()
+    staged.close()
+
+
+def test_copies_that_are_over_keep_nothing_of_the_state(arena):
+    captured = far(noise(9 * MIB))
+    stowage = stow(captured.storages, [DEVICE_NOW], [])
+    slot = arena.slots[0]
+    slot.reserve(stowage.end)
+    copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)
+    marked, storage = [], weakref.ref(captured.storages[0])
+    copies.launch()
+    copies.wait(marked.append)
+    assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
+    del captured
+    assert storage() is None, "copies lie in what is kept for the next commit"
+
+
+def test_a_device_that_fails_fails_the_commit(arena, crew):
+    captured = far(noise(9 * MIB), noise(100, 1))
+    captured.storages[1].is_broken = True
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
+    with pytest.raises(BackendError):
+        staged.staging.copy_now()
+    assert [type(each) for each in staged.told] == [BackendError]
+    assert staged.staging.is_over.is_set()
+    staged.close()
