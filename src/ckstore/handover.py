@@ -356,8 +356,9 @@ class Handover:
 
     def _note_failed(self, pending: Pending, error: Exception) -> None:
         if not pending.is_done:
-            self._failed.append(pending)
             pending.note_failed(error)
+            # Not before: the next commit takes them all, and would take this one for one that has not failed.
+            self._failed.append(pending)
             tell(_log.error, "the commit of step %d failed in the background: %s", pending.step, error)
 
     def _living_saver(self, policy: Policy) -> Saver:

@@ -288,6 +288,24 @@ def test_closing_waits_for_what_is_pending(savers, folder):
         store.commit_async(state(2), 2)
 
 
+def test_a_commit_whose_failure_the_next_one_tells_has_failed_by_then(store, savers):
+    class Taken(list):
+        def append(self, pending):
+            # As if the next commit came right now.
+            errors.append(pending.error_or_none())
+            super().append(pending)
+
+    errors = []
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    store._handover._failed = Taken()
+    saver.fail(1, BackendError("the disk is gone"))
+    assert [type(error) for error in errors] == [BackendError]
+    with pytest.raises(BackendError, match="step 1 failed in the background: the disk is gone"):
+        store.commit_async(state(2), 2)
+
+
 def test_a_forgotten_handle_lets_its_commit_be_carried_through(savers, folder):
     store = ckstore.open(folder)
     store.prewarm(state(0))
