@@ -12,11 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckstore import kernels, lossy_forms
 from ckstore.codec import chain
-from ckstore.codec.base import CodecStep
+from ckstore.codec.base import CodecStep, require_elements
 from ckstore.codec.chain import Encoded, Scratch, encode, scratch_nbytes
 from ckstore.codec.planes import PLAIN_WORDS
 from ckstore.codec.registry import PLANES, codec_of
@@ -32,6 +32,7 @@ __all__ = [
     "Scratch",
     "base_nbytes",
     "decode",
+    "decode_pieces",
     "encode",
     "encode_delta",
     "encode_rounded",
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 NO_BYTES = memoryview(b"")
+
+_PIECE_NBYTES = 128 << 10
+"""With its base and its planes it fits into second-level caches of 512 KiB, and is long enough to let go of the GIL."""
 
 _WITH_BASE = (ordered.CODEC_ID, derived.CODEC_ID, *lossy_forms.STEPS_WITH_BASE)
 
@@ -146,15 +150,8 @@ def decode(
         UsageError: The destination is larger than the scratch is made for.
     """
     payload, destination = _flat(payload), _flat(destination)
-    if destination.nbytes > scratch.chunk_nbytes_max:
-        raise UsageError(f"{destination.nbytes} bytes are more than the scratch is made for")
-    needed = base_nbytes(steps, destination.nbytes)
+    base = _base_for(steps, destination.nbytes, base, scratch)
     codec_id, config = steps[0] if steps else (0, b"")
-    if (base is not None) != (codec_id in _WITH_BASE):
-        raise MalformedError("a chunk has a base that it does not need, or needs one that it does not have")
-    base = None if base is None else _flat(base)
-    if base is not None and base.nbytes != needed:
-        raise MalformedError(f"the base has {base.nbytes} bytes instead of {needed}")
     if codec_id in lossy_forms.LOSSY_STEPS:
         lossy_forms.decode(payload, steps, width=width, destination=destination, scratch=scratch, base=base)
         return
@@ -167,6 +164,88 @@ def decode(
     ordered.require_elements(destination.nbytes, width)
     planes = _residual_planes(payload, steps[1], width, destination.nbytes, scratch)
     ordered.add(planes, base, destination, width=width, config=config)
+
+
+def decode_pieces(
+    payload: memoryview,
+    steps: Sequence[CodecStep],
+    *,
+    width: int,
+    room: memoryview,
+    scratch: Scratch,
+    watch: Callable[[memoryview], object],
+    base: memoryview | None = None,
+) -> None:
+    """Decode one chunk to look at it once, and keep none of it.
+
+    What comes in byte planes is merged piece by piece at the beginning of ``room``, the rest of which stays untouched:
+    a piece never leaves the second-level cache. A chunk that is written whole instead pushes what training works on
+    out of the cache that all cores share (``stall_guarded``).
+
+    Args:
+        payload: The stored bytes.
+        steps: How they were made.
+        width: Bytes of an element.
+        room: Memory as long as the chunk.
+        scratch: Memory of this thread.
+        watch: Called with the plain bytes, piece by piece, in order; each is valid until the call returns.
+        base: As for ``decode``, but not in the same memory as ``room``.
+
+    Raises:
+        CorruptError, UnsupportedError, UsageError: As ``decode``; what was watched before is worth nothing then.
+    """
+    payload, room = _flat(payload), _flat(room)
+    words = _words_in_planes(steps)
+    if words is None or room.nbytes <= _PIECE_NBYTES:
+        decode(payload, steps, width=width, destination=room, scratch=scratch, base=base)
+        watch(room)
+        return
+    base = _base_for(steps, room.nbytes, base, scratch)
+    count = require_elements(room.nbytes, width)
+    planes = PLANES.decode_planes(payload, width=width, nbytes=room.nbytes, scratch=scratch)
+    for begin in range(0, count, _PIECE_NBYTES // width):
+        end = min(count, begin + _PIECE_NBYTES // width)
+        parts = [plane[begin:end] for plane in planes]
+        piece = room[: (end - begin) * width]
+        if base is None:
+            PLANES.merge(parts, piece, words, width=width)
+        else:
+            ordered.add(parts, base[begin * width : end * width], piece, width=width, config=words)
+        watch(piece)
+
+
+def _words_in_planes(steps: Sequence[CodecStep]) -> bytes | None:
+    """Return how words in byte planes become elements, of a chunk that is stored as planes; None: it is not.
+
+    That is the config of ``planes`` where these are the elements', and that of ``delta`` where they are the words that
+    it leaves.
+    """
+    match list(steps):
+        case [(PLANES.codec_id, config)]:
+            return config
+        case [(ordered.CODEC_ID, config), (PLANES.codec_id, inner)] if inner == PLAIN_WORDS:
+            return config
+        case _:
+            return None
+
+
+def _base_for(steps: Sequence[CodecStep], nbytes: int, base: memoryview | None, scratch: Scratch) -> memoryview | None:
+    """Return the base as bytes, if a chunk of so many bytes may have these steps and this base, or none.
+
+    Raises:
+        CorruptError: It is missing, superfluous or of another length.
+        UnsupportedError: A newer version made the frame.
+        UsageError: The chunk is larger than the scratch is made for.
+    """
+    if nbytes > scratch.chunk_nbytes_max:
+        raise UsageError(f"{nbytes} bytes are more than the scratch is made for")
+    needed = base_nbytes(steps, nbytes)
+    if (base is not None) != (bool(steps) and steps[0][0] in _WITH_BASE):
+        raise MalformedError("a chunk has a base that it does not need, or needs one that it does not have")
+    base = None if base is None else _flat(base)
+    if base is not None and base.nbytes != needed:
+        raise MalformedError(f"the base has {base.nbytes} bytes instead of {needed}")
+    return base
 
 
 def estimate_full(sample: memoryview, width: int, is_float: bool, scratch: Scratch) -> float:

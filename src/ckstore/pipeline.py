@@ -6,7 +6,7 @@ chunk. What it does with bytes is a C call that releases the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -136,19 +136,27 @@ class ChunkWorker:
         return forms.estimate_delta(sample, base_sample, width, is_float, self._scratch) < full_bits * (1 - TIE_SHARE)
 
     def decode_payload(
-        self, payload: Sequence[memoryview], encoded: Encoded, chunk: ChunkPlan, base: memoryview | None = None
-    ) -> memoryview:
-        """Decode a coded payload as it lies in the write block; what comes out is valid until the next call.
+        self,
+        payload: Sequence[memoryview],
+        encoded: Encoded,
+        chunk: ChunkPlan,
+        watch: Callable[[memoryview], object],
+        base: memoryview | None = None,
+    ) -> None:
+        """Decode a coded payload as it lies in the write block; ``watch`` gets the plain bytes, piece by piece.
 
         Raises:
             CorruptError: It does not decode at all.
         """
-        destination = self.buffer("decoded")[: chunk.nbytes]
-        whole = payload[0] if len(payload) == 1 else self._joined(payload)
-        forms.decode(
-            whole, encoded.steps, width=encoded.width, destination=destination, scratch=self._scratch, base=base
+        forms.decode_pieces(
+            payload[0] if len(payload) == 1 else self._joined(payload),
+            encoded.steps,
+            width=encoded.width,
+            room=self.buffer("decoded")[: chunk.nbytes],
+            scratch=self._scratch,
+            watch=watch,
+            base=base,
         )
-        return destination
 
     def _joined(self, parts: Sequence[memoryview]) -> memoryview:
         """Put a frame that spans two write blocks into one piece, as decoders want it."""
