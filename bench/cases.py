@@ -22,6 +22,7 @@ from bench import (
     cases_gc,
     cases_history,
     cases_loops,
+    cases_stages,
     cases_stall,
     cases_training,
     device,
@@ -298,5 +299,6 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_gc.CASES,
     **cases_stall.CASES,
     **cases_training.CASES,
+    **cases_stages.CASES,
     **cases_async.CASES,
 }

@@ -29,6 +29,7 @@ BACKGROUND_CASES = (
     "stall_return",
     "stall_guarded",
     "stall_accumulation",
+    "stages_beside",
     "stall_python_loop",
     "async_wall",
     "async_memory",

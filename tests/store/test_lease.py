@@ -258,6 +258,27 @@ def test_renewal_that_fails_is_logged_and_goes_on(backend, lease, monkeypatch, c
     lease.check()
 
 
+@pytest.mark.parametrize("call", ["create", "_read"])
+def test_a_log_filter_that_raises_does_not_end_the_heart(backend, lease, monkeypatch, call):
+    # A lease without heartbeats looks dead to other hosts, which would take it over.
+    def fail(*_, **__):
+        raise BackendError("the medium failed")
+
+    def cannot(record):
+        raise ValueError("a filter of the user's")
+
+    lease.take()
+    with monkeypatch.context() as broken:
+        broken.setattr(lease if call == "_read" else backend, call, fail)
+        logger = logging.getLogger("ckstore")
+        logger.addFilter(cannot)
+        try:
+            lease.renew()
+        finally:
+            logger.removeFilter(cannot)
+    lease.check()
+
+
 def test_renewal_that_has_begun_does_not_bring_back_what_was_given_up(backend, lease, monkeypatch):
     lease.take()
     create, is_writing, may_go_on = backend.create, threading.Event(), threading.Event()

@@ -30,6 +30,7 @@ from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
+from ckstore.logs import tell
 from ckstore.store.processes import boot_identity, has_rebooted, is_stopped, process_started
 
 _log = logging.getLogger("ckstore")
@@ -315,7 +316,7 @@ class Lease:
         self._heart.start()
 
     def renew(self) -> None:
-        """Write a new heartbeat; a failure is logged and nothing more, since safety never rests on it."""
+        """Write a new heartbeat; a failure is logged, whatever logging raises: safety never rests on it, hearts do."""
         with self._writing:
             self._renew()
 
@@ -325,7 +326,7 @@ class Lease:
             if record is None or not self._is_ours(self._read()):
                 return
         except CkstoreError as error:
-            _log.warning("could not look at the writer lease of run %r: %s", self._run, error)
+            tell(_log.warning, "could not look at the writer lease of run %r: %s", self._run, error)
             return
         renewed = LeaseRecord(
             host=record.host,
@@ -342,7 +343,7 @@ class Lease:
             self._backend.create(draft, encode_record(renewed), sync=False)
             self._backend.rename(draft, self._path)
         except (CkstoreError, OSError) as error:
-            _log.warning("could not renew the writer lease of run %r: %s", self._run, error)
+            tell(_log.warning, "could not renew the writer lease of run %r: %s", self._run, error)
 
 
 def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:

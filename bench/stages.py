@@ -1,0 +1,136 @@
+"""A process beside training that repeats one stage of a commit; ``bench.cases_stages`` starts it.
+
+It holds chunks of floats as a saver does, each with a base and as both are stored, more of all than any cache. A line
+on its standard input names what it does from then on, again and again, by one thread, or says ``rest``. The answer to
+the next line tells what came of it: chunks, and seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.beside import held_bytes
+from ckstore import forms, kernels
+from ckstore.chunks import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
+from ckstore.format.wire import new_xxh3
+from ckstore.pipeline import identity_and_checksum
+
+REST = "rest"
+CHUNK_NBYTES = 4 << 20
+_PIECE_NBYTES = 512 << 10
+_WIDTH = 4
+
+Stage = Callable[[int], object]
+"""Called with the number of a chunk."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A chunk as it is stored."""
+
+    steps: tuple[tuple[int, bytes], ...]
+    payload: memoryview
+
+
+class Chunks:
+    """Chunks, and what the stages of a commit do with them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        held = held_bytes(2 * count * CHUNK_NBYTES)
+        self._plain = [held[i * CHUNK_NBYTES : (i + 1) * CHUNK_NBYTES] for i in range(count)]
+        self._base = [held[i * CHUNK_NBYTES : (i + 1) * CHUNK_NBYTES] for i in range(count, 2 * count)]
+        drawn = 1e-5 * np.random.default_rng(1).standard_normal(CHUNK_NBYTES // _WIDTH).astype(np.float32)
+        for plain, base in zip(self._plain, self._base, strict=True):
+            np.add(np.frombuffer(plain, np.float32), drawn, out=np.frombuffer(base, np.float32))
+        self._scratch = forms.Scratch(CHUNK_NBYTES)
+        self._room = memoryview(np.zeros(CHUNK_NBYTES, np.uint8))
+        self._blocks = memoryview(np.zeros(WRITE_BLOCK_NBYTES * WRITE_BLOCKS, np.uint8))
+        self._whole = [self._stored(self.code(number)) for number in range(count)]
+        self._residual = [self._stored(self.code_less_a_base(number)) for number in range(count)]
+
+    def stages(self) -> dict[str, Stage]:
+        """Return what can be done, by name."""
+        return {
+            "hash": lambda number: identity_and_checksum(self._plain[number]),
+            "code": self.code,
+            "code less a base": self.code_less_a_base,
+            "copy into blocks": self.copy,
+            "decode at once": lambda number: self._decode(self._whole[number], None),
+            "decode in pieces": lambda number: self._decode_pieces(self._whole[number], None),
+            "add to a base at once": lambda number: self._decode(self._residual[number], self._base[number]),
+            "add to a base in pieces": lambda number: self._decode_pieces(self._residual[number], self._base[number]),
+        }
+
+    def code(self, number: int) -> forms.Encoded:
+        """Code a chunk whole, as ``fast`` does."""
+        plain = self._plain[number]
+        return forms.encode(plain, width=_WIDTH, is_float=True, compression="fast", scratch=self._scratch)
+
+    def code_less_a_base(self, number: int) -> forms.Encoded:
+        """Code what is left of a chunk when its base is subtracted."""
+        how = {"width": _WIDTH, "is_float": True, "scratch": self._scratch}
+        encoded = forms.encode_delta(self._plain[number], self._base[number], compression="fast", **how)
+        assert encoded is not None, "such a difference pays"
+        return encoded
+
+    def copy(self, number: int) -> None:
+        """Copy what is stored of a chunk into the blocks, which take turns, and look at it there."""
+        payload, checksum = self._whole[number].payload, new_xxh3()
+        place = number * CHUNK_NBYTES % (len(self._blocks) - CHUNK_NBYTES)
+        for begin in range(0, len(payload), _PIECE_NBYTES):
+            piece = payload[begin : begin + _PIECE_NBYTES]
+            target = self._blocks[place + begin : place + begin + len(piece)]
+            kernels.copy_bytes(piece, target)
+            checksum.update(target)
+
+    def _stored(self, encoded: forms.Encoded) -> Stored:
+        return Stored(encoded.steps, memoryview(b"".join(encoded.parts)))
+
+    def _decode(self, stored: Stored, base: memoryview | None) -> None:
+        forms.decode(
+            stored.payload, stored.steps, width=_WIDTH, destination=self._room, scratch=self._scratch, base=base
+        )
+        new_xxh3().update(self._room)
+
+    def _decode_pieces(self, stored: Stored, base: memoryview | None) -> None:
+        forms.decode_pieces(
+            stored.payload,
+            stored.steps,
+            width=_WIDTH,
+            room=self._room,
+            scratch=self._scratch,
+            watch=new_xxh3().update,
+            base=base,
+        )
+
+
+def main() -> int:
+    """Do what each line of the standard input says, until it ends."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--chunks", type=int, required=True)
+    chunks = Chunks(parser.parse_args().chunks)
+    stages = chunks.stages()
+    print("ready", *stages, sep="\t", flush=True)
+    word, done, began = REST, 0, time.perf_counter()
+    while True:
+        if word == REST or select.select([sys.stdin], [], [], 0)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return 0
+            print(done, time.perf_counter() - began, sep="\t", flush=True)
+            word, done, began = line.strip(), 0, time.perf_counter()
+        else:
+            stages[word](done % chunks.count)
+            done += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Protects the measurement of what each stage of a commit costs training: the stages do what they are named after."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+from bench import background, cases_stages, measure, stages
+from bench.cases import CASES
+from bench.measure import Sample
+from bench.workbench import Bench
+
+from ckstore.format.wire import xxh3_64
+
+
+@pytest.fixture(scope="module")
+def chunks() -> stages.Chunks:
+    return stages.Chunks(2)
+
+
+def test_chunks_differ_from_their_bases_and_are_stored_in_fewer_bytes(chunks):
+    for plain, base, whole, residual in zip(chunks._plain, chunks._base, chunks._whole, chunks._residual, strict=True):
+        assert plain != base
+        assert len(residual.payload) < len(whole.payload) < stages.CHUNK_NBYTES
+
+
+@pytest.mark.parametrize("way", ["at once", "in pieces"])
+@pytest.mark.parametrize("what", ["decode", "add to a base"])
+def test_stages_that_decode_look_at_the_whole_chunk(what, way, chunks, monkeypatch):
+    seen = []
+
+    class Checksum:
+        def update(self, piece):
+            seen.append(bytes(piece))
+
+    monkeypatch.setattr(stages, "new_xxh3", Checksum)
+    chunks.stages()[f"{what} {way}"](1)
+    assert xxh3_64(b"".join(seen)) == xxh3_64(chunks._plain[1])
+    assert len(seen) == 1 if way == "at once" else len(seen) > 8
+
+
+def test_copied_chunks_take_turns_in_the_blocks(chunks):
+    chunks._blocks[:] = bytes(len(chunks._blocks))
+    for number in (0, 1):
+        chunks.stages()["copy into blocks"](number)
+        payload = chunks._whole[number].payload
+        begin = number * stages.CHUNK_NBYTES
+        assert chunks._blocks[begin : begin + len(payload)] == payload
+
+
+def test_the_helper_says_what_it_has_done_and_gives_way():
+    with cases_stages._helper(1) as helper:
+        assert helper.stages == list(stages.Chunks(1).stages())
+        assert os.getpriority(os.PRIO_PROCESS, helper._process.pid) == cases_stages.NICENESS
+        assert helper.do("hash")[0] == 0
+        time.sleep(0.2)
+        chunks, seconds = helper.do(stages.REST)
+        assert chunks > 0
+        assert seconds >= 0.2
+        assert helper.do(stages.REST)[0] == 0
+
+
+def test_a_step_is_held_against_those_before_and_after_it(monkeypatch):
+    class Helper:
+        def do(self, stage):
+            return (0, 0.0) if stage == "hash" else (500, 2.0)
+
+    seconds = iter([1.0, 1.2, 1.0, 1.5, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(cases_stages, "_step_seconds", lambda loop: next(seconds))
+    sample = cases_stages._lost(background.Loop(3_000_000, tokens=16), Helper(), "hash")
+    assert isinstance(sample, Sample)
+    assert np.allclose(sample.facts["lost"], [0.2, 0.0, 1.0 / 1.5 - 1])
+    assert sample.value == 0.0
+    assert sample.facts["ms_a_chunk"] == pytest.approx(4.0)
+
+
+@pytest.mark.slow
+def test_the_case_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
+    bench = Bench(tmp_path, tmp_path, 20_000_000, rounds=1, is_small=True, count=8, tools=None)
+    result = CASES["stages_beside"](bench)
+    assert result.unusable == {}
+    assert list(result.samples) == ["nothing", *stages.Chunks(1).stages()]
+    assert all("ms_a_chunk" in samples[0].facts for name, samples in result.samples.items() if name != "nothing")
