@@ -82,8 +82,9 @@ def stages_beside(bench: Bench) -> Result:
     try:
         with _helper(chunks) as helper:
             loop.train_one_step()
+            stages = [stage for stage in helper.stages if bench.tools is None or stage in bench.tools]
             participants: dict[str, Participant] = {"nothing": partial(_lost, loop, helper, REST)}
-            participants |= {stage: partial(_lost, loop, helper, stage) for stage in helper.stages}
+            participants |= {stage: partial(_lost, loop, helper, stage) for stage in stages}
             interleave(result, participants, bench.rounds)
     finally:
         torch.set_num_threads(before)

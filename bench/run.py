@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dir", type=Path, default=None, help="an existing folder on the disk to be measured")
     parser.add_argument("--cache", type=Path, default=Path(".bench-cache"), help="where the trained state is kept")
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--tools", default=None, help="rivals, coders and floors, with commas; without it all")
+    parser.add_argument("--tools", default=None, help="rivals, coders, floors and stages, with commas; without it all")
     parser.add_argument("--count", type=int, default=1000, help="checkpoints of ls_1000 and history_growth")
     parser.add_argument("--list", action="store_true", help="name the cases, and do nothing else")
     parser.add_argument("--small", action="store_true", help="a state of 64 MB of drawn values; keeps no record")

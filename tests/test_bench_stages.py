@@ -81,6 +81,14 @@ def test_a_step_is_held_against_those_before_and_after_it(monkeypatch):
 
 
 @pytest.mark.slow
+def test_stages_can_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(cases_stages, "STEPS", 1)
+    bench = Bench(tmp_path, tmp_path, 20_000_000, rounds=1, is_small=True, count=8, tools=["hash", "DCP"])
+    assert list(CASES["stages_beside"](bench).samples) == ["nothing", "hash"]
+
+
+@pytest.mark.slow
 def test_the_case_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
     bench = Bench(tmp_path, tmp_path, 20_000_000, rounds=1, is_small=True, count=8, tools=None)
