@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, ClassVar
 
+from ckstore.children import environment
 from ckstore.errors import CkstoreError, LockHeldError, UsageError
 from ckstore.io.backend import Distant
 from ckstore.io.local import LocalBackend
@@ -142,7 +141,7 @@ class AfterCommits(ABC):
             child = subprocess.Popen(
                 [sys.executable, "-c", program, *arguments],
                 cwd="/",
-                env=_environment(),
+                env=environment(),
                 stdin=source,
                 stdout=told if self.tells else subprocess.DEVNULL,
                 stderr=words,
@@ -167,13 +166,3 @@ class AfterCommits(ABC):
                 self._note(child.told)
         finally:
             child.close()
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which the same modules are found as here."""
-    here, package = Path.cwd(), str(Path(__file__).parents[1])
-    found = [str(here / entry) for entry in sys.path]
-    # numpy's threads would cost memory, and do nothing here.
-    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    path = os.pathsep.join(found if package in found else [package, *found])
-    return {**os.environ, "PYTHONPATH": path, **single}

@@ -11,8 +11,8 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+from ckstore.children import environment
 from ckstore.store.processes import process_started
 
 POLL_SECONDS = 0.5
@@ -74,17 +74,6 @@ def how_ended(code: int) -> str:
 
 def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
     """Start the process, with this interpreter and the same modules to be found, in a session of its own."""
-    here = Path.cwd()
-    package = str(Path(__file__).parents[2])
-    found = [str(here / entry) for entry in sys.path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(found if package in found else [package, *found]),
-        # numpy's threads would cost memory, and do nothing here.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
     fds = (channel, bell, arena)
     # It inherits this: what comes before it has a handler waits until it has one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
@@ -94,7 +83,7 @@ def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
             pass_fds=fds,
             # Python looks for modules where it is started; and a saver must not keep a disk from being unmounted.
             cwd="/",
-            env=environment,
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
