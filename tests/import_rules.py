@@ -9,6 +9,7 @@ GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leave
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
 GROUND |= {"logs"}  # How to log where nothing may be raised; it knows no logger.
+GROUND |= {"children"}  # What child processes are given to go by; it starts none.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {
@@ -45,6 +46,7 @@ ALLOWED = {
     "workers": set(),
     "forks": set(),
     "logs": set(),
+    "children": set(),
     "receipt": GROUND | {"format"},
     "info": GROUND | {"format"},
     "arguments": GROUND | {"format"},
