@@ -210,6 +210,16 @@ def change(state: State) -> None:
                 tensor.mul_(1 + 2**-9)
 
 
+def owner_of(state: State) -> torch.optim.Optimizer:
+    """Make the weights of a state parameters, and return an optimizer that owns them and the moments of the state."""
+    weights = {name: torch.nn.Parameter(tensor) for name, tensor in state["model"].items()}
+    state["model"] = weights
+    optimizer = torch.optim.AdamW(weights.values())
+    for parameter, moments in zip(weights.values(), state["optimizer"]["state"].values(), strict=True):
+        optimizer.state[parameter] = moments
+    return optimizer
+
+
 @dataclass
 class Loop:
     """A training loop with real forward and backward passes: a GPT of bytes and its AdamW, in any size.

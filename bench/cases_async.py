@@ -24,22 +24,33 @@ MIB = 1 << 20
 VARIANTS = ("none", "fast")
 SAMPLE_SECONDS = 0.004
 
+GUARDED = "guarded commit_async"
+WAYS = {"commit_async": "", GUARDED: ", behind a guard,"}
+"""How commits go into the background, and what notes call it."""
+
 
 def async_wall(bench: Bench) -> Result:
-    """Commit a state that is new nearly everywhere in the background, until it is durable, and in this process."""
+    """Commit a state that is new nearly everywhere in the background, until it is durable, and in this process.
+
+    In the background the call returns when all is copied, or, behind the guard of an optimizer that owns nearly all of
+    it, at once.
+    """
     # The first commit of a store, whose saver has not seen the memory that it reads, and a second one, which may be
     # coded against the first.
     result = bench.result("async_wall", "s", is_higher_better=False)
-    state, nbytes, folder = bench.state, histories.nbytes_of(bench.state), bench.folder
+    state, nbytes, folder = dict(bench.state), histories.nbytes_of(bench.state), bench.folder
     if bench.has_ckstore is not None:
         result.unusable["ckstore"] = bench.has_ckstore
         return result
     machine.check_space(folder, int(3.5 * nbytes))
+    optimizer = background.owner_of(state)
 
-    def committing(compression: str, *, is_async: bool, is_first: bool) -> Participant:
+    def committing(compression: str, way: str, *, is_first: bool) -> Participant:
         def run() -> Sample:
-            place = folder / "store"
+            place, is_async = folder / "store", way != "commit"
             with open_store(place, compression) as store:
+                if way == GUARDED:
+                    store.attach(optimizer)
                 if is_async:
                     store.prewarm(state)
                 for step in range(1 if is_first else 2):
@@ -54,18 +65,19 @@ def async_wall(bench: Bench) -> Result:
 
     kinds = [(which, name) for name in VARIANTS for which in ("", "later ")]
     participants = {
-        f"{which}{verb} {name}": committing(name, is_async=verb == "commit_async", is_first=not which)
+        f"{which}{way} {name}": committing(name, way, is_first=not which)
         for which, name in kinds
-        for verb in ("commit", "commit_async")
+        for way in ("commit", *WAYS)
     }
     interleave(result, participants, bench.rounds)
     for which, name in kinds:
-        result.add_ratios([f"{which}commit {name}"], [f"{which}commit_async {name}"])
-        rounds = result.ratios.get(f"{which}commit {name} / {which}commit_async {name}")
-        if rounds:
-            what = f"{name}, {'a later' if which else 'the first'} commit of a store"
-            times = statistics.median(rounds)
-            result.notes.append(f"{what}: in the background it takes {times:.2f} times as long as a synchronous commit")
+        for way, how in WAYS.items():
+            result.add_ratios([f"{which}commit {name}"], [f"{which}{way} {name}"])
+            rounds = result.ratios.get(f"{which}commit {name} / {which}{way} {name}")
+            if rounds:
+                what = f"{name}, {'a later' if which else 'the first'} commit of a store"
+                times = f"{statistics.median(rounds):.2f} times ({min(rounds):.2f} to {max(rounds):.2f})"
+                result.notes.append(f"{what}: in the background{how} it takes {times} as long as a synchronous commit")
     return result
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from bench import background, histories, machine
 from bench.floor import NICENESS
 from bench.measure import Participant, Result, Sample, interleave
@@ -121,7 +119,7 @@ def _in_copies(samples: list[Sample]) -> list[float]:
 def stall_return(bench: Bench) -> Result:
     """Commit behind the guard of an optimizer that owns nearly all of the state: until ``commit_async`` returns."""
     state = histories.gpt_state(bench.nbytes, donors=histories.synthetic_donors())
-    optimizer = _owner_of(state)
+    optimizer = background.owner_of(state)
     result = Result("stall_return", "ms", is_higher_better=False)
     result.setting = {"state_nbytes": histories.nbytes_of(state), "rounds": bench.rounds, "values": "synthetic"}
     result.setting |= {"tensors": sum(1 for _ in histories.tensors_of(state)), "commits": RETURNS}
@@ -158,16 +156,6 @@ def stall_return(bench: Bench) -> Result:
     result.notes.append("a sample is the median of the commits after the first; between them every tensor is rewritten")
     result.notes.append("step_waits_ms: what the guard waits for right after the call, where there is no forward pass")
     return result
-
-
-def _owner_of(state: histories.State) -> torch.optim.Optimizer:
-    """Make the weights of a state parameters, and return an optimizer that owns them and the moments of the state."""
-    weights = {name: torch.nn.Parameter(tensor) for name, tensor in state["model"].items()}
-    state["model"] = weights
-    optimizer = torch.optim.AdamW(weights.values())
-    for parameter, moments in zip(weights.values(), state["optimizer"]["state"].values(), strict=True):
-        optimizer.state[parameter] = moments
-    return optimizer
 
 
 def _count_beside_spinning() -> tuple[float, float]:
