@@ -30,11 +30,9 @@ WAYS = {"commit_async": "", GUARDED: ", behind a guard,"}
 
 
 def async_wall(bench: Bench) -> Result:
-    """Commit a state that is new nearly everywhere in the background, until it is durable, and in this process.
-
-    In the background the call returns when all is copied, or, behind the guard of an optimizer that owns nearly all of
-    it, at once.
-    """
+    """Commit a state that is new nearly everywhere until it is durable: in the background, and in this process."""
+    # In the background the call returns when all is copied or, behind the guard of an optimizer that owns nearly all of
+    # it, at once.
     # The first commit of a store, whose saver has not seen the memory that it reads, and a second one, which may be
     # coded against the first.
     result = bench.result("async_wall", "s", is_higher_better=False)

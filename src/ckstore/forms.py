@@ -180,7 +180,7 @@ def decode_pieces(
 
     What comes in byte planes is merged piece by piece at the beginning of ``room``, the rest of which stays untouched:
     a piece never leaves the second-level cache. A chunk that is written whole instead pushes what training works on
-    out of the cache that all cores share (``stall_guarded``).
+    out of the cache that all cores share (docs/ARCHITECTURE.md).
 
     Args:
         payload: The stored bytes.
