@@ -179,8 +179,8 @@ def decode_pieces(
     """Decode one chunk to look at it once, and keep none of it.
 
     What comes in byte planes is merged piece by piece at the beginning of ``room``, the rest of which stays untouched:
-    a piece never leaves the second-level cache. A chunk that is written whole instead pushes what training works on
-    out of the cache that all cores share (docs/ARCHITECTURE.md).
+    a piece fits into the second-level cache, and leaves the one that all cores share to training (how far that was
+    seen to help: docs/ARCHITECTURE.md).
 
     Args:
         payload: The stored bytes.
