@@ -63,9 +63,20 @@ class Handed:
         """Whether it has ended; its slot may be used again if it is free, too."""
         return self.ended.is_set() and self.staging.is_over.is_set()
 
+    def finish_copying(self, is_receipt_wanted: bool) -> None:
+        """Wait until all is copied, as soon as can be; or somewhat later, if the receipt comes sooner by that.
+
+        Where the crew wants every processor the saver would have none until all is copied, and the disk nothing to do.
+        The half of it that copies behind a guard leaves some, and the saver begins at once (``async_wall``).
+        """
+        is_shared = is_receipt_wanted and self.hold_ms > 0
+        if is_shared and not self.staging.is_over.is_set():
+            self.saver.hurry()
+        self.staging.finish(is_rushed=not is_shared)
+
     def wait_over(self) -> None:
         """Wait until it has ended."""
-        self.staging.finish()
+        self.finish_copying(True)
         doing = f"end the commit of step {self.pending.step}"
         while not self.ended.is_set():
             is_given_up = self.pending.error_or_none() is not None

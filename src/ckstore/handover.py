@@ -308,7 +308,7 @@ class Handover:
         )
         slot = self._lying.slot_for(stowage.end, len(head), policy)
         self._ticket += 1
-        pending = Pending(order.step, finish=lambda: handed.staging.finish(), wait=saver.wait)
+        pending = Pending(order.step, finish=lambda *wanted: handed.finish_copying(*wanted), wait=saver.wait)
         is_crowded = policy.staging_thread_count >= len(os.sched_getaffinity(0))
         may_keep = self._dock.may_keep(stowage.end, policy)
         handed = Handed(self._ticket, pending, slot, saver, may_keep, _HOLD_MS if is_crowded else 0)

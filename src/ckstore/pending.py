@@ -29,7 +29,11 @@ def _wait(event: threading.Event, timeout: float | None, doing: str, *, is_urgen
     return event.wait(timeout)
 
 
-def _nothing() -> None:
+Finish = Callable[[bool], None]
+"""Returns when all is copied; is told whether the receipt is wanted, which comes sooner if this comes later."""
+
+
+def _nothing(is_receipt_wanted: bool) -> None:
     """Do nothing."""
 
 
@@ -42,7 +46,7 @@ class Pending:
         progress: Stage, bytes done and bytes in all, as the saver said last; None: nothing yet.
     """
 
-    def __init__(self, step: int, *, finish: Callable[[], None] | None = None, wait: Waiter = _wait) -> None:
+    def __init__(self, step: int, *, finish: Finish | None = None, wait: Waiter = _wait) -> None:
         self.step = step
         self._owner = os.getpid()
         self.stall_seconds = 0.0
@@ -104,7 +108,7 @@ class Pending:
             UsageError: This is a forked child, and the saver its parent's.
         """
         if timeout is None or timeout > 0:
-            self._finish_copying()
+            self._finish_copying(is_receipt_wanted=False)
         deadline = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
         for event in (self._staged, self._began):
             left = None if deadline is None else max(0.0, deadline - SYSTEM_CLOCK.monotonic())
@@ -116,7 +120,9 @@ class Pending:
 
         Args:
             timeout: Seconds to wait for the saver once all is copied, which is always waited for, unless this is 0;
-                None: as long as it lives.
+                None: as long as it lives. Whoever has a limit may not live to see the receipt: then copying comes
+                first. Without one the saver begins at once, and where that leaves too few processors to copies behind
+                a guard, all is staged somewhat later.
 
         Raises:
             TimeoutError: It takes longer.
@@ -125,7 +131,7 @@ class Pending:
             CkstoreError: What the saver met: CapacityError, BackendError, ConflictError and so on.
         """
         if timeout is None or timeout > 0:
-            self._finish_copying()
+            self._finish_copying(is_receipt_wanted=timeout is None)
         if not self._wait(self._done, timeout, f"finish the commit of step {self.step}", is_urgent=True):
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
@@ -135,11 +141,11 @@ class Pending:
         assert self._receipt is not None
         return self._receipt
 
-    def _finish_copying(self) -> None:
+    def _finish_copying(self, *, is_receipt_wanted: bool) -> None:
         """Wait until all is copied: that ends by itself, and soon; where checksums are compared, this is when."""
         if self._owner != os.getpid() and not self.is_done:
             raise UsageError("a forked child cannot wait for its parent's saver", todo="open the store again")
-        self._finish()
+        self._finish(is_receipt_wanted)
 
     def error_or_none(self) -> Exception | None:
         """Return why it failed; None while it goes on, and when it is durable."""

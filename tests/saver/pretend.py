@@ -137,6 +137,9 @@ class PretendSaver:
             self._free_all()
         return True
 
+    def hurry(self):
+        self.calls.append("hurry")
+
     def wait(self, event, timeout, doing, *, is_urgent=False):
         return event.wait(60 if timeout is None else timeout)
 
@@ -150,7 +153,7 @@ class HeldCrew:
     def __init__(self, monkeypatch):
         self.held = 0
         waiting = threading.local()
-        send, join = copying.HostCopy.send, copying.HostCopy.join
+        send = copying.HostCopy.send
 
         def held_send(copy, crew, count):
             if copy.section.unit_count and not getattr(waiting, "is_on", False):
@@ -158,15 +161,19 @@ class HeldCrew:
                 return
             send(copy, crew, count)
 
-        def noted_join(copy, crew):
-            waiting.is_on = True
-            try:
-                join(copy, crew)
-            finally:
-                waiting.is_on = False
+        def noted(wait):
+            def noted_wait(*given):
+                waiting.is_on = True
+                try:
+                    wait(*given)
+                finally:
+                    waiting.is_on = False
+
+            return noted_wait
 
         monkeypatch.setattr(copying.HostCopy, "send", held_send)
-        monkeypatch.setattr(copying.HostCopy, "join", noted_join)
+        for name in ("join", "wait"):
+            monkeypatch.setattr(copying.HostCopy, name, noted(getattr(copying.HostCopy, name)))
 
 
 def without_hooks(optimizer):

@@ -254,7 +254,7 @@ class Saver:
         self._check_owner()
         begun, patience = self._clock.monotonic(), PATIENCE_SECONDS
         if is_urgent and (timeout is None or timeout > 0):
-            self._hurry()
+            self.hurry()
         while True:
             waited = self._clock.monotonic() - begun
             left = None if timeout is None else timeout - waited
@@ -267,7 +267,7 @@ class Saver:
                 stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(self.pid) else ""
                 _log.warning("still waiting for the saver (pid %d) to %s%s", self.pid, doing, stopped)
 
-    def _hurry(self) -> None:
+    def hurry(self) -> None:
         """Let the saver not give way until it has nothing left to do; once: who polls would fill its socket."""
         if not self._is_hurried:
             with contextlib.suppress(CkstoreError):

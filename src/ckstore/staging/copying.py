@@ -176,6 +176,7 @@ class HostCopy:
         self._look = look
         self._lock = threading.Lock()
         self._inside = 0
+        self._is_sent = False
         self._error: BaseException | None = None
         self._is_cancelled = False
 
@@ -203,10 +204,18 @@ class HostCopy:
         """Let threads of the crew copy; no more of them than there are units, and one where there is none."""
         if not self.is_over.is_set():
             crew.send(self.work, min(count, max(1, self.section.unit_count)))
+            # Not before: Ctrl-C in between must not leave nobody who copies.
+            self._is_sent = True
 
     def join(self, crew: Crew) -> None:
         """Send the whole crew, and wait; whoever interrupts the wait does not end the copying."""
         self.send(crew, crew.count)
+        self.is_over.wait()
+
+    def wait(self, crew: Crew, count: int) -> None:
+        """Wait for those who copy already; where nobody was sent, send so many of the crew."""
+        if not self._is_sent:
+            self.send(crew, count)
         self.is_over.wait()
 
     def stop(self, error: BaseException) -> None:

@@ -103,6 +103,11 @@ class Staging:
         ]
         self._left = len(self._host) + len(self._device)
 
+    @property
+    def _half(self) -> int:
+        """Threads that copy behind a guard, so that what training does meanwhile has processors too."""
+        return (self._crew.count + 1) // 2
+
     def copy_now(self) -> None:
         """Copy what must not change; return when that is done, with the rest on its way.
 
@@ -127,8 +132,7 @@ class Staging:
                 self._crew.waiters.send_one(copy.wait)
             # What a guard protects must be copied as it is now.
             lazy.note()
-            # Half of the crew, so that what training does meanwhile has processors too.
-            lazy.send(self._crew, (self._crew.count + 1) // 2)
+            lazy.send(self._crew, self._half)
             self._is_noted = True
             if not any(self._guarded.values()):
                 self.is_over.wait()
@@ -150,13 +154,20 @@ class Staging:
         self._host[1].join(self._crew)
         self._compare()
 
-    def finish(self) -> None:
-        """Return when all is staged, or was given up."""
+    def finish(self, *, is_rushed: bool = True) -> None:
+        """Return when all is staged, or was given up.
+
+        Args:
+            is_rushed: Send the whole crew; else no more of it than copy behind a guard.
+        """
         with self._copying:
             if not self._is_noted:
                 self.cancel(KeyboardInterrupt("while a state was copied"))
         for copy in self._host:
-            copy.join(self._crew)
+            if is_rushed:
+                copy.join(self._crew)
+            else:
+                copy.wait(self._crew, self._half)
         self._compare()
         self.is_over.wait()
 
