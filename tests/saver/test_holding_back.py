@@ -215,6 +215,16 @@ def test_hurry_is_for_what_there_was_and_not_for_what_comes_later(server):
     assert server._is_waited_for(messages.Release(1))
 
 
+def test_what_was_held_and_is_waited_for_begins_when_the_saver_hurries_already(server, begun, monkeypatch):
+    """A thread that wakes in the idle class may take the GIL, and have no processor."""
+    begin_one, found = server._begin, []
+    monkeypatch.setattr(server, "_begin", lambda held: (found.append(server._priority.calls[-1]), begin_one(held)))
+    server._take(begin(number=1))
+    server._take(messages.Hurry())
+    assert (found, begun) == (["hurry"], [1])
+    assert server._is_hurried
+
+
 def test_bell_that_rings_for_every_unit_is_heard_once_a_millisecond(server):
     heard = []
     hear = server._hear

@@ -182,6 +182,9 @@ class Server:
             if message.hold_ms and not is_late:
                 self._set_priority()
                 return
+        if isinstance(message, messages.Hurry):
+            # Before what was held begins: a thread that wakes in the idle class may hold the GIL, and no processor.
+            self._hurry()
         self._take_held()
         if isinstance(message, messages.Abort):
             self._abort(message.ticket)
@@ -266,7 +269,7 @@ class Server:
 
     def _hurry(self) -> None:
         with self._changed:
-            if not (self._jobs or self._is_working):
+            if not (self._jobs or self._is_working or self._held):
                 return
             self._is_hurried, self._hurried_last = True, self._last
             self._set_priority()
