@@ -225,6 +225,14 @@ def test_what_was_held_and_is_waited_for_begins_when_the_saver_hurries_already(s
     assert server._is_hurried
 
 
+def test_what_was_held_and_cannot_begin_leaves_no_saver_in_a_hurry(server, monkeypatch):
+    monkeypatch.setattr(server, "_begin", lambda held: None)
+    server._take(begin(number=1))
+    server._take(messages.Hurry())
+    assert not server._is_hurried
+    assert server._priority.calls[-1] == "stand aside"
+
+
 def test_bell_that_rings_for_every_unit_is_heard_once_a_millisecond(server):
     heard = []
     hear = server._hear

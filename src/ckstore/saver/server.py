@@ -269,9 +269,11 @@ class Server:
 
     def _hurry(self) -> None:
         with self._changed:
-            if not (self._jobs or self._is_working or self._held):
+            # What was held may have failed to begin since it was hurried.
+            self._is_hurried = bool(self._jobs or self._is_working or self._held)
+            if not self._is_hurried:
                 return
-            self._is_hurried, self._hurried_last = True, self._last
+            self._hurried_last = self._last
             self._set_priority()
 
     def _set_priority(self) -> None:
