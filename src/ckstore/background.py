@@ -184,7 +184,7 @@ class Background(Advising):
                 self._guards_open -= 1
 
     def wait(self) -> None:
-        """Wait until all commits in the background have ended.
+        """Wait until all commits in the background have ended; as ``Pending.result`` without a limit does.
 
         Raises:
             CkstoreError: One failed, and nobody has asked for its result.

@@ -69,8 +69,8 @@ class Handed:
         Where the crew wants every processor the saver would have none until all is copied, and the disk nothing to do.
         The half of it that copies behind a guard leaves some, and the saver begins at once (``async_wall``).
         """
-        is_shared = is_receipt_wanted and self.hold_ms > 0
-        if is_shared and not self.staging.is_over.is_set():
+        is_shared = is_receipt_wanted and self.hold_ms > 0 and self.staging.leaves_processors
+        if is_shared:
             self.saver.hurry()
         self.staging.finish(is_rushed=not is_shared)
 

@@ -122,7 +122,7 @@ class Pending:
             timeout: Seconds to wait for the saver once all is copied, which is always waited for, unless this is 0;
                 None: as long as it lives. Whoever has a limit may not live to see the receipt: then copying comes
                 first. Without one the saver begins at once, and where that leaves too few processors to copies behind
-                a guard, all is staged somewhat later.
+                a guard, all is staged somewhat later, and a guard that is entered meanwhile waits longer.
 
         Raises:
             TimeoutError: It takes longer.

@@ -123,6 +123,28 @@ def test_threads_are_used_again(arena, crew):
     assert len(names) == 2
 
 
+def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, monkeypatch):
+    staged = Staged(arena, crew, [noise(9 * MIB)])
+    copy, send, sent = staged.staging._host[0], copying.Crew.send, []
+
+    def interrupted_send(crew, work, count=None):
+        sent.append(count)
+        if len(sent) > 1:
+            send(crew, work, count)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(copying.Crew, "send", interrupted_send)
+    with pytest.raises(KeyboardInterrupt):
+        copy.wait(crew, 1)
+    copy.wait(crew, 1)
+    copy.wait(crew, 1)
+    assert sent == [1, 1], "once for each that was interrupted, and no more"
+    monkeypatch.undo()
+    staged.staging.copy_now()
+    staged.close()
+
+
 def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")

@@ -219,9 +219,12 @@ def test_what_was_held_and_is_waited_for_begins_when_the_saver_hurries_already(s
     """A thread that wakes in the idle class may take the GIL, and have no processor."""
     begin_one, found = server._begin, []
     monkeypatch.setattr(server, "_begin", lambda held: (found.append(server._priority.calls[-1]), begin_one(held)))
-    server._take(begin(number=1))
+    server._take(begin(number=3))
+    server._hurry()
+    assert server._is_waited_for(Coming(number=3)), "whatever ends meanwhile"
+    server._is_hurried = False
     server._take(messages.Hurry())
-    assert (found, begun) == (["hurry"], [1])
+    assert (found, begun) == (["hurry"], [3])
     assert server._is_hurried
 
 
@@ -229,6 +232,19 @@ def test_what_was_held_and_cannot_begin_leaves_no_saver_in_a_hurry(server, monke
     monkeypatch.setattr(server, "_begin", lambda held: None)
     server._take(begin(number=1))
     server._take(messages.Hurry())
+    assert not server._is_hurried
+    assert server._priority.calls[-1] == "stand aside"
+
+
+def test_a_hurry_for_what_is_given_up_before_its_turn_ends_with_it(server):
+    ticket = SimpleNamespace(number=1, is_coming=True, abort=lambda: None, leave=lambda: None)
+    server._tickets[1] = ticket
+    server._jobs.append(ticket)
+    server._last = 1
+    server._committer.give_up = lambda given_up: None
+    server._take(messages.Hurry())
+    assert server._is_hurried
+    server._take(messages.Abort(1))
     assert not server._is_hurried
     assert server._priority.calls[-1] == "stand aside"
 

@@ -190,11 +190,12 @@ def test_what_the_system_refuses_is_left(monkeypatch):
     priority.hurry()
 
 
-def test_hurry_to_a_saver_that_is_dead_is_no_error_of_its_own(desk, monkeypatch):
+@pytest.mark.parametrize("error", [SaverError("nobody listens"), MemoryError(), OSError("it could not open the store")])
+def test_hurry_that_cannot_be_said_is_no_error_of_its_own(desk, monkeypatch, error):
     handed = desk.begin(noise(1, 3 * MIB), 1)
 
     def fail(message, **_):
-        raise SaverError("nobody listens")
+        raise error
 
     monkeypatch.setattr(desk.saver, "_say", fail)
     assert not desk.saver.wait(handed.free, 0.05, "end a test", is_urgent=True)

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from pretend import OwnerOfAll, state
+from pretend import OwnerOfAll, slow, state
 from rig import SECONDS_MAX, until
 
 from ckstore.pending import Pending
@@ -77,9 +77,10 @@ def test_who_wants_it_staged_or_has_a_limit_has_the_whole_crew_copy_first(begun,
     assert pending.result().step == 1
 
 
-def test_where_copies_leave_processors_the_whole_crew_copies_for_the_receipt_too(begun, savers, copying):
+@pytest.mark.parametrize("processor_count", [5, 2], ids=["the whole crew leaves some", "half of the crew leaves none"])
+def test_where_half_of_the_crew_would_change_nothing_all_of_it_copies(begun, savers, copying, processor_count):
     entered, may_go_on = copying
-    pending = begun(5)
+    pending = begun(processor_count)
     asking = waiting(pending.result)
     until(lambda: len(entered) == 4, "the whole crew")
     assert "hurry" not in savers[-1].calls
@@ -88,24 +89,45 @@ def test_where_copies_leave_processors_the_whole_crew_copies_for_the_receipt_too
     assert pending.result().step == 1
 
 
+def test_who_wants_the_receipt_disturbs_nobody_who_has_the_whole_crew_copy(begun, savers, copying):
+    entered, may_go_on = copying
+    pending = begun(4)
+    threads = [waiting(pending.wait_staged)]
+    until(lambda: len(entered) == 4, "the whole crew")
+    threads.append(waiting(pending.result))
+    threads[1].join(0.2)
+    assert "hurry" not in savers[-1].calls
+    may_go_on.set()
+    for thread in threads:
+        thread.join(SECONDS_MAX)
+    assert pending.result().step == 1
+
+
 def test_a_store_that_waits_wants_the_receipts(begun, handing_store, savers, copying):
     entered, may_go_on = copying
     begun(4)
-    closing = waiting(handing_store.wait)
+    waits = waiting(handing_store.wait)
     until(lambda: "hurry" in savers[-1].calls, "the saver being hurried")
-    assert len(entered) <= 2
+    waits.join(0.2)
+    assert len(entered) == 2
     may_go_on.set()
-    closing.join(SECONDS_MAX)
-    assert not closing.is_alive()
+    waits.join(SECONDS_MAX)
+    assert not waits.is_alive()
 
 
-def test_what_is_staged_already_is_waited_for_as_ever(begun, savers, copying):
+def test_what_is_staged_already_is_waited_for_as_ever(begun, handing_store, savers, copying):
     _, may_go_on = copying
     may_go_on.set()
+    handing_store.prewarm(state(1, 64 << 20))
+    saver = slow(savers)
     pending = begun(4)
     assert pending.wait_staged(SECONDS_MAX)
+    asking = waiting(pending.result)
+    asking.join(0.2)
+    assert "hurry" not in saver.calls
+    saver.finish(1)
+    asking.join(SECONDS_MAX)
     assert pending.result().step == 1
-    assert "hurry" not in savers[-1].calls
 
 
 @pytest.mark.parametrize(

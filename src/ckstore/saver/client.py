@@ -270,7 +270,7 @@ class Saver:
     def hurry(self) -> None:
         """Let the saver not give way until it has nothing left to do; once: who polls would fill its socket."""
         if not self._is_hurried:
-            with contextlib.suppress(CkstoreError):
+            with contextlib.suppress(Exception):
                 self._say(messages.Hurry())
                 self._is_hurried = True
 

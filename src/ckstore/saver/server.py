@@ -255,6 +255,8 @@ class Server:
                 if ticket is not None and is_waiting:
                     self._jobs.remove(ticket)
                     del self._tickets[number]
+                    # The thread that commits says so at the end of a job, and may have none.
+                    self._is_hurried = self._is_hurried and bool(self._jobs or self._is_working)
             if ticket is not None:
                 ticket.abort()
             if ticket is not None and is_waiting:
@@ -273,7 +275,7 @@ class Server:
             self._is_hurried = bool(self._jobs or self._is_working or self._held)
             if not self._is_hurried:
                 return
-            self._hurried_last = self._last
+            self._hurried_last = max([self._last, *(each.message.ticket for each in self._held)])
             self._set_priority()
 
     def _set_priority(self) -> None:

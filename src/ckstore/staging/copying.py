@@ -177,6 +177,8 @@ class HostCopy:
         self._lock = threading.Lock()
         self._inside = 0
         self._is_sent = False
+        self.is_rushed = False
+        """Whether the whole crew was sent."""
         self._error: BaseException | None = None
         self._is_cancelled = False
 
@@ -209,6 +211,7 @@ class HostCopy:
 
     def join(self, crew: Crew) -> None:
         """Send the whole crew, and wait; whoever interrupts the wait does not end the copying."""
+        self.is_rushed = True
         self.send(crew, crew.count)
         self.is_over.wait()
 

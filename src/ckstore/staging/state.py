@@ -108,6 +108,13 @@ class Staging:
         """Threads that copy behind a guard, so that what training does meanwhile has processors too."""
         return (self._crew.count + 1) // 2
 
+    @property
+    def leaves_processors(self) -> bool:
+        """Whether copies are going on, by threads that leave some processor to others."""
+        lazy = self._host[1]
+        is_going_on = self._is_noted and not (lazy.is_over.is_set() or lazy.is_rushed)
+        return is_going_on and self._half < len(os.sched_getaffinity(0))
+
     def copy_now(self) -> None:
         """Copy what must not change; return when that is done, with the rest on its way.
 
