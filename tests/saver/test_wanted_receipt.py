@@ -121,7 +121,7 @@ def test_what_is_staged_already_is_waited_for_as_ever(begun, handing_store, save
     handing_store.prewarm(state(1, 64 << 20))
     saver = slow(savers)
     pending = begun(4)
-    assert pending.wait_staged(SECONDS_MAX)
+    until(lambda: pending.is_staged, "half of the crew, which nobody rushes")
     asking = waiting(pending.result)
     asking.join(0.2)
     assert "hurry" not in saver.calls
