@@ -10,10 +10,11 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,17 @@ class Rival:
     begin: Callable[[State, Path], Finish]
 
 
-def dcp() -> Rival:
-    """Return torch's distributed checkpointing, whose copies are kept and used again: that is its faster way."""
+def dcp(*, is_pinned: bool = False) -> Rival:
+    """Return torch's distributed checkpointing, whose copies are kept and used again: that is its faster way.
+
+    Args:
+        is_pinned: Copy from a GPU into pinned memory, without waiting for each tensor.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = DefaultStager(StagingOptions(is_pinned, False, False, is_pinned))
 
     def begin(state: State, folder: Path) -> Finish:
         with _quiet():
@@ -111,10 +116,15 @@ MAKERS: dict[str, Callable[[], Rival]] = {
 }
 
 
-def find(trial: State, folder: Path, names: list[str] | None) -> tuple[list[Rival], dict[str, str]]:
-    """Return the rivals that work here, with the reasons for the others."""
+def find(
+    trial: State,
+    folder: Path,
+    names: list[str] | None,
+    otherwise: Mapping[str, Callable[[], Rival]] = MappingProxyType({}),
+) -> tuple[list[Rival], dict[str, str]]:
+    """Return the rivals that work here, with the reasons for the others; some may be made otherwise than by default."""
     found, reasons = [], {}
-    for name, make in MAKERS.items():
+    for name, make in (MAKERS | dict(otherwise)).items():
         if names is not None and name not in names:
             continue
         place = folder / f"trial-{name}"
@@ -226,13 +236,17 @@ class Loop:
 
     Args:
         nbytes: Of weights and moments together.
-        tokens: Of one batch.
+        tokens: Of one sequence.
         batches: Of one step, which adds up their gradients.
+        sequences: Of one batch.
+        device: Where it is trained; on a GPU by the fused AdamW, and a step is over when the GPU is done with it.
     """
 
     nbytes: int
     tokens: int = 64
     batches: int = 1
+    sequences: int = 1
+    device: str = "cpu"
     step: int = 0
     model: GPT = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -241,8 +255,9 @@ class Loop:
         width = max(64, round((self.nbytes / 12 / 12 / LAYERS) ** 0.5 / 64) * 64)
         settings = Settings(layers=LAYERS, width=width, heads=width // 64, window=self.tokens, dropout=0.0)
         torch.manual_seed(0)
-        self.model = GPT(settings)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=False)
+        self.model = GPT(settings).to(self.device)
+        is_fused = self.device != "cpu"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=False, fused=is_fused)
         self._generator = torch.Generator().manual_seed(1)
         # Moments exist from here on.
         self.train_one_step()
@@ -251,11 +266,14 @@ class Loop:
         """Take one step."""
         self.optimizer.zero_grad(set_to_none=True)
         for _ in range(self.batches):
-            tokens = torch.randint(0, 256, (1, self.tokens + 1), generator=self._generator)
+            shape = (self.sequences, self.tokens + 1)
+            tokens = torch.randint(0, 256, shape, generator=self._generator).to(self.device)
             loss = self.model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
         self.step += 1
 
     @property

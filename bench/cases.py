@@ -20,6 +20,7 @@ from bench import (
     cases_device,
     cases_engine,
     cases_gc,
+    cases_gpu,
     cases_history,
     cases_loops,
     cases_stages,
@@ -299,6 +300,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_gc.CASES,
     **cases_stall.CASES,
     **cases_training.CASES,
+    **cases_gpu.CASES,
     **cases_stages.CASES,
     **cases_async.CASES,
 }

@@ -37,7 +37,7 @@ def quantize_device(bench: Bench) -> Result:
     """Quantize weights and moments where they lie on a GPU, and on the host; GB/s of floats."""
     result = Result("quantize_device", "GB/s", is_higher_better=True)
     result.setting = {"rounds": bench.rounds, "threads": 1, "target": TARGET}
-    reason = _reason()
+    reason = no_gpu_reason()
     if reason:
         tell(f"  quantize_device is left out: {reason}")
         result.unusable["GPU"] = reason
@@ -49,7 +49,8 @@ def quantize_device(bench: Bench) -> Result:
     return result
 
 
-def _reason() -> str:
+def no_gpu_reason() -> str:
+    """Return why nothing can be measured on a GPU, or nothing."""
     try:
         import torch
     except ImportError:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bench import background, histories, machine
@@ -39,23 +40,6 @@ def stall_blocking(bench: Bench) -> Result:
         ways = copies.seconds()
         return Sample(min(ways.values()), {"ways": ways})
 
-    def by(rival: background.Rival) -> Participant:
-        def run() -> Sample:
-            background.change(state)
-            place = folder / "rival"
-            place.mkdir()
-            copied = copies.shortest()
-            began = time.perf_counter()
-            finish = rival.begin(state, place)
-            stall = time.perf_counter() - began
-            finish()
-            durable = time.perf_counter() - began
-            del finish
-            machine.remove_tree(place)
-            return Sample(stall, {"durable_seconds": durable, "copy_seconds": copied})
-
-        return run
-
     def by_ckstore(compression: str) -> Participant:
         def run() -> Sample:
             background.change(state)
@@ -74,17 +58,44 @@ def stall_blocking(bench: Bench) -> Result:
         return run
 
     copy = f"a copy on {threads} threads"
-    participants: dict[str, Participant] = {copy: copying, **{rival.name: by(rival) for rival in found}}
+    participants: dict[str, Participant] = {
+        copy: copying,
+        **{rival.name: blocked_by(rival, state, folder, copies.shortest) for rival in found},
+    }
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
     copies.close()
     result.add_ratios(list(mine), list(participants))
-    _note_stalls(result, list(mine), list(participants))
+    note_stalls(result, list(mine), list(participants))
     result.notes.append("every tool has saved before; its buffers are used again where it can do that")
     return result
 
 
-def _note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
+def blocked_by(rival: background.Rival, state: histories.State, folder: Path, copy: Callable[[], float]) -> Participant:
+    """Return what waits until a rival lets the state be changed again, with a plain copy right before it."""
+
+    def run() -> Sample:
+        background.change(state)
+        place = folder / "rival"
+        place.mkdir()
+        try:
+            copied = copy()
+            began = time.perf_counter()
+            finish = rival.begin(state, place)
+            stall = time.perf_counter() - began
+            finish()
+            durable = time.perf_counter() - began
+            del finish
+        finally:
+            # One that fails must not keep the next one from its folder.
+            machine.remove_tree(place)
+        return Sample(stall, {"durable_seconds": durable, "copy_seconds": copied})
+
+    return run
+
+
+def note_stalls(result: Result, mine: list[str], others: list[str]) -> None:
+    """Note how long stalls are beside those of others."""
     for name in mine:
         for other in others:
             rounds = result.ratios.get(f"{name} / {other}")
@@ -212,7 +223,9 @@ def stall_python_loop(bench: Bench) -> Result:
 
         return partial(sampled, count)
 
-    participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
+    participants: dict[str, Participant] = {
+        rival.name: blocked_by(rival, state, folder, copies.shortest) for rival in found
+    }
     participants[COMPUTING] = partial(sampled, _count_beside_spinning)
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)

@@ -31,7 +31,7 @@ QUIET_STEPS = 2
 """Before and after every commit: a commit is held against them."""
 
 STEPS_MAX = 3
-"""Beside one commit: what is not written by then is waited for, and that counts."""
+"""Beside one commit, where a step takes longer than a commit."""
 
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
@@ -45,28 +45,40 @@ def stall_guarded(bench: Bench) -> Result:
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
     plan = {cores: VARIANTS, half: (*VARIANTS, NOTHING, *FLOORS)}
-    return _compare(bench, "stall_guarded", plan, batches=1, commits=COMMITS)
+    return compare(bench, "stall_guarded", plan, _loop(bench, batches=1), commits=COMMITS)
 
 
 def stall_accumulation(bench: Bench) -> Result:
     """Do as in ``stall_guarded``, with longer steps: each accumulates the gradients of some batches."""
     half = max(1, len(os.sched_getaffinity(0)) // 2)
     plan = {half: (*VARIANTS, NOTHING, *FLOORS)}
-    return _compare(bench, "stall_accumulation", plan, batches=BATCHES, commits=COMMITS_OF_LONG_STEPS)
+    return compare(bench, "stall_accumulation", plan, _loop(bench, batches=BATCHES), commits=COMMITS_OF_LONG_STEPS)
 
 
-def _compare(bench: Bench, case: str, plan: Mapping[int, Sequence[str]], *, batches: int, commits: int) -> Result:
+def _loop(bench: Bench, *, batches: int) -> background.Loop:
+    return background.Loop(bench.nbytes, tokens=16 if bench.is_small else TOKENS, batches=batches)
+
+
+def compare(
+    bench: Bench,
+    case: str,
+    plan: Mapping[int, Sequence[str]],
+    loop: background.Loop,
+    *,
+    commits: int,
+    steps_max: int = STEPS_MAX,
+) -> Result:
     """Compare what training loses.
 
     Args:
         bench: Where, and how large.
         case: Its name.
         plan: Threads that train -> what is done beside.
-        batches: Of a step.
+        loop: What is trained.
         commits: Of each participant in a round.
+        steps_max: Steps beside one commit; what is not written by then is waited for, and that counts.
     """
     cores = len(os.sched_getaffinity(0))
-    loop = background.Loop(bench.nbytes, tokens=16 if bench.is_small else TOKENS, batches=batches)
     nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
     result = Result(case, "s a step", is_higher_better=False)
     result.setting = {
@@ -74,7 +86,7 @@ def _compare(bench: Bench, case: str, plan: Mapping[int, Sequence[str]], *, batc
         "rounds": bench.rounds,
         "pairs": commits,
         "cores": cores,
-        "batches": batches,
+        "batches": loop.batches,
     }
     result.columns = ("quiet_seconds", "lost_share", "held_up_share", "saver_cpu_seconds", "return_ms")
     machine.check_space(bench.folder, int((commits + 1) * 1.2 * nbytes))
@@ -86,13 +98,13 @@ def _compare(bench: Bench, case: str, plan: Mapping[int, Sequence[str]], *, batc
             if name in FLOORS and bench.tools is not None and name not in bench.tools:
                 continue
             participants[f"training on {threads} of {cores} cores, {name}"] = partial(
-                _train, bench, loop, threads, compression, commits
+                _train, bench, loop, threads, compression, commits, steps_max
             )
     interleave(result, if_possible(bench, result, participants), bench.rounds)
     torch.set_num_threads(before)
     result.notes += [_cost_note(name, samples) for name, samples in result.samples.items()]
     result.notes.append(
-        f"a commit, as many steps as it takes until it is written, {STEPS_MAX} at most, and the wait for what is left "
+        f"a commit, as many steps as it takes until it is written, {steps_max} at most, and the wait for what is left "
         f"then, are held against the {QUIET_STEPS} steps before and the {QUIET_STEPS} after; again and again"
     )
     return result
@@ -182,7 +194,7 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
         machine.remove_tree(place)
 
 
-def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, count: int) -> Sample:
+def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, count: int, steps_max: int) -> Sample:
     """Train some steps without and with a commit, in turns; a sample is seconds a step beside a commit."""
     torch.set_num_threads(threads)
     taken_so_far = Taken()
@@ -195,7 +207,7 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, 
             computed = background.cpu_seconds(commits.pid)
             commit = commits.begin()
             returns.append(1e3 * (time.perf_counter() - began))
-            steps.append(_steps_until(loop, commit.is_over))
+            steps.append(_steps_until(loop, commit.is_over, steps_max))
             waited = time.perf_counter()
             stalled = commit.finish()
             ended = time.perf_counter()
@@ -225,10 +237,10 @@ def _step_seconds(loop: background.Loop, count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def _steps_until(loop: background.Loop, is_over: Callable[[], bool]) -> int:
+def _steps_until(loop: background.Loop, is_over: Callable[[], bool], steps_max: int) -> int:
     """Take steps until something is over, one at least; return how many."""
     count, is_done = 0, False
-    while count < STEPS_MAX and not is_done:
+    while count < steps_max and not is_done:
         loop.train_one_step()
         count, is_done = count + 1, is_over()
     return count

@@ -234,13 +234,14 @@ def test_table_says_on_which_machine_each_column_was_measured_and_what_is_not_to
     assert table.make_table({}).count("No measurements yet") == 1
 
 
-def test_quantizing_on_a_device_is_measured_only_where_there_is_one(monkeypatch, capsys):
+@pytest.mark.parametrize("case", ["quantize_device", "stall_gpu_blocking", "stall_gpu_guarded"])
+def test_what_needs_a_gpu_is_measured_only_where_there_is_one(case, monkeypatch, capsys):
     bench = SimpleNamespace(rounds=1, nbytes=1)
-    monkeypatch.setattr(cases_device, "_reason", lambda: "there is no CUDA GPU here")
-    result = CASES["quantize_device"](bench)
+    monkeypatch.setattr(cases_device, "no_gpu_reason", lambda: "there is no CUDA GPU here")
+    result = CASES[case](bench)
     assert result.unusable == {"GPU": "there is no CUDA GPU here"}
     assert not result.samples
-    assert "quantize_device is left out: there is no CUDA GPU here" in capsys.readouterr().err
+    assert f"{case} is left out: there is no CUDA GPU here" in capsys.readouterr().err
 
 
 def test_what_is_measured_on_a_device_is_what_a_commit_stores():

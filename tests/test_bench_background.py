@@ -16,7 +16,17 @@ ROOT = Path(__file__).parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import background, beside, cases_async, cases_stall, cases_training, histories, run  # noqa: E402
+from bench import (  # noqa: E402
+    background,
+    beside,
+    cases_async,
+    cases_device,
+    cases_gpu,
+    cases_stall,
+    cases_training,
+    histories,
+    run,
+)
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
 from bench.measure import Result, Sample  # noqa: E402
@@ -210,7 +220,7 @@ def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
     for name, samples in stalls.items():
         result.samples[name] = [Sample(stall, {"copy_seconds": copied} if copied else {}) for stall, copied in samples]
     result.add_ratios(["mine"], ["copy", "rival"])
-    cases_stall._note_stalls(result, ["mine"], ["copy", "rival", "not there"])
+    cases_stall.note_stalls(result, ["mine"], ["copy", "rival", "not there"])
     assert result.notes == [
         "mine: 1.03 times the stall of copy; shorter in 1 of 2 rounds",
         "mine: 0.89 times the stall of rival; shorter in 1 of 2 rounds",
@@ -232,7 +242,7 @@ def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatc
 def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
     loop = background.Loop(3_000_000, tokens=16)
     begun = loop.step
-    assert cases_training._steps_until(loop, lambda: loop.step - begun >= over_after) == steps
+    assert cases_training._steps_until(loop, lambda: loop.step - begun >= over_after, cases_training.STEPS_MAX) == steps
     assert loop.step - begun == steps
 
 
@@ -264,6 +274,9 @@ def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
 def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
     monkeypatch.setattr(run.measure.machine, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
+    # What is measured on a GPU is the same programme anywhere.
+    monkeypatch.setattr(cases_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(cases_device, "no_gpu_reason", lambda: "")
     # A saver with more niceness than that starves where others are at work too.
     monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
     (tmp_path / "work").mkdir()

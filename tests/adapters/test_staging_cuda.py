@@ -18,9 +18,11 @@ from ckstore.adapters import staging_cuda
 from ckstore.adapters.torch_state import TorchAdapter
 from ckstore.capture import capture
 from ckstore.config import MIB
+from ckstore.plan import SHARED_NBYTES_MAX
 from ckstore.saver.arena import UNIT_NBYTES, Arena
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import kinds_of, pin, starts_of
+from ckstore.staging.runs import RUN_NBYTES_MAX, runs_of
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW, stow
 
@@ -32,22 +34,36 @@ class Shape:
         self.nbytes, self.element_width, self.is_float = nbytes, 4, True
 
 
-@given(st.lists(st.integers(0, 40 * MIB), max_size=8))
+LENGTHS = st.one_of(st.integers(0, 40 * MIB), st.integers(0, 3000), st.integers(0, 2 * MIB))
+
+
+def section_of(lengths):
+    return stow([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
+
+
+@given(st.lists(LENGTHS, max_size=30))
 def test_runs_cover_every_byte_once_and_tell_when_units_are_complete(lengths):
-    section = stow([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
-    runs = list(staging_cuda._runs_of(section))
-    assert all(0 < run.nbytes <= staging_cuda.RUN_NBYTES_MAX for run in runs)
+    section = section_of(lengths)
+    runs = runs_of(section)
+    assert all(0 < run.nbytes <= RUN_NBYTES_MAX for run in runs)
     assert sum(run.nbytes for run in runs) == sum(lengths)
-    assert [run.units_end for run in runs] == sorted(run.units_end for run in runs)
-    assert not runs or runs[-1].units_end == section.unit_count
+    assert sorted(unit for run in runs for unit in run.units) == list(range(section.unit_count))
+    done = {unit: number for number, run in enumerate(runs) for unit in run.units}
     for number, run in enumerate(runs):
-        complete = section.begin + run.units_end * UNIT_NBYTES
-        assert all(later.place >= complete for later in runs[number + 1 :])
+        first = (run.place - section.begin) // UNIT_NBYTES
+        last = (run.place + run.nbytes - 1 - section.begin) // UNIT_NBYTES
+        assert all(done[unit] >= number for unit in range(first, last + 1))
+
+
+@given(st.lists(LENGTHS, max_size=30))
+def test_a_device_is_told_of_large_copies_first(lengths):
+    sizes = [run.nbytes >= SHARED_NBYTES_MAX for run in runs_of(section_of(lengths))]
+    larges = sum(nbytes >= SHARED_NBYTES_MAX for nbytes in lengths)
+    assert all(sizes[:larges])
 
 
 def test_a_large_tensor_is_few_copies():
-    section = stow([Shape(200 * MIB)], [DEVICE_NOW], []).sections[DEVICE_NOW]
-    assert len(list(staging_cuda._runs_of(section))) == 4
+    assert len(runs_of(section_of([200 * MIB]))) == 4
 
 
 def test_pinning_without_a_device_does_nothing():
@@ -197,21 +213,22 @@ def test_views_of_one_storage_and_odd_offsets_arrive_whole():
     staged.close()
 
 
-@given(st.lists(st.tuples(st.integers(0, 20 * MIB), st.booleans()), max_size=12))
+@given(st.lists(st.tuples(LENGTHS, st.booleans()), max_size=12))
 def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_device(storages):
-    lengths = [nbytes for nbytes, _ in storages]
-    section = stow([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
-    runs, marked_by = [], {}
+    section = section_of([nbytes for nbytes, _ in storages])
+    runs, marked_by, units = [], {}, []
     covered = {False: -1, True: -1}
-    for device, stretch in itertools.groupby(staging_cuda._runs_of(section), lambda run: storages[run.storage][1]):
+    for device, stretch in itertools.groupby(runs_of(section), lambda run: storages[run.storage][1]):
         for run, is_told in staging_cuda._with_ends(stretch):
             runs.append((run, device))
+            units += run.units
             if is_told:
                 # Whoever has waited for this event has waited for all before it.
                 covered[device] = len(runs) - 1
-                for unit in range(len(marked_by), run.units_end):
-                    marked_by[unit] = dict(covered)
-    assert len(marked_by) == section.unit_count or not runs
+                marked_by |= {unit: dict(covered) for unit in units}
+                units = []
+    assert not units
+    assert len(marked_by) == section.unit_count
     for number, (run, device) in enumerate(runs):
         first = (run.place - section.begin) // UNIT_NBYTES
         last = (run.place + run.nbytes - 1 - section.begin) // UNIT_NBYTES
@@ -220,6 +237,6 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
 
 
 def test_many_small_tensors_are_told_of_once_a_unit():
-    section = stow([Shape(1000)] * 9000, [DEVICE_NOW] * 9000, []).sections[DEVICE_NOW]
-    told = [is_told for _, is_told in staging_cuda._with_ends(staging_cuda._runs_of(section))]
+    section = section_of([1000] * 9000)
+    told = [is_told for _, is_told in staging_cuda._with_ends(runs_of(section))]
     assert (len(told), sum(told)) == (9000, section.unit_count)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -57,28 +58,123 @@ def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
     staged.close()
 
 
-def test_a_device_is_told_of_all_copies_before_any_is_waited_for(arena, crew, monkeypatch):
-    said = []
+class ToldCopies:
+    """Copies that note what they are told, and by whom."""
 
-    class Copies:
-        def __init__(self, section, storages, slot):
-            self.what = [storages[index].nbytes for index in section.storages]
+    said = ()
 
-        def launch(self):
-            said.append(("launch", *self.what))
+    def __init__(self, section, storages, slot):
+        self.what = sum(storages[index].nbytes for index in section.storages)
 
-        def hold(self):
-            said.append(("hold", *self.what))
+    def say(self, word):
+        self.said.append((word, self.what))
 
-        def wait(self, mark):
-            said.append(("wait", *self.what))
+    def fence(self):
+        assert threading.current_thread() is threading.main_thread(), "others may be on another stream"
+        self.say("fence")
 
-    monkeypatch.setattr("ckstore.staging.state.copies_of", Copies)
+    def launch(self):
+        self.say("launch")
+
+    def hold(self):
+        self.say("hold")
+
+    def wait(self, mark):
+        self.say("wait")
+
+
+@pytest.fixture
+def told_copies(monkeypatch):
+    class Copies(ToldCopies):
+        said: ClassVar[list] = []
+
+    monkeypatch.setattr("ckstore.staging.device_copy.copies_of", Copies)
+    return Copies
+
+
+def test_a_device_is_told_of_all_copies_without_waiting_for_any(arena, crew, told_copies, monkeypatch):
+    is_told = threading.Event()
+
+    def launch(self):
+        self.say("launch")
+        if self.what == 2 * MIB:
+            is_told.set()
+
+    def wait(self, mark):
+        assert is_told.wait(60)
+        self.say("wait")
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    monkeypatch.setattr(told_copies, "wait", wait)
     captured = far(noise(MIB), noise(2 * MIB))
     staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
-    assert said == [("launch", MIB), ("launch", 2 * MIB), ("wait", MIB), ("wait", 2 * MIB)]
+    assert staged.told == ["staged"]
+    assert told_copies.said[:3] == [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB)]
+    assert told_copies.said[3:] == [("launch", 2 * MIB), ("wait", MIB), ("wait", 2 * MIB)]
+    staged.close()
+
+
+def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena, crew, told_copies, monkeypatch):
+    may_launch, is_launching = threading.Event(), threading.Event()
+
+    def launch(self):
+        if self.what == 2 * MIB:
+            is_launching.set()
+            assert may_launch.wait(60)
+        self.say("launch")
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    staged.staging.copy_now()
+    assert is_launching.wait(60), "and the call has returned"
+    guard = threading.Thread(target=staged.staging.guard)
+    guard.start()
+    guard.join(0.1)
+    assert guard.is_alive()
+    may_launch.set()
+    guard.join(60)
+    assert staged.staging.is_over.wait(60)
+    assert told_copies.said.index(("launch", 2 * MIB)) < told_copies.said.index(("hold", 2 * MIB))
+    assert told_copies.said.count(("launch", 2 * MIB)) == 1
+    staged.close()
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["nobody guards", "a guard comes"])
+def test_copies_of_which_a_device_cannot_be_told_fail_the_commit(arena, crew, told_copies, monkeypatch, is_guarded):
+    def launch(self):
+        if self.what == 2 * MIB:
+            raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    staged.staging.copy_now()
+    if is_guarded:
+        staged.staging.guard()
+    assert staged.staging.is_over.wait(60)
+    assert [str(error) for error in staged.told] == ["the device has failed"]
+    staged.close()
+
+
+def test_a_device_is_not_told_of_what_was_given_up_before(arena, crew, told_copies, monkeypatch):
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    later = []
+    with monkeypatch.context() as patch:
+        # All threads have something else to do until after it was given up; what must be copied now is copied here.
+        patch.setattr(crew, "send_one", later.append)
+        patch.setattr(crew.waiters, "send_one", later.append)
+        patch.setattr(crew.waiters, "see_through", lambda step: step())
+        staged.staging.copy_now()
+    assert len(later) == 2
+    staged.staging.give_up(ValueError("not wanted"))
+    for work in later:
+        work()
+    assert ("launch", 2 * MIB) not in told_copies.said
+    assert [str(error) for error in staged.told] == ["not wanted"]
     staged.close()
 
 
@@ -93,7 +189,7 @@ def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, m
 
     captured = far(noise(MIB)) if is_far else None
     staged = Staged(arena, crew, [noise(MIB)], captured=captured, kinds=[DEVICE_NOW] if is_far else None)
-    monkeypatch.setattr("ckstore.staging.state.np" if is_far else "ckstore.staging.copying.np", Short())
+    monkeypatch.setattr("ckstore.staging.device_copy.np" if is_far else "ckstore.staging.copying.np", Short())
     with contextlib.suppress(MemoryError):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)

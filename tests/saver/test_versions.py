@@ -14,7 +14,7 @@ from torch import nn
 import ckstore
 from ckstore import handover
 from ckstore.errors import CorruptError
-from ckstore.staging import dock
+from ckstore.staging import device_copy, dock
 from ckstore.staging import state as staging_state
 from ckstore.staging.stowage import DEVICE_LAZY, LAZY, Section, Stowage, unchecked
 
@@ -151,6 +151,9 @@ class SlowDevice:
         self.section, self.storages, self.slot = section, storages, slot
         self.rows = []
 
+    def fence(self):
+        pass
+
     def launch(self):
         for unit in range(self.section.unit_count):
             for storage, offset, place, nbytes in self.section.rows_of(unit):
@@ -179,7 +182,7 @@ def on_device(monkeypatch):
 
     SlowDevice.may_come = threading.Event()
     monkeypatch.setattr(dock, "kinds_of", kinds_there)
-    monkeypatch.setattr(staging_state, "copies_of", SlowDevice)
+    monkeypatch.setattr(device_copy, "copies_of", SlowDevice)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

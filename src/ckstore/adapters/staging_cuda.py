@@ -15,24 +15,19 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ckstore.config import MIB
 from ckstore.errors import BackendError
 from ckstore.tensor import HostStorage
 
 if TYPE_CHECKING:
     from ckstore.saver.arena import Slot
-    from ckstore.staging.stowage import Section
+    from ckstore.staging.runs import Run
 
 _log = logging.getLogger("ckstore")
-
-RUN_NBYTES_MAX = 64 * MIB
-"""Bytes of one copy: launching one takes some microseconds, and its end is when its units are marked."""
 
 _PORTABLE = 1
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -104,59 +99,66 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes of one storage that go to one place in the slot; with them, units up to ``units_end`` are complete."""
-
-    storage: int
-    offset: int
-    place: int
-    nbytes: int
-    units_end: int
-
-
 class CudaCopies:
-    """Copies of one section."""
+    """Copies of one section.
 
-    def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
-        self._section = section
+    Args:
+        runs: What to copy, in the order in which devices are told of it.
+        storages: Where from.
+        slot: Where to.
+    """
+
+    def __init__(self, runs: Sequence[Run], storages: Sequence[HostStorage], slot: Slot) -> None:
+        self._runs = runs
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
-        self._events: list[tuple[torch.device, torch.cuda.Event, int]] = []
+        self._events: list[tuple[torch.device, torch.cuda.Event, list[range]]] = []
         self._last: dict[torch.device, torch.cuda.Event] = {}
+        self._fences: dict[torch.device, torch.cuda.Event] = {}
         self._devices: set[torch.device] = set()
         self._is_launched = False
 
-    def launch(self) -> None:
-        """Begin, once what the devices' current streams were told is done."""
+    def fence(self) -> None:
+        """Have the copies come after what the devices' current streams, of this thread, have been told so far."""
         pin(self._slot)
+        for device in {self._device_of(index) for index in {run.storage for run in self._runs}}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._fences[device] = event
+
+    def launch(self) -> None:
+        """Begin; on any thread."""
+        end = max(run.place + run.nbytes for run in self._runs)
+        target = torch.from_numpy(np.frombuffer(self._slot.view(0, end), np.uint8))
         with torch.no_grad():
-            for device, runs in itertools.groupby(_runs_of(self._section), self._device_of):
+            for device, ones in itertools.groupby(self._runs, lambda run: self._device_of(run.storage)):
                 stream = _stream_of(device)
                 if device not in self._devices:
-                    stream.wait_stream(torch.cuda.current_stream(device))
+                    stream.wait_event(self._fences[device])
                     self._devices.add(device)
                 with torch.cuda.stream(stream):
-                    for run, is_told in _with_ends(runs):
-                        self._launch_one(run)
-                        if is_told:
-                            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                            event.record(stream)
-                            self._events.append((device, event, run.units_end))
-                            self._last[device] = event
+                    self._launch_some(ones, target, device, stream)
         self._is_launched = True
 
-    def _device_of(self, run: _Run) -> torch.device:
-        held = _held(self._storages[run.storage])
+    def _launch_some(
+        self, runs: Iterable[Run], target: torch.Tensor, device: torch.device, stream: torch.cuda.Stream
+    ) -> None:
+        units: list[range] = []
+        for run, is_told in _with_ends(runs):
+            source = _bytes_of(self._storages[run.storage], run)
+            target.narrow(0, run.place, run.nbytes).copy_(source, non_blocking=True)
+            units.append(run.units)
+            if is_told:
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+                self._events.append((device, event, units))
+                self._last[device] = event
+                units = []
+
+    def _device_of(self, storage: int) -> torch.device:
+        held = _held(self._storages[storage])
         assert held is not None, "only what lies in a device is copied from one"
         return held[0].device
-
-    def _launch_one(self, run: _Run) -> None:
-        storage = self._storages[run.storage]
-        held = _held(storage)
-        assert held is not None, "only what lies in a device is copied from one"
-        target = torch.from_numpy(np.frombuffer(self._slot.view(run.place, run.nbytes), np.uint8))
-        target.copy_(_bytes_of(storage, held, run), non_blocking=True)
 
     def hold(self) -> None:
         """Let the devices' current streams wait for the copies."""
@@ -169,54 +171,31 @@ class CudaCopies:
         Raises:
             BackendError: A device has failed.
         """
-        done = 0
         try:
             for device in () if self._is_launched else self._devices:
                 # Ctrl-C may have come between a copy and its event.
                 _stream_of(device).synchronize()
-            for device, event, units_end in self._events:
+            for device, event, units in self._events:
                 # A thread's own device is the first one, which this process may not use.
                 with torch.cuda.device(device):
                     event.synchronize()
-                for unit in range(done, units_end):
+                for unit in itertools.chain.from_iterable(units):
                     mark(unit)
-                done = max(done, units_end)
         except RuntimeError as error:
             raise BackendError(f"copying from a CUDA device failed: {error}", todo="see what the device says") from None
         finally:
             self._storages = ()
-        for unit in range(done, self._section.unit_count if self._is_launched else 0):
-            mark(unit)
 
 
-def _runs_of(section: Section) -> Iterator[_Run]:
-    """Join the rows that follow each other in a storage."""
-    run: _Run | None = None
-    for unit in range(section.unit_count):
-        for storage, offset, place, nbytes in section.rows_of(unit):
-            if run is not None:
-                follows = (run.storage, run.offset + run.nbytes, run.place + run.nbytes) == (storage, offset, place)
-                if follows and run.nbytes + nbytes <= RUN_NBYTES_MAX:
-                    run = replace(run, nbytes=run.nbytes + nbytes)
-                    continue
-                # All rows of the units before this one lie in the runs up to here.
-                yield replace(run, units_end=unit)
-            run = _Run(storage, offset, place, nbytes, 0)
-    if run is not None:
-        yield replace(run, units_end=section.unit_count)
-
-
-def _with_ends(runs: Iterable[_Run]) -> Iterator[tuple[_Run, bool]]:
+def _with_ends(runs: Iterable[Run]) -> Iterator[tuple[Run, bool]]:
     """Yield runs of one device, each with whether its end is to be told: it completes units, or is the last.
 
     Small tensors are many, and telling takes the trainer's time, and wakes a thread of its process.
     """
-    last: _Run | None = None
-    done = 0
+    last: Run | None = None
     for run in runs:
         if last is not None:
-            yield last, last.units_end > done
-            done = last.units_end
+            yield last, bool(last.units)
         last = run
     if last is not None:
         yield last, True
@@ -234,7 +213,9 @@ def _held(storage: HostStorage) -> Held | None:
     return None
 
 
-def _bytes_of(storage: HostStorage, held: Held, run: _Run) -> torch.Tensor:
+def _bytes_of(storage: HostStorage, run: Run) -> torch.Tensor:
+    held = _held(storage)
+    assert held is not None, "only what lies in a device is copied from one"
     tensor, memory = held
     start = int(getattr(storage, "start", 0)) - memory.data_ptr()
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)

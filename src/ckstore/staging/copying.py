@@ -58,7 +58,7 @@ class Crew:
     """
 
     def __init__(self, count: int) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.count = count
         self._waiters: Crew | None = None
@@ -71,7 +71,7 @@ class Crew:
             self._waiters = Crew(1)
         return self._waiters
 
-    def send(self, work: Callable[[], None], count: int | None = None) -> None:
+    def send(self, work: Callable[[], object], count: int | None = None) -> None:
         """Let threads call this, each once, or one more often; it must not raise.
 
         Where no thread can be started, for want of memory or while the interpreter ends, it is called right here.
@@ -93,7 +93,7 @@ class Crew:
             # These were started for what was still to be done, and nobody would end them.
             self.close(is_waited=False)
 
-    def send_one(self, work: Callable[[], None]) -> None:
+    def send_one(self, work: Callable[[], object]) -> None:
         """Let one thread call this; it must not raise."""
         self.send(work, 1)
 
@@ -121,7 +121,7 @@ class Crew:
             thread.join()
 
 
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (call := work.get()) is not None:
         try:
             call()

@@ -17,6 +17,7 @@ from ckstore import kernels
 from ckstore.capture import Captured
 from ckstore.format.logical import itemsize_of
 from ckstore.saver.arena import UNIT_NBYTES, Slot
+from ckstore.staging.runs import runs_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
 from ckstore.tensor import HostStorage, TensorSpec, byte_strides_of, extent_of
 
@@ -27,8 +28,12 @@ Span = tuple[int, int]
 class DeviceCopies(Protocol):
     """Copies of one section, from devices, in order with what those compute."""
 
+    def fence(self) -> None:
+        """Have the copies come after everything that this thread has launched before."""
+        ...
+
     def launch(self) -> None:
-        """Begin, once everything that was launched before is done."""
+        """Begin; what a guard protects, on any thread."""
         ...
 
     def hold(self) -> None:
@@ -120,7 +125,7 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
     if any(_is_cuda(storages[index]) for index in section.storages):
         from ckstore.adapters.staging_cuda import CudaCopies
 
-        return CudaCopies(section, storages, slot)
+        return CudaCopies(runs_of(section), storages, slot)
     return _ReadCopies(section, storages, slot)
 
 
@@ -160,6 +165,9 @@ class _ReadCopies:
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
         self._unit_count = 0
+
+    def fence(self) -> None:
+        """Do nothing: it begins on the thread that asked for it."""
 
     def launch(self) -> None:
         """Copy everything."""

@@ -12,10 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -23,11 +22,11 @@ from numpy.typing import NDArray
 
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError
-from ckstore.saver.arena import STAGED, UNIT_NBYTES, Slot
-from ckstore.staging.copying import Crew, HostCopy, ignore, looked
-from ckstore.staging.devices import copies_of, versions_of
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section, Stowage
-from ckstore.tensor import HostStorage
+from ckstore.saver.arena import STAGED, Slot
+from ckstore.staging.copying import Crew, HostCopy, ignore
+from ckstore.staging.device_copy import DeviceCopy
+from ckstore.staging.devices import versions_of
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Stowage
 from ckstore.tree import place_of
 
 
@@ -90,7 +89,7 @@ class Staging:
             for kind in (NOW, LAZY)
         ]
         self._device = [
-            _DeviceCopy(
+            DeviceCopy(
                 sections[kind],
                 slot,
                 captured.storages,
@@ -129,8 +128,14 @@ class Staging:
         try:
             # All of it, before any is waited for: else the device would have nothing to do meanwhile.
             for copy in self._device:
-                copy.launch()
+                copy.begin()
+            for copy in self._device[:1]:
+                if (error := copy.launch()) is not None:
+                    raise error
             now.join(self._crew)
+            for copy in self._device[1:]:
+                # Telling of many tensors takes longer than the call may (``stall_gpu_guarded``).
+                self._crew.send_one(copy.launch)
             for copy in self._device[:1]:
                 self._crew.waiters.see_through(copy.wait)
             if (error := self._error or now.error) is not None:
@@ -154,6 +159,8 @@ class Staging:
             is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
         """
         for copy in self._device[1:]:
+            if not copy.is_launched:
+                self._crew.see_through(copy.launch)
             if (error := copy.hold()) is not None:
                 self.cancel(error)
             if is_host_waiting:
@@ -272,102 +279,6 @@ class Staging:
             # They know of who has this: nothing of a commit is left for the collector of cycles, which may be off.
             self._on_staged, self._on_failed = ignore, ignore
             self.is_over.set()
-
-
-class _DeviceCopy:
-    """One section of a device's storages.
-
-    Args:
-        section: What to copy.
-        slot: Where to.
-        storages: Where from.
-        on_over: Called once, on any thread, with what went wrong, if anything did.
-        bell: An eventfd to ring after each unit; -1: none.
-        look: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
-    """
-
-    def __init__(
-        self,
-        section: Section,
-        slot: Slot,
-        storages: Sequence[HostStorage],
-        on_over: Callable[[BaseException | None], None],
-        *,
-        bell: int,
-        look: Callable[[], BaseException | None],
-    ) -> None:
-        self._section = section
-        self._slot = slot
-        self._copies = copies_of(section, storages, slot)
-        self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
-        self._on_over = on_over
-        self._bell = bell
-        self._look = look
-        self._seen: BaseException | None = None
-        self._is_launched = self._is_over = self._is_held = False
-        self._lock = threading.Lock()
-        # Devices are told to send, or are waited for, by one thread at a time.
-        self._turning = threading.Lock()
-
-    def launch(self) -> None:
-        with self._turning:
-            if not self._is_over:
-                self._slot.populate(self._section.begin, self._section.unit_count * UNIT_NBYTES)
-                self._is_launched = True
-                self._copies.launch()
-
-    def hold(self) -> BaseException | None:
-        """Let what is launched later wait for the copies; return what was changed before, if anything was.
-
-        What a guard has let pass changes from then on, in the order of the device, while the copies are on their way,
-        and counts as a change at once: so it is looked at here for the last time.
-        """
-        if self._is_over:
-            return None
-        self._copies.hold()
-        self._look_once(is_held=True)
-        return self._seen
-
-    def _look_once(self, *, is_held: bool) -> None:
-        with self._lock:
-            if not self._is_held:
-                self._seen = self._seen or looked(self._look)
-                # Not before: Ctrl-C in between must not leave a change unseen.
-                self._is_held = is_held
-
-    def wait(self) -> None:
-        """Wait until all has come, on a thread of the crew; never raises."""
-        self._finish(None)
-
-    def cancel(self, error: BaseException) -> None:
-        """Give it up; what a device has been told to send comes all the same, and is waited for."""
-        self._finish(error)
-
-    def _finish(self, error: BaseException | None) -> None:
-        with self._turning:
-            if self._is_over:
-                return
-            if self._is_launched:
-                try:
-                    self._copies.wait(self._mark)
-                except BaseException as problem:
-                    error = error or problem
-            # No guard may have come meanwhile: what was changed until now was changed while it was copied.
-            self._look_once(is_held=False)
-            error = error or self._seen
-            self._is_over = True
-            on_over, self._on_over, self._look = self._on_over, ignore, ignore
-            try:
-                self._marks = np.zeros(0, np.uint8)
-            finally:
-                on_over(error)
-
-    def _mark(self, unit: int) -> None:
-        self._marks[unit] = 1
-        if self._bell >= 0:
-            # A bell that cannot be heard any more, or has rung often enough, is no reason to stop.
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._bell, 1)
 
 
 def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptError:

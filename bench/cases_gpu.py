@@ -1,0 +1,161 @@
+"""How long training on a GPU waits for a commit in the background, and what it loses while that is being written."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench import background, cases_device, cases_training, histories, machine
+from bench.cases_stall import VARIANTS, blocked_by, if_possible, note_stalls
+from bench.measure import Participant, Result, Sample, interleave, tell
+from bench.workbench import Bench, facts_of, open_store
+
+DEVICE = "cuda"
+TOKENS, SEQUENCES, BATCHES = 1024, 8, 3
+"""Of a sequence, a batch and a step: a step then takes some tenths of a second on an H100, a commit longer."""
+
+COMMITS = 3
+"""Of each participant in a round."""
+
+STEPS_MAX = 60
+"""Beside one commit: what is not written by then is waited for, and that counts."""
+
+COPY = "a copy into pinned memory"
+
+
+def stall_gpu_blocking(bench: Bench) -> Result:
+    """Wait until a state in a GPU may be changed again, nothing guarded, beside a copy of it into pinned memory."""
+    result = Result("stall_gpu_blocking", "s", is_higher_better=False)
+    if not _is_there(result):
+        return result
+    loop, folder = _loop(bench), bench.folder
+    # Plain dictionaries: DCP of torch 2.11 cannot stage what a module adds to its own.
+    state = {"model": dict(loop.model.state_dict()), "optimizer": loop.optimizer.state_dict(), "step": 1}
+    nbytes = histories.nbytes_of(state)
+    result.setting = {"state_nbytes": nbytes, "rounds": bench.rounds, "gpu": _gpu_name()}
+    result.columns = ("durable_seconds", "copy_seconds")
+    machine.check_space(folder, int(2.5 * nbytes))
+    found, reasons = _rivals(state, folder, bench.tools)
+    result.unusable |= reasons
+    copies = _Copies(state)
+
+    def by_ckstore(compression: str, *, is_async: bool) -> Participant:
+        def run() -> Sample:
+            background.change(state)
+            place = folder / "store"
+            with open_store(place, compression) as store:
+                store.prewarm(state)
+                copied = copies.seconds()
+                began = time.perf_counter()
+                if is_async:
+                    pending = store.commit_async(state, 1)
+                    stall = time.perf_counter() - began
+                    receipt = pending.result()
+                else:
+                    receipt = store.commit(state, 1)
+                durable = time.perf_counter() - began
+            machine.remove_tree(place)
+            facts = {"durable_seconds": durable, "copy_seconds": copied, **facts_of(receipt)}
+            return Sample(stall if is_async else durable, facts)
+
+        return run
+
+    participants: dict[str, Participant] = {COPY: lambda: Sample(copies.seconds())}
+    participants |= {rival.name: blocked_by(rival, state, folder, copies.seconds) for rival in found}
+    mine = {f"ckstore {name}": by_ckstore(name, is_async=True) for name in VARIANTS}
+    waiting = {f"ckstore {name}, commit": by_ckstore(name, is_async=False) for name in VARIANTS}
+    interleave(result, participants | if_possible(bench, result, {**mine, **waiting}), bench.rounds)
+    result.add_ratios(list(mine), list(participants))
+    note_stalls(result, list(mine), list(participants))
+    _note_walls(result)
+    return result
+
+
+def stall_gpu_guarded(bench: Bench) -> Result:
+    """Train on a GPU, commit behind the guard of the fused optimizer, and look what is lost."""
+    result = Result("stall_gpu_guarded", "s a step", is_higher_better=False)
+    if not _is_there(result):
+        return result
+    plan = {torch.get_num_threads(): (*VARIANTS, cases_training.NOTHING)}
+    found = cases_training.compare(
+        bench, result.case, plan, _loop(bench), commits=COMMITS, steps_max=3 if bench.is_small else STEPS_MAX
+    )
+    found.setting["gpu"] = _gpu_name()
+    return found
+
+
+def _is_there(result: Result) -> bool:
+    """Return whether there is a GPU; else say why not, here and in the result."""
+    reason = cases_device.no_gpu_reason()
+    if reason:
+        tell(f"  {result.case} is left out: {reason}")
+        result.unusable["GPU"] = reason
+    return not reason
+
+
+def _loop(bench: Bench) -> background.Loop:
+    if bench.is_small:
+        return background.Loop(bench.nbytes, tokens=16, device=DEVICE)
+    return background.Loop(bench.nbytes, tokens=TOKENS, sequences=SEQUENCES, batches=BATCHES, device=DEVICE)
+
+
+def _gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else DEVICE
+
+
+def _rivals(
+    state: histories.State, folder: Path, names: list[str] | None
+) -> tuple[list[background.Rival], dict[str, str]]:
+    """Return the rivals that work here, having saved the state itself: what they keep for the next time is there."""
+    return background.find(state, folder, names, {"DCP": lambda: background.dcp(is_pinned=torch.cuda.is_available())})
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class _Copies:
+    """The copy that staging is held against: the same tensors, into one pinned buffer that is used again."""
+
+    def __init__(self, state: histories.State) -> None:
+        sources = [tensor.detach().reshape(-1) for _, tensor in histories.tensors_of(state)]
+        self._sources = [source.view(torch.uint8) for source in sources]
+        lengths = [len(source) for source in self._sources]
+        self._buffer = torch.zeros(sum(lengths), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._buffer.fill_(1)
+        self._targets = self._buffer.split(lengths)
+
+    def seconds(self) -> float:
+        """Copy everything, and return how long it took."""
+        _wait_for_device()
+        began = time.perf_counter()
+        for target, source in zip(self._targets, self._sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        _wait_for_device()
+        return time.perf_counter() - began
+
+
+def _note_walls(result: Result) -> None:
+    """Note how much longer a commit takes in the background than a synchronous one of the same round."""
+    for name in VARIANTS:
+        one, other = result.samples.get(f"ckstore {name}"), result.samples.get(f"ckstore {name}, commit")
+        if one and other:
+            walls = [float(str(sample.facts["durable_seconds"])) for sample in one]
+            times = [wall / sample.value for wall, sample in zip(walls, other, strict=True)]
+            result.notes.append(
+                f"{name}: in the background it takes {statistics.median(times):.2f} times ({min(times):.2f} to "
+                f"{max(times):.2f}) as long until durable as a synchronous commit"
+            )
+    result.notes.append(f"{os.cpu_count()} processors; every tool has saved before and has its pinned memory")
+
+
+CASES: dict[str, Callable[[Bench], Result]] = {
+    "stall_gpu_blocking": stall_gpu_blocking,
+    "stall_gpu_guarded": stall_gpu_guarded,
+}
