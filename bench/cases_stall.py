@@ -223,9 +223,7 @@ def stall_python_loop(bench: Bench) -> Result:
 
         return partial(sampled, count)
 
-    participants: dict[str, Participant] = {
-        rival.name: blocked_by(rival, state, folder, copies.shortest) for rival in found
-    }
+    participants: dict[str, Participant] = {rival.name: by(rival) for rival in found}
     participants[COMPUTING] = partial(sampled, _count_beside_spinning)
     mine = {f"ckstore {name}": by_ckstore(name) for name in VARIANTS}
     interleave(result, participants | if_possible(bench, result, mine), bench.rounds)
