@@ -134,7 +134,7 @@ class Staging:
                     raise error
             now.join(self._crew)
             for copy in self._device[1:]:
-                # Telling of many tensors takes longer than the call may (``stall_gpu_guarded``).
+                # Telling of many tensors takes most of what the call may (``stall_gpu_guarded``).
                 self._crew.send_one(copy.launch)
             for copy in self._device[:1]:
                 self._crew.waiters.see_through(copy.wait)
