@@ -49,7 +49,8 @@ def stall_gpu_blocking(bench: Bench) -> Result:
             background.change(state)
             place = folder / "store"
             with open_store(place, compression) as store:
-                store.prewarm(state)
+                if is_async:
+                    store.prewarm(state)
                 copied = copies.seconds()
                 began = time.perf_counter()
                 if is_async:

@@ -22,7 +22,7 @@ from ckstore.plan import SHARED_NBYTES_MAX
 from ckstore.saver.arena import UNIT_NBYTES, Arena
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import kinds_of, pin, starts_of
-from ckstore.staging.runs import RUN_NBYTES_MAX, runs_of
+from ckstore.staging.runs import LEAD_NBYTES, RUN_NBYTES_MAX
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW, stow
 
@@ -42,11 +42,19 @@ def section_of(lengths):
 
 
 @given(st.lists(LENGTHS, max_size=30))
-def test_runs_cover_every_byte_once_and_tell_when_units_are_complete(lengths):
+def test_runs_are_the_rows_of_a_section_each_once_and_tell_when_units_are_complete(lengths):
     section = section_of(lengths)
-    runs = runs_of(section)
+    runs = section.runs
     assert all(0 < run.nbytes <= RUN_NBYTES_MAX for run in runs)
-    assert sum(run.nbytes for run in runs) == sum(lengths)
+    cuts = {(row[0], row[1]): row for unit in range(section.unit_count) for row in section.rows_of(unit)}
+    for run in runs:
+        offset, place = run.offset, run.place
+        while offset < run.offset + run.nbytes:
+            row = cuts.pop((run.storage, offset))
+            assert row[2] == place
+            offset, place = offset + row[3], place + row[3]
+        assert offset == run.offset + run.nbytes
+    assert not cuts
     assert sorted(unit for run in runs for unit in run.units) == list(range(section.unit_count))
     done = {unit: number for number, run in enumerate(runs) for unit in run.units}
     for number, run in enumerate(runs):
@@ -56,14 +64,19 @@ def test_runs_cover_every_byte_once_and_tell_when_units_are_complete(lengths):
 
 
 @given(st.lists(LENGTHS, max_size=30))
-def test_a_device_is_told_of_large_copies_first(lengths):
-    sizes = [run.nbytes >= SHARED_NBYTES_MAX for run in runs_of(section_of(lengths))]
-    larges = sum(nbytes >= SHARED_NBYTES_MAX for nbytes in lengths)
-    assert all(sizes[:larges])
+def test_a_device_is_told_of_some_large_copies_then_of_all_small_ones(lengths):
+    sizes = [run.nbytes for run in section_of(lengths).runs]
+    larges = [nbytes for nbytes in lengths if nbytes >= SHARED_NBYTES_MAX]
+    smalls = sum(0 < nbytes < SHARED_NBYTES_MAX for nbytes in lengths)
+    lead = next((number for number, nbytes in enumerate(sizes) if nbytes < SHARED_NBYTES_MAX), len(sizes))
+    if smalls and larges:
+        assert sum(sizes[:lead]) >= min(LEAD_NBYTES, sum(larges))
+        assert sum(sizes[: lead - 1]) < LEAD_NBYTES
+        assert max(sizes[lead : lead + smalls]) < SHARED_NBYTES_MAX
 
 
 def test_a_large_tensor_is_few_copies():
-    assert len(runs_of(section_of([200 * MIB]))) == 4
+    assert len(section_of([200 * MIB]).runs) == 4
 
 
 def test_pinning_without_a_device_does_nothing():
@@ -146,6 +159,30 @@ def test_copies_come_after_what_was_computed_before_and_before_what_comes_after(
 
 
 @needs_gpu
+def test_copies_come_after_what_the_stream_of_the_trainer_was_told(monkeypatch):
+    weight = torch.zeros(8_000_000, device="cuda")
+    later = []
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        weight += 1
+        staged = Staged([weight], spans_of(weight))
+        # Whoever tells the device of the copies has another current stream, and comes late.
+        with monkeypatch.context() as patch:
+            patch.setattr(staged.crew, "send_one", later.append)
+            patch.setattr(staged.crew.waiters, "send_one", later.append)
+            patch.setattr(staged.crew.waiters, "see_through", lambda step: step())
+            staged.staging.copy_now()
+        for work in later:
+            staged.crew.waiters.send_one(work)
+        staged.staging.guard()
+        weight += 5
+    assert staged.content() == [bytes_of(torch.ones(8_000_000))]
+    staged.close()
+
+
+@needs_gpu
 def test_the_guard_lets_the_device_wait_and_not_the_host():
     weight = torch.zeros(8_000_000, device="cuda")
     torch.cuda.synchronize()
@@ -218,7 +255,7 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
     section = section_of([nbytes for nbytes, _ in storages])
     runs, marked_by, units = [], {}, []
     covered = {False: -1, True: -1}
-    for device, stretch in itertools.groupby(runs_of(section), lambda run: storages[run.storage][1]):
+    for device, stretch in itertools.groupby(section.runs, lambda run: storages[run.storage][1]):
         for run, is_told in staging_cuda._with_ends(stretch):
             runs.append((run, device))
             units += run.units
@@ -238,5 +275,5 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
 
 def test_many_small_tensors_are_told_of_once_a_unit():
     section = section_of([1000] * 9000)
-    told = [is_told for _, is_told in staging_cuda._with_ends(runs_of(section))]
+    told = [is_told for _, is_told in staging_cuda._with_ends(section.runs)]
     assert (len(told), sum(told)) == (9000, section.unit_count)

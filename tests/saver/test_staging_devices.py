@@ -15,6 +15,7 @@ from staged import Staged, noise
 from ckstore.capture import Captured
 from ckstore.config import MIB
 from ckstore.errors import BackendError
+from ckstore.saver.arena import STAGED
 from ckstore.staging.devices import copies_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
 from ckstore.tensor import TensorSpec
@@ -65,6 +66,7 @@ class ToldCopies:
 
     def __init__(self, section, storages, slot):
         self.what = sum(storages[index].nbytes for index in section.storages)
+        self.units = range(section.unit_count)
 
     def say(self, word):
         self.said.append((word, self.what))
@@ -81,6 +83,11 @@ class ToldCopies:
 
     def wait(self, mark):
         self.say("wait")
+        for unit in self.units:
+            mark(unit)
+
+    def forget(self):
+        self.say("forget")
 
 
 @pytest.fixture
@@ -100,9 +107,11 @@ def test_a_device_is_told_of_all_copies_without_waiting_for_any(arena, crew, tol
         if self.what == 2 * MIB:
             is_told.set()
 
+    wait_one = told_copies.wait
+
     def wait(self, mark):
         assert is_told.wait(60)
-        self.say("wait")
+        wait_one(self, mark)
 
     monkeypatch.setattr(told_copies, "launch", launch)
     monkeypatch.setattr(told_copies, "wait", wait)
@@ -112,7 +121,11 @@ def test_a_device_is_told_of_all_copies_without_waiting_for_any(arena, crew, tol
     assert staged.staging.is_over.wait(60)
     assert staged.told == ["staged"]
     assert told_copies.said[:3] == [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB)]
-    assert told_copies.said[3:] == [("launch", 2 * MIB), ("wait", MIB), ("wait", 2 * MIB)]
+    assert [each for each in told_copies.said[3:] if each[0] != "forget"] == [
+        ("launch", 2 * MIB),
+        ("wait", MIB),
+        ("wait", 2 * MIB),
+    ]
     staged.close()
 
 
@@ -139,6 +152,42 @@ def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena
     assert staged.staging.is_over.wait(60)
     assert told_copies.said.index(("launch", 2 * MIB)) < told_copies.said.index(("hold", 2 * MIB))
     assert told_copies.said.count(("launch", 2 * MIB)) == 1
+    staged.close()
+
+
+@pytest.mark.parametrize("missing", [DEVICE_NOW, DEVICE_LAZY])
+def test_what_a_device_has_not_sent_is_never_said_to_be_staged(arena, crew, told_copies, monkeypatch, missing):
+    wait_one, which = told_copies.wait, {DEVICE_NOW: MIB, DEVICE_LAZY: 9 * MIB}[missing]
+
+    def wait(self, mark):
+        self.units = self.units[:-1] if self.what == which else self.units
+        wait_one(self, mark)
+
+    monkeypatch.setattr(told_copies, "wait", wait)
+    captured = far(noise(MIB), noise(9 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    with contextlib.suppress(BackendError):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert [type(each) for each in staged.told] == [BackendError]
+    assert staged.slot.state != STAGED
+    staged.close()
+
+
+def test_ctrl_c_while_a_device_is_told_is_raised_where_no_thread_can_be_started(arena, crew, told_copies, monkeypatch):
+    def launch(self):
+        if self.what == 2 * MIB:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    with monkeypatch.context() as patch:
+        patch.setattr(crew, "send_one", lambda work: work())
+        with pytest.raises(KeyboardInterrupt):
+            staged.staging.copy_now()
+    assert staged.staging.is_over.is_set()
+    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
     staged.close()
 
 
@@ -207,6 +256,7 @@ def test_copies_that_are_over_keep_nothing_of_the_state(arena):
     marked, storage = [], weakref.ref(captured.storages[0])
     copies.launch()
     copies.wait(marked.append)
+    copies.forget()
     assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
     del captured
     assert storage() is None, "copies lie in what is kept for the next commit"

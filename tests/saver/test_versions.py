@@ -169,6 +169,9 @@ class SlowDevice:
             self.slot.view(place, len(content))[:] = content
             mark(unit)
 
+    def forget(self):
+        pass
+
 
 @pytest.fixture
 def on_device(monkeypatch):

@@ -112,37 +112,44 @@ class CudaCopies:
         self._runs = runs
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
+        self._devices = {run.storage: _memory_of(storages[run.storage]).device for run in runs}
+        self._fences: dict[torch.device, torch.cuda.Event] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._events: list[tuple[torch.device, torch.cuda.Event, list[range]]] = []
         self._last: dict[torch.device, torch.cuda.Event] = {}
-        self._fences: dict[torch.device, torch.cuda.Event] = {}
-        self._devices: set[torch.device] = set()
         self._is_launched = False
 
     def fence(self) -> None:
         """Have the copies come after what the devices' current streams, of this thread, have been told so far."""
         pin(self._slot)
-        for device in {self._device_of(index) for index in {run.storage for run in self._runs}}:
+        for device in set(self._devices.values()):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._fences[device] = event
 
     def launch(self) -> None:
-        """Begin; on any thread."""
+        """Begin; on any thread.
+
+        Raises:
+            BackendError: A device has failed, or a storage is not what it was.
+        """
         end = max(run.place + run.nbytes for run in self._runs)
         target = torch.from_numpy(np.frombuffer(self._slot.view(0, end), np.uint8))
-        with torch.no_grad():
-            for device, ones in itertools.groupby(self._runs, lambda run: self._device_of(run.storage)):
-                stream = _stream_of(device)
-                if device not in self._devices:
-                    stream.wait_event(self._fences[device])
-                    self._devices.add(device)
-                with torch.cuda.stream(stream):
-                    self._launch_some(ones, target, device, stream)
+        try:
+            for device, runs in itertools.groupby(self._runs, lambda run: self._devices[run.storage]):
+                # First the device: whoever leaves a stream goes back to the one before, and a thread's own device is
+                # the first one, which this process may not use; a stream of it would take some hundred MB there.
+                with torch.no_grad(), torch.cuda.device(device):
+                    if device not in self._streams:
+                        self._streams[device] = _stream_of(device)
+                        self._streams[device].wait_event(self._fences[device])
+                    with torch.cuda.stream(self._streams[device]):
+                        self._launch_some(runs, target, device)
+        except RuntimeError as error:
+            raise _failed(error) from None
         self._is_launched = True
 
-    def _launch_some(
-        self, runs: Iterable[Run], target: torch.Tensor, device: torch.device, stream: torch.cuda.Stream
-    ) -> None:
+    def _launch_some(self, runs: Iterable[Run], target: torch.Tensor, device: torch.device) -> None:
         units: list[range] = []
         for run, is_told in _with_ends(runs):
             source = _bytes_of(self._storages[run.storage], run)
@@ -150,15 +157,10 @@ class CudaCopies:
             units.append(run.units)
             if is_told:
                 event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                event.record(stream)
+                event.record(self._streams[device])
                 self._events.append((device, event, units))
                 self._last[device] = event
                 units = []
-
-    def _device_of(self, storage: int) -> torch.device:
-        held = _held(self._storages[storage])
-        assert held is not None, "only what lies in a device is copied from one"
-        return held[0].device
 
     def hold(self) -> None:
         """Let the devices' current streams wait for the copies."""
@@ -172,9 +174,9 @@ class CudaCopies:
             BackendError: A device has failed.
         """
         try:
-            for device in () if self._is_launched else self._devices:
-                # Ctrl-C may have come between a copy and its event.
-                _stream_of(device).synchronize()
+            for stream in () if self._is_launched else self._streams.values():
+                # It may have been interrupted between a copy and its event.
+                stream.synchronize()
             for device, event, units in self._events:
                 # A thread's own device is the first one, which this process may not use.
                 with torch.cuda.device(device):
@@ -182,9 +184,16 @@ class CudaCopies:
                 for unit in itertools.chain.from_iterable(units):
                     mark(unit)
         except RuntimeError as error:
-            raise BackendError(f"copying from a CUDA device failed: {error}", todo="see what the device says") from None
-        finally:
-            self._storages = ()
+            raise _failed(error) from None
+
+    def forget(self) -> None:
+        """Let go of the storages, and of what was waited for."""
+        self._storages = ()
+        self._events, self._fences = [], {}
+
+
+def _failed(error: RuntimeError) -> BackendError:
+    return BackendError(f"copying from a CUDA device failed: {error}", todo="see what the device says")
 
 
 def _with_ends(runs: Iterable[Run]) -> Iterator[tuple[Run, bool]]:
@@ -213,16 +222,24 @@ def _held(storage: HostStorage) -> Held | None:
     return None
 
 
-def _bytes_of(storage: HostStorage, run: Run) -> torch.Tensor:
+def _memory_of(storage: HostStorage) -> torch.UntypedStorage:
     held = _held(storage)
     assert held is not None, "only what lies in a device is copied from one"
-    tensor, memory = held
-    start = int(getattr(storage, "start", 0)) - memory.data_ptr()
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(memory, start + run.offset, (run.nbytes,), (1,))
+    return held[1]
+
+
+def _bytes_of(storage: HostStorage, run: Run) -> torch.Tensor:
+    memory = _memory_of(storage)
+    offset = int(getattr(storage, "start", 0)) - memory.data_ptr() + run.offset
+    if not 0 <= offset <= offset + run.nbytes <= memory.nbytes():
+        # Where less is there, ``set_`` would make it more.
+        raise RuntimeError("a storage was resized before it was copied")
+    view = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return view.set_(memory, offset, (run.nbytes,), (1,))
 
 
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Another thread may be at this line too.
+        _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     return _streams[device]

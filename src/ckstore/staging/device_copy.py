@@ -9,17 +9,22 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ckstore.errors import BackendError, CkstoreError
+from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.copying import ignore, looked
 from ckstore.staging.devices import copies_of
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
+
+_log = logging.getLogger("ckstore")
 
 
 class DeviceCopy:
@@ -80,7 +85,12 @@ class DeviceCopy:
                 try:
                     self._copies.launch()
                 except BaseException as problem:
-                    self._problem = problem
+                    if isinstance(problem, Exception) and not isinstance(problem, CkstoreError):
+                        tell(_log.exception, "a device could not be told what to copy")
+                    # Whoever is told may keep it, and with its frames the state and the arena.
+                    self._problem = without_frames(problem)
+                    if not isinstance(problem, Exception):
+                        raise
             return self._problem
 
     def hold(self) -> BaseException | None:
@@ -119,17 +129,19 @@ class DeviceCopy:
             with self._launching:
                 # What is given up is not begun any more.
                 self._is_begun = self._is_begun and error is None
-            error = error or self.launch()
-            if self.is_launched:
-                try:
+            try:
+                error = error or self.launch()
+                if self.is_launched:
                     self._copies.wait(self._mark)
-                except BaseException as problem:
-                    error = error or problem
+            except BaseException as problem:
+                error = error or problem
+            self._copies.forget()
+            if error is None and not self._marks.all():
+                error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")
             # No guard may have come meanwhile: what was changed until now was changed while it was copied.
             self._look_once(is_held=False)
             error = error or self._seen
             self._is_over = True
-            # With it, frames that hold the state.
             self._problem = None
             on_over, self._on_over, self._look = self._on_over, ignore, ignore
             try:
@@ -143,3 +155,12 @@ class DeviceCopy:
             # A bell that cannot be heard any more, or has rung often enough, is no reason to stop.
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return an error that does not know where it was raised, nor does what it came from: frames hold their callers."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return error

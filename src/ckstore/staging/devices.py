@@ -17,7 +17,6 @@ from ckstore import kernels
 from ckstore.capture import Captured
 from ckstore.format.logical import itemsize_of
 from ckstore.saver.arena import UNIT_NBYTES, Slot
-from ckstore.staging.runs import runs_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
 from ckstore.tensor import HostStorage, TensorSpec, byte_strides_of, extent_of
 
@@ -42,6 +41,10 @@ class DeviceCopies(Protocol):
 
     def wait(self, mark: Callable[[int], None]) -> None:
         """Wait until all bytes have come; call ``mark`` for each unit of the section that has."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of the storages: nothing is launched any more."""
         ...
 
 
@@ -125,7 +128,7 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
     if any(_is_cuda(storages[index]) for index in section.storages):
         from ckstore.adapters.staging_cuda import CudaCopies
 
-        return CudaCopies(runs_of(section), storages, slot)
+        return CudaCopies(section.runs, storages, slot)
     return _ReadCopies(section, storages, slot)
 
 
@@ -171,12 +174,10 @@ class _ReadCopies:
 
     def launch(self) -> None:
         """Copy everything."""
-        # Whoever keeps this must not keep the state by it.
-        storages, self._storages = self._storages, ()
         for unit in range(self._section.unit_count):
             for index, offset, place, nbytes in self._section.rows_of(unit):
                 assert nbytes <= UNIT_NBYTES
-                kernels.copy_bytes(storages[index].read(offset, offset + nbytes), self._slot.view(place, nbytes))
+                kernels.copy_bytes(self._storages[index].read(offset, offset + nbytes), self._slot.view(place, nbytes))
             self._unit_count = unit + 1
 
     def hold(self) -> None:
@@ -186,3 +187,7 @@ class _ReadCopies:
         """Mark what was copied."""
         for unit in range(self._unit_count):
             mark(unit)
+
+    def forget(self) -> None:
+        """Let go of the storages."""
+        self._storages = ()

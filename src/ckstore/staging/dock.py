@@ -18,8 +18,7 @@ from ckstore.saver.arena import FREE, SLOTS_MAX, Arena, Slot
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.copying import Crew
 from ckstore.staging.devices import Span, kinds_of, pin, starts_of
-from ckstore.staging.runs import runs_of
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, Stowage, stow
+from ckstore.staging.stowage import Stowage, stow
 from ckstore.tensor import TensorSpec
 
 _log = logging.getLogger("ckstore")
@@ -102,10 +101,7 @@ class Dock:
             if len(self._stowed) >= _STOWED_MAX:
                 self._stowed.clear()
             sampled = places_to_sample(captured.storages, self._limits)
-            self._stowed[key] = stowage = stow(captured.storages, kinds, sampled)
-            for kind in (DEVICE_NOW, DEVICE_LAZY):
-                # Before a commit asks for them: a prewarmed one returns at once.
-                runs_of(stowage.sections[kind])
+            self._stowed[key] = stow(captured.storages, kinds, sampled)
         self._last = _Stowed(captured.tensors, tuple(guarded), starts, self._stowed[key])
         return self._stowed[key], starts
 

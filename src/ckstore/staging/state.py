@@ -126,15 +126,15 @@ class Staging:
     def _copy_now(self) -> None:
         now, lazy = self._host
         try:
-            # All of it, before any is waited for: else the device would have nothing to do meanwhile.
             for copy in self._device:
                 copy.begin()
+            # Before anything is waited for: else the device would have nothing to do meanwhile.
             for copy in self._device[:1]:
                 if (error := copy.launch()) is not None:
                     raise error
             now.join(self._crew)
             for copy in self._device[1:]:
-                # Telling of many tensors takes most of what the call may (``stall_gpu_guarded``).
+                # Telling of many tensors takes milliseconds, and the call is to return.
                 self._crew.send_one(copy.launch)
             for copy in self._device[:1]:
                 self._crew.waiters.see_through(copy.wait)

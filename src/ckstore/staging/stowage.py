@@ -1,13 +1,14 @@
 """Where the bytes of a state lie in a slot of the arena, and in which order they are copied there.
 
 What must be copied before training goes on comes first, then what a guard protects; in each, what the saver wants
-first: samples of everything, small storages, then the rest in the order of the plan. Pure: no byte moves.
+first: samples of everything, small storages, then the rest in the order of the plan; a device is told of some large
+storages before (``runs``). Pure: no byte moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +19,7 @@ from ckstore.kernels.sample_on_numpy import RUN_COUNT, SAMPLE_NBYTES, run_of
 from ckstore.plan import SHARED_NBYTES_MAX, StorageShape
 from ckstore.saver.arena import UNIT_NBYTES
 from ckstore.saver.head import SampleRow
+from ckstore.staging.runs import Run, runs_of
 
 NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
 """When a storage is copied, and from where: host memory, at once or behind a guard; a device's, likewise."""
@@ -44,12 +46,14 @@ class Section:
         firsts: The first row of each unit, and the number of rows.
         rows: Storage, offset in it, place in the slot, length; no row crosses the end of a unit.
         apart: How many of them, the first ones, are samples of chunks: nothing that is stored is read from there.
+        runs: What a device is told to copy; only of a section that lies in devices.
     """
 
     begin: int
     firsts: NDArray[np.uint64]
     rows: NDArray[np.int64]
     apart: int = 0
+    runs: tuple[Run, ...] = ()
     storages: tuple[int, ...] = field(init=False)
     """The storages that it holds something of, ascending."""
 
@@ -137,7 +141,10 @@ def stow(storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterab
                     loader.add_excerpt(index)
         for index in sorted(indices, key=lambda index: storages[index].nbytes >= SHARED_NBYTES_MAX):
             loader.add_storage(index)
-        sections.append(loader.section())
+        section = loader.section()
+        # Once: a layout is used again by many commits.
+        is_far = kind in (DEVICE_NOW, DEVICE_LAZY)
+        sections.append(replace(section, runs=runs_of(section)) if is_far else section)
     places = tuple(loader.places[index] for index in range(len(storages)))
     return Stowage(places, tuple(loader.samples), tuple(sections), loader.end)
 

@@ -1,0 +1,171 @@
+"""Protects what devices are told to copy, by whom and until when, on tensors of the host that are taken for theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ckstore
+from ckstore.adapters import staging_cuda
+from ckstore.adapters.torch_state import TorchAdapter
+from ckstore.capture import capture
+from ckstore.saver.arena import Arena
+from ckstore.staging.copying import Crew
+from ckstore.staging.devices import starts_of
+from ckstore.staging.state import Staging
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
+
+
+class Devices:
+    """The names of ``torch.cuda`` that copies use, for tensors of the host that are taken for tensors of a device."""
+
+    def __init__(self):
+        self.entered = []
+
+    def device(self, device):
+        return self._entering("device")
+
+    def stream(self, stream):
+        return self._entering("stream")
+
+    @contextlib.contextmanager
+    def _entering(self, what):
+        self.entered.append(what)
+        yield
+        self.entered.pop()
+
+    def current_stream(self, device):
+        return SimpleNamespace(wait_event=lambda event: None)
+
+    def Event(self, blocking=False):
+        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+
+    def Stream(self, device):
+        return SimpleNamespace(wait_event=self._wait_event, synchronize=lambda: None)
+
+    def _wait_event(self, event):
+        assert self.entered == ["device"], "whoever leaves a stream goes back to the device of the one before"
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Have ``CudaCopies`` copy tensors of the host."""
+    made = Devices()
+    names = {
+        name: getattr(torch, name) for name in ("no_grad", "from_numpy", "empty", "uint8", "UntypedStorage", "Tensor")
+    }
+    monkeypatch.setattr(staging_cuda, "torch", SimpleNamespace(cuda=made, **names))
+    monkeypatch.setattr(staging_cuda, "_streams", {})
+    monkeypatch.setattr(staging_cuda, "pin", lambda slot: None)
+    monkeypatch.setattr("ckstore.staging.devices._is_cuda", lambda storage: True)
+    return made
+
+
+class Lying:
+    """A state of the host that is staged as one of a device."""
+
+    def __init__(self, state, kind):
+        self.captured = capture(state, [TorchAdapter()])
+        starts = starts_of(self.captured.storages)
+        self.stowage = stow(self.captured.storages, [kind] * len(self.captured.storages), [])
+        self.arena, self.crew, self.told = Arena.create(self.stowage.end), Crew(2), []
+        self.slot = self.arena.slots[0]
+        self.slot.start(1, self.stowage.end)
+        self.staging = Staging(
+            self.captured, self.stowage, starts, self.slot, self.crew, bell=-1, is_checked=False,
+            on_staged=lambda: self.told.append("staged"), on_failed=self.told.append,
+        )  # fmt: skip
+
+    def content(self):
+        assert self.staging.is_over.wait(60)
+        assert self.told == ["staged"]
+        sizes = [storage.nbytes for storage in self.captured.storages]
+        return [bytes(self.slot.view(place, n)) for place, n in zip(self.stowage.places, sizes, strict=True)]
+
+    def close(self):
+        self.crew.close()
+        self.arena.close()
+
+
+@pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])
+def test_what_is_told_to_a_device_is_the_whole_state(devices, kind):
+    whole = torch.randn(2_000_001, dtype=torch.bfloat16)
+    state = [whole[3:500_000], torch.randn(1_000_003), torch.arange(77), torch.randn(1_500_000), torch.randn(11)]
+    staged = Lying(state, kind)
+    staged.staging.copy_now()
+    staged.staging.guard()
+    content = staged.content()
+    assert content == [bytes(storage.read(0, storage.nbytes)) for storage in staged.captured.storages]
+    assert (devices.entered, len(content)) == ([], 5)
+    staged.close()
+
+
+def test_the_device_is_entered_before_its_stream(devices, monkeypatch):
+    seen = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda *given, **named: (seen.append(list(devices.entered)), copy(*given, **named))[1]
+    )
+    staged = Lying([torch.randn(1000)], DEVICE_LAZY)
+    staged.staging.copy_now()
+    staged.content()
+    assert seen == [["device", "stream"]]
+    staged.close()
+
+
+def test_what_is_given_up_before_the_device_was_told_lets_go_of_the_state(devices, monkeypatch):
+    tensor = torch.randn(1000)
+    memory = weakref.ref(tensor)
+    staged, later = Lying([tensor], DEVICE_LAZY), []
+    with monkeypatch.context() as patch:
+        patch.setattr(staged.crew, "send_one", later.append)
+        patch.setattr(staged.crew.waiters, "send_one", later.append)
+        patch.setattr(staged.crew.waiters, "see_through", lambda step: step())
+        staged.staging.copy_now()
+    staged.staging.give_up(ValueError("not wanted"))
+    staged.captured = None
+    del tensor
+    assert memory() is None
+    assert len(later) == 2
+    staged.close()
+
+
+def test_a_device_that_cannot_be_told_leaves_an_error_that_holds_neither_state_nor_arena(devices, monkeypatch):
+    tensor = torch.randn(1000)
+    memory = weakref.ref(tensor)
+
+    def copy_(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", copy_)
+        staged = Lying([tensor], DEVICE_LAZY)
+        staged.staging.copy_now()
+        assert staged.staging.is_over.wait(60)
+    [error] = staged.told
+    assert isinstance(error, ckstore.BackendError)
+    assert "out of memory" in str(error)
+    mapping = weakref.ref(staged.slot.memory)
+    staged.close()
+    staged.captured = None
+    del tensor, staged
+    assert memory() is None
+    assert mapping() is None
+
+
+@pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])
+def test_a_storage_that_was_resized_before_it_was_copied_fails_the_commit_and_stays_as_it_is(devices, kind):
+    tensor = torch.randn(1000)
+    staged = Lying([tensor], kind)
+    tensor.untyped_storage().resize_(400)
+    with contextlib.suppress(ckstore.BackendError):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    [error] = staged.told
+    assert isinstance(error, ckstore.BackendError)
+    assert tensor.untyped_storage().nbytes() == 400
+    staged.close()
