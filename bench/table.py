@@ -29,6 +29,8 @@ BACKGROUND_CASES = (
     "stall_return",
     "stall_guarded",
     "stall_accumulation",
+    "stall_gpu_guarded",
+    "stall_gpu_blocking",
     "stages_beside",
     "stall_python_loop",
     "async_wall",
@@ -86,9 +88,8 @@ def make_details(records: Records) -> str:
 
 def _missing(records: Records) -> dict[str, str]:
     missing: dict[str, str] = {}
-    for case, record in records.items():
-        if not case.startswith(table_coding.PREFIXES):
-            missing |= record["not_available"]
+    for case in MAIN_CASES:
+        missing |= records[case]["not_available"] if case in records else {}
     return missing
 
 

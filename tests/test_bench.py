@@ -221,11 +221,12 @@ def test_table_says_on_which_machine_each_column_was_measured_and_what_is_not_to
         "commit_durable": record_of("commit_durable", "old", device=3.0, ckstore_none=2.5, DCP=1.0),
         "stall_blocking": record_of("stall_blocking", "new", busy=1.5, ckstore_none=0.1)
         | {"not_available": {"X": "no"}},
-        "gc_plan": record_of("gc_plan", "new", busy=0.5),
+        "gc_plan": record_of("gc_plan", "new", busy=0.5) | {"not_available": {"Y": "no"}},
     }
     told = table.make_table(records)
     assert "| **ckstore**, compression none | 2.50 |  | 0.10 |  |" in told
     assert "| X | not available: no | | | |" in told
+    assert "| Y |" not in told
     assert "commit_durable: old, 2 cores, ext4, Linux 6. stall_blocking: new, 2 cores, ext4, Linux 6." in told
     assert "something else was using the machine: stall_blocking." in told
     details = table.make_details(records)
