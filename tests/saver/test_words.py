@@ -159,6 +159,28 @@ def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(address,
         assert pending.result().step == 1
 
 
+def test_who_waits_hurries_what_another_thread_began_while_it_was_being_said(address, monkeypatch):
+    with ckstore.open(address) as store:
+        store.prewarm(noise(1))
+        saver = store._handover._saver
+        stop(store._handover.saver_pid)
+        saver.forget_kept()
+        said, send = [], messages.send
+
+        def meanwhile(end, message):
+            said.append(type(message).__name__)
+            send(end, message)
+            if said == ["Hurry"]:
+                saver.forget_kept()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "send", meanwhile)
+            for _ in range(3):
+                saver.hurry()
+        os.kill(store._handover.saver_pid, signal.SIGCONT)
+        assert said == ["Hurry", "Forget", "Hurry"]
+
+
 def test_a_message_that_there_is_no_memory_for_is_sent_again(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     send, tries = messages.send, []

@@ -60,7 +60,7 @@ class Saver:
         self._owner = os.getpid()
         # A handle that is collected in the middle of a message says goodbye on the same thread.
         self._speaking = threading.RLock()
-        self._is_hurried = False
+        self._said, self._hurried = object(), object()  # What takes time, and for what of it the saver was hurried.
         self._tickets = Tickets()
         self._answers = Answers()
         self._ready = threading.Event()
@@ -172,9 +172,8 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
-            place = (slot, head_place, head_nbytes)
-            self._say(messages.Begin(ticket, *place, parent, parent_ticket, may_keep, hold_ms))
-            self._is_hurried = False
+            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, parent, parent_ticket, may_keep, hold_ms))
+            self._said = object()
         except BaseException:
             self._tickets.remove(ticket)
             raise
@@ -218,7 +217,7 @@ class Saver:
         """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
         with contextlib.suppress(Exception):
             self._say(messages.Forget())
-            self._is_hurried = False
+            self._said = object()
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
         """End the saver when it has done what was begun; what nobody waits for is carried through all the same.
@@ -230,7 +229,7 @@ class Saver:
             return True
         with contextlib.suppress(Exception):
             self._say(messages.Quit(), is_patient=is_waited)
-            self._is_hurried = False
+            self._said = object()
         if not (is_waited and self.wait(self._dead, timeout, "finish", is_urgent=True)):
             return not self.is_alive
         if threading.current_thread() is not self._listener:
@@ -269,10 +268,11 @@ class Saver:
 
     def hurry(self) -> None:
         """Let the saver not give way until it has nothing left to do; once: who polls would fill its socket."""
-        if not self._is_hurried:
+        said = self._said
+        if self._hurried is not said:
             with contextlib.suppress(Exception):
                 self._say(messages.Hurry())
-                self._is_hurried = True
+                self._hurried = said  # Not what it is by now: another thread may have begun something.
 
     def _check_owner(self) -> None:
         # Before any lock: in a forked child somebody may hold it who is not there.
@@ -285,7 +285,7 @@ class Saver:
         number, answered = self._answers.ask()
         try:
             self._say(kind(number), is_patient=True)
-            self._is_hurried = False
+            self._said = object()
         except Exception:
             if not self._dead.is_set():
                 raise
