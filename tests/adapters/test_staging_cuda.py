@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from far_states import Staged
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +21,8 @@ from ckstore.capture import capture
 from ckstore.config import MIB
 from ckstore.plan import SHARED_NBYTES_MAX
 from ckstore.saver.arena import UNIT_NBYTES, Arena
-from ckstore.staging.copying import Crew
 from ckstore.staging.devices import kinds_of, pin, starts_of
 from ckstore.staging.runs import LEAD_NBYTES, RUN_NBYTES_MAX
-from ckstore.staging.state import Staging
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW, stow
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
@@ -91,33 +90,6 @@ def test_memory_of_the_host_lies_in_no_device():
     captured = capture([torch.ones(5), np.ones(5)], [TorchAdapter()])
     assert [staging_cuda.device_of(storage) for storage in captured.storages] == [None, None]
     assert kinds_of(captured, starts_of(captured.storages), ()) == [NOW, NOW]
-
-
-class Staged:
-    """A state on its way, with real threads."""
-
-    def __init__(self, state, guarded=()):
-        self.captured = capture(state, [TorchAdapter()])
-        starts = starts_of(self.captured.storages)
-        self.kinds = kinds = kinds_of(self.captured, starts, guarded)
-        self.stowage = stow(self.captured.storages, kinds, [])
-        self.arena, self.crew, self.told = Arena.create(self.stowage.end), Crew(2), []
-        self.slot = self.arena.slots[0]
-        self.slot.start(1, self.stowage.end)
-        self.staging = Staging(
-            self.captured, self.stowage, starts, self.slot, self.crew, bell=-1, is_checked=False,
-            on_staged=lambda: self.told.append("staged"), on_failed=self.told.append,
-        )  # fmt: skip
-
-    def content(self):
-        assert self.staging.is_over.wait(60)
-        assert self.told == ["staged"]
-        sizes = [storage.nbytes for storage in self.captured.storages]
-        return [bytes(self.slot.view(place, n)) for place, n in zip(self.stowage.places, sizes, strict=True)]
-
-    def close(self):
-        self.crew.close()
-        self.arena.close()
 
 
 def bytes_of(tensor):

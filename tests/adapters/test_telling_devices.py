@@ -8,16 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from far_states import Staged
 
 import ckstore
 from ckstore.adapters import staging_cuda
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
-from ckstore.saver.arena import Arena
-from ckstore.staging.copying import Crew
-from ckstore.staging.devices import starts_of
-from ckstore.staging.state import Staging
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW
 
 
 class Devices:
@@ -65,37 +60,11 @@ def devices(monkeypatch):
     return made
 
 
-class Lying:
-    """A state of the host that is staged as one of a device."""
-
-    def __init__(self, state, kind):
-        self.captured = capture(state, [TorchAdapter()])
-        starts = starts_of(self.captured.storages)
-        self.stowage = stow(self.captured.storages, [kind] * len(self.captured.storages), [])
-        self.arena, self.crew, self.told = Arena.create(self.stowage.end), Crew(2), []
-        self.slot = self.arena.slots[0]
-        self.slot.start(1, self.stowage.end)
-        self.staging = Staging(
-            self.captured, self.stowage, starts, self.slot, self.crew, bell=-1, is_checked=False,
-            on_staged=lambda: self.told.append("staged"), on_failed=self.told.append,
-        )  # fmt: skip
-
-    def content(self):
-        assert self.staging.is_over.wait(60)
-        assert self.told == ["staged"]
-        sizes = [storage.nbytes for storage in self.captured.storages]
-        return [bytes(self.slot.view(place, n)) for place, n in zip(self.stowage.places, sizes, strict=True)]
-
-    def close(self):
-        self.crew.close()
-        self.arena.close()
-
-
 @pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])
 def test_what_is_told_to_a_device_is_the_whole_state(devices, kind):
     whole = torch.randn(2_000_001, dtype=torch.bfloat16)
     state = [whole[3:500_000], torch.randn(1_000_003), torch.arange(77), torch.randn(1_500_000), torch.randn(11)]
-    staged = Lying(state, kind)
+    staged = Staged(state, kind=kind)
     staged.staging.copy_now()
     staged.staging.guard()
     content = staged.content()
@@ -110,7 +79,7 @@ def test_the_device_is_entered_before_its_stream(devices, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "copy_", lambda *given, **named: (seen.append(list(devices.entered)), copy(*given, **named))[1]
     )
-    staged = Lying([torch.randn(1000)], DEVICE_LAZY)
+    staged = Staged([torch.randn(1000)], kind=DEVICE_LAZY)
     staged.staging.copy_now()
     staged.content()
     assert seen == [["device", "stream"]]
@@ -120,7 +89,7 @@ def test_the_device_is_entered_before_its_stream(devices, monkeypatch):
 def test_what_is_given_up_before_the_device_was_told_lets_go_of_the_state(devices, monkeypatch):
     tensor = torch.randn(1000)
     memory = weakref.ref(tensor)
-    staged, later = Lying([tensor], DEVICE_LAZY), []
+    staged, later = Staged([tensor], kind=DEVICE_LAZY), []
     with monkeypatch.context() as patch:
         patch.setattr(staged.crew, "send_one", later.append)
         patch.setattr(staged.crew.waiters, "send_one", later.append)
@@ -143,7 +112,7 @@ def test_a_device_that_cannot_be_told_leaves_an_error_that_holds_neither_state_n
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", copy_)
-        staged = Lying([tensor], DEVICE_LAZY)
+        staged = Staged([tensor], kind=DEVICE_LAZY)
         staged.staging.copy_now()
         assert staged.staging.is_over.wait(60)
     [error] = staged.told
@@ -160,12 +129,13 @@ def test_a_device_that_cannot_be_told_leaves_an_error_that_holds_neither_state_n
 @pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])
 def test_a_storage_that_was_resized_before_it_was_copied_fails_the_commit_and_stays_as_it_is(devices, kind):
     tensor = torch.randn(1000)
-    staged = Lying([tensor], kind)
+    staged = Staged([tensor], kind=kind)
     tensor.untyped_storage().resize_(400)
     with contextlib.suppress(ckstore.BackendError):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
     [error] = staged.told
     assert isinstance(error, ckstore.BackendError)
+    assert "resized" in str(error)
     assert tensor.untyped_storage().nbytes() == 400
     staged.close()

@@ -233,7 +233,9 @@ def _bytes_of(storage: HostStorage, run: Run) -> torch.Tensor:
     offset = int(getattr(storage, "start", 0)) - memory.data_ptr() + run.offset
     if not 0 <= offset <= offset + run.nbytes <= memory.nbytes():
         # Where less is there, ``set_`` would make it more.
-        raise RuntimeError("a storage was resized before it was copied")
+        raise BackendError(
+            "a storage was resized before it was copied", todo="resize what is committed after its guard, not before"
+        )
     view = torch.empty(0, dtype=torch.uint8, device=memory.device)
     return view.set_(memory, offset, (run.nbytes,), (1,))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 from ckstore.config import MIB
@@ -22,7 +23,8 @@ RUN_NBYTES_MAX = 64 * MIB
 """Bytes of one copy: launching one takes some microseconds, and its end is when its units are marked."""
 
 LEAD_NBYTES = 256 * MIB
-"""Of large storages, before small ones: 5 ms at the 55 GB/s of PCIe 5, in which a thread tells of some hundred."""
+"""Of large storages, before small ones: 5 ms of the copy of ``stall_gpu_blocking``, in which a thread tells of some
+hundred."""
 
 _NONE = range(0)
 
@@ -48,9 +50,8 @@ def runs_of(section: Section) -> tuple[Run, ...]:
     cut = next((number for number, (run, _) in enumerate(joined) if run.nbytes >= SHARED_NBYTES_MAX), 0)
     if cut == 0:
         return tuple(_with_units(joined, 0))
-    end = cut
-    while end < len(joined) and sum(run.nbytes for run, _ in joined[cut:end]) < LEAD_NBYTES:
-        end += 1
+    so_far = accumulate((run.nbytes for run, _ in joined[cut:]), initial=0)
+    end = cut + sum(1 for nbytes in takewhile(lambda nbytes: nbytes < LEAD_NBYTES, so_far))
     lead = joined[cut:end]
     shared = (joined[cut][0].place - section.begin) // UNIT_NBYTES
     # The unit in which the first large one begins may hold small ones too: it is complete when all have come.
