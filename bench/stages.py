@@ -18,9 +18,9 @@ import numpy as np
 
 from bench.beside import held_bytes
 from ckstore import forms, kernels
-from ckstore.chunks import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 from ckstore.format.wire import new_xxh3
 from ckstore.pipeline import identity_and_checksum
+from ckstore.write_blocks import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 
 REST = "rest"
 CHUNK_NBYTES = 4 << 20

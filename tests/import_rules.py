@@ -70,8 +70,9 @@ ALLOWED = {
     "chain_reader": CORE | {"decoder"},
     "restore_plan": CORE,
     "coding_thread": CORE | {"chain_reader", "decoder"},
+    "write_blocks": CORE | {"coding_thread"},
     "written": CORE,
-    "chunks": CORE | {"workers", "bases", "basing", "coding_thread", "written"},
+    "chunks": CORE | {"workers", "bases", "basing", "coding_thread", "write_blocks", "written"},
     "tiny_moments": set(),
     "lossy_task": CORE
     | {"written", "coding_thread", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
@@ -105,7 +106,8 @@ ALLOWED = {
     | {"lossy_device_task"},
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
-    | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing", "written"},
+    | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing", "written"}
+    | {"write_blocks"},
     "restore": CORE | {"fetch", "chain_reader", "decoder", "restore_plan"},
     "history": CORE,
     # Rules and plans know no files; the collector knows no rules; they meet in ``collection``.
@@ -149,13 +151,14 @@ ALLOWED = {
     "reporting": CORE | {"collection", "handle", "report"},
     # It tells the story of a commit in another process, with what a handle remembers in this one.
     "saver": GROUND
-    | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history", "policies"},
+    | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history", "policies"}
+    | {"write_blocks"},
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
     "pending": {"clock", "errors", "logs", "receipt"},
     "handed": CORE | {"pending", "saver", "staging"},
     "outstanding": {"config", "errors", "handed", "saver", "staging"},
-    "handover": CORE | {"handed", "outstanding", "pending", "receipt", "saver", "staging"},
+    "handover": CORE | {"handed", "outstanding", "pending", "receipt", "saver", "staging", "write_blocks"},
     # When to commit: arithmetic, what it is fed with, and signals.
     "advice": {"errors"},
     "interval": {"advice", "arguments", "clock", "errors"},

@@ -287,3 +287,11 @@ def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
     assert sum("ckstore" in name or "saver" in name or "commit" in name for name in result.samples) >= 2
     assert all(sample.value > 0 for samples in result.samples.values() for sample in samples)
     assert not any((tmp_path / "work").iterdir())
+
+
+def test_note_says_after_what_part_of_a_synchronous_commit_a_call_has_returned():
+    result = Result("async_wall", "s", is_higher_better=False)
+    for name, walls, returns in (("commit", (1.0, 2.0, 4.0), (9, 9, 9)), ("async", (7, 7, 7), (0.5, 0.5, 0.4))):
+        pairs = zip(walls, returns, strict=True)
+        result.samples[name] = [Sample(wall, {cases_async.RETURNED: returned}) for wall, returned in pairs]
+    assert cases_async._share_waited(result, "async", "commit") == 0.25

@@ -16,7 +16,7 @@ from ckstore import forms, kernels
 from ckstore.bases import Bases
 from ckstore.basing import Form
 from ckstore.coding_thread import CodingThread, thread_nbytes
-from ckstore.config import MIB, Policy, fit_memory
+from ckstore.config import Policy
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
 from ckstore.format.wire import new_xxh3
@@ -28,19 +28,11 @@ from ckstore.store.known import KnownFrame
 from ckstore.store.packer import Packer
 from ckstore.store.parts import Parts
 from ckstore.workers import Headcount, Step, Turns, run_in_turns
+from ckstore.write_blocks import WriteBlocks, threads_and_blocks
 from ckstore.written import Coded, NewFrame, Stored, depth_of, frame_id, located
-
-WRITE_BLOCK_NBYTES = 8 * MIB
-"""Measured: larger blocks gain nothing on the devices we have, smaller ones cost system calls."""
-
-WRITE_BLOCKS = 12
-"""Eight in flight, and some being filled; more gained nothing."""
 
 ROUNDING_NBYTES = 1
 """Payload of a chunk that is stored as a rounding; no other form of a large chunk is as short."""
-
-WRITE_BLOCKS_MIN = 3
-"""A frame may span two blocks while a third one is being written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +51,8 @@ class ChunkWriter:
     """The ticket of that arena's slot, where it stays as it is for as long as ``bases`` hold some of it."""
     headcount: Headcount = field(default_factory=Headcount, kw_only=True)
     """How many threads may begin chunks, at any time."""
+    blocks: WriteBlocks = field(default_factory=WriteBlocks, kw_only=True)
+    """Where the blocks come from that packs are written through."""
     _results: list[KnownFrame | NewFrame | None] = field(init=False)
     _placed: dict[ChunkId, NewFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
@@ -73,17 +67,15 @@ class ChunkWriter:
         has_bases = any(form.base for form in self.forms)
         # A thread that reads a base back waits for the disk; one more keeps the cores busy meanwhile.
         self._waiting_count = int(has_bases and policy.threads is None and policy.base_cache == "none")
-        self._thread_count, block_count = fit_memory(
-            policy.thread_count + self._waiting_count,
-            self._thread_nbytes(has_bases=has_bases),
-            WRITE_BLOCK_NBYTES,
-            buffers_wanted=WRITE_BLOCKS,
-            buffers_min=WRITE_BLOCKS_MIN,
-            memory_nbytes_max=policy.memory_nbytes_max,
+        self._thread_count, block_count = threads_and_blocks(
+            policy,
+            self.parts.limits,
+            spare_threads=self._waiting_count,
+            nbytes_a_thread=self._thread_nbytes(has_bases=has_bases),
         )
         self._results = [None] * len(self.plan.chunks)
         self._workers = [None] * self._thread_count
-        self._pool = BufferPool(WRITE_BLOCK_NBYTES, block_count)
+        self._pool = self.blocks.take(block_count)
         self._packer = Packer(
             self.parts.backend,
             self._pool,
@@ -131,7 +123,7 @@ class ChunkWriter:
     def flush(self) -> Stored:
         """Make the packs durable; return where every chunk lies."""
         refs = {ref.pack_id: ref for ref in self._packer.finish()}
-        self._pool.close()
+        self.blocks.give_back(self._pool)
         new: dict[ChunkId, KnownFrame] = {}
         frames, is_new, is_derived = [], [], []
         for result in self._results:
@@ -158,7 +150,7 @@ class ChunkWriter:
     def abandon(self) -> None:
         """Give up what was written; nothing refers to it."""
         self._packer.abandon()
-        self._pool.close()
+        self.blocks.give_back(self._pool)
 
     def _store_chunk(self, index: int, turn: AbstractContextManager[None], thread_index: int) -> None:
         thread = self._thread(thread_index)

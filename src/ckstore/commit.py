@@ -27,6 +27,7 @@ from ckstore.stale import Fingerprint, stale_warnings
 from ckstore.store.known import locate
 from ckstore.store.parts import Parts
 from ckstore.workers import Headcount, run_aside
+from ckstore.write_blocks import WriteBlocks
 from ckstore.written import Stored
 
 _log = logging.getLogger("ckstore")
@@ -50,6 +51,8 @@ class Request:
     """The ticket of that state where its bytes stay as they are for as long as ``bases`` hold some of them."""
     headcount: Headcount = field(default_factory=Headcount)
     """How many threads may hash and code, at any time."""
+    blocks: WriteBlocks = field(default_factory=WriteBlocks)
+    """Where the blocks come from that packs are written through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,13 @@ def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) ->
         from ckstore.lossy_chunks import LossyChunkWriter
 
         make = partial(LossyChunkWriter, lossy=basing.lossy)
-    return make(*what, is_steady=request.is_steady, kept_ticket=request.kept_ticket, headcount=request.headcount)
+    return make(
+        *what,
+        is_steady=request.is_steady,
+        kept_ticket=request.kept_ticket,
+        headcount=request.headcount,
+        blocks=request.blocks,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from ckstore.staging.stowage import Stowage, unchecked
 from ckstore.store.lease import note_abandoned
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
+from ckstore.write_blocks import threads_and_blocks
 
 _log = logging.getLogger("ckstore")
 
@@ -128,7 +129,7 @@ class Handover:
         # opening the store is told by the commit.
         with contextlib.suppress(CkstoreError):
             if saver.wait_ready(_START_SECONDS) and not self._lying.going:
-                saver.warm(_WARM_SECONDS)
+                saver.warm(threads_and_blocks(policy, self._parts.limits)[1], stowage.end, _WARM_SECONDS)
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
         """Return when what guards protect may be changed; a device is waited for, or else held on this stream only."""

@@ -61,8 +61,9 @@ class PretendSaver:
         self.calls.append("wait ready")
         return True
 
-    def warm(self, timeout=None):
+    def warm(self, block_count, nbytes, timeout=None):
         self.calls.append("warm")
+        self.warmed = block_count, nbytes
         return True
 
     def staged(self, ticket):

@@ -116,7 +116,7 @@ WORDS = [
     messages.Hurry(),
     messages.Forget(),
     messages.Release(1),
-    messages.Warm(1),
+    messages.Warm(1, 3, 0),
     messages.Quit(),
     begin(2, hold_ms=0),
 ]

@@ -39,7 +39,7 @@ TO_SAVER_SAMPLES = [
     messages.Forget(),
     messages.Quit(),
     messages.Hurry(),
-    messages.Warm(2),
+    messages.Warm(2, 12, 1 << 31),
 ]
 TO_TRAINER_SAMPLES = [
     messages.Ready(99),

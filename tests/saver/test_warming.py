@@ -14,15 +14,19 @@ import test_interrupted_lines
 from rig import SECONDS_MAX, Desk, noise, until
 from test_interrupted_lines import Interrupt
 
-from ckstore.config import MIB
+from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.saver import arena as arena_module
 from ckstore.saver import client as client_module
 from ckstore.saver import messages
 from ckstore.saver.arena import UNIT_NBYTES, Arena, Slot
 from ckstore.saver.tickets import Answers
+from ckstore.write_blocks import WRITE_BLOCK_NBYTES, WriteBlocks, threads_and_blocks
 
 UNITS = 6
+BLOCKS = 6
+"""Write blocks."""
+STATE_NBYTES = BLOCKS * WRITE_BLOCK_NBYTES
 
 
 @pytest.fixture
@@ -81,12 +85,68 @@ def test_saver_has_mapped_the_state_to_come_when_it_says_so(address):
         slot.reserve(UNITS * UNIT_NBYTES)
         slot.populate(0, UNITS * UNIT_NBYTES)
         assert mapped_nbytes(desk.saver.pid) < UNIT_NBYTES
-        assert desk.saver.warm(SECONDS_MAX)
+        assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
         assert mapped_nbytes(desk.saver.pid) >= UNITS * UNIT_NBYTES
         assert desk.commit(noise(1, 16 * MIB), 1).seq == 0
         assert desk.saver.release_lease(SECONDS_MAX), "the next question has its own answer"
     finally:
         desk.close()
+
+
+def own_nbytes(pid):
+    """Return the memory that a process has, without what it shares."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return int(status["RssAnon"].split()[0]) * 1024
+
+
+def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_to_forget(address):
+    desk = Desk(address)
+    try:
+        assert desk.saver.wait_ready(SECONDS_MAX)
+        cold = own_nbytes(desk.saver.pid)
+        assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
+        assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES
+        policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
+        for step in (1, 2):
+            desk.commit(noise(step, 16 * MIB), step, policy=policy)
+            assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES, step
+        desk.saver.forget_kept()
+        assert desk.saver.release_lease(SECONDS_MAX)
+        assert own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2
+    finally:
+        desk.close()
+
+
+def memory_for(block_count):
+    """Return a bound on memory within which a commit on one thread has so many blocks."""
+    limits = Limits()
+    for nbytes in range(56 * MIB, 256 * MIB, MIB):
+        if threads_and_blocks(Policy(threads=1, memory_nbytes_max=nbytes), limits) == (1, block_count):
+            return nbytes
+    raise AssertionError("there is none")
+
+
+def test_prewarm_has_as_many_blocks_taken_as_the_policy_allows(handing_store, savers):
+    few = Policy(threads=1, memory_nbytes_max=memory_for(BLOCKS))
+    handing_store.prewarm(noise(1), policy=few)
+    block_count, nbytes = savers[0].warmed
+    assert block_count == BLOCKS
+    assert noise(1)["w0"].nbytes <= nbytes < 2 * noise(1)["w0"].nbytes + MIB
+
+
+def test_saver_that_lacks_memory_for_blocks_maps_states_all_the_same(server, monkeypatch):
+    slot = server._arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    monkeypatch.setattr(Slot, "map_ahead", lambda slot: iter([mapped.append(slot)]))
+    mapped = []
+
+    def refuse(blocks, count):
+        raise CapacityError("no address space for buffers")
+
+    monkeypatch.setattr(WriteBlocks, "take", refuse)
+    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
+    assert mapped == [slot]
 
 
 @pytest.mark.parametrize("to_do", ["_jobs", "_held"])
@@ -105,14 +165,14 @@ def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server
             yield
 
     monkeypatch.setattr(Slot, "map_ahead", stepping)
-    server._warm()
+    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
     assert steps == ["unit", "unit"]
     getattr(server, to_do).clear()
-    server._warm()
+    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
     assert steps == ["unit"] * 8
     server._is_ending = True
-    server._warm()
-    assert steps == ["unit"] * 9
+    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
+    assert steps == ["unit"] * 8, "not even that, after the first block"
 
 
 def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(server, monkeypatch):
@@ -120,8 +180,8 @@ def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(serve
         raise CapacityError("no addresses")
 
     monkeypatch.setattr(Slot, "refresh", refuse)
-    server._take(messages.Warm(1))
-    assert list(server._jobs) == [messages.Warm(1)]
+    server._take(messages.Warm(1, BLOCKS, STATE_NBYTES))
+    assert list(server._jobs) == [messages.Warm(1, BLOCKS, STATE_NBYTES)]
 
 
 def test_what_moves_packs_is_known_when_a_saver_has_opened_its_store(server):
@@ -161,7 +221,7 @@ def test_nobody_waits_for_the_answer_of_a_saver_that_dies(address, is_asked_befo
     desk = Desk(address)
     assert desk.saver.wait_ready(SECONDS_MAX)
     os.kill(desk.saver.pid, signal.SIGSTOP)
-    thread = threading.Thread(target=desk.saver.warm, daemon=True)
+    thread = threading.Thread(target=desk.saver.warm, args=(BLOCKS, STATE_NBYTES), daemon=True)
     if is_asked_before:
         thread.start()
         until(lambda: desk.saver._answers._open)
@@ -182,7 +242,7 @@ def test_ctrl_c_while_one_asks_leaves_no_question_for_the_next_to_wait_behind(ad
         places = []
         while True:
             with contextlib.suppress(KeyboardInterrupt), Interrupt(1 + len(places)) as interrupt:
-                desk.saver.warm(SECONDS_MAX)
+                desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
             assert desk.saver.release_lease(SECONDS_MAX), interrupt.place
             assert desk.saver.is_alive, interrupt.place
             if interrupt.place is None:

@@ -13,7 +13,10 @@ import contextlib
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
 from types import TracebackType
+
+import numpy as np
 
 from ckstore.errors import CapacityError, UsageError
 from ckstore.io.os_calls import PAGE_NBYTES
@@ -118,6 +121,18 @@ class BufferPool:
             buffer = self._free.pop()
             buffer._is_out = True
             return buffer
+
+    def populate(self) -> Iterator[None]:
+        """Take memory for every block that is free, so that nobody waits for it later; yields after each.
+
+        In the order in which they will be handed out.
+        """
+        with self._condition:
+            views = [buffer.view for buffer in reversed(self._free)]
+        for view in views:
+            # A byte of each page: one that is written to has memory.
+            np.frombuffer(view, np.uint8)[::PAGE_NBYTES] = 0
+            yield
 
     def close(self) -> None:
         """Let go of the memory; blocks still out stay valid until they are released."""

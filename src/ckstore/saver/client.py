@@ -209,9 +209,9 @@ class Saver:
         """
         return self._ask(messages.Release, timeout, "give up the writer lease")
 
-    def warm(self, timeout: float | None = None) -> bool:
-        """Let the saver map what memory was taken in the arena; return whether it has answered within the timeout."""
-        return self._ask(messages.Warm, timeout, "map the memory of states to come")
+    def warm(self, block_count: int, nbytes: int, timeout: float | None = None) -> bool:
+        """Let the saver map the arena, and take write blocks for a state; return whether it has answered in time."""
+        return self._ask(partial(messages.Warm, block_count=block_count, nbytes=nbytes), timeout, "take memory ahead")
 
     def forget_kept(self) -> None:
         """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
@@ -279,7 +279,7 @@ class Saver:
         if self._owner != os.getpid():
             raise UsageError("a forked child cannot use its parent's saver", todo="open the store again")
 
-    def _ask(self, kind: type[messages.Release | messages.Warm], timeout: float | None, doing: str) -> bool:
+    def _ask(self, kind: type[messages.Release] | partial[messages.Warm], timeout: float | None, doing: str) -> bool:
         """Ask something that is answered in its turn, and wait for that; a dead saver answers everything."""
         self._check_owner()
         number, answered = self._answers.ask()

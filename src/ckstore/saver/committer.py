@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from ckstore.bases import Bases
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit import Request, commit
 from ckstore.config import EngineName
-from ckstore.errors import CkstoreError, SaverError
+from ckstore.errors import CapacityError, CkstoreError, SaverError
 from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
 from ckstore.receipt import Receipt, Stopwatch
@@ -32,6 +33,7 @@ from ckstore.store.lease import SaverPurpose
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import load_whole, resolve
 from ckstore.workers import Headcount
+from ckstore.write_blocks import WriteBlocks
 
 _log = logging.getLogger("ckstore")
 
@@ -73,6 +75,7 @@ class Committer:
         self._parts: Parts | None = None
         self._lease: GatedLease | None = None
         self._bases = Bases()
+        self._blocks = WriteBlocks(is_kept=True)
         self._fingerprint: Fingerprint | None = None
         self._seq_of: dict[int, int | None] = {}
         self._given_up: dict[int, tuple[int | None, int]] = {}
@@ -130,8 +133,15 @@ class Committer:
         self._bases, self._fingerprint = Bases(), None
 
     def forget_kept(self) -> None:
-        """Hold no bases any more, neither in a slot nor on the heap."""
+        """Hold nothing for the next commit any more: neither bases, in a slot or on the heap, nor write blocks."""
         self._bases.let_go()
+        self._blocks.let_go()
+
+    def warm(self, block_count: int, nbytes: int) -> Iterator[None]:
+        """Take memory that a commit of so many bytes wants; yields often, and need not be carried on."""
+        # What memory is too short for is told by the commit that wants it.
+        with contextlib.suppress(CapacityError):
+            yield from self._blocks.warm(block_count, nbytes)
 
     def close(self) -> None:
         """Give up the lease, and let go of the store."""
@@ -201,6 +211,7 @@ class Committer:
             is_steady=True,
             kept_ticket=ticket.number if ticket.may_keep else None,
             headcount=self._headcount,
+            blocks=self._blocks,
         )
         committed = commit(parts, request, watch)
         self._fingerprint = committed.fingerprint

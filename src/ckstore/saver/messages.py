@@ -88,12 +88,14 @@ class Release(NamedTuple):
 
 
 class Warm(NamedTuple):
-    """Trainer: memory was taken for states to come; map it now rather than when the first is read. Answered by Answer.
+    """Trainer: states will come; map memory that was taken for them now, and take what commits write through.
 
-    Whatever else is to be done comes first.
+    Whatever else is to be done comes first. Answered by Answer.
     """
 
     question: Count
+    block_count: Count
+    nbytes: Count
 
 
 class Forget(NamedTuple):

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import select
@@ -365,7 +366,7 @@ class Server:
                 self._committer.forget_kept()
                 self._free_slots()
             elif isinstance(job, messages.Warm):
-                self._warm()
+                self._warm(job)
                 self.channel.tell(messages.Answer(job.question))
             else:
                 self._committer.release()
@@ -376,12 +377,12 @@ class Server:
         """Whether whoever has waited since the last idle moment waits for this one too."""
         return isinstance(job, messages.Release | messages.Forget | messages.Warm) or job.number <= self._hurried_last
 
-    def _warm(self) -> None:
-        """Map what memory was taken for states to come, until there is something else to do."""
-        for slot in self._arena.slots:
-            for _ in slot.map_ahead():
-                if self._jobs or self._held or self._is_ending:
-                    return
+    def _warm(self, job: messages.Warm) -> None:
+        """Map what memory was taken for states to come, and take what else they need, until there is more to do."""
+        steps = [self._committer.warm(job.block_count, job.nbytes), *(slot.map_ahead() for slot in self._arena.slots)]
+        for _ in itertools.chain.from_iterable(steps):
+            if self._jobs or self._held or self._is_ending:
+                return
 
     def _free_slots(self) -> None:
         """Give back the slots of tickets that have ended, and that hold nothing of what the next one wants."""
