@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
-from ckstore.workers import Headcount, Turns, run_in_turns
+from ckstore.workers import Headcount, Turns, run_aside, run_in_turns
 
 SECONDS_MAX = 20
 
@@ -81,3 +83,35 @@ def test_a_thread_that_must_stop_halfway_through_the_work_lets_those_end_who_wai
 
     run_in_turns(10, 2, step, turns, on_failure=begun.abort, may_begin=headcount.admits)
     assert order == list(range(10))
+
+
+def aside(step):
+    run_aside(step, on_interrupt=lambda error: None)
+
+
+def in_turns(step):
+    run_in_turns(3, 2, lambda index, thread: step(), Turns(), on_failure=lambda: None)
+
+
+@pytest.mark.parametrize("run", [aside, in_turns])
+def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
+    class Held:
+        """What a caller has."""
+
+    def fail():
+        raise ValueError("this one")
+
+    def attempt():
+        held = Held()
+        try:
+            run(fail)
+        except ValueError:
+            return weakref.ref(held)
+        raise AssertionError("it has not failed")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert attempt()() is None
+    finally:
+        gc.enable()

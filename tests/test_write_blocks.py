@@ -1,134 +1,189 @@
-"""Protects the blocks of commits: kept where that is wanted, never two sets of them, never one that is in use."""
+"""Protects the blocks of commits: kept where that is wanted, never more than one commit has, never one in use."""
 
 from __future__ import annotations
 
+import gc
+import mmap
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckstore import write_blocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, UsageError
-from ckstore.io.buffers import BufferPool
+from ckstore.io.buffers import map_block
 from ckstore.write_blocks import WRITE_BLOCK_NBYTES, WRITE_BLOCKS, WRITE_BLOCKS_MIN, WriteBlocks, threads_and_blocks
 
 COUNT = 4
 NBYTES = COUNT * WRITE_BLOCK_NBYTES
+PRESENT = 1 << 63
 
 
-def own_nbytes():
-    """Return the memory of its own that this process has."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) * 1024
+def address_of(view):
+    return np.frombuffer(view, np.uint8).__array_interface__["data"][0]
 
 
-def is_closed(pool):
-    try:
-        pool.acquire(0).release()
-    except UsageError:
-        return True
-    return False
+def has_memory(view):
+    """Return whether all, none (False) or some (None) of the pages of a block have memory, by proc(5)."""
+    first, count = address_of(view) // mmap.PAGESIZE, len(view) // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+        pages.seek(8 * first)
+        there = np.frombuffer(pages.read(8 * count), np.uint64) & np.uint64(PRESENT)
+    return True if there.all() else None if there.any() else False
 
 
-def test_kept_blocks_are_those_of_the_next_commit():
-    blocks = WriteBlocks(is_kept=True)
-    pool = blocks.take(COUNT)
-    blocks.give_back(pool)
-    assert blocks.take(COUNT) is pool
-    assert blocks.take(COUNT) is not pool, "they are taken already"
+def addresses(pool):
+    """Return where the blocks of a pool lie, in the order in which they are handed out."""
+    buffers = [pool.acquire(0) for _ in range(pool.free_count)]
+    for buffer in reversed(buffers):
+        buffer.release()
+    return [address_of(buffer.view) for buffer in buffers]
 
 
-def test_blocks_that_are_not_kept_give_their_memory_back():
-    blocks = WriteBlocks()
-    pool = blocks.take(COUNT)
-    blocks.give_back(pool)
-    assert is_closed(pool)
-    assert blocks.take(COUNT) is not pool
+@pytest.fixture
+def kept():
+    return WriteBlocks(is_kept=True)
 
 
-def test_there_are_never_two_sets_of_blocks(monkeypatch):
-    blocks = WriteBlocks(is_kept=True)
-    few, many = blocks.take(COUNT), blocks.take(2 * COUNT)
-    blocks.give_back(few)
-    blocks.give_back(many)
-    assert is_closed(many), "others are kept already"
+def test_kept_blocks_are_those_of_the_next_commit(kept):
+    pool = kept.take(COUNT)
+    before = addresses(pool)
+    kept.give_back(pool)
+    assert addresses(kept.take(COUNT)) == before
+    assert not set(addresses(kept.take(COUNT))) & set(before), "they are taken already"
 
-    def refuse(*_):
-        assert is_closed(few), "given back before others are taken"
+
+def test_blocks_that_are_given_back_are_nobodys_any_more(kept):
+    pool = kept.take(COUNT)
+    kept.give_back(pool)
+    with pytest.raises(UsageError, match="closed"):
+        pool.acquire(0)
+
+
+def test_a_commit_of_fewer_blocks_frees_the_others_and_one_of_more_makes_the_missing(kept):
+    pool = kept.take(COUNT)
+    before = addresses(pool)
+    kept.give_back(pool)
+    fewer = kept.take(COUNT - 2)
+    assert addresses(fewer) == before[: COUNT - 2]
+    kept.give_back(fewer)
+    more = kept.take(COUNT)
+    assert addresses(more)[: COUNT - 2] == before[: COUNT - 2]
+    assert more.free_count == COUNT
+
+
+def test_memory_of_blocks_that_are_not_kept_is_given_back(kept, monkeypatch):
+    mapped = []
+
+    def noting(nbytes):
+        mapped.append(weakref.ref(array := np.empty(nbytes, np.uint8)))
+        return array.data
+
+    def alive():
+        gc.collect()
+        return sum(each() is not None for each in mapped)
+
+    monkeypatch.setattr(write_blocks, "map_block", noting)
+    for blocks, counts in ((WriteBlocks(), (0, 0)), (kept, (COUNT, 1))):
+        mapped.clear()
+        pool = blocks.take(COUNT)
+        blocks.give_back(pool)
+        del pool
+        assert alive() == counts[0]
+        pool = blocks.take(1)
+        blocks.give_back(pool)
+        del pool
+        assert alive() == counts[1]
+        blocks.let_go()
+        assert alive() == 0
+
+
+def test_a_block_that_is_out_or_lost_is_not_kept(kept):
+    pool = kept.take(COUNT)
+    out, lost = pool.acquire(), pool.acquire()
+    gone = {address_of(out.view), address_of(lost.view)}
+    lost.discard()
+    kept.give_back(pool)
+    again = kept.take(COUNT)
+    assert again.free_count == COUNT
+    assert not gone & set(addresses(again))
+    out.view[:1] = b"a"
+    out.release()
+    assert not gone & set(addresses(again))
+
+
+def test_blocks_that_are_given_back_twice_are_kept_once(kept):
+    pool = kept.take(COUNT)
+    before = addresses(pool)
+    kept.give_back(pool)
+    kept.give_back(pool)
+    assert addresses(kept.take(COUNT)) == before
+
+
+def test_never_more_blocks_are_kept_than_a_commit_has(kept):
+    pools = [kept.take(WRITE_BLOCKS), kept.take(WRITE_BLOCKS)]
+    for pool in pools:
+        kept.give_back(pool)
+    assert len(kept._kept) == WRITE_BLOCKS
+
+
+def test_warm_blocks_have_their_memory_before_they_are_wanted(kept):
+    steps = kept.warm(COUNT, NBYTES)
+    for count in range(1, COUNT + 1):
+        next(steps)
+        assert [has_memory(block) for block in kept._kept] == [True] * count
+    assert next(steps, "over") == "over"
+    warm = [address_of(block) for block in kept._kept]
+    pool = kept.take(COUNT)
+    assert addresses(pool) == warm
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 2), (WRITE_BLOCK_NBYTES, 3), (1 << 62, COUNT)])
+def test_as_many_blocks_are_warmed_as_a_state_fills(kept, nbytes, count):
+    list(kept.warm(COUNT, nbytes))
+    assert [has_memory(block) for block in kept._kept] == [True] * count
+    assert kept.take(COUNT).free_count == COUNT
+
+
+def test_blocks_that_are_kept_are_not_made_anew_to_be_warmed(kept):
+    pool = kept.take(COUNT)
+    before = addresses(pool)
+    kept.give_back(pool)
+    list(kept.warm(COUNT, NBYTES))
+    assert addresses(kept.take(COUNT)) == before
+
+
+def test_warming_touches_nothing_that_a_commit_has_taken(kept):
+    steps = kept.warm(COUNT, NBYTES)
+    next(steps)
+    pool = kept.take(COUNT)
+    buffers = [pool.acquire() for _ in range(COUNT)]
+    for buffer in buffers:
+        buffer.view[:] = b"\x07" * WRITE_BLOCK_NBYTES
+    assert list(steps) == []
+    assert all(bytes(buffer.view) == b"\x07" * WRITE_BLOCK_NBYTES for buffer in buffers)
+
+
+def test_blocks_that_no_addresses_are_left_for_are_an_error_and_what_is_kept_stays_usable(kept, monkeypatch):
+    next(kept.warm(COUNT, NBYTES))
+
+    def refuse(nbytes):
         raise CapacityError("no address space for buffers")
 
-    monkeypatch.setattr(write_blocks, "BufferPool", refuse)
-    with pytest.raises(CapacityError):
-        blocks.take(2 * COUNT)
+    with monkeypatch.context() as patched:
+        patched.setattr(write_blocks, "map_block", refuse)
+        with pytest.raises(CapacityError):
+            list(kept.warm(COUNT, NBYTES))
+        assert kept.take(1).free_count == 1
+        with pytest.raises(CapacityError):
+            kept.take(1)
+    assert kept.take(COUNT).free_count == COUNT
 
 
-def test_blocks_of_which_one_is_out_or_lost_are_not_kept():
-    blocks = WriteBlocks(is_kept=True)
-    pool = blocks.take(COUNT)
-    out = pool.acquire()
-    blocks.give_back(pool)
-    assert is_closed(pool)
-    out.release()
-    pool = blocks.take(COUNT)
-    pool.acquire().discard()
-    blocks.give_back(pool)
-    assert is_closed(pool)
-    assert blocks.take(COUNT).free_count == COUNT
-
-
-def test_blocks_that_are_given_back_twice_stay_in_use():
-    blocks = WriteBlocks(is_kept=True)
-    pool = blocks.take(COUNT)
-    blocks.give_back(pool)
-    blocks.give_back(pool)
-    assert not is_closed(pool)
-    assert blocks.take(COUNT) is pool
-
-
-def test_warm_blocks_have_their_memory_before_they_are_wanted():
-    blocks = WriteBlocks(is_kept=True)
-    before = own_nbytes()
-    steps = blocks.warm(COUNT, NBYTES)
-    for index in range(1, COUNT + 1):
-        next(steps)
-        assert own_nbytes() > before + index * WRITE_BLOCK_NBYTES - MIB
-    assert next(steps, "over") == "over"
-    pool = blocks.take(COUNT)
-    warm = own_nbytes()
-    for buffer in [pool.acquire() for _ in range(COUNT)]:
-        buffer.view[:] = bytes([7]) * WRITE_BLOCK_NBYTES
-        buffer.release()
-    assert own_nbytes() < warm + WRITE_BLOCK_NBYTES, "no block took memory anew"
-    blocks.give_back(pool)
-    del buffer
-    blocks.let_go()
-    assert is_closed(pool)
-
-
-def test_a_small_state_has_few_blocks_warmed():
-    blocks = WriteBlocks(is_kept=True)
-    before = own_nbytes()
-    list(blocks.warm(COUNT, 0))
-    assert before + 2 * WRITE_BLOCK_NBYTES - MIB < own_nbytes() < before + 3 * WRITE_BLOCK_NBYTES
-    assert blocks.take(COUNT).free_count == COUNT
-
-
-def test_warming_that_is_broken_off_leaves_blocks_that_are_whole():
-    blocks = WriteBlocks(is_kept=True)
-    next(blocks.warm(COUNT, NBYTES))
-    pool = blocks.take(COUNT)
-    assert pool.free_count == COUNT
-    blocks.give_back(pool)
-    list(blocks.warm(COUNT, NBYTES))
-    assert blocks.take(COUNT) is pool
-
-
-def test_the_block_that_is_handed_out_first_is_populated_first():
-    pool = BufferPool(16 * MIB, 2)
-    next(pool.populate())
-    before = own_nbytes()
-    pool.acquire().view[:] = bytes(16 * MIB)
-    assert own_nbytes() < before + 20 * MIB, "only what was made here took memory"
+def test_a_block_has_no_memory_before_it_is_used():
+    assert has_memory(map_block(WRITE_BLOCK_NBYTES)) is False
 
 
 def test_threads_and_blocks_fit_the_memory_of_the_policy():

@@ -75,7 +75,7 @@ class Policy:
         threads: Threads that hash and code; None: one per core, at most eight.
         memory_nbytes_max: Bound on buffers and scratch space, beyond the state itself; bases that are kept and samples
             (0.4% of the state each, for the last commit and its keyframe) come on top. The process that saves in the
-            background keeps its buffers from one commit to the next.
+            background keeps its write buffers, 96 MiB at most, from one commit to the next.
         on_busy: What a background commit does while an earlier one is still being written: ``"wait"`` for it;
             ``"skip"``, which stores nothing and says so; ``"replace"`` a staged one that still waits for its turn, for
             which there is room for two states; one that ``Pending.wait_staged`` or ``is_staged`` has said to be staged

@@ -55,7 +55,7 @@ _START_SECONDS = 30.0
 """For a saver to open the store, where nothing needs it yet."""
 
 _WARM_SECONDS = 2.0
-"""For a saver to map memory. What is left then is mapped later, or when it is read."""
+"""For a saver to take and map memory. What is left then comes later, or when it is used."""
 
 _HOLD_MS = 10
 """Until a saver begins with what is staged by then, where copies take every processor: a call that returns in 5 ms

@@ -159,7 +159,8 @@ def run_in_turns(
             if thread.ident is not None:
                 thread.join()
     if failures:
-        raise failures[0]
+        # Out of the list: an error that this frame has keeps the frame, and it all that its callers have.
+        raise failures.pop(0)
 
 
 def _start_thread(work: Callable[[], None]) -> None:
@@ -204,7 +205,7 @@ def run_aside(
             _wait_in_any_case(ended)
         raise
     if failures:
-        raise failures[0]
+        raise failures.pop(0)
     return results[0]
 
 

@@ -4,18 +4,20 @@ Taking them anew can cost a commit more than writing what they hold first: where
 system makes room for each huge page, which takes it milliseconds (``async_wall``).
 
 Invariants:
-- Blocks are kept only when all of them came back: none is in flight, and none was lost.
-- There are never two sets of blocks: what was kept and does not fit is given back before others are taken.
+- A block is kept only when nobody has it any more: none that is in flight, and none that was lost.
+- Never more are kept than one commit has; what the next one does not take gives its memory back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+
+import numpy as np
 
 from ckstore.coding_thread import thread_nbytes
 from ckstore.config import MIB, Limits, Policy, fit_memory
-from ckstore.io.buffers import BufferPool
+from ckstore.io.buffers import BufferPool, map_block
+from ckstore.io.os_calls import PAGE_NBYTES
 
 WRITE_BLOCK_NBYTES = 8 * MIB
 """Measured: larger blocks gain nothing on the devices we have, smaller ones cost system calls."""
@@ -36,48 +38,49 @@ class WriteBlocks:
 
     def __init__(self, *, is_kept: bool = False) -> None:
         self._is_kept = is_kept
-        self._pool: BufferPool | None = None
+        self._kept: list[memoryview] = []
 
     def take(self, count: int) -> BufferPool:
-        """Return so many blocks, the kept ones if they are as many.
+        """Return so many blocks, the kept ones first; commits that read bases have fewer than others.
 
         Raises:
             CapacityError: The address space is exhausted.
         """
-        pool, self._pool = self._pool, None
-        if pool is not None and pool.count == count:
-            return pool
-        if pool is not None:
-            pool.close()
-        return BufferPool(WRITE_BLOCK_NBYTES, count)
+        blocks, self._kept = self._kept[:count], []
+        blocks += [map_block(WRITE_BLOCK_NBYTES) for _ in range(count - len(blocks))]
+        return BufferPool(WRITE_BLOCK_NBYTES, count, blocks=blocks)
 
     def give_back(self, pool: BufferPool) -> None:
-        """Take back what was handed out, if it was not taken back before; nothing of it is used any more."""
-        if self._is_kept and self._pool in (None, pool) and pool.free_count == pool.count:
-            self._pool = pool
-        else:
-            pool.close()
+        """Take back what was handed out; nothing of it is used any more, but blocks that were lost."""
+        blocks = pool.dissolve()
+        if self._is_kept:
+            self._kept = [*self._kept, *blocks][:WRITE_BLOCKS]
 
     def warm(self, count: int, nbytes: int) -> Iterator[None]:
-        """Take blocks, and memory for as many as a commit of so many bytes fills, before they are wanted; yields often.
+        """Take memory for as many blocks as a commit fills, before they are wanted; yields after each.
 
         Args:
-            count: How many blocks.
+            count: The most blocks that it will have.
             nbytes: Of the state that will be committed.
 
         Raises:
             CapacityError: The address space is exhausted.
         """
         assert self._is_kept, "nobody would find them"
-        self._pool = self.take(count)
-        # The first block holds a little more than the state, and so does the last.
-        yield from islice(self._pool.populate(), 2 + nbytes // WRITE_BLOCK_NBYTES)
+        # One more than it fills for frames' headers and a directory.
+        for index in range(min(count, 2 + nbytes // WRITE_BLOCK_NBYTES)):
+            if index == len(self._kept):
+                self._kept.append(map_block(WRITE_BLOCK_NBYTES))
+            # A byte of each page: one that is written to has memory.
+            np.frombuffer(self._kept[index], np.uint8)[::PAGE_NBYTES] = 0
+            yield
+            if index >= len(self._kept):
+                # A commit has taken them meanwhile.
+                return
 
     def let_go(self) -> None:
         """Give back the memory of what is kept."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        self._kept = []
 
 
 def threads_and_blocks(

@@ -1,4 +1,4 @@
-"""Memory of states to come is mapped by the saver before they come: that takes none, and keeps nobody waiting."""
+"""What states to come need is mapped or taken by the saver before they come, and that keeps nobody waiting."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import test_interrupted_lines
-from rig import SECONDS_MAX, Desk, noise, until
+from rig import SECONDS_MAX, Desk, equal, noise, packs_nbytes, restored, until
 from test_interrupted_lines import Interrupt
 
+from ckstore import write_blocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.saver import arena as arena_module
@@ -108,13 +109,61 @@ def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_t
         assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES
         policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
         for step in (1, 2):
-            desk.commit(noise(step, 16 * MIB), step, policy=policy)
-            assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES, step
+            desk.commit(noise(step, 64 * MIB), step, policy=policy)
+            own = own_nbytes(desk.saver.pid) - cold
+            assert BLOCKS * WRITE_BLOCK_NBYTES <= own < (2 * BLOCKS - 1) * WRITE_BLOCK_NBYTES, step
         desk.saver.forget_kept()
+        until(lambda: own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
+    finally:
+        desk.close()
+
+
+def test_saver_whose_trainer_takes_the_run_back_keeps_no_blocks(address):
+    desk = Desk(address)
+    try:
+        assert desk.saver.wait_ready(SECONDS_MAX)
+        cold = own_nbytes(desk.saver.pid)
+        assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
         assert desk.saver.release_lease(SECONDS_MAX)
         assert own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2
     finally:
         desk.close()
+
+
+def test_commits_of_a_saver_share_their_blocks_also_where_they_have_not_as_many(desk):
+    cold = own_nbytes(desk.saver.pid) if desk.saver.wait_ready(SECONDS_MAX) else 0
+    few, many = (Policy(compression="none", threads=1, memory_nbytes_max=memory_for(count)) for count in (3, 12))
+    states = [noise(step, 100 * MIB) for step in range(4)]
+    most = []
+    for step, (state, policy) in enumerate(zip(states, (many, few, many, few), strict=True)):
+        desk.commit(state, step, policy=policy)
+        most.append((own_nbytes(desk.saver.pid) - cold) // WRITE_BLOCK_NBYTES)
+    assert max(most) < 12 + 5, "beside them a saver has some buffers of its own"
+    assert max(most[1], most[3]) < 3 + 5
+    for step, state in enumerate(states):
+        assert equal(restored(desk.address, step), state), step
+
+
+def test_blocks_of_a_commit_that_failed_are_those_of_the_next(desk):
+    assert desk.saver.wait_ready(SECONDS_MAX)
+    cold = own_nbytes(desk.saver.pid)
+    policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
+    for step in range(4):
+        handed = desk.begin(noise(step, 100 * MIB), step, policy=policy).stage(units=20)
+        until(lambda: packs_nbytes(desk.address) > 16 * MIB, "some of it being written")
+        desk.saver.abort(handed.number)
+        with pytest.raises(SaverError, match="given up"):
+            handed.wait()
+    receipt = desk.commit(noise(9, 100 * MIB), 9, policy=policy)
+    assert own_nbytes(desk.saver.pid) - cold < (BLOCKS + 5) * WRITE_BLOCK_NBYTES
+    assert equal(restored(desk.address, receipt.step), noise(9, 100 * MIB))
+
+
+@pytest.mark.parametrize("block_count", [0, 1 << 40])
+def test_blocks_that_no_commit_has_are_not_understood(server, block_count):
+    with pytest.raises(MalformedError, match="write blocks"):
+        server._take(messages.Warm(1, block_count, STATE_NBYTES))
+    assert not server._jobs
 
 
 def memory_for(block_count):
@@ -138,15 +187,36 @@ def test_saver_that_lacks_memory_for_blocks_maps_states_all_the_same(server, mon
     slot = server._arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.populate(0, 2 * UNIT_NBYTES)
-    monkeypatch.setattr(Slot, "map_ahead", lambda slot: iter([mapped.append(slot)]))
     mapped = []
 
-    def refuse(blocks, count):
+    def map_ahead(slot):
+        mapped.append(slot)
+        yield
+
+    def refuse(nbytes):
         raise CapacityError("no address space for buffers")
 
-    monkeypatch.setattr(WriteBlocks, "take", refuse)
+    monkeypatch.setattr(Slot, "map_ahead", map_ahead)
+    monkeypatch.setattr(write_blocks, "map_block", refuse)
     server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
     assert mapped == [slot]
+
+
+@pytest.mark.parametrize("to_do", ["_jobs", "_held"])
+def test_saver_that_takes_blocks_ahead_stops_when_there_is_something_to_do(server, monkeypatch, to_do):
+    steps = []
+    real = WriteBlocks.warm
+
+    def stepping(blocks, count, nbytes):
+        for _ in real(blocks, count, nbytes):
+            steps.append("block")
+            if len(steps) == 2:
+                getattr(server, to_do).append(messages.Forget())
+            yield
+
+    monkeypatch.setattr(WriteBlocks, "warm", stepping)
+    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
+    assert steps == ["block", "block"]
 
 
 @pytest.mark.parametrize("to_do", ["_jobs", "_held"])

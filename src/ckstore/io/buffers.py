@@ -2,7 +2,7 @@
 
 Invariants:
 - Every block starts at a multiple of 4096, so that O_DIRECT takes it; most lie on huge pages.
-- No more than ``count`` blocks are out; memory is touched only when a block is first used, and the
+- No more than ``count`` blocks are out; a pool touches no memory before a block is used, and the
   block returned last is handed out first, so that a pool used little stays small.
 - A block that the kernel may still write to is never handed out again: it is discarded.
 """
@@ -13,10 +13,8 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from types import TracebackType
-
-import numpy as np
 
 from ckstore.errors import CapacityError, UsageError
 from ckstore.io.os_calls import PAGE_NBYTES
@@ -58,12 +56,13 @@ class BufferPool:
     Args:
         block_nbytes: Size of each block, a multiple of 4096.
         count: How many blocks can be out at once.
+        blocks: As many, made by ``map_block``, of which the first is handed out first; None: they are made here.
 
     Raises:
         CapacityError: The address space is exhausted.
     """
 
-    def __init__(self, block_nbytes: int, count: int) -> None:
+    def __init__(self, block_nbytes: int, count: int, *, blocks: Sequence[memoryview] | None = None) -> None:
         if block_nbytes <= 0 or block_nbytes % PAGE_NBYTES or count <= 0:
             where = f"BufferPool({block_nbytes}, {count})"
             raise UsageError("blocks must be a multiple of 4096 bytes, and at least one", where=where)
@@ -71,9 +70,11 @@ class BufferPool:
         self.count = count
         self._condition = threading.Condition()
         self._is_closed = False
-        whole = _map_aligned(block_nbytes * count)
-        views = [whole[i * block_nbytes : (i + 1) * block_nbytes] for i in range(count)]
-        self._free = [AlignedBuffer(view, self) for view in reversed(views)]
+        if blocks is None:
+            whole = map_block(block_nbytes * count)
+            blocks = [whole[i * block_nbytes : (i + 1) * block_nbytes] for i in range(count)]
+        assert [len(block) for block in blocks] == [block_nbytes] * count, "other blocks than were asked for"
+        self._free = [AlignedBuffer(block, self) for block in reversed(blocks)]
         self._live_count = count
 
     @property
@@ -122,24 +123,18 @@ class BufferPool:
             buffer._is_out = True
             return buffer
 
-    def populate(self) -> Iterator[None]:
-        """Take memory for every block that is free, so that nobody waits for it later; yields after each.
-
-        In the order in which they will be handed out.
-        """
-        with self._condition:
-            views = [buffer.view for buffer in reversed(self._free)]
-        for view in views:
-            # A byte of each page: one that is written to has memory.
-            np.frombuffer(view, np.uint8)[::PAGE_NBYTES] = 0
-            yield
-
     def close(self) -> None:
         """Let go of the memory; blocks still out stay valid until they are released."""
+        self.dissolve()
+
+    def dissolve(self) -> list[memoryview]:
+        """Close the pool, and return the blocks that nobody has any more, the one first that was next."""
         with self._condition:
             self._is_closed = True
+            blocks = [buffer.view for buffer in reversed(self._free)]
             self._free.clear()
             self._condition.notify_all()
+        return blocks
 
     def __enter__(self) -> BufferPool:
         return self
@@ -182,7 +177,12 @@ def untouched(nbytes: int) -> memoryview:
         raise MemoryError from error
 
 
-def _map_aligned(nbytes: int) -> memoryview:
+def map_block(nbytes: int) -> memoryview:
+    """Return memory that begins on a huge page, and takes room only where it is written to.
+
+    Raises:
+        CapacityError: The address space is exhausted.
+    """
     # Huge pages make long transfers of few pieces; the mapping is a little larger, so that it can begin on one.
     try:
         mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -131,6 +131,8 @@ class Committer:
         self._parts.lease.release()
         self._parts.look_again()
         self._bases, self._fingerprint = Bases(), None
+        # The trainer commits by itself now, with blocks of its own.
+        self._blocks.let_go()
 
     def forget_kept(self) -> None:
         """Hold nothing for the next commit any more: neither bases, in a slot or on the heap, nor write blocks."""
@@ -139,8 +141,8 @@ class Committer:
 
     def warm(self, block_count: int, nbytes: int) -> Iterator[None]:
         """Take memory that a commit of so many bytes wants; yields often, and need not be carried on."""
-        # What memory is too short for is told by the commit that wants it.
-        with contextlib.suppress(CapacityError):
+        # What there are no addresses for is told by the commit that wants it.
+        with contextlib.suppress(CapacityError, MemoryError):
             yield from self._blocks.warm(block_count, nbytes)
 
     def close(self) -> None:

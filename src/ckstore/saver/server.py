@@ -32,6 +32,7 @@ from ckstore.saver.messages import Message
 from ckstore.saver.priority import Priority
 from ckstore.saver.process import HELD_SIGNALS, Watch
 from ckstore.saver.state import Board, Ticket
+from ckstore.write_blocks import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 
 _log = logging.getLogger("ckstore")
 
@@ -192,6 +193,8 @@ class Server:
         elif isinstance(message, (messages.Release, messages.Forget)):
             self._add(message)
         elif isinstance(message, messages.Warm):
+            if not WRITE_BLOCKS_MIN <= message.block_count <= WRITE_BLOCKS:
+                raise MalformedError("write blocks were asked for that no commit has", where=repr(message))
             for slot in self._arena.slots:
                 # What it is too short of memory for is told by the ticket that wants it.
                 with contextlib.suppress(CapacityError):
