@@ -119,7 +119,7 @@ class Background(Advising):
                 raise
 
     def prewarm(self, state: Any, *, policy: Policy | None = None) -> None:
-        """Start the saver, take the memory that a state needs, there too, and map it, before the first commit.
+        """Start the saver, and take and map what memory a state needs in both processes, before the first commit.
 
         Args:
             state: What will be committed; it is looked at and not stored.

