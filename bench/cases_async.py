@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from bench import background, histories, machine
 from bench.measure import Participant, Result, Sample, interleave
@@ -92,8 +94,62 @@ def async_wall(bench: Bench) -> Result:
 
 def _share_waited(result: Result, name: str, base: str) -> float:
     """Return after what part of the time of a synchronous commit the call returned; the median over rounds."""
-    pairs = zip(result.samples[name], result.samples[base], strict=True)
-    return statistics.median(float(str(sample.facts[RETURNED])) / other.value for sample, other in pairs)
+    pairs = zip(_numbers(result, name, RETURNED), result.samples[base], strict=True)
+    return statistics.median(returned / other.value for returned, other in pairs)
+
+
+def _numbers(result: Result, name: str, fact: str) -> list[float]:
+    """Return one of the facts of each round."""
+    return [float(str(sample.facts[fact])) for sample in result.samples[name]]
+
+
+def async_pages(bench: Bench) -> Result:
+    """Take the memory that a state is staged in, and commit through it: in huge pages, and in small ones only."""
+    result = bench.result("async_pages", "s", is_higher_better=False)
+    result.columns = ("prewarm_s", RETURNED)
+    state, place = dict(bench.state), bench.folder / "store"
+    if bench.has_ckstore is not None:
+        result.unusable["ckstore"] = bench.has_ckstore
+        return result
+    machine.check_space(bench.folder, int(3.5 * histories.nbytes_of(bench.state)))
+    from ckstore.saver.shared_pages import Mapping
+
+    def committing(*, is_huge: bool, is_prewarmed: bool) -> Participant:
+        def run() -> Sample:
+            small = patch.object(Mapping, "take_huge_pages", lambda *_, **__: None)
+            with nullcontext() if is_huge else small, open_store(place, "none") as store:
+                began = time.perf_counter()
+                if is_prewarmed:
+                    store.prewarm(state)
+                warmed = time.perf_counter()
+                background.change(state)
+                began_commit = time.perf_counter()
+                pending = store.commit_async(state, 0)
+                returned = time.perf_counter() - began_commit
+                receipt = pending.result()
+                seconds = time.perf_counter() - began_commit
+            machine.remove_tree(place)
+            took = warmed - began if is_prewarmed else 0.0
+            return Sample(seconds, {**facts_of(receipt), "prewarm_s": took, RETURNED: returned})
+
+        return run
+
+    kinds = {"": True, " not prewarmed": False}
+    participants = {
+        f"commit{how}, {pages} pages": committing(is_huge=pages == "huge", is_prewarmed=is_prewarmed)
+        for how, is_prewarmed in kinds.items()
+        for pages in ("huge", "small")
+    }
+    interleave(result, participants, bench.rounds)
+    for how, is_prewarmed in kinds.items():
+        names = [f"commit{how}, {pages} pages" for pages in ("huge", "small")]
+        result.add_ratios([names[0]], [names[1]])
+        for fact, what in (("prewarm_s", "prewarm takes"), (RETURNED, "the call returns after")):
+            if is_prewarmed or fact == RETURNED:
+                huge, small = (statistics.median(_numbers(result, name, fact)) for name in names)
+                times = f"{huge:.2g} s with huge pages, {small:.2g} s with small ones"
+                result.notes.append(f"the first commit{how}: {what} {times}")
+    return result
 
 
 def async_memory(bench: Bench) -> Result:
@@ -238,6 +294,7 @@ def main() -> int:
 
 CASES: dict[str, Callable[[Bench], Result]] = {
     "async_wall": async_wall,
+    "async_pages": async_pages,
     "async_memory": async_memory,
     "async_thousand": async_thousand,
 }

@@ -35,6 +35,7 @@ BACKGROUND_CASES = (
     "stall_python_loop",
     "async_wall",
     "async_memory",
+    "async_pages",
     "async_thousand",
 )
 """Whose medians and notes stand in docs/BENCH.md as they are."""

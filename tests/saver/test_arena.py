@@ -182,7 +182,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_no_signal(arena, monkeypatc
 
     slot = arena.slots[0]
     slot.reserve(UNIT_NBYTES)
-    monkeypatch.setattr(arena_module._libc, "madvise", refuse)
+    monkeypatch.setattr(arena_module.libc, "madvise", refuse)
     with pytest.raises(CapacityError, match="use commit, which needs no second copy") as caught:
         slot.populate(0, 1)
     assert caught.value.errno == problem
@@ -196,7 +196,7 @@ def test_old_kernels_that_cannot_populate_allocate_instead(arena, monkeypatch):
 
     slot = arena.slots[0]
     slot.reserve(UNIT_NBYTES)
-    monkeypatch.setattr(arena_module._libc, "madvise", is_unknown)
+    monkeypatch.setattr(arena_module.libc, "madvise", is_unknown)
     slot.populate(0, UNIT_NBYTES)
     assert slot.is_populated(0, UNIT_NBYTES)
     assert os.fstat(arena.fd).st_blocks * 512 >= UNIT_NBYTES
@@ -331,7 +331,7 @@ def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.populate(0, 2 * UNIT_NBYTES)
-    punch = arena_module._libc.fallocate
+    punch = arena_module.libc.fallocate
 
     class Interrupted:
         def __getattr__(self, name):
@@ -342,7 +342,7 @@ def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "_libc", Interrupted())
+        patch.setattr(arena_module, "libc", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             slot.give_back()
     assert not slot.is_populated(0, 2 * UNIT_NBYTES)

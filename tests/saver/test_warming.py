@@ -67,12 +67,12 @@ def test_kernels_that_cannot_map_ahead_map_when_it_is_read(arena, monkeypatch):
     slot = arena.slots[0]
     slot.reserve(UNITS * UNIT_NBYTES)
     slot.populate(0, UNITS * UNIT_NBYTES)
-    real = arena_module._libc.madvise
+    real = arena_module.libc.madvise
     refusing = SimpleNamespace(madvise=lambda *args: -1 if args[2] == 22 else real(*args))
-    refusing.mincore = arena_module._libc.mincore
+    refusing.mincore = arena_module.libc.mincore
     slot.view(5 * UNIT_NBYTES, 1)[:] = b"a"
     with monkeypatch.context() as patched:
-        patched.setattr(arena_module, "_libc", refusing)
+        patched.setattr(arena_module, "libc", refusing)
         assert not list(slot.map_ahead())
     other = Arena.attach(os.dup(arena.fd))
     assert bytes(other.slots[0].view(5 * UNIT_NBYTES, 1)) == b"a"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
 from ckstore.forks import leave_in_children
-from ckstore.leaves import writable_view_of
+from ckstore.saver.shared_pages import MADV_POPULATE_READ, MADV_POPULATE_WRITE, Mapping, libc
 
 UNIT_NBYTES = 4 * MIB
 """What one mark stands for."""
@@ -49,40 +49,7 @@ _MAGIC_FIELD, _COUNT_FIELD, _FIRST_FIELD = 0, 1, 8
 _TICKET, _STATE, _CAPACITY, _FIELDS = 0, 1, 2, 8
 _FACTS_NBYTES = 4096
 
-_PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
-_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 14, 22, 23
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-class _Mapping:
-    """A part of the memfd in this process's addresses; gone when nothing views it any more.
-
-    Not ``mmap``: that keeps a descriptor of its own, which forked children would inherit.
-    """
-
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        address = _libc.mmap(None, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED, fd, offset)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise _no_memory(nbytes, ctypes.get_errno())
-        self.address: int = address
-        self.nbytes = nbytes
-        # Not at exit: a thread may be copying until the very end, and the kernel unmaps what is left.
-        weakref.finalize(self, _unmap, os.getpid(), address, nbytes).atexit = False
-        _libc.madvise(address, nbytes, _MADV_DONTFORK)
-        # Where the system allows it; 4 KiB pages do as well.
-        _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        assert 0 <= offset <= offset + nbytes <= self.nbytes
-        return writable_view_of(self.address + offset, nbytes, self)
 
 
 class Slot:
@@ -94,7 +61,7 @@ class Slot:
         self._base = _HEADER_NBYTES + index * _SLOT_STRIDE
         first = _FIRST_FIELD + index * _FIELDS
         self._facts = arena.facts[first : first + _FIELDS]
-        self._mapping: _Mapping | None = None
+        self._mapping: Mapping | None = None
         self._populated: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._taken: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.release_devices: Callable[[], bool] | None = None
@@ -141,15 +108,13 @@ class Slot:
     @property
     def address(self) -> int:
         """Where its bytes lie in this process."""
-        assert self._mapping is not None, "a slot without room has no address"
-        return self._mapping.address + DATA_OFFSET
+        return self._mapped.address + DATA_OFFSET
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return some of its bytes, writable, without a copy."""
         if nbytes == 0:
             return memoryview(bytearray())
-        assert self._mapping is not None, "a slot without room has no bytes"
-        return self._mapping.view(DATA_OFFSET + offset, nbytes)
+        return self._mapped.view(DATA_OFFSET + offset, nbytes)
 
     def reserve(self, nbytes: int) -> None:
         """Make room; what lay in the slot is still there. The other process sees it by ``refresh``.
@@ -190,8 +155,13 @@ class Slot:
         """Whether some of its bytes can be written without taking memory."""
         return bool(self._populated[offset // UNIT_NBYTES : units_of(offset + nbytes)].all())
 
-    def populate(self, offset: int, nbytes: int) -> None:
+    def populate(self, offset: int, nbytes: int, *, is_ahead: bool = False) -> None:
         """Take memory for some of its bytes; what has been populated costs nothing.
+
+        Args:
+            offset: Where they begin.
+            nbytes: How many they are.
+            is_ahead: No state waits for it yet, and looking for huge pages may take longer.
 
         Raises:
             CapacityError: There is no memory left.
@@ -199,7 +169,10 @@ class Slot:
         first, last = offset // UNIT_NBYTES, units_of(offset + nbytes)
         for unit in range(first, last):
             if not self._populated[unit]:
-                self._take_memory(DATA_OFFSET + unit * UNIT_NBYTES, UNIT_NBYTES)
+                place = DATA_OFFSET + unit * UNIT_NBYTES
+                if not self._taken[unit]:
+                    self._mapped.take_huge_pages(place, UNIT_NBYTES, is_ahead=is_ahead)
+                self._take_memory(place, UNIT_NBYTES)
                 self._populated[unit] = self._taken[unit] = True
 
     def map_ahead(self) -> Iterator[bool]:
@@ -214,8 +187,8 @@ class Slot:
             address = mapping.address + DATA_OFFSET + unit * UNIT_NBYTES
             is_there = ctypes.create_string_buffer(UNIT_NBYTES // mmap.PAGESIZE)
             # The other process may have taken memory for some units only, and pages that are not there would be made.
-            is_whole = _libc.mincore(address, UNIT_NBYTES, is_there) == 0 and b"\0" not in is_there.raw
-            if is_whole and _libc.madvise(address, UNIT_NBYTES, _MADV_POPULATE_READ) != 0:
+            is_whole = libc.mincore(address, UNIT_NBYTES, is_there) == 0 and b"\0" not in is_there.raw
+            if is_whole and libc.madvise(address, UNIT_NBYTES, MADV_POPULATE_READ) != 0:
                 return
             yield is_whole
 
@@ -228,7 +201,7 @@ class Slot:
         # Before they are gone: what is populated in vain costs time, what is not there when it is written, the trainer.
         self._populated[:] = False
         place = (self._base + DATA_OFFSET, self._taken.size * UNIT_NBYTES)
-        if _libc.fallocate(self._arena.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, *place) != 0:
+        if libc.fallocate(self._arena.fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, *place) != 0:
             return 0
         self._taken[:] = False
         return nbytes
@@ -261,8 +234,16 @@ class Slot:
         """
         return bool(self.marks[begin // UNIT_NBYTES : units_of(end)].all())
 
+    @property
+    def _mapped(self) -> Mapping:
+        assert self._mapping is not None, "a slot without room has no bytes"
+        return self._mapping
+
     def _map(self, capacity: int) -> None:
-        self._mapping = _Mapping(self._arena.fd, self._base, DATA_OFFSET + capacity)
+        try:
+            self._mapping = Mapping(self._arena.fd, self._base, DATA_OFFSET + capacity)
+        except OSError as error:
+            raise _no_memory(capacity, error.errno or errno.ENOMEM) from None
         units = capacity // UNIT_NBYTES
         # Shared memory stays when it is mapped again; its page tables are filled by populating once more.
         self._populated = np.zeros(units, np.bool_)
@@ -271,8 +252,7 @@ class Slot:
         self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
 
     def _take_memory(self, begin: int, nbytes: int) -> None:
-        assert self._mapping is not None
-        if _libc.madvise(self._mapping.address + begin, nbytes, _MADV_POPULATE_WRITE) != 0:
+        if libc.madvise(self._mapped.address + begin, nbytes, MADV_POPULATE_WRITE) != 0:
             problem = ctypes.get_errno()
             if problem != errno.EINVAL:
                 raise self._no_memory(nbytes, problem)
@@ -293,7 +273,11 @@ class Arena:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._pid = os.getpid()
-        self.facts: NDArray[np.uint64] = np.frombuffer(_Mapping(fd, 0, _FACTS_NBYTES).view(0, _FACTS_NBYTES), np.uint64)
+        try:
+            mapping = Mapping(fd, 0, _FACTS_NBYTES)
+        except OSError as error:
+            raise _no_memory(_FACTS_NBYTES, error.errno or errno.ENOMEM) from None
+        self.facts: NDArray[np.uint64] = np.frombuffer(mapping.view(0, _FACTS_NBYTES), np.uint64)
         self.slots: tuple[Slot, ...] = ()
         _arenas.add(self)
         leave_in_children(self)
@@ -371,12 +355,6 @@ class Arena:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _unmap(pid: int, address: int, nbytes: int) -> None:
-    # A forked child has no such mapping; something else may lie at its place there.
-    if pid == os.getpid():
-        _libc.munmap(address, nbytes)
 
 
 def units_of(nbytes: int) -> int:

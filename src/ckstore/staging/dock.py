@@ -181,7 +181,7 @@ class Dock:
             def work() -> None:
                 try:
                     if not errors:
-                        slot.populate(begin, min(_POPULATED_NBYTES, nbytes - begin))
+                        slot.populate(begin, min(_POPULATED_NBYTES, nbytes - begin), is_ahead=True)
                 except BaseException as error:
                     errors.append(error)
                 finally:
