@@ -106,7 +106,7 @@ def _numbers(result: Result, name: str, fact: str) -> list[float]:
 def async_pages(bench: Bench) -> Result:
     """Take the memory that a state is staged in, and commit through it: in huge pages, and in small ones only."""
     result = bench.result("async_pages", "s", is_higher_better=False)
-    result.columns = ("prewarm_s", RETURNED)
+    result.columns = ("prewarm_s", RETURNED, "huge_share")
     state, place = dict(bench.state), bench.folder / "store"
     if bench.has_ckstore is not None:
         result.unusable["ckstore"] = bench.has_ckstore
@@ -128,9 +128,10 @@ def async_pages(bench: Bench) -> Result:
                 returned = time.perf_counter() - began_commit
                 receipt = pending.result()
                 seconds = time.perf_counter() - began_commit
+                share = _nbytes_huge() / store.arena_nbytes
             machine.remove_tree(place)
-            took = warmed - began if is_prewarmed else 0.0
-            return Sample(seconds, {**facts_of(receipt), "prewarm_s": took, RETURNED: returned})
+            facts = {"prewarm_s": warmed - began if is_prewarmed else 0.0, RETURNED: returned, "huge_share": share}
+            return Sample(seconds, {**facts_of(receipt), **facts})
 
         return run
 
@@ -149,7 +150,20 @@ def async_pages(bench: Bench) -> Result:
                 huge, small = (statistics.median(_numbers(result, name, fact)) for name in names)
                 times = f"{huge:.2g} s with huge pages, {small:.2g} s with small ones"
                 result.notes.append(f"the first commit{how}: {what} {times}")
+        shares = [statistics.median(_numbers(result, name, "huge_share")) for name in names]
+        result.notes.append(f"the first commit{how}: {shares[0]:.2f} of the arena are huge pages, and {shares[1]:.2f}")
     return result
+
+
+def _nbytes_huge() -> int:
+    """Return how many bytes of arenas lie on huge pages, and are mapped as such by this process."""
+    found, is_arena = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_arena = "ckstore-arena" in line
+        elif is_arena and line.startswith("ShmemPmdMapped:"):
+            found += 1024 * int(line.split()[1])
+    return found
 
 
 def async_memory(bench: Bench) -> Result:

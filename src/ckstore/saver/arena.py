@@ -49,6 +49,9 @@ _MAGIC_FIELD, _COUNT_FIELD, _FIRST_FIELD = 0, 1, 8
 _TICKET, _STATE, _CAPACITY, _FIELDS = 0, 1, 2, 8
 _FACTS_NBYTES = 4096
 
+_UNITS_AT_ONCE = 4
+"""For which huge pages are asked in one go."""
+
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
 
@@ -167,13 +170,17 @@ class Slot:
             CapacityError: There is no memory left.
         """
         first, last = offset // UNIT_NBYTES, units_of(offset + nbytes)
-        for unit in range(first, last):
-            if not self._populated[unit]:
-                place = DATA_OFFSET + unit * UNIT_NBYTES
-                if not self._taken[unit]:
-                    self._mapped.take_huge_pages(place, UNIT_NBYTES, is_ahead=is_ahead)
-                self._take_memory(place, UNIT_NBYTES)
-                self._populated[unit] = self._taken[unit] = True
+        for begin in range(first, last, _UNITS_AT_ONCE):
+            end = min(begin + _UNITS_AT_ONCE, last)
+            while begin < end and self._taken[begin]:
+                self._populate_unit(begin)
+                begin += 1
+            # A device has been told of its pages, which cannot become others any more.
+            if not self._taken[begin:end].any() and self.release_devices is None:
+                place, count = DATA_OFFSET + begin * UNIT_NBYTES, end - begin
+                self._mapped.take_huge_pages(place, count * UNIT_NBYTES, is_ahead=is_ahead)
+            for unit in range(begin, end):
+                self._populate_unit(unit)
 
     def map_ahead(self) -> Iterator[bool]:
         """Map what lies in memory, so that whoever reads it first need not; yield for each unit whether that was done.
@@ -250,6 +257,11 @@ class Slot:
         self._taken = np.concatenate((self._taken, np.zeros(max(0, units - self._taken.size), np.bool_)))
         self.release_devices = None
         self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
+
+    def _populate_unit(self, unit: int) -> None:
+        if not self._populated[unit]:
+            self._take_memory(DATA_OFFSET + unit * UNIT_NBYTES, UNIT_NBYTES)
+            self._populated[unit] = self._taken[unit] = True
 
     def _take_memory(self, begin: int, nbytes: int) -> None:
         if libc.madvise(self._mapped.address + begin, nbytes, MADV_POPULATE_WRITE) != 0:

@@ -1,20 +1,23 @@
 """A part of a memfd in this process's addresses, on huge pages where the system has them.
 
-2 MiB that are one page are taken in a fraction of the time of 512 small ones, each of which is a fault of its own, and
-a state in huge pages is copied and read somewhat faster (``async_pages`` in docs/BENCH.md). The usual switch for shared
-memory (``shmem_enabled``) is off nearly everywhere; ``MADV_COLLAPSE`` (madvise(2), Linux 6.1) asks for one range.
+2 MiB that are one page are taken sooner than 512 small ones, each of which is a fault of its own: a first commit that
+nobody has prewarmed returns in less time (``async_pages`` in docs/BENCH.md). The usual switch for shared memory
+(``shmem_enabled``) is off nearly everywhere; ``MADV_COLLAPSE`` (madvise(2), Linux 6.1) asks for one range, and at once.
 
 Invariants:
 - Nothing is written to before memory was taken for it: whoever runs out gets an error and no SIGBUS.
-- Huge pages are a matter of speed: where there are none, or making room for them takes too long, small ones do.
+- Huge pages are a matter of speed: where there are none, where they are switched off, or where making room for them
+  takes too long, small ones do.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import weakref
+from pathlib import Path
 
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.leaves import writable_view_of
@@ -27,18 +30,17 @@ _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
-_PASSING = (errno.EAGAIN, errno.EBUSY)
-"""Something was in the way of one huge page (madvise(2)); the next may come."""
+_SWITCHES = Path("/sys/kernel/mm/transparent_hugepage")
 
 _SMALL_PAGES_SECONDS = 1.2e-3
-"""What 2 MiB in small pages take (``async_pages``, the machine that docs/BENCH.md tells of)."""
+"""About what 2 MiB in small pages take, on one thread (``async_pages``)."""
 
 _AHEAD_FACTOR = 8
 """How many times as long huge pages may take while no state waits for them."""
 
 _PATIENCE_SECONDS = 0.05
-"""What they may take longer than that, all in all. Where memory is in pieces the system moves what others have there,
-and a virtual machine's host may have to find memory for each page that was never used before."""
+"""What they may take longer than that, all in all, in one mapping. Where memory is in pieces the system moves what
+others have there, and a virtual machine's host may have to find memory for each page that was never used before."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -57,21 +59,27 @@ class Mapping:
     Args:
         fd: The memfd.
         offset: Where the part begins, a multiple of 2 MiB.
-        nbytes: How long it is, a multiple of 4096.
+        nbytes: How long it is.
 
     Raises:
         OSError: There is no such room in this process's addresses.
     """
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        self.address = _mapped(fd, offset, nbytes)
+        # Where huge pages of the file are huge pages of addresses too: somewhere in a room that is a little larger.
+        room_nbytes = nbytes + HUGE_PAGE_NBYTES
+        room = _mmap(None, room_nbytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        # At once: Ctrl-C between here and the end leaves nothing behind. Not at exit: a thread may be copying until
+        # the very end, and the kernel unmaps what is left.
+        weakref.finalize(self, _unmap, os.getpid(), room, room_nbytes).atexit = False
+        self.address = room + -room % HUGE_PAGE_NBYTES
         self.nbytes = nbytes
-        self._patience_seconds = _PATIENCE_SECONDS
-        # Not at exit: a thread may be copying until the very end, and the kernel unmaps what is left.
-        weakref.finalize(self, _unmap, os.getpid(), self.address, nbytes).atexit = False
-        libc.madvise(self.address, nbytes, _MADV_DONTFORK)
+        _mmap(self.address, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, fd, offset)
+        libc.madvise(room, room_nbytes, _MADV_DONTFORK)
         # For systems whose switch leaves it to this.
         libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
+        self._spent_seconds = 0.0
+        self._is_given_up = not are_huge_pages_wanted()
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return some of its bytes, writable, without a copy."""
@@ -83,40 +91,37 @@ class Mapping:
 
         Args:
             offset: Where they begin, a multiple of 2 MiB.
-            nbytes: How many they are; less than a huge page at their end is left out.
+            nbytes: How many they are, another one. Each call has the system empty its lists of pages on every
+                processor, so it should be for some at once.
             is_ahead: Nobody waits for it.
         """
-        allowed_seconds = _SMALL_PAGES_SECONDS * (_AHEAD_FACTOR if is_ahead else 1)
-        for begin in range(offset, offset + nbytes - HUGE_PAGE_NBYTES + 1, HUGE_PAGE_NBYTES):
-            if self._patience_seconds <= 0:
-                return
-            begun = SYSTEM_CLOCK.monotonic()
-            # A range in which there is nothing at all is refused.
-            is_done = libc.madvise(self.address + begin, 4096, MADV_POPULATE_WRITE) == 0
-            is_done = is_done and libc.madvise(self.address + begin, HUGE_PAGE_NBYTES, _MADV_COLLAPSE) == 0
-            if not is_done and ctypes.get_errno() not in _PASSING:
-                # Too little memory, or an older system: whoever takes small pages hears of what matters.
-                self._patience_seconds = 0
-                return
-            took = SYSTEM_CLOCK.monotonic() - begun
-            # Threads that do this at the same time may forget some of it: they end a little later.
-            self._patience_seconds = min(self._patience_seconds - took + allowed_seconds, _PATIENCE_SECONDS)
+        if self._is_given_up:
+            return
+        begun = SYSTEM_CLOCK.monotonic()
+        # A huge page's range in which there is nothing at all would be refused.
+        firsts = range(self.address + offset, self.address + offset + nbytes, HUGE_PAGE_NBYTES)
+        is_there = all(libc.madvise(first, mmap.PAGESIZE, MADV_POPULATE_WRITE) == 0 for first in firsts)
+        is_done = is_there and libc.madvise(self.address + offset, nbytes, _MADV_COLLAPSE) == 0
+        if not is_done and ctypes.get_errno() != errno.EAGAIN:
+            # There is no such page left, or the control group has its limit, or the system cannot do it: what matters
+            # is heard by whoever takes small pages. Only what was in the way of one of them (EAGAIN) may pass.
+            self._is_given_up = True
+            return
+        factor = _AHEAD_FACTOR if is_ahead else 1
+        earned_seconds = factor * _SMALL_PAGES_SECONDS * nbytes / HUGE_PAGE_NBYTES if is_done else 0
+        # What was quick saves nothing up. Threads that do this at the same time may lose a little of it.
+        self._spent_seconds = max(0.0, self._spent_seconds + SYSTEM_CLOCK.monotonic() - begun - earned_seconds)
+        if self._spent_seconds > _PATIENCE_SECONDS:
+            self._is_given_up = True
 
 
-def _mapped(fd: int, offset: int, nbytes: int) -> int:
-    """Map a part of a file where its huge pages are huge pages of addresses too; return where that is."""
-    # Room for it wherever it begins; what is not needed is given up again.
-    room = _mmap(None, nbytes + HUGE_PAGE_NBYTES, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
-    address = room + -room % HUGE_PAGE_NBYTES
+def are_huge_pages_wanted() -> bool:
+    """Return whether this system has huge pages of 2 MiB, and nobody has switched them off altogether."""
     try:
-        _mmap(address, nbytes, _PROT_READ | _PROT_WRITE, _MAP_SHARED | _MAP_FIXED, fd, offset)
-    except OSError:
-        libc.munmap(room, nbytes + HUGE_PAGE_NBYTES)
-        raise
-    for begin, end in ((room, address), (address + nbytes, room + nbytes + HUGE_PAGE_NBYTES)):
-        if begin < end:
-            libc.munmap(begin, end - begin)
-    return address
+        is_known = int((_SWITCHES / "hpage_pmd_size").read_text()) == HUGE_PAGE_NBYTES
+        return is_known and "[never]" not in (_SWITCHES / "enabled").read_text()
+    except (OSError, ValueError):
+        return False
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
