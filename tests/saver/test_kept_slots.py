@@ -93,10 +93,10 @@ def test_prewarm_takes_the_memory_of_both_generations(policy_store, savers):
 def test_prewarm_makes_do_with_the_memory_of_one(policy_store, savers, monkeypatch):
     populate = Slot.populate
 
-    def refuse(slot, offset, nbytes, **how):
+    def refuse(slot, offset, nbytes):
         if slot.index:
             raise CapacityError("no memory")
-        populate(slot, offset, nbytes, **how)
+        populate(slot, offset, nbytes)
 
     monkeypatch.setattr(Slot, "populate", refuse)
     store = policy_store(base_cache="memory")
@@ -141,11 +141,11 @@ def test_memory_that_ran_short_while_copying_is_not_asked_for_twice(policy_store
     store.commit_async(state(0, 40 * MIB), 0).result()
     populate, free = Slot.populate, 70 * MIB
 
-    def refuse(slot, offset, nbytes, **how):
+    def refuse(slot, offset, nbytes):
         others = sum(each.nbytes_taken for each in store._handover._dock.arena.slots)
         if not slot.is_populated(offset, nbytes) and others + nbytes > free:
             raise CapacityError("no memory")
-        populate(slot, offset, nbytes, **how)
+        populate(slot, offset, nbytes)
 
     monkeypatch.setattr(Slot, "populate", refuse)
     with pytest.raises(CapacityError, match="no memory"):
@@ -238,10 +238,10 @@ def test_prewarm_makes_room_as_a_commit_does(policy_store):
 def test_what_prewarm_could_not_have_as_a_whole_it_gives_back(policy_store, monkeypatch):
     populate = Slot.populate
 
-    def refuse(slot, offset, nbytes, **how):
+    def refuse(slot, offset, nbytes):
         if slot.index and offset:
             raise CapacityError("no memory")
-        populate(slot, offset, nbytes, **how)
+        populate(slot, offset, nbytes)
 
     monkeypatch.setattr(Slot, "populate", refuse)
     store = policy_store(base_cache="memory")
@@ -254,10 +254,10 @@ def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeyp
     populate, left = Slot.populate, []
     begun, heard, awaits, go_on = (threading.Event() for _ in range(4))
 
-    def hang(slot, offset, nbytes, **how):
+    def hang(slot, offset, nbytes):
         begun.set()
         assert go_on.wait(60)
-        populate(slot, offset, nbytes, **how)
+        populate(slot, offset, nbytes)
         left.append(offset)
 
     class Ended(threading.Event):
@@ -324,10 +324,10 @@ def test_a_saver_is_told_when_memory_runs_short_for_it_has_some_too(policy_store
 
     populate = Slot.populate
 
-    def refuse(slot, offset, nbytes, **how):
+    def refuse(slot, offset, nbytes):
         if nbytes >= UNIT_NBYTES:
             raise CapacityError("no memory")
-        populate(slot, offset, nbytes, **how)
+        populate(slot, offset, nbytes)
 
     monkeypatch.setattr(Slot, "populate", refuse)
     with pytest.raises(CapacityError):

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ckstore.config import MIB, Limits, Policy
+from ckstore.config import MIB
 from ckstore.errors import CapacityError
 from ckstore.saver import arena as arena_module
 from ckstore.saver import shared_pages
 from ckstore.saver.arena import DATA_OFFSET, UNIT_NBYTES, Arena
 from ckstore.saver.shared_pages import HUGE_PAGE_NBYTES, Mapping
-from ckstore.staging.dock import Dock
 
 COLLAPSE, MAP_FIXED = 25, 16
 A_UNIT = UNIT_NBYTES // HUGE_PAGE_NBYTES
@@ -133,7 +132,7 @@ def test_memory_of_a_slot_lies_on_huge_pages_where_the_system_has_them(huge, are
     slot = arena.slots[1]
     slot.reserve(4 * UNIT_NBYTES)
     before = nbytes_huge()
-    slot.populate(0, 3 * UNIT_NBYTES, is_ahead=True)
+    slot.populate(0, 3 * UNIT_NBYTES)
     assert nbytes_huge() - before >= huge(3 * UNIT_NBYTES)
     assert os.fstat(arena.fd).st_blocks * 512 >= 3 * UNIT_NBYTES
     assert bytes(slot.view(0, 3 * UNIT_NBYTES)) == bytes(3 * UNIT_NBYTES)
@@ -149,11 +148,11 @@ def test_what_is_given_back_is_taken_in_huge_pages_again(huge, arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     before = nbytes_huge()
-    slot.populate(0, 2 * UNIT_NBYTES, is_ahead=True)
+    slot.populate(0, 2 * UNIT_NBYTES)
     slot.view(0, 1)[:] = b"a"
     assert slot.give_back() == 2 * UNIT_NBYTES
     assert nbytes_huge() == before
-    slot.populate(0, 2 * UNIT_NBYTES, is_ahead=True)
+    slot.populate(0, 2 * UNIT_NBYTES)
     assert nbytes_huge() - before >= huge(2 * UNIT_NBYTES)
     assert bytes(slot.view(0, 1)) == b"\0"
 
@@ -213,29 +212,18 @@ def test_what_is_in_the_way_of_one_huge_page_is_not_in_that_of_the_next(ask, are
 
 
 @pytest.mark.parametrize(
-    ("problem", "milliseconds_a_page", "is_ahead", "tries"),
-    [
-        (0, 1, False, 12),
-        (0, 3, False, 4),
-        (0, 9, False, 1),
-        (0, 9, True, 12),
-        (0, 12, True, 3),
-        (0, 999, True, 1),
-        (errno.EAGAIN, 1, False, 7),
-        (errno.EAGAIN, 3, True, 3),
-    ],
+    ("problem", "milliseconds_a_page", "tries"),
+    [(0, 1, 12), (0, 3, 4), (0, 9, 1), (0, 999, 1), (errno.EAGAIN, 1, 7), (errno.EAGAIN, 3, 3)],
 )
-def test_huge_pages_that_take_long_are_given_up_and_sooner_if_a_state_waits(
-    ask, arena, problem, milliseconds_a_page, is_ahead, tries
-):
+def test_huge_pages_that_take_long_are_given_up(ask, arena, problem, milliseconds_a_page, tries):
     slot = arena.slots[0]
     slot.reserve(48 * UNIT_NBYTES)
     system = ask(problem, 1e-3 * milliseconds_a_page * 4 * A_UNIT)
-    slot.populate(0, 48 * UNIT_NBYTES, is_ahead=is_ahead)
+    slot.populate(0, 48 * UNIT_NBYTES)
     assert len(system.asked) == tries
     assert slot.is_populated(0, 48 * UNIT_NBYTES)
     slot.reserve(60 * UNIT_NBYTES)
-    slot.populate(48 * UNIT_NBYTES, 4 * UNIT_NBYTES, is_ahead=is_ahead)
+    slot.populate(48 * UNIT_NBYTES, 4 * UNIT_NBYTES)
     assert len(system.asked) == tries + 1, "room that was mapped anew is tried again"
 
 
@@ -274,16 +262,6 @@ def test_huge_pages_that_are_switched_off_or_of_another_size_are_not_asked_for(a
     slot.populate(0, 2 * UNIT_NBYTES)
     assert not system.asked
     assert slot.is_populated(0, 2 * UNIT_NBYTES)
-
-
-def test_a_state_to_come_may_wait_longer_for_huge_pages_than_one_that_has_come(ask):
-    system = ask(seconds=9e-3 * 4 * A_UNIT)
-    dock = Dock(Limits())
-    try:
-        dock.prewarm(48 * UNIT_NBYTES, Policy(staging_threads=1))
-        assert sum(nbytes for _, nbytes in system.asked) == 48 * UNIT_NBYTES
-    finally:
-        dock.close(is_waited=True)
 
 
 def test_no_memory_for_the_first_page_of_a_huge_one_is_an_error_of_small_ones(ask, arena, monkeypatch):

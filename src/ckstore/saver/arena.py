@@ -158,13 +158,8 @@ class Slot:
         """Whether some of its bytes can be written without taking memory."""
         return bool(self._populated[offset // UNIT_NBYTES : units_of(offset + nbytes)].all())
 
-    def populate(self, offset: int, nbytes: int, *, is_ahead: bool = False) -> None:
+    def populate(self, offset: int, nbytes: int) -> None:
         """Take memory for some of its bytes; what has been populated costs nothing.
-
-        Args:
-            offset: Where they begin.
-            nbytes: How many they are.
-            is_ahead: No state waits for it yet, and looking for huge pages may take longer.
 
         Raises:
             CapacityError: There is no memory left.
@@ -178,7 +173,7 @@ class Slot:
             # A device has been told of its pages, which cannot become others any more.
             if not self._taken[begin:end].any() and self.release_devices is None:
                 place, count = DATA_OFFSET + begin * UNIT_NBYTES, end - begin
-                self._mapped.take_huge_pages(place, count * UNIT_NBYTES, is_ahead=is_ahead)
+                self._mapped.take_huge_pages(place, count * UNIT_NBYTES)
             for unit in range(begin, end):
                 self._populate_unit(unit)
 

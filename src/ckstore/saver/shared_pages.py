@@ -1,8 +1,9 @@
 """A part of a memfd in this process's addresses, on huge pages where the system has them.
 
-2 MiB that are one page are taken sooner than 512 small ones, each of which is a fault of its own: a first commit that
-nobody has prewarmed returns in less time (``async_pages`` in docs/BENCH.md). The usual switch for shared memory
-(``shmem_enabled``) is off nearly everywhere; ``MADV_COLLAPSE`` (madvise(2), Linux 6.1) asks for one range, and at once.
+2 MiB that are one page are taken sooner than 512 small ones, each of which is a fault of its own: ``prewarm``, and the
+call of a first commit without it, take a third of the time (``async_pages`` in docs/BENCH.md). The usual switch for
+shared memory (``shmem_enabled``) is off nearly everywhere; ``MADV_COLLAPSE`` (madvise(2), Linux 6.1) asks for a range,
+and at once.
 
 Invariants:
 - Nothing is written to before memory was taken for it: whoever runs out gets an error and no SIGBUS.
@@ -34,9 +35,6 @@ _SWITCHES = Path("/sys/kernel/mm/transparent_hugepage")
 
 _SMALL_PAGES_SECONDS = 1.2e-3
 """About what 2 MiB in small pages take, on one thread (``async_pages``)."""
-
-_AHEAD_FACTOR = 8
-"""How many times as long huge pages may take while no state waits for them."""
 
 _PATIENCE_SECONDS = 0.05
 """What they may take longer than that, all in all, in one mapping. Where memory is in pieces the system moves what
@@ -86,14 +84,13 @@ class Mapping:
         assert 0 <= offset <= offset + nbytes <= self.nbytes
         return writable_view_of(self.address + offset, nbytes, self)
 
-    def take_huge_pages(self, offset: int, nbytes: int, *, is_ahead: bool) -> None:
+    def take_huge_pages(self, offset: int, nbytes: int) -> None:
         """Take memory for bytes that have none yet, in huge pages; some or all of it may be missing afterwards.
 
         Args:
             offset: Where they begin, a multiple of 2 MiB.
             nbytes: How many they are, another one. Each call has the system empty its lists of pages on every
                 processor, so it should be for some at once.
-            is_ahead: Nobody waits for it.
         """
         if self._is_given_up:
             return
@@ -107,8 +104,7 @@ class Mapping:
             # is heard by whoever takes small pages. Only what was in the way of one of them (EAGAIN) may pass.
             self._is_given_up = True
             return
-        factor = _AHEAD_FACTOR if is_ahead else 1
-        earned_seconds = factor * _SMALL_PAGES_SECONDS * nbytes / HUGE_PAGE_NBYTES if is_done else 0
+        earned_seconds = _SMALL_PAGES_SECONDS * nbytes / HUGE_PAGE_NBYTES if is_done else 0
         # What was quick saves nothing up. Threads that do this at the same time may lose a little of it.
         self._spent_seconds = max(0.0, self._spent_seconds + SYSTEM_CLOCK.monotonic() - begun - earned_seconds)
         if self._spent_seconds > _PATIENCE_SECONDS:

@@ -181,7 +181,7 @@ class Dock:
             def work() -> None:
                 try:
                     if not errors:
-                        slot.populate(begin, min(_POPULATED_NBYTES, nbytes - begin), is_ahead=True)
+                        slot.populate(begin, min(_POPULATED_NBYTES, nbytes - begin))
                 except BaseException as error:
                     errors.append(error)
                 finally:
