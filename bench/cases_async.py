@@ -121,7 +121,7 @@ def async_pages(bench: Bench) -> Result:
             small = patch.object(Mapping, "take_huge_pages", lambda *_, **__: None)
             # A virtual machine's host may give it memory when that is used for the first time, in milliseconds a huge
             # page, and that is not what is measured here.
-            np.ones(nbytes + nbytes // 4, np.uint8).sum()
+            np.ones(nbytes + nbytes // 4, np.uint8)
             with nullcontext() if is_huge else small, open_store(place, "none") as store:
                 began = time.perf_counter()
                 if is_prewarmed:

@@ -100,34 +100,30 @@ def own_nbytes(pid):
     return int(status["RssAnon"].split()[0]) * 1024
 
 
-def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_to_forget(address):
-    desk = Desk(address)
-    try:
-        assert desk.saver.wait_ready(SECONDS_MAX)
-        cold = own_nbytes(desk.saver.pid)
-        assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
-        assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES
-        policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
-        for step in (1, 2):
-            desk.commit(noise(step, 64 * MIB), step, policy=policy)
-            own = own_nbytes(desk.saver.pid) - cold
-            assert BLOCKS * WRITE_BLOCK_NBYTES <= own < (2 * BLOCKS - 1) * WRITE_BLOCK_NBYTES, step
-        desk.saver.forget_kept()
-        until(lambda: own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
-    finally:
-        desk.close()
+def warmed(desk):
+    """Have a saver take its blocks' memory; return what it had before."""
+    assert desk.saver.wait_ready(SECONDS_MAX)
+    cold = own_nbytes(desk.saver.pid)
+    assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
+    return cold
 
 
-def test_saver_whose_trainer_takes_the_run_back_keeps_no_blocks(address):
-    desk = Desk(address)
-    try:
-        assert desk.saver.wait_ready(SECONDS_MAX)
-        cold = own_nbytes(desk.saver.pid)
-        assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
-        assert desk.saver.release_lease(SECONDS_MAX)
-        assert own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2
-    finally:
-        desk.close()
+def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_to_forget(desk):
+    cold = warmed(desk)
+    assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES
+    policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
+    for step in (1, 2):
+        desk.commit(noise(step, 64 * MIB), step, policy=policy)
+        own = own_nbytes(desk.saver.pid) - cold
+        assert BLOCKS * WRITE_BLOCK_NBYTES <= own < (2 * BLOCKS - 1) * WRITE_BLOCK_NBYTES, step
+    desk.saver.forget_kept()
+    until(lambda: own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
+
+
+def test_saver_whose_trainer_takes_the_run_back_keeps_no_blocks(desk):
+    cold = warmed(desk)
+    assert desk.saver.release_lease(SECONDS_MAX)
+    assert own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2
 
 
 def test_commits_of_a_saver_share_their_blocks_also_where_they_have_not_as_many(desk):

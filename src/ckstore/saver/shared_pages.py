@@ -34,7 +34,8 @@ _FAILED = ctypes.c_void_p(-1).value
 _SWITCHES = Path("/sys/kernel/mm/transparent_hugepage")
 
 _SMALL_PAGES_SECONDS = 1.2e-3
-"""About what 2 MiB in small pages take, on one thread (``async_pages``)."""
+"""Somewhat less than what a thread takes here for 2 MiB in small pages: by ``async_pages``, what a call that was not
+prewarmed returns later by, on two threads."""
 
 _PATIENCE_SECONDS = 0.05
 """What they may take longer than that, all in all, in one mapping. Where memory is in pieces the system moves what
