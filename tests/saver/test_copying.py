@@ -123,6 +123,18 @@ def test_threads_are_used_again(arena, crew):
     assert len(names) == 2
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
+def test_a_thread_outlives_whatever_it_is_sent(quiet_log, kind):
+    def ended():
+        raise kind
+
+    crew, done = copying.Crew(1), threading.Event()
+    crew.send_one(ended)
+    crew.send_one(done.set)
+    assert done.wait(60)
+    crew.close()
+
+
 def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, monkeypatch):
     staged = Staged(arena, crew, [noise(9 * MIB)])
     copy, send, sent = staged.staging._host[0], copying.Crew.send, []

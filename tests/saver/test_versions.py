@@ -13,7 +13,7 @@ from torch import nn
 
 import ckstore
 from ckstore import handover
-from ckstore.errors import CorruptError
+from ckstore.errors import CorruptError, SaverError
 from ckstore.staging import device_copy, dock
 from ckstore.staging import state as staging_state
 from ckstore.staging.stowage import DEVICE_LAZY, LAZY, Section, Stowage, unchecked
@@ -142,6 +142,24 @@ def test_a_look_that_fails_fails_the_commit_and_holds_nobody_up(store, held, mon
     assert store.commit_async(trainer.state(), 2).result().step == 2
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_look_that_ends_a_thread_that_copies_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch, kind):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    store._policy = ckstore.Policy(staging_threads=1)
+    pending = store.commit_async(trainer.state(), 1)
+
+    def ended(storages):
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", ended)
+        trainer.train()
+    with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
+        pending.result()
+    assert store.commit_async(trainer.state(), 2).result().step == 2
+
+
 class SlowDevice:
     """Copies of a device that come when a test says so, of what there was when it was told."""
 
@@ -228,11 +246,30 @@ def test_a_change_before_the_guard_is_found_while_a_device_copies(changed, is_gu
     assert not pending.is_staged
 
 
-def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(changed, monkeypatch):
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_look_that_ends_the_thread_that_waits_for_a_device_fails_the_commit(changed, store, monkeypatch, kind):
     trainer, pending = changed
 
+    def ended(storages):
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", ended)
+        SlowDevice.may_come.set()
+        with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
+            pending.result()
+    assert store.commit_async(trainer.state(), 2).result().step == 2
+
+
+def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(changed, monkeypatch):
+    trainer, pending = changed
+    versions_of = staging_state.versions_of
+
     def interrupted(storages):
-        raise KeyboardInterrupt
+        # Ctrl-C comes to no other thread, and those that copy may look at the same time.
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return versions_of(storages)
 
     with monkeypatch.context() as patch:
         patch.setattr(staging_state, "versions_of", interrupted)

@@ -42,11 +42,18 @@ def ignore(*_: object) -> None:
     """Do nothing: takes the place of what was to be called once, and was."""
 
 
-def looked(look: Callable[[], BaseException | None]) -> BaseException | None:
-    """Return what a look found, or what kept it from looking: unseen is not unchanged."""
+def looked(
+    look: Callable[[], BaseException | None], caught: type[BaseException] = BaseException
+) -> BaseException | None:
+    """Return what a look found, or what kept it from looking: unseen is not unchanged.
+
+    Args:
+        look: What to call.
+        caught: What of that is returned; else it is raised, and who is interrupted by it has not looked.
+    """
     try:
         return look()
-    except Exception as error:
+    except caught as error:
         return error
 
 
@@ -125,7 +132,8 @@ def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (call := work.get()) is not None:
         try:
             call()
-        except Exception:
+        except BaseException:
+            # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
             tell(_log.exception, "a thread that copies met what it should not")
         # Nothing of a commit is kept alive while the thread sleeps.
         del call

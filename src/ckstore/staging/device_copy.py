@@ -104,13 +104,14 @@ class DeviceCopy:
         if (problem := self.launch()) is not None:
             return problem
         self._copies.hold()
-        self._look_once(is_held=True)
+        # Ctrl-C interrupts the step, whose next guard looks again.
+        self._look_once(Exception, is_held=True)
         return self._seen
 
-    def _look_once(self, *, is_held: bool) -> None:
+    def _look_once(self, caught: type[BaseException], *, is_held: bool) -> None:
         with self._lock:
             if not self._is_held:
-                self._seen = self._seen or looked(self._look)
+                self._seen = self._seen or looked(self._look, caught)
                 # Not before: Ctrl-C in between must not leave a change unseen.
                 self._is_held = is_held
 
@@ -139,7 +140,7 @@ class DeviceCopy:
             if error is None and not self._marks.all():
                 error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")
             # No guard may have come meanwhile: what was changed until now was changed while it was copied.
-            self._look_once(is_held=False)
+            self._look_once(BaseException, is_held=False)
             error = error or self._seen
             self._is_over = True
             self._problem = None
