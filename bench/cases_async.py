@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench import background, histories, machine
+from bench import background, device, histories, machine
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, facts_of, open_store
 
@@ -30,6 +31,11 @@ SAMPLE_SECONDS = 0.004
 
 RETURNED = "return_s"
 """After how many seconds the call has returned."""
+
+DISK = "the disk alone"
+"""As many bytes as the state has, written and made durable by a program that does nothing else."""
+
+_DISK_DEPTH = 8
 
 GUARDED = "guarded commit_async"
 WAYS = {"commit_async": "", GUARDED: ", behind a guard,"}
@@ -73,25 +79,58 @@ def async_wall(bench: Bench) -> Result:
         return run
 
     kinds = [(which, name) for name in VARIANTS for which in ("", "later ")]
-    participants = {
+    participants = {DISK: _writing(nbytes, folder / "disk.bin")} | {
         f"{which}{way} {name}": committing(name, way, is_first=not which)
         for which, name in kinds
         for way in ("commit", *WAYS)
     }
     interleave(result, participants, bench.rounds)
-    for which, name in kinds:
-        for way, how in WAYS.items():
-            result.add_ratios([f"{which}commit {name}"], [f"{which}{way} {name}"])
-            rounds = result.ratios.get(f"{which}commit {name} / {which}{way} {name}")
-            if rounds:
-                what = f"{name}, {'a later' if which else 'the first'} commit of a store"
-                times = f"{statistics.median(rounds):.2f} times ({min(rounds):.2f} to {max(rounds):.2f})"
-                waited = _share_waited(result, f"{which}{way} {name}", f"{which}commit {name}")
-                result.notes.append(
-                    f"{what}: in the background{how} it takes {times} as long as a synchronous commit; "
-                    f"the call has returned after {waited:.2f} of that one"
-                )
+    _note_walls(result, kinds)
     return result
+
+
+def _writing(nbytes: int, path: Path) -> Participant:
+    """Return what writes so many bytes to a new file until they are durable, in whole pages, as O_DIRECT asks."""
+    transfer = device.by_threads(device.Buffers(_DISK_DEPTH), _DISK_DEPTH)
+
+    def run() -> Sample:
+        try:
+            return Sample(device.write_durably(path, nbytes // mmap.PAGESIZE * mmap.PAGESIZE, transfer))
+        finally:
+            path.unlink(missing_ok=True)
+
+    return run
+
+
+def _note_walls(result: Result, kinds: list[tuple[str, str]]) -> None:
+    """Note how long commits in the background take beside synchronous ones, and what one that blocks cannot hide."""
+    for which, name in kinds:
+        base, what = f"{which}commit {name}", f"{name}, {'a later' if which else 'the first'} commit of a store"
+        for way, how in WAYS.items():
+            other = f"{which}{way} {name}"
+            result.add_ratios([base], [other])
+            if rounds := result.ratios.get(f"{base} / {other}"):
+                result.notes.append(
+                    f"{what}: in the background{how} it takes {_spread(rounds)} as long as a synchronous commit; "
+                    f"the call has returned after {_share_waited(result, other, base):.2f} of that one"
+                )
+        # What is coded is fewer bytes.
+        blocking = f"{which}commit_async {name}"
+        if name == "none" and {DISK, base, blocking} <= set(result.samples):
+            result.notes.append(
+                f"{what}: until the call has returned, and then the disk alone, takes "
+                f"{_spread(_one_after_the_other(result, blocking, base))} as long as a synchronous commit"
+            )
+
+
+def _spread(times: list[float]) -> str:
+    return f"{statistics.median(times):.2f} times ({min(times):.2f} to {max(times):.2f})"
+
+
+def _one_after_the_other(result: Result, name: str, base: str) -> list[float]:
+    """Return how long a call of each round, and after it the disk alone, took beside a synchronous commit."""
+    triples = zip(_numbers(result, name, RETURNED), result.samples[DISK], result.samples[base], strict=True)
+    return [(returned + disk.value) / other.value for returned, disk, other in triples]
 
 
 def _share_waited(result: Result, name: str, base: str) -> float:

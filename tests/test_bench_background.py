@@ -295,3 +295,13 @@ def test_note_says_after_what_part_of_a_synchronous_commit_a_call_has_returned()
         pairs = zip(walls, returns, strict=True)
         result.samples[name] = [Sample(wall, {cases_async.RETURNED: returned}) for wall, returned in pairs]
     assert cases_async._share_waited(result, "async", "commit") == 0.25
+
+
+def test_note_says_how_long_the_call_and_then_the_disk_take_beside_a_synchronous_commit():
+    result = Result("async_wall", "s", is_higher_better=False)
+    for name, walls in (("commit none", (1.0, 2.0)), ("commit_async none", (1.5, 1.5)), (cases_async.DISK, (0.9, 0.9))):
+        result.samples[name] = [Sample(wall, {cases_async.RETURNED: 0.3}) for wall in walls]
+    result.samples["guarded commit_async none"] = result.samples["commit_async none"]
+    cases_async._note_walls(result, [("", "none")])
+    (note,) = [note for note in result.notes if "the disk alone" in note]
+    assert "takes 0.90 times (0.60 to 1.20) as long as a synchronous commit" in note
