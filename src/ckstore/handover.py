@@ -250,7 +250,7 @@ class Handover:
             handed, head = self._prepare(order, stowage, starts, saver)
             try:
                 # Ctrl-C comes before or after it: the saver was told, or it was not.
-                self._dock.crew(order.policy).see_through(partial(self._give, handed, head, stowage.end))
+                self._dock.crew(order.policy).see_through_here(partial(self._give, handed, head, stowage.end))
                 return handed
             except BaseException as error:
                 # Nobody has this pending commit: who called is told by the error. A saver that dies meanwhile may have

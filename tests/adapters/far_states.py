@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckstore.adapters.torch_state import TorchAdapter
 from ckstore.capture import capture
 from ckstore.saver.arena import Arena
-from ckstore.staging.copying import Crew
+from ckstore.staging.crew import Crew
 from ckstore.staging.devices import kinds_of, starts_of
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import stow

@@ -17,7 +17,7 @@ from ckstore import handover
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.server import Server
-from ckstore.staging.copying import Crew
+from ckstore.staging.crew import Crew
 from ckstore.store.processes import process_started
 
 sys.path.insert(0, str(Path(__file__).parent))

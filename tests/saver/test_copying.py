@@ -15,6 +15,7 @@ from ckstore.config import KIB, MIB
 from ckstore.kernels import on_numpy
 from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES
 from ckstore.staging import copying
+from ckstore.staging import crew as crews
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -133,6 +134,62 @@ def test_a_thread_outlives_whatever_it_is_sent(quiet_log, kind):
     crew.send_one(done.set)
     assert done.wait(60)
     crew.close()
+
+
+def test_a_step_that_is_waited_for_begins_on_the_processor_of_who_waits_and_may_go_anywhere(crew, monkeypatch):
+    moves, run_on, mine = [], crews._run_on, os.sched_getaffinity(0)
+
+    def noted(thread, processors):
+        moves.append((thread, set(processors)))
+        run_on(thread, processors)
+
+    monkeypatch.setattr(crews, "_run_on", noted)
+    for _ in range(2):
+        moves.clear()
+        ran_by, may_run_on = crew.see_through_here(lambda: (threading.get_native_id(), os.sched_getaffinity(0)))
+        (thread, first), then = moves
+        assert (thread, len(first)) == (ran_by, 1)
+        assert first <= mine
+        assert then == (0, mine)
+        assert may_run_on == mine
+    assert ran_by != threading.get_native_id()
+
+
+def test_a_step_that_a_closed_crew_is_to_see_through_leaves_no_thread_behind(no_threads_left):
+    crew = copying.Crew(2)
+    crew.close()
+    assert crew.see_through_here(lambda: 7) == 7
+
+
+def test_a_thread_that_ctrl_c_has_left_on_one_processor_is_let_go_by_the_next_step(crew, monkeypatch):
+    mine = os.sched_getaffinity(0)
+    crew.see_through_here(lambda: None)
+    with monkeypatch.context() as context:
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        context.setattr(copying.Crew, "send_one", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            crew.see_through_here(lambda: None)
+    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == mine
+
+
+def test_a_step_is_seen_through_where_threads_may_not_be_moved_or_started(crew, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("sched_setaffinity")
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "sched_setaffinity", refuse)
+        assert crew.see_through_here(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            crew.see_through_here(lambda: 1 // 0)
+
+    def refuse_to_start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    assert copying.Crew(2).see_through_here(lambda: 7) == 7
 
 
 def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, monkeypatch):

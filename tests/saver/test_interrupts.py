@@ -17,6 +17,7 @@ from rig import SECONDS_MAX, noise
 import ckstore
 from ckstore import workers
 from ckstore.staging import copying
+from ckstore.staging import crew as crews
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -104,7 +105,7 @@ def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
 def test_threads_that_copy_all_end_also_one_whose_start_was_interrupted():
     crew = copying.Crew(2)
     crew.start()
-    strays = [threading.Thread(target=copying._serve, args=(crew._work,), daemon=True) for _ in range(3)]
+    strays = [threading.Thread(target=crews._serve, args=(crew._work,), daemon=True) for _ in range(3)]
     for stray in strays:
         stray.start()
     closing = threading.Thread(target=crew.close, daemon=True)

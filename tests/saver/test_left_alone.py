@@ -20,7 +20,7 @@ import ckstore
 from ckstore import handover
 from ckstore.saver import arena as arena_module
 from ckstore.saver.arena import Arena
-from ckstore.staging.copying import Crew
+from ckstore.staging.crew import Crew
 from ckstore.store.lease import SaverPurpose
 
 

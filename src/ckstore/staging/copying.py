@@ -1,4 +1,4 @@
-"""Threads that copy units of a state into the arena.
+"""Copy units of a state into the arena, on the threads of a crew.
 
 Invariants:
 - A unit is marked after its bytes were copied.
@@ -11,9 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 
@@ -23,13 +20,10 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.format.wire import xxh3_64
 from ckstore.kernels import copy_units as gather
-from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
+from ckstore.staging.crew import Crew
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
-from ckstore.workers import Result, run_aside
-
-_log = logging.getLogger("ckstore")
 
 _SAMPLE_NBYTES = 8
 """Bytes at either end of each row of the table that are noted before training goes on."""
@@ -55,90 +49,6 @@ def looked(
         return look()
     except caught as error:
         return error
-
-
-class Crew:
-    """Threads that copy; they are started when first needed, and sleep in between.
-
-    Args:
-        count: How many there are at most.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self.count = count
-        self._waiters: Crew | None = None
-        self._is_closed = False
-
-    @property
-    def waiters(self) -> Crew:
-        """One thread more, for what waits for devices: whoever copies must not wait behind it."""
-        if self._waiters is None:
-            self._waiters = Crew(1)
-        return self._waiters
-
-    def send(self, work: Callable[[], object], count: int | None = None) -> None:
-        """Let threads call this, each once, or one more often; it must not raise.
-
-        Where no thread can be started, for want of memory or while the interpreter ends, it is called right here.
-        """
-        count = self.count if count is None else min(count, self.count)
-        is_sent = False
-        while not is_sent:
-            mine = self._work
-            with contextlib.suppress(RuntimeError):
-                self.start(count)
-            if not self._threads:
-                work()
-                return
-            for _ in range(count):
-                mine.put(work)
-            # Whoever closed the crew meanwhile has left its threads nothing but the word to end.
-            is_sent = mine is self._work
-        if self._is_closed:
-            # These were started for what was still to be done, and nobody would end them.
-            self.close(is_waited=False)
-
-    def send_one(self, work: Callable[[], object]) -> None:
-        """Let one thread call this; it must not raise."""
-        self.send(work, 1)
-
-    def see_through(self, step: Callable[[], Result]) -> Result:
-        """Let one thread call this, and wait: Ctrl-C comes before it or after it, and never in its middle."""
-        return run_aside(step, on_interrupt=lambda error: None, start=self.send_one)
-
-    def start(self, count: int | None = None) -> None:
-        """Start as many threads now."""
-        while len(self._threads) < (self.count if count is None else count):
-            name = f"ckstore-stage-{len(self._threads)}"
-            thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def close(self, *, is_waited: bool = True) -> None:
-        """End the threads after what they were sent; those that are started for more afterwards end after that."""
-        self._is_closed = True
-        if self._waiters is not None:
-            self._waiters.close(is_waited=is_waited)
-        threads, self._threads = self._threads, []
-        work, self._work = self._work, queue.SimpleQueue()
-        work.put(None)
-        for thread in threads if is_waited else ():
-            thread.join()
-
-
-def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    while (call := work.get()) is not None:
-        try:
-            call()
-        except BaseException:
-            # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
-            tell(_log.exception, "a thread that copies met what it should not")
-        # Nothing of a commit is kept alive while the thread sleeps.
-        del call
-    # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
-    work.put(None)
 
 
 class HostCopy:

@@ -16,7 +16,7 @@ from ckstore.errors import CapacityError
 from ckstore.logs import tell
 from ckstore.saver.arena import FREE, SLOTS_MAX, Arena, Slot
 from ckstore.saver.state import places_to_sample
-from ckstore.staging.copying import Crew
+from ckstore.staging.crew import Crew
 from ckstore.staging.devices import Span, kinds_of, pin, starts_of
 from ckstore.staging.stowage import Stowage, stow
 from ckstore.tensor import TensorSpec

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError
 from ckstore.saver.arena import STAGED, Slot
-from ckstore.staging.copying import Crew, HostCopy, ignore
+from ckstore.staging.copying import HostCopy, ignore
+from ckstore.staging.crew import Crew
 from ckstore.staging.device_copy import DeviceCopy
 from ckstore.staging.devices import versions_of
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Stowage
@@ -132,6 +133,9 @@ class Staging:
             for copy in self._device[:1]:
                 if (error := copy.launch()) is not None:
                     raise error
+            if now.section.unit_count <= 1:
+                # As behind a guard, where it holds little: the call waits for one thread only.
+                self._crew.see_through_here(now.work)
             now.join(self._crew)
             for copy in self._device[1:]:
                 # Telling of many tensors takes milliseconds, and the call is to return.

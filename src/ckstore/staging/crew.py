@@ -1,0 +1,140 @@
+"""Threads that copy: how they are started, sent to work, waited for, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from ckstore.logs import tell
+from ckstore.saver.shared_pages import libc
+from ckstore.workers import Result, run_aside
+
+_log = logging.getLogger("ckstore")
+
+
+class Crew:
+    """Threads that copy; they are started when first needed, and sleep in between.
+
+    Args:
+        count: How many there are at most.
+        name: What the names of its threads begin with.
+    """
+
+    def __init__(self, count: int, name: str = "ckstore-stage") -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.count = count
+        self._waiters: Crew | None = None
+        self._near: Crew | None = None
+        self._is_closed = False
+
+    @property
+    def waiters(self) -> Crew:
+        """One thread more, for what waits for devices: whoever copies must not wait behind it."""
+        if self._waiters is None:
+            self._waiters = Crew(1)
+        return self._waiters
+
+    def send(self, work: Callable[[], object], count: int | None = None) -> None:
+        """Let threads call this, each once, or one more often; it must not raise.
+
+        Where no thread can be started, for want of memory or while the interpreter ends, it is called right here.
+        """
+        count = self.count if count is None else min(count, self.count)
+        is_sent = False
+        while not is_sent:
+            mine = self._work
+            with contextlib.suppress(RuntimeError):
+                self.start(count)
+            if not self._threads:
+                work()
+                return
+            for _ in range(count):
+                mine.put(work)
+            # Whoever closed the crew meanwhile has left its threads nothing but the word to end.
+            is_sent = mine is self._work
+        if self._is_closed:
+            # These were started for what was still to be done, and nobody would end them.
+            self.close(is_waited=False)
+
+    def send_one(self, work: Callable[[], object]) -> None:
+        """Let one thread call this; it must not raise."""
+        self.send(work, 1)
+
+    def see_through(self, step: Callable[[], Result]) -> Result:
+        """Let one thread call this, and wait: Ctrl-C comes before it or after it, and never in its middle."""
+        return run_aside(step, on_interrupt=lambda error: None, start=self.send_one)
+
+    def see_through_here(self, step: Callable[[], Result]) -> Result:
+        """As ``see_through``, by a thread of its own, on the processor that the caller leaves to wait.
+
+        A thread that is woken goes to the processor that it ran on last. There another one of the trainer's may be
+        computing, or spin, as those of OpenMP do after each parallel loop; and the caller's processor has nothing to do
+        until the next tick of the scheduler, milliseconds (``stall_return``).
+        """
+        if self._near is None:
+            self._near = Crew(1, "ckstore-near")
+        near = self._near
+
+        def start(work: Callable[[], None]) -> None:
+            # Its caller's, for whoever was interrupted here may have left the thread on one processor.
+            processors = os.sched_getaffinity(0)
+
+            def begin() -> None:
+                _run_on(0, processors)
+                work()
+
+            with contextlib.suppress(RuntimeError):
+                near.start()
+            for thread in near._threads:
+                _run_on(thread.native_id, {libc.sched_getcpu()})
+            near.send_one(begin)
+            if self._is_closed:
+                # Nobody would end its thread.
+                near.close(is_waited=False)
+
+        return run_aside(step, on_interrupt=lambda error: None, start=start)
+
+    def start(self, count: int | None = None) -> None:
+        """Start as many threads now."""
+        while len(self._threads) < (self.count if count is None else count):
+            name = f"{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self, *, is_waited: bool = True) -> None:
+        """End the threads after what they were sent; those that are started for more afterwards end after that."""
+        self._is_closed = True
+        for other in (self._waiters, self._near):
+            if other is not None:
+                other.close(is_waited=is_waited)
+        threads, self._threads = self._threads, []
+        work, self._work = self._work, queue.SimpleQueue()
+        work.put(None)
+        for thread in threads if is_waited else ():
+            thread.join()
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    while (call := work.get()) is not None:
+        try:
+            call()
+        except BaseException:
+            # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
+            tell(_log.exception, "a thread that copies met what it should not")
+        # Nothing of a commit is kept alive while the thread sleeps.
+        del call
+    # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
+    work.put(None)
+
+
+def _run_on(thread: int | None, processors: set[int]) -> None:
+    # Where a thread runs is a matter of time, and of nothing else.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(thread or 0, processors)
