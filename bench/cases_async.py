@@ -33,7 +33,10 @@ RETURNED = "return_s"
 """After how many seconds the call has returned."""
 
 DISK = "the disk alone"
-"""As many bytes as the state has, written and made durable by a program that does nothing else."""
+"""As many bytes as the state has, written and made durable by a program that does nothing else.
+
+In one way: at another depth a disk may be faster (``engine_write`` tries some).
+"""
 
 _DISK_DEPTH = 8
 

@@ -124,6 +124,18 @@ def test_threads_are_used_again(arena, crew):
     assert len(names) == 2
 
 
+def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
+    def ended(*_):
+        raise SystemExit
+
+    crew, done = copying.Crew(1), threading.Event()
+    monkeypatch.setattr(crews, "tell", ended)
+    crew.send_one(ended)
+    crew.send_one(done.set)
+    assert done.wait(60)
+    crew.close()
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
 def test_a_thread_outlives_whatever_it_is_sent(quiet_log, kind):
     def ended():
@@ -144,15 +156,55 @@ def test_a_step_that_is_waited_for_begins_on_the_processor_of_who_waits_and_may_
         run_on(thread, processors)
 
     monkeypatch.setattr(crews, "_run_on", noted)
-    for _ in range(2):
+    for processor in mine:
         moves.clear()
+        monkeypatch.setattr(crews, "_processor_now", lambda processor=processor: processor)
         ran_by, may_run_on = crew.see_through_here(lambda: (threading.get_native_id(), os.sched_getaffinity(0)))
-        (thread, first), then = moves
-        assert (thread, len(first)) == (ran_by, 1)
-        assert first <= mine
-        assert then == (0, mine)
+        assert moves == [(ran_by, {processor}), (0, mine)]
         assert may_run_on == mine
-    assert ran_by != threading.get_native_id()
+        assert ran_by != threading.get_native_id()
+
+
+def test_the_processor_that_a_caller_is_on_is_one_that_it_may_run_on():
+    assert crews._processor_now() in os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("problem", [MemoryError, PermissionError, ValueError])
+def test_a_step_is_done_whatever_keeps_its_thread_from_being_moved(crew, monkeypatch, quiet_log, problem):
+    move, me = os.sched_setaffinity, threading.get_native_id()
+
+    def refuse(thread, processors):
+        if threading.get_native_id() != me:
+            raise problem
+        move(thread, processors)
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert crew.see_through_here(lambda: 7) == 7
+    monkeypatch.undo()
+    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == os.sched_getaffinity(0)
+
+
+def test_where_one_more_thread_cannot_be_started_those_of_the_crew_see_a_step_through(crew, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    crew.start()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert crew.see_through_here(threading.get_native_id) in {thread.native_id for thread in crew._threads}
+
+
+def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_threads_left):
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    crew = copying.Crew(2)
+    crew.start()
+    crew.waiters.start()
+    crew.see_through_here(lambda: None)
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            crew.close()
 
 
 def test_a_step_that_a_closed_crew_is_to_see_through_leaves_no_thread_behind(no_threads_left):

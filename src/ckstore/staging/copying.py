@@ -48,7 +48,17 @@ def looked(
     try:
         return look()
     except caught as error:
-        return error
+        # Whoever is told of it keeps it, and its frames have the state.
+        return without_frames(error)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return an error that does not know where it was raised, nor does what it came from: frames hold their callers."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return error
 
 
 class HostCopy:

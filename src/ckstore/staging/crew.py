@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -10,10 +11,12 @@ import threading
 from collections.abc import Callable
 
 from ckstore.logs import tell
-from ckstore.saver.shared_pages import libc
 from ckstore.workers import Result, run_aside
 
 _log = logging.getLogger("ckstore")
+
+_processor_now: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+"""Which one the caller is on; the GIL is kept, so that this is still so when it returns."""
 
 
 class Crew:
@@ -86,13 +89,19 @@ class Crew:
             processors = os.sched_getaffinity(0)
 
             def begin() -> None:
-                _run_on(0, processors)
-                work()
+                try:
+                    _run_on(0, processors)
+                finally:
+                    work()
 
             with contextlib.suppress(RuntimeError):
                 near.start()
-            for thread in near._threads:
-                _run_on(thread.native_id, {libc.sched_getcpu()})
+            thread = next(iter(near._threads), None)
+            if thread is None or thread.native_id is None:
+                # Threads of the crew may be there all the same.
+                self.send_one(work)
+                return
+            _run_on(thread.native_id, {_processor_now()})
             near.send_one(begin)
             if self._is_closed:
                 # Nobody would end its thread.
@@ -110,15 +119,18 @@ class Crew:
 
     def close(self, *, is_waited: bool = True) -> None:
         """End the threads after what they were sent; those that are started for more afterwards end after that."""
+        threads = self._end()
+        for thread in threads if is_waited else ():
+            thread.join()
+
+    def _end(self) -> list[threading.Thread]:
+        """Tell all threads to end, before any is waited for: Ctrl-C must not leave one that nobody has told."""
         self._is_closed = True
-        for other in (self._waiters, self._near):
-            if other is not None:
-                other.close(is_waited=is_waited)
         threads, self._threads = self._threads, []
         work, self._work = self._work, queue.SimpleQueue()
         work.put(None)
-        for thread in threads if is_waited else ():
-            thread.join()
+        others = [crew._end() for crew in (self._waiters, self._near) if crew is not None]
+        return [*threads, *(thread for each in others for thread in each)]
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
@@ -127,14 +139,15 @@ def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
             call()
         except BaseException:
             # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
-            tell(_log.exception, "a thread that copies met what it should not")
+            with contextlib.suppress(BaseException):
+                tell(_log.exception, "a thread that copies met what it should not")
         # Nothing of a commit is kept alive while the thread sleeps.
         del call
     # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
     work.put(None)
 
 
-def _run_on(thread: int | None, processors: set[int]) -> None:
-    # Where a thread runs is a matter of time, and of nothing else.
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(thread or 0, processors)
+def _run_on(thread: int, processors: set[int]) -> None:
+    # Where a thread runs is a matter of time, and of nothing else; -1, where the system tells of none, is no processor.
+    with contextlib.suppress(OSError, ValueError):
+        os.sched_setaffinity(thread, processors)

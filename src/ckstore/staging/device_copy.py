@@ -19,7 +19,7 @@ import numpy as np
 from ckstore.errors import BackendError, CkstoreError
 from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
-from ckstore.staging.copying import ignore, looked
+from ckstore.staging.copying import ignore, looked, without_frames
 from ckstore.staging.devices import copies_of
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
@@ -156,12 +156,3 @@ class DeviceCopy:
             # A bell that cannot be heard any more, or has rung often enough, is no reason to stop.
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
-
-
-def without_frames(error: BaseException) -> BaseException:
-    """Return an error that does not know where it was raised, nor does what it came from: frames hold their callers."""
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__context__
-    return error
