@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -293,6 +294,24 @@ def test_work_that_comes_while_the_crew_is_closed_is_done(crew):
 
     crew._work = Closing()
     crew.start()
+    crew.send_one(done.set)
+    assert done.wait(60)
+
+
+def test_a_thread_that_is_started_while_the_crew_is_closed_is_not_counted_on_later(crew, monkeypatch):
+    start, closing = threading.Thread.start, threading.Thread(target=partial(crew.close, is_waited=False))
+
+    def start_and_close(thread):
+        start(thread)
+        if thread is not closing and not closing.ident:
+            start(closing)
+            closing.join(0.2)
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", start_and_close)
+        crew.start(1)
+    closing.join()
+    done = threading.Event()
     crew.send_one(done.set)
     assert done.wait(60)
 

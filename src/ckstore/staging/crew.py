@@ -31,6 +31,8 @@ class Crew:
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._changing = threading.RLock()
+        """Held while these two are exchanged, or threads started: one counted here must serve what is sent here."""
         self.count = count
         self._waiters: Crew | None = None
         self._near: Crew | None = None
@@ -111,11 +113,14 @@ class Crew:
 
     def start(self, count: int | None = None) -> None:
         """Start as many threads now."""
-        while len(self._threads) < (self.count if count is None else count):
-            name = f"{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        with self._changing:
+            # Both of one time: a handler of signals may close it in the middle of this.
+            threads, work = self._threads, self._work
+            while len(threads) < (self.count if count is None else count):
+                name = f"{self._name}-{len(threads)}"
+                thread = threading.Thread(target=_serve, args=(work,), name=name, daemon=True)
+                thread.start()
+                threads.append(thread)
 
     def close(self, *, is_waited: bool = True) -> None:
         """End the threads after what they were sent; those that are started for more afterwards end after that."""
@@ -126,8 +131,9 @@ class Crew:
     def _end(self) -> list[threading.Thread]:
         """Tell all threads to end, before any is waited for: Ctrl-C must not leave one that nobody has told."""
         self._is_closed = True
-        threads, self._threads = self._threads, []
-        work, self._work = self._work, queue.SimpleQueue()
+        with self._changing:
+            threads, self._threads = self._threads, []
+            work, self._work = self._work, queue.SimpleQueue()
         work.put(None)
         others = [crew._end() for crew in (self._waiters, self._near) if crew is not None]
         return [*threads, *(thread for each in others for thread in each)]
