@@ -125,6 +125,15 @@ def test_threads_are_used_again(arena, crew):
     assert len(names) == 2
 
 
+def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
+    def look():
+        raise ValueError("cannot look") from KeyError("a counter")
+
+    error = copying.looked(look)
+    assert str(error) == "cannot look"
+    assert error.__traceback__ is None
+
+
 def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
     def ended(*_):
         raise SystemExit
