@@ -80,7 +80,7 @@ class Crew:
 
         A thread that is woken goes to the processor that it ran on last. There another one of the trainer's may be
         computing, or spin, as those of OpenMP do after each parallel loop; and the caller's processor has nothing to do
-        until the next tick of the scheduler, milliseconds (``stall_return``).
+        until the next tick of the scheduler, milliseconds (seen in traces).
         """
         if self._near is None:
             self._near = Crew(1, "ckstore-near")
