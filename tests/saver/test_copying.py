@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from functools import partial
 
 import numpy as np
@@ -126,12 +127,16 @@ def test_threads_are_used_again(arena, crew):
 
 
 def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
+    kept = []
+
     def look():
-        raise ValueError("cannot look") from KeyError("a counter")
+        state = np.ones(9)
+        kept.append(weakref.ref(state))
+        raise ValueError("cannot look")
 
     error = copying.looked(look)
     assert str(error) == "cannot look"
-    assert error.__traceback__ is None
+    assert kept[0]() is None
 
 
 def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
