@@ -38,7 +38,7 @@ from ckstore.staging.devices import Span
 from ckstore.staging.dock import Dock
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import Stowage, unchecked
-from ckstore.store.lease import note_abandoned
+from ckstore.store.orphans import note_abandoned
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
 from ckstore.write_blocks import threads_and_blocks
@@ -378,7 +378,7 @@ class Handover:
         engine: EngineName = "pwrite" if self._parts.engine_name == "pwrite" else "auto"
         place, run, arena, clock = backend.root, self._parts.run, self._dock.arena, self._parts.clock
         self._nice = policy.saver_nice
-        self._parts.lease.wait_for_dropped()
+        self._parts.lease.orphans.wait_for_dropped()
 
         def start() -> Saver:
             self._saver = Saver.start(place, run, arena, nice=self._nice, engine=engine, clock=clock)

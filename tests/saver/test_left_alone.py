@@ -21,7 +21,7 @@ from ckstore import handover
 from ckstore.saver import arena as arena_module
 from ckstore.saver.arena import Arena
 from ckstore.staging.crew import Crew
-from ckstore.store.lease import SaverPurpose
+from ckstore.store.lease_record import SaverPurpose
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ import ckstore
 from ckstore.errors import ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
-from ckstore.store.lease import Lease, SaverPurpose, is_orphan
+from ckstore.store.lease import Lease
+from ckstore.store.lease_record import SaverPurpose
+from ckstore.store.orphans import is_orphan
 from ckstore.store.processes import boot_identity, process_started
 
 STAGED = "handed.stage().finish(); say('staged')"

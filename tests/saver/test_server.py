@@ -25,7 +25,7 @@ from ckstore.format import layout
 from ckstore.saver import messages
 from ckstore.saver.arena import STAGED
 from ckstore.saver.messages import send
-from ckstore.store.lease import SaverPurpose
+from ckstore.store.lease_record import SaverPurpose
 from ckstore.store.processes import process_started
 
 PLAIN = Policy(compression="none")

@@ -29,7 +29,7 @@ from ckstore.saver import messages
 from ckstore.saver.messages import Message
 from ckstore.saver.state import GatedLease, Ticket
 from ckstore.stale import Fingerprint
-from ckstore.store.lease import SaverPurpose
+from ckstore.store.lease_record import GONE, SaverPurpose
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import load_whole, resolve
 from ckstore.workers import Headcount
@@ -122,7 +122,7 @@ class Committer:
         lease = self._lease
         purpose = None if lease is None else SaverPurpose.of(lease.purpose)
         if lease is not None and purpose is not None:
-            lease.purpose = replace(purpose, trainer_started="gone").text
+            lease.purpose = replace(purpose, trainer_started=GONE).text
             lease.renew()
 
     def release(self) -> None:

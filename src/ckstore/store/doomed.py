@@ -27,7 +27,7 @@ from ckstore.format import layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant
-from ckstore.store.processes import boot_identity, has_rebooted, process_started
+from ckstore.store.processes import boot_identity, died_in_reboot, process_started
 from ckstore.store.trash import make_durable_folder
 
 _log = logging.getLogger("ckstore")
@@ -197,10 +197,9 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
         return there_ns is not None and (there_ns - info.modified_ns) / 1e9 > LIST_AGE_SECONDS_MAX
     if record is None or age_seconds < LAST_REQUEST_SECONDS:
         return False
-    here = boot_identity()
-    if record.host == socket.gethostname() and has_rebooted(record.boot_id, here):
+    if died_in_reboot(record.host, record.boot_id):
         return True
-    if not here or record.boot_id != here:
+    if not (here := boot_identity()) or record.boot_id != here:
         return False
     if record.pid == os.getpid() and record.process_started == process_started(os.getpid()):
         return path not in _AT_WORK

@@ -9,7 +9,7 @@ heartbeat that stops tells. A flock or a closed pipe would not do: a forked chil
 the holder was killed.
 
 A saver holds the lease for its trainer. When the trainer has died and the saver still publishes what was staged, it
-is an *orphan*: whoever starts again waits for it, so that no older state is resumed and then overtaken.
+is an *orphan* (``orphans.py``): whoever starts again waits for it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 from ckstore.clock import Clock
-from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, CorruptError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
 from ckstore.format import layout
-from ckstore.format.records import LeaseRecord, decode_record, encode_record
+from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
 from ckstore.logs import tell
-from ckstore.store.processes import boot_identity, has_rebooted, is_stopped, process_started
+from ckstore.store.lease_record import describe, read_lease
+from ckstore.store.orphans import Orphans
+from ckstore.store.processes import boot_identity, died_in_reboot, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -42,35 +41,7 @@ STALE_SECONDS = 15.0
 HEART_NAME = "ckstore-lease"
 """Of the thread that beats."""
 
-ORPHAN_POLL_SECONDS = 0.05
-ORPHAN_PATIENCE_SECONDS = 10.0
-"""Whoever waits for an orphan is told so at once, and again after every so many seconds."""
-
-_RECORD_NBYTES_MAX = 4096
 _live_tokens: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class SaverPurpose:
-    """What a saver's lease is for: whose saver it is, and which step it is about to publish, if any."""
-
-    trainer_pid: int
-    trainer_started: str
-    step: int | None = None
-
-    @property
-    def text(self) -> str:
-        """The purpose as a lease records it."""
-        step = "" if self.step is None else str(self.step)
-        return f"saver:{self.trainer_pid}:{self.trainer_started}:{step}"
-
-    @classmethod
-    def of(cls, text: str) -> SaverPurpose | None:
-        """Return the purpose that a lease records; None: it is no saver's."""
-        fields = text.split(":")
-        if len(fields) != 4 or fields[0] != "saver" or not fields[1].isdecimal():
-            return None
-        return cls(int(fields[1]), fields[2], int(fields[3]) if fields[3].isdecimal() else None)
 
 
 class Lease:
@@ -86,8 +57,8 @@ class Lease:
     def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float = STALE_SECONDS) -> None:
         self.purpose = ""
         """What it is held for; written when it is taken or renewed."""
-        self.awaited_step: int | None = None
-        """What the last orphan that was waited for was to publish."""
+        self.orphans = Orphans(backend, run, clock, stale_seconds=stale_seconds)
+        """Savers that may still publish to the run, whose trainer is gone."""
         self._backend = backend
         self._run = run
         self._clock = clock
@@ -150,7 +121,7 @@ class Lease:
         if not self._is_ours(holder):
             self._forget()
             raise ConflictError(
-                f"the writer lease of run {self._run!r} was taken over by {_describe(holder)}",
+                f"the writer lease of run {self._run!r} was taken over by {describe(holder)}",
                 where=self.location,
                 todo="nothing was published; stop one of the two writers, then commit again",
             )
@@ -193,77 +164,28 @@ class Lease:
             purpose=self.purpose,
         )
 
-    def _read(self, path: str | None = None) -> LeaseRecord | None:
-        try:
-            content = self._backend.read_bytes(path or self._path, nbytes_max=_RECORD_NBYTES_MAX)
-            return decode_record(content, LeaseRecord, nbytes_max=_RECORD_NBYTES_MAX)
-        except FileNotFoundError:
-            return None
-        except CorruptError as error:
-            # A torn lease, after a power cut say, protects nobody. That the medium fails to answer says nothing.
-            _log.warning("unreadable lease of run %r is taken over: %s", self._run, error)
-            return None
+    def _read(self) -> LeaseRecord | None:
+        return read_lease(self._backend, self._run)
 
     def _is_ours(self, holder: LeaseRecord | None) -> bool:
         return self.is_held and holder is not None and self._record is not None and holder.token == self._record.token
 
     def wait_for_orphan(self) -> bool:
-        """Wait while a saver whose trainer has died publishes what was staged; says so in the log.
+        """Wait while a saver whose trainer is gone publishes what was staged, as ``Orphans.wait`` does.
 
-        To be called before the newest checkpoint is looked for, and before a first commit. There is no bound: an
-        orphan ends by itself, and one that is killed or was never there is not waited for.
-
-        Returns:
-            Whether there was one.
-        """
-        was_dropped = self.wait_for_dropped()
-        orphan = self._read()
-        if orphan is None or not is_orphan(orphan):
-            return was_dropped
-        purpose = SaverPurpose.of(orphan.purpose)
-        what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
-        is_dropped = (orphan.pid, orphan.process_started) in _abandoned
-        whose = _DROPPED if is_dropped else "the trainer that died"
-
-        def is_there() -> bool:
-            holder = self._read()
-            return holder is not None and holder.token == orphan.token and is_orphan(holder)
-
-        self._wait_for(is_there, orphan.pid, f"of {whose} to {what}")
-        self.awaited_step = None if purpose is None else purpose.step
-        return True
-
-    def wait_for_dropped(self) -> bool:
-        """Wait for savers of this process whose handle was dropped before they had the lease; says so in the log.
+        To be called before the newest checkpoint is looked for, and before a first commit.
 
         Returns:
             Whether there was one.
         """
-        mine = self.location
-        waiting = [saver for saver, coming in list(_abandoned.items()) if coming == mine and _lives(saver)]
-        for saver in waiting:
-            self._wait_for(partial(_lives, saver), saver[0], f"of {_DROPPED} to publish what it was given")
-        return bool(waiting)
-
-    def _wait_for(self, is_there: Callable[[], bool], pid: int, what: str) -> None:
-        begun, told = self._clock.monotonic(), 0
-        _log.warning("run %r: waiting for the saver (pid %d) %s", self._run, pid, what)
-        while is_there():
-            self._clock.sleep(ORPHAN_POLL_SECONDS)
-            waited = self._clock.monotonic() - begun
-            if waited >= (told + 1) * ORPHAN_PATIENCE_SECONDS:
-                told += 1
-                stopped = "; it is stopped: SIGCONT lets it go on" if is_stopped(pid) else ""
-                _log.warning(
-                    "run %r: still waiting for the saver (pid %d), for %.0f s%s", self._run, pid, waited, stopped
-                )
+        return self.orphans.wait()
 
     def _remove_dead_holder(self) -> None:
         self.wait_for_orphan()
         holder = self._read()
         if holder is not None and self._is_alive(holder):
             raise ConflictError(
-                f"run {self._run!r} is being written by {_describe(holder)}",
+                f"run {self._run!r} is being written by {describe(holder)}",
                 where=self.location,
                 todo="stop that process, or commit to another run",
                 pid=holder.pid,
@@ -275,7 +197,7 @@ class Lease:
             self._backend.rename_new(self._path, graveyard)
         except FileNotFoundError:
             return
-        moved = self._read(graveyard)
+        moved = read_lease(self._backend, self._run, graveyard)
         if moved is not None and (holder is None or moved.token != holder.token):
             # Another one took over between our look and our move: what we moved is alive; put it back.
             with contextlib.suppress(FileExistsError):
@@ -283,10 +205,9 @@ class Lease:
         self._backend.unlink(graveyard)
 
     def _is_alive(self, holder: LeaseRecord) -> bool:
-        here = boot_identity()
-        if holder.host == socket.gethostname() and has_rebooted(holder.boot_id, here):
+        if died_in_reboot(holder.host, holder.boot_id) or self.orphans.is_known_dead(holder):
             return False
-        if here and holder.boot_id == here:
+        if (here := boot_identity()) and holder.boot_id == here:
             if process_started(holder.pid) != holder.process_started:
                 return False
             # Our own process: alive only if that handle still is; a forgotten one has no token left.
@@ -297,7 +218,7 @@ class Lease:
         """Watch a holder on another host: does its heartbeat move within the stale time?"""
         _log.warning(
             "run %r was last written by %s; waiting up to %.0f s to see whether it still lives",
-            self._run, _describe(holder), self._stale_seconds,
+            self._run, describe(holder), self._stale_seconds,
         )  # fmt: skip
         deadline = self._clock.monotonic() + self._stale_seconds
         while self._clock.monotonic() < deadline:
@@ -353,48 +274,3 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:
             return
         lease.renew()
         del lease
-
-
-_Saver = tuple[int, str | None]
-"""Its pid, and when it was started."""
-
-_DROPPED = "a handle that was dropped"
-_abandoned: dict[_Saver, str | None] = {}
-"""Savers of this process whose handle was dropped, and which lease they may still come to take."""
-
-
-def note_abandoned(pid: int, coming: str | None) -> None:
-    """Let a saver of this process, whose handle was dropped, be waited for as an orphan is.
-
-    Args:
-        pid: The saver's.
-        coming: Where the lease lies that it takes to publish what it was given; None: it was given nothing.
-    """
-    for each in list(_abandoned):
-        if not _lives(each):
-            _abandoned.pop(each, None)
-    _abandoned[pid, process_started(pid)] = coming
-
-
-def _lives(saver: _Saver) -> bool:
-    pid, started = saver
-    return started is not None and process_started(pid) == started
-
-
-def is_orphan(holder: LeaseRecord) -> bool:
-    """Whether a lease is held by a living saver, of this boot, whose trainer has died or dropped it."""
-    purpose = SaverPurpose.of(holder.purpose)
-    if purpose is None or not (here := boot_identity()) or holder.boot_id != here or holder.pid == os.getpid():
-        return False
-    is_trained_for = process_started(purpose.trainer_pid) == purpose.trainer_started
-    if is_trained_for and (holder.pid, holder.process_started) not in _abandoned:
-        return False
-    return process_started(holder.pid) == holder.process_started
-
-
-def _describe(holder: LeaseRecord | None) -> str:
-    if holder is None:
-        return "someone who has left"
-    purpose = SaverPurpose.of(holder.purpose)
-    saver = "" if purpose is None else f", the saver of pid {purpose.trainer_pid}"
-    return f"pid {holder.pid} on host {holder.host}{saver}"

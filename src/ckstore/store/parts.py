@@ -232,7 +232,8 @@ class Parts:
         """Wait as ``Lease.wait_for_orphan`` does; say so where what was waited for did not come."""
         if not self.lease.wait_for_orphan():
             return
-        step, self.lease.awaited_step = self.lease.awaited_step, None
+        orphans = self.lease.orphans
+        step, orphans.awaited_step = orphans.awaited_step, None
         if step is not None and all(name.step != step for name in self.manifests.listing().names):
             _log.warning(
                 "run %r: step %d was not published: it was not staged whole when the trainer died, or its saver failed "

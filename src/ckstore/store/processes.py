@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 
@@ -50,3 +51,8 @@ def has_rebooted(before: str, now: str) -> bool:
     machine_before, _, rest_before = before.partition("/")
     machine_now, _, rest_now = now.partition("/")
     return bool(machine_now) and machine_before == machine_now and rest_before.split("/")[0] != rest_now.split("/")[0]
+
+
+def died_in_reboot(host: str, boot_id: str) -> bool:
+    """Whether a process was one of this machine, by its host and ``boot_identity``, before the machine was rebooted."""
+    return host == socket.gethostname() and has_rebooted(boot_id, boot_identity())

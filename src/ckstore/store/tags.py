@@ -19,7 +19,7 @@ from ckstore.format.records import IntentRecord, TagRecord, decode_record, encod
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend, Distant
 from ckstore.store.at_once import ask_each
-from ckstore.store.processes import boot_identity, has_rebooted, process_started
+from ckstore.store.processes import boot_identity, died_in_reboot, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -200,7 +200,6 @@ class Tags:
         except CorruptError:
             # Torn by a power cut: its maker died with the machine.
             return True
-        here = boot_identity()
-        if maker.host == socket.gethostname() and has_rebooted(maker.boot_id, here):
+        if died_in_reboot(maker.host, maker.boot_id):
             return True
-        return maker.boot_id == here and process_started(maker.pid) != maker.process_started
+        return maker.boot_id == boot_identity() and process_started(maker.pid) != maker.process_started

@@ -1,0 +1,174 @@
+"""Savers whose trainer is gone, and that may still publish what it staged: whoever starts the run again waits for them.
+
+Otherwise an older state would be resumed, and then overtaken.
+
+On the same boot, and in the same pid namespace, /proc tells whether a trainer and its saver live. Elsewhere, on another
+node that shares the file system say, the lease tells: a saver says there that its trainer is gone, and as long as its
+heartbeat moves it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+
+from ckstore.clock import Clock
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord
+from ckstore.io.backend import Backend
+from ckstore.store.lease_record import GONE, SaverPurpose, read_lease
+from ckstore.store.processes import boot_identity, died_in_reboot, is_stopped, process_started
+
+_log = logging.getLogger("ckstore")
+
+POLL_SECONDS = 0.05
+POLL_ELSEWHERE_SECONDS = 0.5
+"""Whoever reads a lease on a shared file system has a server answer."""
+
+PATIENCE_SECONDS = 10.0
+"""Whoever waits for an orphan is told so at once, and again after every so many seconds."""
+
+_Saver = tuple[int, str | None]
+"""Its pid, and when it was started."""
+
+_DROPPED = "a handle that was dropped"
+_abandoned: dict[_Saver, str | None] = {}
+"""Savers of this process whose handle was dropped, and which lease they may still come to take."""
+
+
+class Orphans:
+    """The orphans of one run, as one handle sees them.
+
+    Args:
+        backend: Where the lease lies.
+        run: Whose lease it is.
+        clock: Where time comes from.
+        stale_seconds: How long the heartbeat of a saver elsewhere may stand still.
+    """
+
+    def __init__(self, backend: Backend, run: str, clock: Clock, *, stale_seconds: float) -> None:
+        self.awaited_step: int | None = None
+        """What the last one that was waited for was to publish."""
+        self._backend = backend
+        self._run = run
+        self._location = backend.location_of(layout.lease_name(run))
+        self._clock = clock
+        self._stale_seconds = stale_seconds
+        self._still: LeaseRecord | None = None
+        """A saver elsewhere whose heartbeat has stopped."""
+
+    def wait(self) -> bool:
+        """Wait while a saver whose trainer is gone publishes what was staged; says so in the log.
+
+        There is no bound: an orphan ends by itself, and one that is killed, or was never there, is not waited for.
+
+        Returns:
+            Whether there was one.
+        """
+        was_dropped = self.wait_for_dropped()
+        orphan = read_lease(self._backend, self._run)
+        if orphan is None or self.is_known_dead(orphan) or not (is_orphan(orphan) or is_orphan_elsewhere(orphan)):
+            return was_dropped
+        purpose = SaverPurpose.of(orphan.purpose)
+        what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
+        is_dropped = (orphan.pid, orphan.process_started) in _abandoned
+        what = f"of {_DROPPED if is_dropped else 'the trainer that died'} to {what}"
+        if is_orphan(orphan):
+            self._wait_for(partial(self._is_there, orphan), orphan.pid, what)
+        else:
+            self._wait_elsewhere(orphan, what)
+        self.awaited_step = None if purpose is None else purpose.step
+        return True
+
+    def wait_for_dropped(self) -> bool:
+        """Wait for savers of this process whose handle was dropped before they had the lease; says so in the log.
+
+        Returns:
+            Whether there was one.
+        """
+        waiting = [saver for saver, coming in list(_abandoned.items()) if coming == self._location and _lives(saver)]
+        for saver in waiting:
+            self._wait_for(partial(_lives, saver), saver[0], f"of {_DROPPED} to publish what it was given")
+        return bool(waiting)
+
+    def is_known_dead(self, holder: LeaseRecord) -> bool:
+        """Whether this holder's heartbeat was seen to stand still, and has not moved since."""
+        still = self._still
+        return still is not None and (still.token, still.heartbeat_ns) == (holder.token, holder.heartbeat_ns)
+
+    def _is_there(self, orphan: LeaseRecord) -> bool:
+        holder = read_lease(self._backend, self._run)
+        return holder is not None and holder.token == orphan.token and is_orphan(holder)
+
+    def _wait_elsewhere(self, orphan: LeaseRecord, what: str) -> None:
+        """Wait for a saver that /proc says nothing about: until its lease is gone, or its heartbeat stands still."""
+        seen, moved = orphan, self._clock.monotonic()
+
+        def is_there() -> bool:
+            nonlocal seen, moved
+            holder = read_lease(self._backend, self._run)
+            if holder is None or holder.token != orphan.token:
+                return False
+            now = self._clock.monotonic()
+            if holder.heartbeat_ns != seen.heartbeat_ns:
+                seen, moved = holder, now
+            elif now - moved >= self._stale_seconds:
+                _log.warning("run %r: its heartbeat has stopped; it is not waited for any more", self._run)
+                self._still = holder
+                return False
+            return True
+
+        self._wait_for(is_there, orphan.pid, what, host=orphan.host)
+
+    def _wait_for(self, is_there: Callable[[], bool], pid: int, what: str, *, host: str = "") -> None:
+        begun, told = self._clock.monotonic(), 0
+        where = f"pid {pid} on host {host}" if host else f"pid {pid}"
+        _log.warning("run %r: waiting for the saver (%s) %s", self._run, where, what)
+        while is_there():
+            self._clock.sleep(POLL_ELSEWHERE_SECONDS if host else POLL_SECONDS)
+            waited = self._clock.monotonic() - begun
+            if waited >= (told + 1) * PATIENCE_SECONDS:
+                told += 1
+                stopped = "; it is stopped: SIGCONT lets it go on" if not host and is_stopped(pid) else ""
+                _log.warning(
+                    "run %r: still waiting for the saver (%s), for %.0f s%s", self._run, where, waited, stopped
+                )
+
+
+def note_abandoned(pid: int, coming: str | None) -> None:
+    """Let a saver of this process, whose handle was dropped, be waited for as an orphan is.
+
+    Args:
+        pid: The saver's.
+        coming: Where the lease lies that it takes to publish what it was given; None: it was given nothing.
+    """
+    for each in list(_abandoned):
+        if not _lives(each):
+            _abandoned.pop(each, None)
+    _abandoned[pid, process_started(pid)] = coming
+
+
+def _lives(saver: _Saver) -> bool:
+    pid, started = saver
+    return started is not None and process_started(pid) == started
+
+
+def is_orphan(holder: LeaseRecord) -> bool:
+    """Whether a lease is held by a living saver, of this boot, whose trainer has died or dropped it."""
+    purpose = SaverPurpose.of(holder.purpose)
+    if purpose is None or not (here := boot_identity()) or holder.boot_id != here or holder.pid == os.getpid():
+        return False
+    is_trained_for = process_started(purpose.trainer_pid) == purpose.trainer_started
+    if is_trained_for and (holder.pid, holder.process_started) not in _abandoned:
+        return False
+    return process_started(holder.pid) == holder.process_started
+
+
+def is_orphan_elsewhere(holder: LeaseRecord) -> bool:
+    """Whether a lease is held by a saver that says that its trainer is gone, and of which only heartbeats tell here."""
+    purpose, here = SaverPurpose.of(holder.purpose), boot_identity()
+    if purpose is None or purpose.trainer_started != GONE or (here and holder.boot_id == here):
+        return False
+    return not died_in_reboot(holder.host, holder.boot_id)
