@@ -1,4 +1,4 @@
-"""Write README's table and the longer ones of docs/BENCH.md from the newest record of each case.
+"""Write README's table and the longer ones of docs/BENCH.md from the newest record of each case, and some from all.
 
     python -m bench.table            # rewrites what stands between the markers in both files
     python -m bench.table --print    # only prints it
@@ -16,29 +16,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench import table_coding
+from bench import table_coding, table_records
 from bench.measure import BUSY_CORES
 
 HERE = Path(__file__).resolve().parent
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+MARK, MARK_OF_RECORDS = "bench", "records"
 Records = dict[str, dict[str, Any]]
 MAIN_CASES = ("commit_durable", "restore_cold", "peak_memory", "stall_blocking")
 """Whose records README's table shows."""
 
 BACKGROUND_CASES = (
-    "stall_return",
-    "stall_guarded",
-    "stall_accumulation",
     "stall_gpu_guarded",
     "stall_gpu_blocking",
     "stages_beside",
-    "stall_python_loop",
-    "async_wall",
     "async_memory",
     "async_pages",
     "async_thousand",
 )
-"""Whose medians and notes stand in docs/BENCH.md as they are."""
+"""Whose medians and notes stand in docs/BENCH.md as they are; of others, ``table_records`` shows every record."""
 
 
 def newest_records(results: Path) -> Records:
@@ -189,17 +184,17 @@ def _machines(records: Records, cases: Iterable[str]) -> str:
     return " ".join(f"{', '.join(cases)}: {text}." for text, cases in cases_of.items())
 
 
-def replace_between_markers(text: str, table: str) -> str:
-    """Return the text with everything between the markers replaced.
+def replace_between_markers(text: str, table: str, mark: str = MARK) -> str:
+    """Return the text with everything between ``<!-- MARK:begin -->`` and ``<!-- MARK:end -->`` replaced.
 
     Raises:
-        LookupError: The text does not have both markers.
+        LookupError: The text does not have both.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    head, begin, rest = text.partition(f"<!-- {mark}:begin -->")
+    _, end, tail = rest.partition(f"<!-- {mark}:end -->")
     if not begin or not end:
-        raise LookupError(f"no {BEGIN} ... {END}")
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+        raise LookupError(f"no <!-- {mark}:begin --> ... <!-- {mark}:end -->")
+    return f"{head}{begin}\n{table}\n{end}{tail}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -211,11 +206,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print", action="store_true", dest="is_dry")
     given = parser.parse_args(arguments)
     records = newest_records(given.results)
-    for path, text in ((given.readme, make_table(records)), (given.details, make_details(records))):
+    every = table_records.make_tables(table_records.read_records(given.results))
+    for path, mark, text in (
+        (given.readme, MARK, make_table(records)),
+        (given.details, MARK, make_details(records)),
+        (given.details, MARK_OF_RECORDS, every),
+    ):
         if given.is_dry:
             print(text)
         else:
-            path.write_text(replace_between_markers(path.read_text(), text))
+            path.write_text(replace_between_markers(path.read_text(), text, mark))
     return 0
 
 

@@ -40,8 +40,10 @@ class Outstanding:
             self.kept.remove(handed)
 
     def leave(self) -> None:
-        """Let go of what is over, without a word to the saver, which is ending."""
+        """Let go of what is over, without a word to the saver, which is ending; what is copied ends by itself."""
         self.sweep()
+        for handed in self.going:
+            handed.staging.leave()
         self.kept.clear()
 
     def slot_for(self, end: int, head_nbytes: int, policy: Policy) -> Slot:

@@ -20,6 +20,7 @@ import ckstore
 from ckstore import handover
 from ckstore.saver import arena as arena_module
 from ckstore.saver.arena import Arena
+from ckstore.staging.copying import HostCopy
 from ckstore.staging.crew import Crew
 from ckstore.store.lease_record import SaverPurpose
 
@@ -173,6 +174,50 @@ def test_the_next_commit_in_the_background_comes_after_what_a_dropped_handle_has
         assert f"waiting for the saver (pid {pid})" in caplog.text
     finally:
         let_go.join()
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["kept", "changed"])
+@pytest.mark.parametrize("is_copied", [False, True], ids=["dropped while copied", "dropped when copied"])
+def test_what_a_dropped_handle_was_to_compare_is_compared_without_it(
+    folder, monkeypatch, caplog, is_copied, is_changed
+):
+    may_copy, tensors = threading.Event(), noise(1)
+    copy, checked = HostCopy._copy_stepwise, []
+
+    def held(self):
+        assert may_copy.wait(SECONDS_MAX)
+        copy(self)
+        checked.append(self.section.unit_count)
+
+    monkeypatch.setattr(HostCopy, "_copy_stepwise", held)
+    store = ckstore.open(folder, policy=ckstore.Policy(debug_guard=True))
+    store._guarded = OwnerOfAll()
+    # The head and what is no tensor are copied before the call returns.
+    may_copy.set()
+    store.prewarm(tensors)
+    store.commit_async(noise(0), 0).result(SECONDS_MAX)
+    store.wait()
+    checked.clear()
+    if not is_copied:
+        may_copy.clear()
+    store.commit_async(tensors, 1)
+    if is_copied:
+        until(lambda: any(checked))
+    if is_changed:
+        tensors["w0"][7] ^= 1
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        del store
+        may_copy.set()
+        results = []
+        with ckstore.open(folder) as again:
+            thread = threading.Thread(target=lambda: results.append(again.restore()), daemon=True)
+            thread.start()
+            thread.join(SECONDS_MAX)
+            assert results, "nobody else could compare it, and whoever opens the run would wait for ever"
+            assert again.steps() == ([0] if is_changed else [0, 1])
+        if not is_changed:
+            assert np.array_equal(results[0]["w0"], tensors["w0"])
+    assert ("a tensor was changed between commit_async and the guard" in caplog.text) == is_changed
 
 
 def test_other_processes_wait_for_a_saver_that_is_told_to_end_while_it_works(desk, backend_of_desk):

@@ -72,7 +72,7 @@ class Staging:
         self._checking = threading.Lock()
         self._copying = threading.RLock()
         self._error: BaseException | None = None
-        self._is_noted = self._is_ended = False
+        self._is_noted = self._is_ended = self._is_left = False
         sections = stowage.sections
         self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
         self._versions = {kind: self._versions_now(kind, captured) for kind in self._guarded}
@@ -189,6 +189,13 @@ class Staging:
         self._compare()
         self.is_over.wait()
 
+    def leave(self) -> None:
+        """Have checksums compared as soon as all is copied: nobody will come to do it. Takes no lock."""
+        # Whoever copies the last unit sees this, or this sees that he has.
+        self._is_left = True
+        if self._left == 0 and self._is_checked:
+            self._crew.send_one(self._check_left)
+
     def give_up(self, error: BaseException) -> None:
         """Give it up, and wait until no thread is copying any more; a thread of the crew must not call this."""
         self.cancel(error)
@@ -239,9 +246,19 @@ class Staging:
             self._error = self._error or error
             self._left -= 1
             # Where checksums were taken it is staged when they were compared.
-            is_end = self._left == 0 and not (self._is_checked and self._error is None)
+            is_copied = self._left == 0
+            is_end = is_copied and not (self._is_checked and self._error is None)
         if is_end:
             self._end()
+        elif is_copied and self._is_left:
+            self._check_left()
+
+    def _check_left(self) -> None:
+        try:
+            self._check()
+        except BaseException as error:
+            # Nobody would hear of it, and a saver would wait for what is never staged.
+            self.cancel(error)
 
     def _compare(self) -> None:
         """Compare checksums, where they were taken and were not compared yet."""
