@@ -5,6 +5,7 @@ What needs a GPU is skipped where there is none; how copies are cut is tested ev
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -81,9 +82,64 @@ def test_a_large_tensor_is_few_copies():
 def test_pinning_without_a_device_does_nothing():
     arena = Arena.create(UNIT_NBYTES)
     if not torch.cuda.is_available():
-        pin(arena.slots[0])
+        pin(arena.slots[0], UNIT_NBYTES)
         assert not torch.cuda.is_initialized()
     arena.close()
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Pretend that there is a device, and note what its runtime is told: bytes that are pinned, or "let go"."""
+    calls: list[object] = []
+
+    class Runtime:
+        problem = 0
+
+        def cudaHostRegister(self, address, nbytes, flags):
+            calls.append(nbytes)
+            return self.problem
+
+        def cudaHostUnregister(self, address):
+            calls.append("let go")
+            return 0
+
+    runtime = Runtime()
+    monkeypatch.setattr(staging_cuda, "_has_devices", lambda: True)
+    monkeypatch.setattr(staging_cuda, "_device_in_use", lambda: 0)
+    monkeypatch.setattr(staging_cuda, "_forget_error", lambda device: None)
+    monkeypatch.setattr(staging_cuda, "_cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return calls, runtime
+
+
+def test_as_much_is_pinned_as_a_state_takes_and_not_the_room_to_spare(told):
+    calls, _ = told
+    arena = Arena.create(10 * UNIT_NBYTES)
+    slot = arena.slots[0]
+    slot.start(1, 6 * UNIT_NBYTES + 5)
+    pin(slot, slot.nbytes_begun)
+    pin(slot, 3 * UNIT_NBYTES)
+    assert calls == [7 * UNIT_NBYTES]
+    # A longer one; and what is given back is not in memory any more.
+    pin(slot, 8 * UNIT_NBYTES)
+    assert calls == [7 * UNIT_NBYTES, "let go", 8 * UNIT_NBYTES]
+    slot.populate(0, UNIT_NBYTES)
+    assert slot.give_back() == UNIT_NBYTES
+    pin(slot, UNIT_NBYTES)
+    assert calls[3:] == ["let go", UNIT_NBYTES]
+    arena.close(is_idle=True)
+    assert calls[5:] == ["let go"]
+
+
+def test_what_cannot_be_pinned_is_said_once_and_not_tried_again(told, caplog):
+    calls, runtime = told
+    runtime.problem = 2
+    arena = Arena.create(2 * UNIT_NBYTES)
+    pin(arena.slots[0], UNIT_NBYTES)
+    pin(arena.slots[0], 2 * UNIT_NBYTES)
+    assert calls == [UNIT_NBYTES]
+    assert caplog.text.count("cannot be pinned (CUDA error 2)") == 1
+    arena.close(is_idle=True)
 
 
 def test_memory_of_the_host_lies_in_no_device():
@@ -160,7 +216,7 @@ def test_the_guard_lets_the_device_wait_and_not_the_host():
     torch.cuda.synchronize()
     staged = Staged([weight], spans_of(weight))
     # What is done for the first time may wait for the device: memory is pinned, and a stream made.
-    pin(staged.slot)
+    pin(staged.slot, staged.slot.nbytes)
     staging_cuda._stream_of(weight.device)
     torch.cuda._sleep(3_000_000_000)
     staged.staging.copy_now()
@@ -176,8 +232,8 @@ def test_the_arena_is_pinned_once_and_let_go(caplog):
     torch.cuda.init()
     arena = Arena.create(UNIT_NBYTES)
     slot = arena.slots[0]
-    pin(slot)
-    pin(slot)
+    pin(slot, UNIT_NBYTES)
+    pin(slot, UNIT_NBYTES)
     view = torch.from_numpy(np.frombuffer(slot.view(0, 4096), np.uint8))
     assert view.is_pinned()
     assert caplog.text == ""

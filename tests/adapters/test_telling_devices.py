@@ -55,7 +55,7 @@ def devices(monkeypatch):
     }
     monkeypatch.setattr(staging_cuda, "torch", SimpleNamespace(cuda=made, **names))
     monkeypatch.setattr(staging_cuda, "_streams", {})
-    monkeypatch.setattr(staging_cuda, "pin", lambda slot: None)
+    monkeypatch.setattr(staging_cuda, "pin", lambda slot, nbytes: None)
     monkeypatch.setattr("ckstore.staging.devices._is_cuda", lambda storage: True)
     return made
 

@@ -4,7 +4,8 @@ Invariants:
 - A copy waits for what its device was told before it, and a guard makes the device wait for the copy: the host waits
   for neither, but for what is copied before training goes on.
 - A unit is marked when the device has said that its bytes have come.
-- Memory is pinned once for each mapping of a slot, and let go before that is unmapped, or its pages are given back.
+- Of each mapping of a slot as much is pinned as a state takes, once, and anew where one takes more; it is let go before
+  that is unmapped, or its pages are given back.
 """
 
 from __future__ import annotations
@@ -39,25 +40,28 @@ def device_of(storage: HostStorage) -> torch.device | None:
     return found[0].device if found is not None and found[0].device.type == "cuda" else None
 
 
-def pin(slot: Slot) -> None:
-    """Let devices copy to a slot without a detour, if there are any; a failure costs speed and no more."""
+def pin(slot: Slot, nbytes: int) -> None:
+    """Let devices copy to the first bytes of a slot without a detour, if there are any; a failure costs speed only.
+
+    Pages that are pinned are in memory, so nothing is pinned of the room that a slot has to spare.
+    """
     memory = slot.memory
-    if memory is None or slot.release_devices is not None or not _has_devices():
+    if memory is None or nbytes <= slot.nbytes_told or not _has_devices() or not slot.let_devices_go():
         return
     device = _device_in_use()
     with torch.cuda.device(device):
-        problem = int(_cudart().cudaHostRegister(slot.address, slot.nbytes, _PORTABLE))
+        problem = int(_cudart().cudaHostRegister(slot.address, nbytes, _PORTABLE))
         if problem:
             _forget_error(device)
     if problem:
         # Not tried again for the same memory: it takes time in every commit, and says so each time.
-        slot.release_devices = lambda: True
-        _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", slot.nbytes, problem)
+        slot.release_devices, slot.nbytes_told = (lambda: True), slot.nbytes
+        _log.warning("%d bytes of the arena cannot be pinned (CUDA error %d): copies are slower", nbytes, problem)
         return
     # Made after the one that unmaps, so it is called before; or earlier, and then no more.
     unpin = weakref.finalize(memory, _unpin, slot.address, device, os.getpid())
     unpin.atexit = False
-    slot.release_devices = lambda: bool(unpin())
+    slot.release_devices, slot.nbytes_told = (lambda: bool(unpin())), nbytes
 
 
 def _unpin(address: int, device: int, owner: int) -> bool:
@@ -121,7 +125,7 @@ class CudaCopies:
 
     def fence(self) -> None:
         """Have the copies come after what the devices' current streams, of this thread, have been told so far."""
-        pin(self._slot)
+        pin(self._slot, self._slot.nbytes_begun)
         for device in set(self._devices.values()):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))

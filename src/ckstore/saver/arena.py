@@ -69,6 +69,10 @@ class Slot:
         self._taken: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.release_devices: Callable[[], bool] | None = None
         """Makes devices forget the pages that they were told of; returns whether they have."""
+        self.nbytes_told = 0
+        """How many of its first bytes devices were told of; their pages stay in memory."""
+        self.nbytes_begun = 0
+        """How many of its first bytes the commit takes that it was last given to here, in whole units."""
         self.marks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.refresh()
 
@@ -198,7 +202,7 @@ class Slot:
         """Give the memory of a slot that nobody uses back to the system; return how many bytes."""
         nbytes = self.nbytes_taken
         # A device would go on to write to pages that are gone.
-        if not nbytes or not self._let_devices_go():
+        if not nbytes or not self.let_devices_go():
             return 0
         # Before they are gone: what is populated in vain costs time, what is not there when it is written, the trainer.
         self._populated[:] = False
@@ -212,10 +216,11 @@ class Slot:
         """Let go of the memory, when no thread of this process uses it any more; what is known of it stays so."""
         self._mapping, self.marks, self._facts = None, np.zeros(0, np.uint8), self._facts.copy()
 
-    def _let_devices_go(self) -> bool:
+    def let_devices_go(self) -> bool:
+        """Have devices forget its pages; return whether they have."""
         if self.release_devices is not None and not self.release_devices():
             return False
-        self.release_devices = None
+        self.release_devices, self.nbytes_told = None, 0
         return True
 
     def start(self, ticket: int, nbytes: int) -> None:
@@ -223,6 +228,7 @@ class Slot:
         assert nbytes <= self.nbytes
         self.marks[: units_of(nbytes)] = 0
         self._facts[_TICKET] = ticket
+        self.nbytes_begun = units_of(nbytes) * UNIT_NBYTES
         self.state = STAGING
 
     def mark(self, offset: int, nbytes: int) -> None:
@@ -250,7 +256,7 @@ class Slot:
         # Shared memory stays when it is mapped again; its page tables are filled by populating once more.
         self._populated = np.zeros(units, np.bool_)
         self._taken = np.concatenate((self._taken, np.zeros(max(0, units - self._taken.size), np.bool_)))
-        self.release_devices = None
+        self.release_devices, self.nbytes_told = None, 0
         self.marks = np.frombuffer(self._mapping.view(0, units), np.uint8)
 
     def _populate_unit(self, unit: int) -> None:

@@ -141,12 +141,12 @@ def versions_of(storages: Sequence[HostStorage]) -> list[tuple[int, int]]:
     return counted(storages)
 
 
-def pin(slot: Slot) -> None:
-    """Let CUDA devices copy to a slot at full speed, where there are any."""
+def pin(slot: Slot, nbytes: int) -> None:
+    """Let CUDA devices copy to the first bytes of a slot at full speed, where there are any."""
     if "torch" in sys.modules:
         from ckstore.adapters.staging_cuda import pin as pin_slot
 
-        pin_slot(slot)
+        pin_slot(slot, nbytes)
 
 
 def _is_cuda(storage: HostStorage) -> bool:

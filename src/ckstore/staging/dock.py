@@ -205,7 +205,7 @@ class Dock:
             raise
         if errors:
             raise errors[0]
-        pin(slot)
+        pin(slot, nbytes)
 
     def close(self, *, is_waited: bool) -> None:
         """Let go of memory and threads; what threads have begun they finish, waited for or not."""
