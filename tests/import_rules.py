@@ -163,7 +163,7 @@ ALLOWED = {
     "advice": {"errors"},
     "interval": {"advice", "arguments", "clock", "errors"},
     "signals": {"advice", "arguments", "clock", "errors", "forks"},
-    "advising": {"advice", "errors", "handle", "interval", "signals", "store"},
+    "advising": {"advice", "arguments", "errors", "handle", "interval", "signals", "store"},
     "background": CORE
     | {"adapters", "advising", "arguments", "bases", "handed", "handle", "handover", "pending", "saver", "stale"},
     "handle": CORE | {"contents", "coding", "stats", "info", "decoder", "chain_reader"},

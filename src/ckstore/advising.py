@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from ckstore.arguments import check_policy
 from ckstore.errors import UsageError
 from ckstore.handle import Handle
 from ckstore.interval import Costs
@@ -66,6 +67,7 @@ class Advising(Handle):
         then: Literal["exit", "return"] = "exit",
         metrics: Callable[[], Mapping[str, float]] | None = None,
         tags: Sequence[str] = (),
+        policy: Policy | None = None,
     ) -> LastCommit:
         """Commit once more before the end when a signal asks for it, as preemption does; call it on the main thread.
 
@@ -78,13 +80,12 @@ class Advising(Handle):
                     last.check(step)
 
         The last commit goes the way that the others went: through the saver where there is one, so that it is
-        published even if this process is killed once it was staged. Where an earlier one is still being written, both
-        lie in the arena, which takes memory for a second state; where ``arena_nbytes_max`` forbids that, this process
-        writes it. A commit of the same step that is on its way is waited for instead: it gets the tags if it is
-        durable in time, and keeps its metrics. After it the process ends as it would have
-        without this: a handler of Python's that was there before is called, else SystemExit is raised with 128 and the
-        signal's number, 143 for SIGTERM. No step within the deadline: nothing is committed, for a torn state is worse
-        than an older one, and the process ends in the same way.
+        published even if this process is killed once it was staged; beside an earlier one that is being written, which
+        takes memory for a second state, or after it where ``arena_nbytes_max`` forbids that. A commit of this very
+        step is waited for instead: it gets the tags if it is durable in time, and keeps its metrics. Then the process
+        ends as without this: by a handler of Python's that was there before, or SystemExit with 128 + the signal.
+        No step within the deadline: nothing is committed, for a torn state is worse than an older one; the log says
+        so, and the process goes on: the next ``check`` commits all the same, another signal ends it at once.
 
         Args:
             get_state: Returns the state, as for ``commit``; called by ``check`` only.
@@ -93,15 +94,16 @@ class Advising(Handle):
             then: ``"exit"`` as above; ``"return"``: ``check`` returns True, and the caller ends the run.
             metrics: Returns the metrics of the last commit.
             tags: Names for it.
+            policy: How to store it; None: the store's. ``on_busy`` is ``"replace"`` in any case.
 
         Raises:
             UsageError: This is not the main thread, a signal cannot be taken, or a number is none that this could be.
         """
         from ckstore.signals import LastCommit
 
+        check_policy(policy)
         with self._lock:
             self._check_open()
-            policy = self._policy
             last = LastCommit(
                 # The verbs that commit are those of the classes below.
                 cast("Committing", self),
@@ -113,7 +115,7 @@ class Advising(Handle):
                 tags=tags,
                 # The last one is neither left out, nor does it wait before it is staged: then the saver publishes it
                 # even where the process is killed too early.
-                policy=dataclasses.replace(policy, on_busy="replace"),
+                policy=dataclasses.replace(policy or self._policy, on_busy="replace"),
             )
             self._last_commits.append(last)
             return last

@@ -69,8 +69,8 @@ class Background(Advising):
         """Copy a state, and store it in the background.
 
         When this returns, the state may be changed, but for what an optimizer owns that was given to ``attach``
-        or ``guard``: that is copied meanwhile, and guarded. When ``Pending.wait_staged`` returns, the checkpoint is
-        published even if this process dies; when ``Pending.result`` returns, it is durable.
+        or ``guard``: that is copied meanwhile, and guarded. When ``Pending.wait_staged`` returns True, the checkpoint
+        is published even if this process dies; when ``Pending.result`` returns, it is durable.
 
         Args:
             state: As for ``commit``.

@@ -79,9 +79,10 @@ class Policy:
         on_busy: What a background commit does while an earlier one is still being written: ``"wait"`` for it;
             ``"skip"``, which stores nothing and says so; ``"replace"`` a staged one that still waits for its turn, for
             which there is room for two states; one that ``Pending.wait_staged`` or ``is_staged`` has said to be staged
-            will be published, and is waited for.
+            will be published, and is waited for, as is the first one where there is no room for a second.
         staging_threads: Threads that copy the state for a background commit, while the caller waits; None: as many as
-            reach the memory's bandwidth, at most eight.
+            reach the memory's bandwidth, at most eight. Behind a guard half of them copy until somebody waits: 1 or 2
+            leave training all processors but one.
         arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs, twice that
             with ``base_cache="memory"``, and once more for a state that waits for its turn (``"replace"``).
         saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most
@@ -94,7 +95,9 @@ class Policy:
             while ``result()``, a full arena, ``wait`` or ``close`` wait for the saver; for its niceness, where the
             system lets a process raise its priority (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
-            a commit whose state was changed in between fails and names the tensor. Of host memory only.
+            a commit whose state was changed in between fails and names the tensor. Of host memory only. A state is
+            staged, and published, only when that was compared: at the next step of its optimizer, the next commit, or
+            by ``Pending.wait_staged`` or ``result``; a trainer that is killed before loses it.
 
     Raises:
         UsageError: A field has a value that it cannot have.

@@ -189,7 +189,7 @@ class Handover:
 
     def abandon(self) -> None:
         """End everything without waiting; what has begun is carried through, by our threads and the saver."""
-        is_idle = all(handed.is_over for handed in self._lying.going)
+        is_idle = self._lying.is_idle
         if self._owner != os.getpid() or is_idle:
             # What is still on its way is waited for at exit.
             _handovers.discard(self)
@@ -363,9 +363,9 @@ class Handover:
             tell(_log.error, "the commit of step %d failed in the background: %s", pending.step, error)
 
     def _living_saver(self, policy: Policy) -> Saver:
-        """Return the saver; a new one if it is dead, or is to have another priority."""
+        """Return the saver; a new one if it is dead, or is to have another priority and has nothing to do."""
         saver = self._saver
-        if saver is not None and saver.is_alive and self._nice == policy.saver_nice:
+        if saver is not None and saver.is_alive and (self._nice == policy.saver_nice or not self._lying.is_idle):
             return saver
         if saver is not None:
             # Two at a time would both want the lease.

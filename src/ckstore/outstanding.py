@@ -28,6 +28,11 @@ class Outstanding:
         self.kept: list[Handed] = []
         """Over, and still in their slots: the next one is coded against them."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return all(handed.is_over for handed in self.going)
+
     def sweep(self) -> None:
         """Take back the slots that are not used any more."""
         # Ctrl-C may come between any two lines: nothing is in no list, and what was begun is done by the next call.
@@ -64,8 +69,8 @@ class Outstanding:
                 slot.populate(end, head_nbytes)
                 return slot
             except CapacityError:
-                # Rather slower, or coded against what is read back from the store, than not committed.
-                if not self._dock.give_back_all_but(slot) and not self._forget_kept():
+                # Rather slower, or coded against what is read back from the store, or later, than not committed.
+                if not (self._dock.give_back_all_but(slot) or self._forget_kept() or self._see_off()):
                     raise
 
     def prewarm(self, nbytes: int, policy: Policy) -> None:
@@ -90,6 +95,14 @@ class Outstanding:
         if not free:
             raise SaverError("the saver has every slot of the arena", todo="close the store and open it again")
         return free[0]
+
+    def _see_off(self) -> bool:
+        """Wait until what is being written has ended, for its memory; return whether there was anything."""
+        if not self.going:
+            return False
+        self.going[0].wait_over()
+        self.sweep()
+        return True
 
     def _forget_kept(self) -> bool:
         """Wait until the saver has given back what it keeps for the next commit; return whether there was any."""

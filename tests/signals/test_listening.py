@@ -112,6 +112,24 @@ def test_two_stores_both_commit(folder):
         assert [store.steps() for store in stores] == [[2], [1]]
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["in the process", "by a saver"])
+def test_the_last_commit_is_stored_as_the_caller_says(disk_store, is_async):
+    def state(step):
+        return {"w": np.arange(1 << 20) + step}
+
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        plain = ckstore.Policy(compression="none", delta=False, saver_nice=3)
+        with disk_store.commit_on_signal(lambda: state(2), policy=plain) as last:
+            if is_async:
+                disk_store.commit_async(state(1), 1).result()
+            signal.raise_signal(signal.SIGTERM)
+            assert last.check(2)
+            assert last.receipt.bytes_written >= state(2)["w"].nbytes
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def test_calls_that_cannot_work_are_refused(disk_store):
     errors = []
 
@@ -129,7 +147,7 @@ def test_calls_that_cannot_work_are_refused(disk_store):
     for wrong in ({"signals": [signal.SIGTERM, signal.SIGKILL]}, {"signals": [999]}, {"signals": []}):
         with pytest.raises(UsageError, match="signal"):
             disk_store.commit_on_signal(dict, **wrong)
-    for wrong in ({"deadline_seconds": 0.0}, {"then": "explode"}):
+    for wrong in ({"deadline_seconds": 0.0}, {"then": "explode"}, {"policy": "fast"}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             disk_store.commit_on_signal(dict, **wrong)
     assert signal.getsignal(signal.SIGTERM) == before

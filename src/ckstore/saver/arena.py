@@ -238,7 +238,7 @@ class Slot:
     def is_staged(self, begin: int, end: int) -> bool:
         """Whether all bytes of a range were staged.
 
-        On processors that reorder loads (not x86) also wait for a message before reading them.
+        Whoever reads them next takes a lock in between: on processors that reorder loads (not x86) this does not.
         """
         return bool(self.marks[begin // UNIT_NBYTES : units_of(end)].all())
 

@@ -28,7 +28,7 @@ from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.channel import SHORT_OF_MEMORY
 from ckstore.saver.messages import Message
-from ckstore.saver.process import Watch, how_ended, spawn
+from ckstore.saver.process import Watch, how_ended, launch
 from ckstore.saver.tickets import OF_TICKET, Answers, Callbacks, Tickets
 from ckstore.store.processes import is_stopped, process_started
 
@@ -93,32 +93,29 @@ class Saver:
         Raises:
             SaverError: No process can be started.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        hello = messages.Hello(
+            address=address,
+            run=run,
+            engine=engine,
+            trainer_pid=os.getpid(),
+            trainer_started=process_started(os.getpid()) or "",
+            nice=nice,
+            log_level=_log.getEffectiveLevel(),
+        )
         try:
-            hello = messages.Hello(
-                address=address,
-                run=run,
-                engine=engine,
-                trainer_pid=os.getpid(),
-                trainer_started=process_started(os.getpid()) or "",
-                nice=nice,
-                log_level=_log.getEffectiveLevel(),
-            )
-            # Before the process is there: it never waits for its first message.
-            messages.send(ours, hello)
-            process = spawn(theirs.fileno(), bell, arena.fd)
-        except BaseException as error:
-            ours.close()
-            os.close(bell)
-            if isinstance(error, OSError):
-                raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
-            raise
-        finally:
-            theirs.close()
+            process, channel, bell = launch(hello, arena.fd)
+        except OSError as error:
+            raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
         watch = Watch(process.pid, process_started(process.pid) or "")
-        saver = cls(process, ours, bell, watch, clock)
-        saver._listener.start()
+        saver = cls(process, channel, bell, watch, clock)
+        try:
+            saver._listener.start()
+        except RuntimeError as error:
+            # There is no memory for a thread, or no more of them are allowed.
+            saver._why = SaverError(f"no saver can be listened to ({error})", todo="commit without one")
+            process.kill()
+            saver._bury()
+            raise saver._death() from error
         return saver
 
     @property

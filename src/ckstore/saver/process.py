@@ -9,10 +9,12 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 
 from ckstore.children import environment
+from ckstore.saver import messages
 from ckstore.store.processes import process_started
 
 POLL_SECONDS = 0.5
@@ -70,6 +72,26 @@ def how_ended(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"was killed by {name}" + (" (by hand, or for want of memory)" if -code == signal.SIGKILL else "")
+
+
+def launch(hello: messages.Hello, arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    """Start the process; return it, this end of the socket to it, and the eventfd that is its bell.
+
+    Raises:
+        OSError: It cannot be started; nothing is left behind.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        # Before the process is there: it never waits for its first message.
+        messages.send(ours, hello)
+        return spawn(theirs.fileno(), bell, arena), ours, bell
+    except BaseException:
+        ours.close()
+        os.close(bell)
+        raise
+    finally:
+        theirs.close()
 
 
 def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
