@@ -113,8 +113,7 @@ class Advising(Handle):
                 then=then,
                 metrics=metrics,
                 tags=tags,
-                # The last one is neither left out, nor does it wait before it is staged: then the saver publishes it
-                # even where the process is killed too early.
+                # It is not left out, nor waits before it is staged: a saver publishes it even where this is killed.
                 policy=dataclasses.replace(policy or self._policy, on_busy="replace"),
             )
             self._last_commits.append(last)

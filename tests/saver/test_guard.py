@@ -65,6 +65,17 @@ def test_without_the_guard_these_tests_would_fail(store, held, monkeypatch, opti
     assert staged[-1] == wanted[-1], "the average belongs to no optimizer and was copied before"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # Of torch, of itself.
+def test_a_compiled_step_changes_nothing_of_it_either(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    trainer.step = torch.compile(trainer.optimizer.step, backend="eager")
+    for step in range(3):
+        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        assert staged == wanted
+    assert held.held == 3
+
+
 def test_an_optimizer_that_was_not_attached_is_copied_before_the_call_returns(store, held):
     trainer = Trainer()
     wanted, staged = commit_and(store, trainer.state(), trainer.train)
@@ -269,6 +280,30 @@ def test_a_forgotten_store_does_not_hold_up_a_step(savers, folder):
     gc.collect()
     assert gone() is None
     trainer.train()
+
+
+def test_stores_that_were_forgotten_leave_no_more_than_one_pair_of_hooks(savers, folder):
+    trainer = Trainer()
+    optimizer = trainer.optimizer
+
+    def hooks():
+        return len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+    before = hooks()
+    with ckstore.open(folder, run="other") as other:
+        other.attach(optimizer)
+        for _ in range(5):
+            store = ckstore.open(folder)
+            store.attach(optimizer)
+            assert hooks() == (before[0] + 2, before[1] + 2)
+            trainer.train()
+            del store
+            gc.collect()
+        trainer.train()
+    with ckstore.open(folder) as store:
+        store.attach(optimizer)
+        assert hooks() == (before[0] + 1, before[1] + 1)
+    assert hooks() == before
 
 
 def test_a_forked_child_steps_without_the_guard(store, held):

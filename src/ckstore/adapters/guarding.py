@@ -23,6 +23,9 @@ from ckstore.errors import UsageError
 _NBYTES_OF, _VERSION_OF = attrgetter("nbytes"), attrgetter("_version")
 _ADDRESS_OF = methodcaller("data_ptr")
 
+_CALLS = "ckstore_calls"
+"""Attribute of our hooks: returns what they call, or None once that is gone."""
+
 Span = tuple[int, int]
 """The first address, and the one after the last."""
 
@@ -96,6 +99,9 @@ class Guarded:
             # In this order: a step that is said to begin must be said to end.
             handles.append(optimizer.register_step_post_hook(after_step))
             handles.append(optimizer.register_step_pre_hook(before_step))
+            for handle, hook in zip(handles, (after_step, before_step), strict=True):
+                _remove_left_hooks(handle.hooks_dict_ref())
+                setattr(hook, _CALLS, reference)
             hooks = handles[-1].hooks_dict_ref()
             if inner is not None and hooks is self._hooks[inner][-1].hooks_dict_ref():
                 raise AttributeError("its hooks are those of the optimizer in it")
@@ -149,6 +155,14 @@ class Guarded:
         self._hooks.clear()
         self._owners.clear()
         self._stepping.clear()
+
+
+def _remove_left_hooks(hooks: Any) -> None:
+    """Remove the hooks of stores that were dropped; not when those are, which may be in the middle of a step."""
+    for number, hook in list(hooks.items()):
+        calls = getattr(hook, _CALLS, None)
+        if calls is not None and calls() is None:
+            del hooks[number]
 
 
 def versions_of(storages: Sequence[object]) -> list[tuple[int, int]]:
