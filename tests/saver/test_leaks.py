@@ -41,13 +41,42 @@ def look(pid):
     }}
 
 
-state = {{"w": np.random.default_rng(0).standard_normal(60_000).astype(np.float32), "b": [np.zeros(9), 0]}}
-policy = ckstore.Policy(base_cache="memory" if kind == "memory" else "none", threads=2, saver_nice=0)
+def numbers():
+    # A state without torch, and what changes it.
+    state = {{"w": np.random.default_rng(0).standard_normal(60_000).astype(np.float32), "b": [np.zeros(9), 0]}}
+
+    def train(step):
+        state["w"][step % 1000 :: 1000] += 1e-3
+        state["b"][1] = step
+
+    return state, train
+
+
+def training(store):
+    # The state of a model whose optimizer is attached, and a step of it.
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.BatchNorm1d(128), torch.nn.Linear(128, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    store.attach(optimizer)
+
+    def train(step):
+        optimizer.zero_grad()
+        model(torch.randn(8, 128)).square().mean().backward()
+        optimizer.step()
+
+    return {{"model": model, "optimizer": optimizer}}, train
+
+
+policy = ckstore.Policy(
+    base_cache="memory" if kind == "memory" else "none", threads=2, saver_nice=0, debug_guard=kind == "checked"
+)
 store = ckstore.open(folder, policy=policy)
+state, train = training(store) if kind in ("guarded", "checked") else numbers()
 measured, pids = [], set()
 for step in range(count):
-    state["w"][step % 1000 :: 1000] += 1e-3
-    state["b"][1] = step
+    train(step)
     store.commit_async(state, step, metrics={{"loss": 1 / (step + 1)}})
     if kind == "turns" and step % 20 == 19:
         # The lease comes home, and goes to the saver again.
@@ -95,7 +124,7 @@ def check(samples, anonymous_nbytes):
         assert growth(samples, "anonymous", side) <= anonymous_nbytes, samples
 
 
-@pytest.mark.parametrize("kind", ["plain", "turns"])
+@pytest.mark.parametrize("kind", ["plain", "turns", "checked"])
 def test_sixty_commits_leave_nothing_behind(fast_folder, kind):
     # The first are left out: they fill what stays.
     check(measured(fast_folder / "store", 60, 5, kind)[3:], 3 * MIB)
@@ -121,7 +150,7 @@ def test_receipts_that_nobody_asks_for_are_not_kept(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["plain", "memory"])
+@pytest.mark.parametrize("kind", ["plain", "memory", "guarded"])
 def test_a_thousand_commits_leave_nothing_behind(fast_folder, tell, kind):
     samples = measured(fast_folder / "store", 1000, 25, kind)[4:]
     grown = [growth(samples, "anonymous", side) / MIB for side in (0, 1)]
