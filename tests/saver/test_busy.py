@@ -1,102 +1,94 @@
-"""A commit that comes while another is being written, under a policy that has changed, or that leaves little room."""
+"""Protects what becomes of a state while an earlier one is still being written: what was promised is kept."""
 
 from __future__ import annotations
 
-import subprocess
 import threading
-import time
 
 import pytest
-from pretend import slow, state
-from rig import SECONDS_MAX, until
+from pretend import OwnerOfAll, slow, state
 
-import ckstore
-from ckstore.config import MIB
-from ckstore.errors import CapacityError, SaverError
+from ckstore.errors import SaverError
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def replacing(savers, folder):
-    """A store with pretended savers that replaces what waits; the policy's other words are given."""
-    opened = []
-
-    def make(**words):
-        opened.append(ckstore.open(folder, policy=ckstore.Policy(on_busy="replace", **words)))
-        return opened[-1]
-
-    yield make
-    for store in opened:
-        for saver in savers:
-            saver.is_quick = True
-            for ticket in list(saver.begun):
-                saver.finish(ticket)
-        store.close()
+def store(handing_store):
+    return handing_store
 
 
-def test_another_priority_has_nobody_wait_for_what_is_being_written(replacing, savers):
-    store = replacing()
+def test_skip_leaves_the_state_out_and_says_so(store, savers, policy, caplog):
+    policy(on_busy="skip")
     store.prewarm(state(0))
     saver = slow(savers)
-    store.commit_async(state(0), 0)
-    # The last commit before the end has the store's policy, whatever that of the others was.
-    pending = store.commit_async(state(1), 1, policy=ckstore.Policy(on_busy="replace", saver_nice=5))
-    assert pending.wait_staged(SECONDS_MAX)
-    assert (len(savers), "quit" in saver.calls) == (1, False)
-
-
-def test_the_next_commit_after_it_has_the_priority_that_it_asks_for(replacing, savers):
-    store = replacing()
-    store.commit_async(state(0), 0).result()
-    store.wait()
-    store.commit_async(state(1), 1, policy=ckstore.Policy(on_busy="replace", saver_nice=5)).result()
-    assert [saver.options["nice"] for saver in savers] == [19, 5]
-
-
-def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, savers):
-    store = replacing(arena_nbytes_max=60 * MIB)
-    store.prewarm(state(0, 40 * MIB))
-    saver = slow(savers)
-    store.commit_async(state(0, 40 * MIB), 0)
-    handed = []
-    thread = threading.Thread(target=lambda: handed.append(store.commit_async(state(1, 40 * MIB), 1)), daemon=True)
-    thread.start()
-    time.sleep(0.2)
-    assert not handed, "there is no room for it yet"
+    store.commit_async(state(1), 1)
+    second = store.commit_async(state(2), 2)
+    assert "step 2 is left out: step 1 is still being written" in caplog.text
+    assert second.is_skipped
+    assert second.is_done
+    assert not second.is_staged
+    assert not second.wait_staged()
+    with pytest.raises(SaverError, match="step 2 was left out"):
+        second.result()
     saver.finish(1)
-    thread.join(SECONDS_MAX)
-    assert handed[0].wait_staged(SECONDS_MAX)
+    third = store.commit_async(state(3), 3)
+    assert not third.is_skipped
+    assert list(saver.begun) == [1, 2]
+    saver.finish(2)
 
 
-def test_a_state_that_finds_no_room_at_all_says_so(replacing, savers):
-    store = replacing(arena_nbytes_max=60 * MIB)
-    store.prewarm(state(0, 40 * MIB))
+def test_replace_keeps_one_state_waiting_and_replaces_it(store, savers, policy, caplog):
+    policy(on_busy="replace")
+    store.prewarm(state(0))
     saver = slow(savers)
-    store.commit_async(state(0, 40 * MIB), 0)
-    threading.Timer(0.1, saver.finish, [1]).start()
-    with pytest.raises(CapacityError, match="the policy allows"):
-        store.commit_async(state(1, 80 * MIB), 1)
+    pendings = [store.commit_async(state(step), step) for step in (1, 2, 3, 4)]
+    assert saver.aborted == [2, 3]
+    assert [each.is_skipped for each in pendings] == [False, True, True, False]
+    assert [room.index for room, _, _ in saver.begun.values()] == [0, 1, 1, 1]
+    assert saver.parents == [(None, 0), (None, 1), (None, 1), (None, 1)]
+    assert "step 3 replaces that of step 2" in caplog.text
+    with pytest.raises(SaverError, match="step 2 was left out: that of step 1"):
+        pendings[1].result()
+    saver.finish(1)
+    saver.finish(4)
+    store.wait()
+    assert pendings[3].result().step == 4
+    store.commit_async(state(5), 5)
+    assert saver.parents[-1] == (104, 0)
+    saver.finish(5)
 
 
-def test_a_saver_that_nobody_could_listen_to_is_ended_and_told_of(folder, monkeypatch):
-    started = []
-    popen, start = subprocess.Popen, threading.Thread.start
+@pytest.mark.parametrize("ask", [lambda pending: pending.wait_staged(), lambda pending: pending.is_staged])
+def test_replace_leaves_what_was_said_to_be_staged_and_waits(store, savers, policy, ask):
+    policy(on_busy="replace")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pendings = [store.commit_async(state(step), step) for step in (1, 2)]
+    assert ask(pendings[1])
+    ending = threading.Timer(0.2, saver.finish, (1,))
+    ending.start()
+    pendings.append(store.commit_async(state(3), 3))
+    ending.join()
+    assert saver.aborted == []
+    saver.finish(2)
+    assert pendings[1].result().step == 2
+    # Of the third nobody was told so.
+    pendings.append(store.commit_async(state(4), 4))
+    store.commit_async(state(5), 5)
+    assert saver.aborted == [4]
+    assert pendings[3].is_skipped
+    saver.finish(3)
+    saver.finish(5)
 
-    class Noted(popen):
-        def __init__(self, *words, **options):
-            super().__init__(*words, **options)
-            started.append(self)
 
-    def refuse(thread):
-        if thread.name == "ckstore-saver":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(subprocess, "Popen", Noted)
-    with ckstore.open(folder) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(SaverError, match="no saver can be listened to"):
-                store.commit_async(state(0), 0)
-        assert [process.poll() is not None for process in started] == [True]
-        assert store.commit_async(state(0), 0).result(SECONDS_MAX).step == 0
-    until(lambda: all(process.poll() is not None for process in started))
+@pytest.mark.parametrize("on_busy", ["skip", "replace"])
+def test_a_commit_that_nobody_waits_for_is_checked_by_the_next(store, savers, policy, on_busy):
+    policy(on_busy=on_busy, debug_guard=True)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store._guarded = OwnerOfAll()
+    pending = store.commit_async(state(1), 1)
+    assert not pending.is_staged
+    store.commit_async(state(2), 2)
+    assert pending.is_staged
+    saver.finish(1)
