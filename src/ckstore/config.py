@@ -87,7 +87,8 @@ class Policy:
             with ``base_cache="memory"``, and once more for a state that waits for its turn (``"replace"``).
         saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most
             1.5% of a processor that training wants whole, and all of those that are idle; where training leaves none
-            idle for long, a lower one has commits written sooner. A saver of any niceness but 0
+            idle for long, a lower one has commits written sooner. Another one than before counts from when nothing is
+            being written. A saver of any niceness but 0
             codes on one thread fewer than there are processors, if that leaves one, and takes only processors that
             nobody else wants while a state is copied and between commits. Where the host takes processors away, as
             from a machine or container that uses more than its quota, it rests between chunks for as long as it works,

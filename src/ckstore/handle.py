@@ -62,7 +62,10 @@ class Handle:
         return self._restored
 
     def latest(self) -> Info | None:
-        """Return the newest checkpoint that is whole, or None in an empty run."""
+        """Return the newest checkpoint that is whole, or None in an empty run.
+
+        Waits while the saver of a trainer that has died still publishes one, as ``restore`` does, and says so.
+        """
         with self._lock:
             self._check_open()
             self._parts.wait_for_orphan()
@@ -100,7 +103,7 @@ class Handle:
             ]
 
     def steps(self) -> list[int]:
-        """Return the steps that can be restored, each once, ascending."""
+        """Return the steps that can be restored, each once, ascending; waits as ``latest`` does."""
         with self._lock:
             self._check_open()
             self._parts.wait_for_orphan()

@@ -12,7 +12,7 @@ import logging
 from ckstore.config import Policy
 from ckstore.errors import CapacityError, SaverError
 from ckstore.handed import Handed
-from ckstore.saver.arena import FREE, Slot
+from ckstore.saver.arena import FREE, UNIT_NBYTES, Slot, units_of
 from ckstore.staging.dock import Dock
 
 _log = logging.getLogger("ckstore")
@@ -27,6 +27,7 @@ class Outstanding:
         """On their way, oldest first."""
         self.kept: list[Handed] = []
         """Over, and still in their slots: the next one is coded against them."""
+        self._has_waited = False
 
     @property
     def is_idle(self) -> bool:
@@ -58,6 +59,7 @@ class Outstanding:
             CapacityError: There is no memory, or the policy allows less.
             SaverError: The saver has them all.
         """
+        needed = end + head_nbytes
         if self._dock.is_short:
             # It would be taken while the state is copied, when it is too late to look for some.
             self._forget_kept()
@@ -65,12 +67,12 @@ class Outstanding:
         while True:
             slot = self._free_slot()
             try:
-                self._dock.reserve(slot, end + head_nbytes, policy)
+                self._dock.reserve(slot, needed, policy)
                 slot.populate(end, head_nbytes)
                 return slot
             except CapacityError:
                 # Rather slower, or coded against what is read back from the store, or later, than not committed.
-                if not (self._dock.give_back_all_but(slot) or self._forget_kept() or self._see_off()):
+                if not (self._dock.give_back_all_but(slot) or self._forget_kept() or self._see_off(needed, policy)):
                     raise
 
     def prewarm(self, nbytes: int, policy: Policy) -> None:
@@ -96,10 +98,15 @@ class Outstanding:
             raise SaverError("the saver has every slot of the arena", todo="close the store and open it again")
         return free[0]
 
-    def _see_off(self) -> bool:
-        """Wait until what is being written has ended, for its memory; return whether there was anything."""
-        if not self.going:
+    def _see_off(self, needed: int, policy: Policy) -> bool:
+        """Wait until what is being written has ended, if there would be room then; return whether that was so."""
+        bound = policy.arena_nbytes_max
+        if not self.going or (bound is not None and units_of(needed) * UNIT_NBYTES > bound):
             return False
+        if not self._has_waited:
+            self._has_waited = True
+            step = self.going[0].pending.step
+            _log.warning("no room for a second state in the arena: the next waits until step %d is written", step)
         self.going[0].wait_over()
         self.sweep()
         return True

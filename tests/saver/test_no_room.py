@@ -52,7 +52,7 @@ def test_the_next_commit_after_it_has_the_priority_that_it_asks_for(replacing, s
     assert [saver.options["nice"] for saver in savers] == [19, 5]
 
 
-def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, savers):
+def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, savers, caplog):
     store = replacing(arena_nbytes_max=60 * MIB)
     store.prewarm(state(0, 40 * MIB))
     saver = slow(savers)
@@ -65,16 +65,18 @@ def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, sav
     saver.finish(1)
     thread.join(SECONDS_MAX)
     assert handed[0].wait_staged(SECONDS_MAX)
+    assert caplog.text.count("no room for a second state in the arena: the next waits until step 0 is written") == 1
 
 
 def test_a_state_that_finds_no_room_at_all_says_so(replacing, savers):
     store = replacing(arena_nbytes_max=60 * MIB)
     store.prewarm(state(0, 40 * MIB))
     saver = slow(savers)
-    store.commit_async(state(0, 40 * MIB), 0)
-    threading.Timer(0.1, saver.finish, [1]).start()
+    pending = store.commit_async(state(0, 40 * MIB), 0)
     with pytest.raises(CapacityError, match="the policy allows"):
         store.commit_async(state(1, 80 * MIB), 1)
+    assert not pending.is_done, "nobody waits for what does not help"
+    saver.finish(1)
 
 
 def test_a_saver_that_nobody_could_listen_to_is_ended_and_told_of(folder, monkeypatch):

@@ -6,6 +6,7 @@ Then the lease tells: a saver says there that its trainer is gone, and its heart
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -16,11 +17,12 @@ from msgspec.structs import replace
 from rig import SECONDS_MAX, noise, until
 
 import ckstore
+from ckstore.errors import BackendError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.store.lease import STALE_SECONDS, Lease
 from ckstore.store.lease_record import GONE, SaverPurpose
-from ckstore.store.processes import boot_identity
+from ckstore.store.processes import boot_identity, process_started
 
 PATH = layout.lease_name("main")
 LEFT = LeaseRecord(
@@ -37,8 +39,9 @@ LEFT = LeaseRecord(
 
 
 @pytest.fixture
-def run(store, backend):
+def run(store, backend, monkeypatch):
     """The place of a run with a checkpoint, which nobody writes."""
+    monkeypatch.setattr("ckstore.store.orphans._silent", {})
     store.commit({"a": 1}, 1)
     store._parts.lease.release()
     return backend
@@ -97,8 +100,10 @@ def test_a_saver_elsewhere_whose_heart_stops_is_waited_for_once(run, clock, capl
     assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
     assert "waiting for the saver (pid 4711 on host node-a) of the trainer that died to publish step 5" in caplog.text
     assert "its heartbeat has stopped" in caplog.text
-    # Nor by whoever asks again, nor by who takes the lease after all.
+    # Nor by whoever asks again, by another handle too, nor by who takes the lease after all.
     slept = clock.slept
+    assert not lease.wait_for_orphan()
+    lease = Lease(run, "main", clock)
     assert not lease.wait_for_orphan()
     lease.take()
     assert clock.slept == slept
@@ -117,6 +122,66 @@ def test_a_saver_elsewhere_whose_heart_beats_is_waited_for_without_a_bound(run, 
     clock.on_sleep = beat
     assert Lease(run, "main", clock).wait_for_orphan()
     assert clock.slept > 20 * STALE_SECONDS
+
+
+def test_a_medium_that_does_not_always_answer_ends_no_wait(run, clock, monkeypatch):
+    put(run, LEFT)
+    read, asked = run.read_bytes, []
+
+    def seldom(*words, **more):
+        asked.append(clock.slept)
+        if clock.slept < STALE_SECONDS / 2 and len(asked) % 3 == 2:
+            raise BackendError("a stale file handle")
+        return read(*words, **more)
+
+    monkeypatch.setattr(run, "read_bytes", seldom)
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
+
+
+def test_a_medium_that_answers_no_more_ends_the_wait_as_a_heart_does_that_stops(run, clock, monkeypatch):
+    put(run, LEFT)
+    lease = Lease(run, "main", clock)
+    read = run.read_bytes
+
+    def once(*words, **more):
+        if clock.slept:
+            raise BackendError("gone")
+        return read(*words, **more)
+
+    monkeypatch.setattr(run, "read_bytes", once)
+    assert lease.wait_for_orphan()
+    assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
+
+
+def test_a_medium_that_does_not_answer_ends_no_wait_for_an_orphan_of_this_boot(run, clock, monkeypatch):
+    # As if a saver of a dead trainer: this process's parent, which lives.
+    parent = os.getppid()
+    here = {"boot_id": boot_identity(), "pid": parent, "process_started": process_started(parent)}
+    put(run, replace(LEFT, **here))
+    read = run.read_bytes
+
+    def seldom(*words, **more):
+        if 0 < clock.slept < 1:
+            raise BackendError("a stale file handle")
+        if clock.slept > 2:
+            run.unlink(PATH)
+        return read(*words, **more)
+
+    monkeypatch.setattr(run, "read_bytes", seldom)
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept > 2
+
+
+def test_a_saver_does_not_wait_for_itself_where_the_system_says_nothing_of_boots(run, clock, monkeypatch):
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": process_started(os.getpid())}
+    for module in ("orphans", "lease", "processes"):
+        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "")
+    put(run, replace(LEFT, boot_id="", **me))
+    assert not Lease(run, "main", clock).wait_for_orphan()
+    put(run, replace(LEFT, boot_id=""))
+    clock.on_sleep = lambda: run.unlink(PATH)
+    assert Lease(run, "main", clock).wait_for_orphan(), "others tell by their heartbeats only"
 
 
 def test_one_that_beats_again_is_waited_for_again(run, clock):

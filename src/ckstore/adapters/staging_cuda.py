@@ -43,10 +43,15 @@ def device_of(storage: HostStorage) -> torch.device | None:
 def pin(slot: Slot, nbytes: int) -> None:
     """Let devices copy to the first bytes of a slot without a detour, if there are any; a failure costs speed only.
 
-    Pages that are pinned are in memory, so nothing is pinned of the room that a slot has to spare.
+    Pages that are pinned are in memory, so nothing is pinned of the room that a slot has to spare; but for a state that
+    grows, whose slot would be pinned anew with each of its units.
     """
     memory = slot.memory
-    if memory is None or nbytes <= slot.nbytes_told or not _has_devices() or not slot.let_devices_go():
+    if memory is None or nbytes <= slot.nbytes_told or not _has_devices():
+        return
+    if slot.nbytes_told:
+        nbytes = min(slot.nbytes, nbytes + nbytes // 8)
+    if not slot.let_devices_go():
         return
     device = _device_in_use()
     with torch.cuda.device(device):
@@ -61,7 +66,7 @@ def pin(slot: Slot, nbytes: int) -> None:
     # Made after the one that unmaps, so it is called before; or earlier, and then no more.
     unpin = weakref.finalize(memory, _unpin, slot.address, device, os.getpid())
     unpin.atexit = False
-    slot.release_devices, slot.nbytes_told = (lambda: bool(unpin())), nbytes
+    slot.tell_devices(nbytes, lambda: bool(unpin()))
 
 
 def _unpin(address: int, device: int, owner: int) -> bool:

@@ -216,6 +216,11 @@ class Slot:
         """Let go of the memory, when no thread of this process uses it any more; what is known of it stays so."""
         self._mapping, self.marks, self._facts = None, np.zeros(0, np.uint8), self._facts.copy()
 
+    def tell_devices(self, nbytes: int, release: Callable[[], bool]) -> None:
+        """Take note that devices were told of its first so many bytes, whose pages are in memory from then on."""
+        self.release_devices, self.nbytes_told = release, nbytes
+        self._taken[: units_of(nbytes)] = True
+
     def let_devices_go(self) -> bool:
         """Have devices forget its pages; return whether they have."""
         if self.release_devices is not None and not self.release_devices():
@@ -238,7 +243,7 @@ class Slot:
     def is_staged(self, begin: int, end: int) -> bool:
         """Whether all bytes of a range were staged.
 
-        Whoever reads them next takes a lock in between: on processors that reorder loads (not x86) this does not.
+        On processors that reorder loads (not x86) nothing here orders this and what is read next; never run on one.
         """
         return bool(self.marks[begin // UNIT_NBYTES : units_of(end)].all())
 

@@ -80,7 +80,6 @@ class Ticket:
         self._slot = slot
         self._bytes = slot.view(0, slot.nbytes).toreadonly()
         self._is_known_whole = False
-        self._fence = threading.Lock()
         self._board = board
         samples: dict[int, list[SampleRow]] = {}
         for sample in head.samples:
@@ -166,9 +165,7 @@ class Ticket:
         self.check()
         if not self.is_staged(place, nbytes):
             self._wait(lambda: self.is_staged(place, nbytes))
-        # On processors that reorder loads nothing is read before the mark was: taking a lock is an acquire.
-        with self._fence:
-            return self._bytes[place : place + nbytes]
+        return self._bytes[place : place + nbytes]
 
     def is_staged(self, place: int, nbytes: int) -> bool:
         """Whether bytes of the slot are there."""

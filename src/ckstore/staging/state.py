@@ -190,7 +190,7 @@ class Staging:
         self.is_over.wait()
 
     def leave(self) -> None:
-        """Have checksums compared as soon as all is copied: nobody will come to do it. Takes no lock."""
+        """Have checksums compared as soon as all is copied: nobody will come to do it. Takes no lock of its own."""
         # Whoever copies the last unit sees this, or this sees that he has.
         self._is_left = True
         if self._left == 0 and self._is_checked:

@@ -9,12 +9,15 @@ heartbeat moves it lives.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
 
 from ckstore.clock import Clock
+from ckstore.errors import BackendError, CapacityError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
 from ckstore.io.backend import Backend
@@ -32,6 +35,9 @@ PATIENCE_SECONDS = 10.0
 
 _Saver = tuple[int, str | None]
 """Its pid, and when it was started."""
+
+_silent: dict[str, tuple[str, int]] = {}
+"""Leases of savers elsewhere whose heartbeat was seen to stand still: location -> token and heartbeat."""
 
 _DROPPED = "a handle that was dropped"
 _abandoned: dict[_Saver, str | None] = {}
@@ -56,8 +62,6 @@ class Orphans:
         self._location = backend.location_of(layout.lease_name(run))
         self._clock = clock
         self._stale_seconds = stale_seconds
-        self._still: LeaseRecord | None = None
-        """A saver elsewhere whose heartbeat has stopped."""
 
     def wait(self) -> bool:
         """Wait while a saver whose trainer is gone publishes what was staged; says so in the log.
@@ -69,13 +73,16 @@ class Orphans:
         """
         was_dropped = self.wait_for_dropped()
         orphan = read_lease(self._backend, self._run)
-        if orphan is None or self.is_known_dead(orphan) or not (is_orphan(orphan) or is_orphan_elsewhere(orphan)):
+        if orphan is None:
+            return was_dropped
+        is_here = is_orphan(orphan)
+        if not is_here and (self.is_known_dead(orphan) or not is_orphan_elsewhere(orphan)):
             return was_dropped
         purpose = SaverPurpose.of(orphan.purpose)
         what = "end" if purpose is None or purpose.step is None else f"publish step {purpose.step}"
         is_dropped = (orphan.pid, orphan.process_started) in _abandoned
         what = f"of {_DROPPED if is_dropped else 'the trainer that died'} to {what}"
-        if is_orphan(orphan):
+        if is_here:
             self._wait_for(partial(self._is_there, orphan), orphan.pid, what)
         else:
             self._wait_elsewhere(orphan, what)
@@ -94,31 +101,34 @@ class Orphans:
         return bool(waiting)
 
     def is_known_dead(self, holder: LeaseRecord) -> bool:
-        """Whether this holder's heartbeat was seen to stand still, and has not moved since."""
-        still = self._still
-        return still is not None and (still.token, still.heartbeat_ns) == (holder.token, holder.heartbeat_ns)
+        """Whether this process has seen this holder's heartbeat stand still, and it has not moved since."""
+        return _silent.get(self._location) == (holder.token, holder.heartbeat_ns)
 
     def _is_there(self, orphan: LeaseRecord) -> bool:
-        holder = read_lease(self._backend, self._run)
+        try:
+            holder = read_lease(self._backend, self._run)
+        except (BackendError, CapacityError):
+            # A medium that does not answer says nothing, and /proc does.
+            return _lives((orphan.pid, orphan.process_started))
         return holder is not None and holder.token == orphan.token and is_orphan(holder)
 
     def _wait_elsewhere(self, orphan: LeaseRecord, what: str) -> None:
         """Wait for a saver that /proc says nothing about: until its lease is gone, or its heartbeat stands still."""
-        seen, moved = orphan, self._clock.monotonic()
+        heartbeat_ns, moved = orphan.heartbeat_ns, self._clock.monotonic()
 
         def is_there() -> bool:
-            nonlocal seen, moved
-            holder = read_lease(self._backend, self._run)
-            if holder is None or holder.token != orphan.token:
-                return False
-            now = self._clock.monotonic()
-            if holder.heartbeat_ns != seen.heartbeat_ns:
-                seen, moved = holder, now
-            elif now - moved >= self._stale_seconds:
-                _log.warning("run %r: its heartbeat has stopped; it is not waited for any more", self._run)
-                self._still = holder
-                return False
-            return True
+            nonlocal heartbeat_ns, moved
+            with contextlib.suppress(BackendError, CapacityError):
+                holder = read_lease(self._backend, self._run)
+                if holder is None or holder.token != orphan.token:
+                    return False
+                if holder.heartbeat_ns != heartbeat_ns:
+                    heartbeat_ns, moved = holder.heartbeat_ns, self._clock.monotonic()
+            if self._clock.monotonic() - moved < self._stale_seconds:
+                return True
+            _log.warning("run %r: its heartbeat has stopped; it is not waited for any more", self._run)
+            _silent[self._location] = orphan.token, heartbeat_ns
+            return False
 
         self._wait_for(is_there, orphan.pid, what, host=orphan.host)
 
@@ -170,5 +180,9 @@ def is_orphan_elsewhere(holder: LeaseRecord) -> bool:
     """Whether a lease is held by a saver that says that its trainer is gone, and of which only heartbeats tell here."""
     purpose, here = SaverPurpose.of(holder.purpose), boot_identity()
     if purpose is None or purpose.trainer_started != GONE or (here and holder.boot_id == here):
+        return False
+    # Where the system says nothing of boots, a saver would wait for itself.
+    mine = socket.gethostname(), os.getpid(), process_started(os.getpid()) or ""
+    if (holder.host, holder.pid, holder.process_started) == mine:
         return False
     return not died_in_reboot(holder.host, holder.boot_id)
