@@ -39,17 +39,19 @@ class Watch:
         # Refused in some sandboxes; and a process that is gone has none.
         with contextlib.suppress(OSError, AttributeError):
             self.fd = os.pidfd_open(pid)
+        # It may be another process's that got the pid meanwhile; once it is the right one's, it stays so.
+        self._is_gone = process_started(pid) != started
 
     @property
     def is_alive(self) -> bool:
         """Whether the process lives; one that is stopped does."""
-        if self.fd >= 0:
-            poll = select.poll()
-            poll.register(self.fd, select.POLLIN)
-            if poll.poll(0):
-                return False
-        # The pidfd may have been opened for another process that got the pid.
-        return process_started(self.pid) == self._started
+        if self._is_gone:
+            return False
+        if self.fd < 0:
+            return process_started(self.pid) == self._started
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return not poll.poll(0)
 
     @property
     def timeout_ms(self) -> int | None:
