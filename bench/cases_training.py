@@ -18,6 +18,7 @@ from bench import background, histories, machine
 from bench.cases_stall import VARIANTS, if_possible
 from bench.floor import Floor
 from bench.measure import Participant, Result, Sample, interleave
+from bench.spinning import Spinning
 from bench.workbench import Bench, facts_of, open_store
 from ckstore.saver.pace import Taken
 
@@ -36,7 +37,18 @@ STEPS_MAX = 3
 NOTHING = "nothing"
 """In place of a commit: what comes out then is what the measurement is off by."""
 
-FLOORS = {"one copy, one hash": "", "one copy, one hash, one write": "write", "one copy, one hash, one coding": "code"}
+SPIN_SECONDS = 2.0
+"""About as long as a saver computes for ``fast`` where it is quick."""
+
+SPINNING = f"a process that computes for {SPIN_SECONDS:.0f} s"
+"""In place of a commit: neither memory nor disk; what it costs, any process costs that computes for so long."""
+
+FLOORS = {
+    "one copy, one hash": "",
+    "one copy, one hash, one write": "write",
+    "one copy, one hash, one coding": "code",
+    SPINNING: "spin",
+}
 """In place of a commit: about the least that any takes, that a durable one takes, and one that codes by ``fast``."""
 
 
@@ -161,7 +173,10 @@ class _Commits:
 @contextmanager
 def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[_Commits]:
     """Yield what commits the state of a loop, or stands in its place."""
-    if compression in FLOORS:
+    if compression == SPINNING:
+        with Spinning(SPIN_SECONDS) as spinning:
+            yield _Commits(lambda: _Running(is_over=spinning.is_over, finish=spinning.begin()), spinning.pid)
+    elif compression in FLOORS:
         tensors = (tensor for _, tensor in histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()]))
         path = bench.folder / "floor" if FLOORS[compression] == "write" else None
         with Floor(tensors, is_coded=FLOORS[compression] == "code", path=path) as floor:

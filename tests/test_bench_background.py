@@ -30,6 +30,7 @@ from bench import (  # noqa: E402
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
 from bench.measure import Result, Sample  # noqa: E402
+from bench.spinning import Spinning  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
 
 NBYTES = 1_500_000
@@ -179,6 +180,19 @@ def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tm
         assert path.read_bytes() == bytes(beside.held_bytes(path.stat().st_size))
         assert floor.nbytes <= path.stat().st_size < floor.nbytes + 4096
     assert not path.exists()
+
+
+def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
+    with Spinning(0.3) as spinning:
+        spinning.begin()()
+        before = background.cpu_seconds(spinning.pid)
+        finish = spinning.begin()
+        assert not spinning.is_over()
+        assert finish() == 0
+        assert 0.25 <= background.cpu_seconds(spinning.pid) - before < 1
+        assert os.getpriority(os.PRIO_PROCESS, spinning.pid) == 19
+    with pytest.raises(ProcessLookupError):
+        os.kill(spinning.pid, 0)
 
 
 def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():

@@ -63,7 +63,7 @@ VERBS = {
     "attach": ["optimizer"],
     "guard": ["optimizer"],
     "wait": [],
-    "commit_on_signal": ["get_state", "signals", "deadline_seconds", "then", "metrics", "tags"],
+    "commit_on_signal": ["get_state", "signals", "deadline_seconds", "then", "metrics", "tags", "policy"],
     "advise": ["step_seconds", "overhead", "failures_per_day"],
     "restore": ["ref", "into", "only", "device", "exact", "on_progress"],
     "latest": [],
