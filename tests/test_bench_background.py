@@ -243,7 +243,7 @@ def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
     ]
 
 
-@pytest.mark.parametrize(("tools", "count"), [(None, 3), ([], 0), (["one copy, one hash"], 1)])
+@pytest.mark.parametrize(("tools", "count"), [(None, 4), ([], 0), (["one copy, one hash"], 1)])
 def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatch):
     monkeypatch.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
     bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
