@@ -99,8 +99,7 @@ class Handover:
             SaverError: No saver can be started.
         """
         stowage, starts = self._dock.stow(order.captured, order.guarded)
-        busy = self._wait_for_slot(order)
-        if busy is not None:
+        if (busy := self._wait_for_slot(order)) is not None:
             return busy
         order.captured.warnings.extend(unchecked(stowage, order.policy))
         handed: Handed | None = None
@@ -249,6 +248,7 @@ class Handover:
             saver = self._living_saver(order.policy)
             handed, head = self._prepare(order, stowage, starts, saver)
             try:
+                handed.staging.begin_devices()
                 # Ctrl-C comes before or after it: the saver was told, or it was not.
                 self._dock.crew(order.policy).see_through_here(partial(self._give, handed, head, stowage.end))
                 return handed

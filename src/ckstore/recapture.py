@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -264,13 +264,25 @@ class _Again:
         return self._sequence(item, node)  # type: ignore[arg-type]
 
     def _tensor(self, item: object, node: TensorNode) -> Node:
-        # What it is, is looked at when all are known.
-        number = self._seen.setdefault(id(item), len(self._items))
-        if number == len(self._items):
-            self._items.append(item)
-        if number != node.tensor:
-            raise _ChangedError
-        return node
+        return self._children((item,), (node,))[0]
+
+    def _children(self, items: Iterable[object], nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Return the nodes of parts of the state; those that were there, if all of them still say the same."""
+        seen, tensors = self._seen, self._items
+        children: list[Node] = []
+        # zip tells where there are more or fewer.
+        for item, node in zip(items, nodes, strict=True):
+            if type(node) is TensorNode:
+                # Nearly all are. What it is, is looked at when all are known.
+                number = seen.setdefault(id(item), len(tensors))
+                if number == len(tensors):
+                    tensors.append(item)
+                if number != node.tensor:
+                    raise _ChangedError
+                children.append(node)
+            else:
+                children.append(self._node(item, node))
+        return nodes if all(map(is_, children, nodes)) else tuple(children)
 
     def _value(self, item: Any, node: ValueNode) -> Node:
         kind, name = type(item), node.type
@@ -310,7 +322,7 @@ class _Again:
         # Equal keys of these types are of equal types; True is 1, but no key.
         if keys != node.keys or not _KEY_TYPES.issuperset(map(type, keys)):
             raise _ChangedError
-        children = tuple([self._node(child, old) for child, old in zip(item.values(), node.children, strict=True)])
+        children = self._children(item.values(), node.children)
         metadata = node.metadata
         if kind is not dict:
             if tuple(getattr(item, "__dict__", ())) != (() if metadata is None else ("_metadata",)):
@@ -319,7 +331,7 @@ class _Again:
                 metadata = self._node(item._metadata, metadata)
             if kind is defaultdict and FACTORY_NAMES[item.default_factory] != node.factory:
                 raise _ChangedError
-        if metadata is node.metadata and all(map(is_, children, node.children)):
+        if metadata is node.metadata and children is node.children:
             return node
         return DictNode(node.kind, node.keys, children, metadata, node.factory)
 
@@ -327,9 +339,8 @@ class _Again:
         kind = type(item)
         if kind is not (list if type(node) is ListNode else tuple):
             return self._answer(item, node)
-        # zip tells where there are more or fewer.
-        children = tuple([self._node(child, old) for child, old in zip(item, node.children, strict=True)])
-        return node if all(map(is_, children, node.children)) else type(node)(children)
+        children = self._children(item, node.children)
+        return node if children is node.children else type(node)(children)
 
     def _converted(self, item: Any, node: ConvertedNode) -> Node:
         if type(item) is str and node.name == LONG_TEXT and len(item) >= LONG_NBYTES_MIN:

@@ -174,10 +174,19 @@ def versions_of(storages: Sequence[object]) -> list[tuple[int, int]]:
     parts: list[Any] = [getattr(storage, "keep", ()) for storage in storages]
     try:
         # Nearly always each has one tensor, and a trainer waits for this.
-        versions = map(_VERSION_OF, [tensor for ((tensor, _),) in parts])
-        return list(zip(versions, map(_ADDRESS_OF, [memory for ((_, memory),) in parts]), strict=True))
-    except (TypeError, ValueError, AttributeError, RuntimeError):
-        return [(sum(map(_version_of, each)), sum(map(_address_of, each))) for each in parts]
+        firsts = [part[0] for part in parts]
+        versions = map(_VERSION_OF, [tensor for tensor, _ in firsts])
+        told = list(zip(versions, map(_ADDRESS_OF, [memory for _, memory in firsts]), strict=True))
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+        return [_told_by(part) for part in parts]
+    for index, part in enumerate(parts):
+        if len(part) > 1:
+            told[index] = _told_by(part)
+    return told
+
+
+def _told_by(parts: Sequence[object]) -> tuple[int, int]:
+    return sum(map(_version_of, parts)), sum(map(_address_of, parts))
 
 
 def _version_of(part: object) -> int:

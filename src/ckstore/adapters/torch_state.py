@@ -269,7 +269,8 @@ def device_of(tensor: torch.Tensor) -> torch.device | None:
     return None if tensor.is_cpu else tensor.device
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: hundreds are made in each commit, and that would take three times as long.
+@dataclass(slots=True)
 class DeviceBytes:
     """The bytes of a storage on a device, by address."""
 

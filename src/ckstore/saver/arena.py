@@ -228,12 +228,16 @@ class Slot:
         self.release_devices, self.nbytes_told = None, 0
         return True
 
+    def expect(self, nbytes: int) -> None:
+        """Take note of how much the next commit will stage."""
+        assert nbytes <= self.nbytes
+        self.nbytes_begun = units_of(nbytes) * UNIT_NBYTES
+
     def start(self, ticket: int, nbytes: int) -> None:
         """Give the slot to a commit that will stage so many bytes: from here on nothing in it is staged."""
-        assert nbytes <= self.nbytes
+        self.expect(nbytes)
         self.marks[: units_of(nbytes)] = 0
         self._facts[_TICKET] = ticket
-        self.nbytes_begun = units_of(nbytes) * UNIT_NBYTES
         self.state = STAGING
 
     def mark(self, offset: int, nbytes: int) -> None:

@@ -72,7 +72,7 @@ class Staging:
         self._checking = threading.Lock()
         self._copying = threading.RLock()
         self._error: BaseException | None = None
-        self._is_noted = self._is_ended = self._is_left = False
+        self._is_noted = self._is_ended = self._is_left = self._are_devices_begun = False
         sections = stowage.sections
         self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
         self._versions = {kind: self._versions_now(kind, captured) for kind in self._guarded}
@@ -89,8 +89,8 @@ class Staging:
             )
             for kind in (NOW, LAZY)
         ]
-        self._device = [
-            DeviceCopy(
+        self._device = {
+            kind: DeviceCopy(
                 sections[kind],
                 slot,
                 captured.storages,
@@ -99,8 +99,8 @@ class Staging:
                 look=partial(self._seen_changed, kind),
             )
             for kind in (DEVICE_NOW, DEVICE_LAZY)
-            if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
-        ]
+            if sections[kind].unit_count
+        }
         self._left = len(self._host) + len(self._device)
 
     @property
@@ -124,31 +124,62 @@ class Staging:
         with self._copying:
             self._copy_now()
 
+    def begin_devices(self) -> None:
+        """Have devices send what must not change, while this thread hands the commit over; where that can be.
+
+        Raises:
+            CapacityError: There is no memory for it.
+        """
+        with self._copying:
+            self._begin_devices()
+
+    def _begin_devices(self) -> None:
+        if self._are_devices_begun:
+            return
+        for copy in self._device.values():
+            copy.begin()
+        now = self._device.get(DEVICE_NOW)
+        if now is not None and now.is_ordered:
+            # Telling of a whole state takes most of the time that sending it does.
+            self._crew.send_one(self._launch_in_turn)
+        # Not before: Ctrl-C in between must not leave a device that nobody tells; what was told is not told again.
+        self._are_devices_begun = True
+
+    def _launch_in_turn(self) -> None:
+        """Tell devices what to send, what must not change first."""
+        for copy in self._device.values():
+            copy.launch()
+
     def _copy_now(self) -> None:
-        now, lazy = self._host
+        host_now, host_lazy = self._host
+        device_now, device_lazy = self._device.get(DEVICE_NOW), self._device.get(DEVICE_LAZY)
         try:
-            for copy in self._device:
-                copy.begin()
+            self._begin_devices()
+            is_told = device_now is not None and device_now.is_ordered
             # Before anything is waited for: else the device would have nothing to do meanwhile.
-            for copy in self._device[:1]:
-                if (error := copy.launch()) is not None:
-                    raise error
-            if now.section.unit_count <= 1:
-                # As behind a guard, where it holds little: the call waits for one thread only.
-                self._crew.see_through_here(now.work)
-            now.join(self._crew)
-            for copy in self._device[1:]:
-                # Telling of many tensors takes milliseconds, and the call is to return.
-                self._crew.send_one(copy.launch)
-            for copy in self._device[:1]:
-                self._crew.waiters.see_through(copy.wait)
-            if (error := self._error or now.error) is not None:
+            if device_now is not None and not is_told and (error := device_now.launch()) is not None:
                 raise error
-            for copy in self._device[1:]:
-                self._crew.waiters.send_one(copy.wait)
+            for copy in self._host:
+                if copy.section.unit_count == 0:
+                    # It ends by itself, and nobody waits for it.
+                    copy.send(self._crew, 1)
+            if host_now.section.unit_count == 1:
+                # As behind a guard, where it holds little: the call waits for one thread only.
+                self._crew.see_through_here(host_now.work)
+            if host_now.section.unit_count:
+                host_now.join(self._crew)
+            if device_lazy is not None and not is_told:
+                # Telling of many tensors takes milliseconds, and the call is to return.
+                self._crew.send_one(device_lazy.launch)
+            if device_now is not None:
+                self._crew.waiters.see_through(device_now.wait)
+            if (error := self._error or host_now.error) is not None:
+                raise error
+            if device_lazy is not None:
+                self._crew.waiters.send_one(device_lazy.wait)
             # What a guard protects must be copied as it is now.
-            lazy.note()
-            lazy.send(self._crew, self._half)
+            host_lazy.note()
+            host_lazy.send(self._crew, self._half)
             self._is_noted = True
             if not any(self._guarded.values()):
                 self.is_over.wait()
@@ -162,7 +193,8 @@ class Staging:
         Args:
             is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
         """
-        for copy in self._device[1:]:
+        copy = self._device.get(DEVICE_LAZY)
+        if copy is not None:
             if not copy.is_launched:
                 self._crew.see_through(copy.launch)
             if (error := copy.hold()) is not None:
@@ -223,7 +255,7 @@ class Staging:
             self._end()
         for copy in self._host:
             copy.work()
-        for device in self._device:
+        for device in self._device.values():
             device.cancel(error)
 
     def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
