@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
         given.size, given.rounds, given.count = SMALL_NBYTES, min(given.rounds, 2), min(given.count, 20)
     given.cache.mkdir(parents=True, exist_ok=True)
     (given.cache / ".gitignore").write_text("*\n")
-    folder = Path(tempfile.mkdtemp(prefix="ckstore-bench-", dir=given.dir or given.cache))
+    place = Path(given.dir or given.cache)
+    place.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="ckstore-bench-", dir=place))
     tools = None if given.tools is None else [name for name in given.tools.split(",") if name]
     bench = Bench(folder, given.cache, given.size, given.rounds, given.small, given.count, tools)
     has_failed = False
