@@ -18,7 +18,7 @@ from bench import background, histories, machine
 from bench.cases_stall import VARIANTS, if_possible
 from bench.floor import Floor
 from bench.measure import Participant, Result, Sample, interleave
-from bench.spinning import Spinning
+from bench.spinning import Companion, Reading, Spinning
 from bench.workbench import Bench, facts_of, open_store
 from ckstore.saver.pace import Taken
 
@@ -40,16 +40,27 @@ NOTHING = "nothing"
 SPIN_SECONDS = 2.0
 """About as long as a saver computes for ``fast`` where it is quick."""
 
-SPINNING = f"a process that computes for {SPIN_SECONDS:.0f} s"
-"""In place of a commit: neither memory nor disk; what it costs, any process costs that computes for so long."""
+READ_GB = 16
+"""About eight times the state of the full size: a number of passes that is not hard to think of."""
+
+MEMORY_NBYTES, CACHE_NBYTES = 1 << 30, 512 << 10
+"""More than any cache has, and no more than a processor's own one has."""
+
+COMPANIONS: Mapping[str, Callable[[], Companion]] = {
+    f"a process that computes for {SPIN_SECONDS:.0f} s": partial(Spinning, SPIN_SECONDS),
+    f"a process that reads {READ_GB} GB of memory": partial(Reading, READ_GB * 10**9, MEMORY_NBYTES),
+    f"a process that reads {READ_GB} GB out of its cache": partial(Reading, READ_GB * 10**9, CACHE_NBYTES),
+}
+"""In place of a commit: one thing only, so that is seen what it is of a commit that training loses to."""
 
 FLOORS = {
     "one copy, one hash": "",
     "one copy, one hash, one write": "write",
     "one copy, one hash, one coding": "code",
-    SPINNING: "spin",
+    **dict.fromkeys(COMPANIONS, "beside"),
 }
-"""In place of a commit: about the least that any takes, that a durable one takes, and one that codes by ``fast``."""
+"""In place of a commit: about the least that any takes, that a durable one takes, and one that codes by ``fast``; and
+processes that do one thing."""
 
 
 def stall_guarded(bench: Bench) -> Result:
@@ -173,9 +184,11 @@ class _Commits:
 @contextmanager
 def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[_Commits]:
     """Yield what commits the state of a loop, or stands in its place."""
-    if compression == SPINNING:
-        with Spinning(SPIN_SECONDS) as spinning:
-            yield _Commits(lambda: _Running(is_over=spinning.is_over, finish=spinning.begin()), spinning.pid)
+    if compression in COMPANIONS:
+        with COMPANIONS[compression]() as companion:
+            # Whatever it does first, it does now.
+            companion.begin()()
+            yield _Commits(lambda: _Running(is_over=companion.is_over, finish=companion.begin()), companion.pid)
     elif compression in FLOORS:
         tensors = (tensor for _, tensor in histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()]))
         path = bench.folder / "floor" if FLOORS[compression] == "write" else None

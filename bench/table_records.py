@@ -33,7 +33,11 @@ KEPT = re.compile(r"(?P<name>.*): the loop keeps (?P<share>\S+%) of its speed \(
 """What ``stall_python_loop`` notes of a participant."""
 
 FLOORS = ("one copy, one hash", "one copy, one hash, one write", "one copy, one hash, one coding")
-SPINNING = "a process that computes for 2 s"
+COMPANIONS = (
+    "a process that computes for 2 s",
+    "a process that reads 16 GB of memory",
+    "a process that reads 16 GB out of its cache",
+)
 COST_HEADS = (
     "cores",
     "a step, s",
@@ -44,6 +48,8 @@ COST_HEADS = (
     "*one write more*",
     "*one coding instead*",
     "*computing for 2 s*",
+    "*reading 16 GB of memory*",
+    "*16 GB out of its cache*",
     "call returns, ms: none / fast",
 )
 
@@ -149,7 +155,7 @@ def _cost_rows(record: Record) -> Rows:
             if name.startswith(f"training on {threads} of ")
             for sample in participant["samples"]
         ]
-        cells = [_cost(costs.get(name)) for name in ("nothing", "ckstore none", "ckstore fast", *FLOORS, SPINNING)]
+        cells = [_cost(costs.get(name)) for name in ("nothing", "ckstore none", "ckstore fast", *FLOORS, *COMPANIONS)]
         returned = [_returned(record, costs.get(f"ckstore {name}")) for name in VARIANTS]
         yield [f"{threads} of {found[0]['cores']}", f"{statistics.median(quiet):.1f}", *cells, " / ".join(returned)]
 

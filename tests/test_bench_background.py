@@ -30,7 +30,7 @@ from bench import (  # noqa: E402
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
 from bench.measure import Result, Sample  # noqa: E402
-from bench.spinning import Spinning  # noqa: E402
+from bench.spinning import Reading, Spinning  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
 
 NBYTES = 1_500_000
@@ -195,6 +195,17 @@ def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
         os.kill(spinning.pid, 0)
 
 
+def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_cache():
+    seconds = []
+    for room_nbytes in (512 << 20, 256 << 10):
+        with Reading(4 << 30, room_nbytes) as reading:
+            reading.begin()()
+            before = background.cpu_seconds(reading.pid)
+            assert reading.begin()() == 0
+            seconds.append(background.cpu_seconds(reading.pid) - before)
+    assert seconds[0] > seconds[1] > 0
+
+
 def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():
     tensors = [torch.ones(4_000_000)]
     computed = []
@@ -243,7 +254,7 @@ def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
     ]
 
 
-@pytest.mark.parametrize(("tools", "count"), [(None, 4), ([], 0), (["one copy, one hash"], 1)])
+@pytest.mark.parametrize(("tools", "count"), [(None, 6), ([], 0), (["one copy, one hash"], 1)])
 def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatch):
     monkeypatch.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
     bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
