@@ -14,11 +14,12 @@ from staged import Staged, noise
 
 import ckstore
 from ckstore.capture import Captured
-from ckstore.config import MIB
+from ckstore.config import MIB, Limits
 from ckstore.errors import BackendError
-from ckstore.saver.arena import STAGED
+from ckstore.saver.arena import FREE, STAGED
 from ckstore.saver.client import Saver
 from ckstore.staging.devices import copies_of
+from ckstore.staging.dock import Dock
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
 from ckstore.tensor import TensorSpec
@@ -229,6 +230,31 @@ def test_what_a_device_sends_already_is_waited_for_when_the_commit_cannot_be_han
     assert [str(error) for error in staged.told] == ["no saver"]
     assert told_copies.said[-1] == ("forget", MIB)
     staged.close()
+
+
+def test_a_slot_is_not_used_again_while_a_device_sends_to_it_whatever_its_owner_was_kept_from(
+    crew, told_copies, monkeypatch
+):
+    may_come, wait_one = threading.Event(), told_copies.wait
+
+    def wait(self, mark):
+        assert may_come.wait(60)
+        wait_one(self, mark)
+
+    monkeypatch.setattr(told_copies, "wait", wait)
+    dock = Dock(Limits())
+    staged = Staged(dock.arena, crew, None, captured=far(noise(MIB)), kinds=[DEVICE_NOW])
+    staged.staging.begin_devices()
+    # Ctrl-C came while it was given up: nobody waits, and what could not be handed over is in no list.
+    staged.slot.state = FREE
+    staged.staging.cancel(KeyboardInterrupt("twice"))
+    assert staged.slot not in dock.free_slots()
+    assert dock.give_back_all_but(dock.free_slots()[0]) == 0
+    may_come.set()
+    assert staged.staging.is_over.wait(60)
+    assert staged.slot in dock.free_slots()
+    staged.close()
+    dock.close(is_waited=True)
 
 
 @pytest.mark.parametrize("missing", [DEVICE_NOW, DEVICE_LAZY])

@@ -72,6 +72,8 @@ class Slot:
         self.nbytes_told = 0
         """How many of its first bytes devices were told of; their pages stay in memory."""
         self.nbytes_begun = 0
+        self.is_written: Callable[[], bool] = lambda: False
+        """Whether somebody of this process may still write to it, whatever its state says: then it is not free."""
         """How many of its first bytes the commit takes that it was last given to here, in whole units."""
         self.marks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.refresh()

@@ -136,6 +136,9 @@ class Staging:
     def _begin_devices(self) -> None:
         if self._are_devices_begun:
             return
+        is_over = self.is_over
+        # Whoever is interrupted twice may be gone before the device is done, and the slot is not handed over yet.
+        self.slot.is_written = lambda: not is_over.is_set()
         for copy in self._device.values():
             copy.begin()
         now = self._device.get(DEVICE_NOW)
