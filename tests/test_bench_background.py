@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -200,9 +201,12 @@ def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_ca
     for room_nbytes in (512 << 20, 256 << 10):
         with Reading(4 << 30, room_nbytes) as reading:
             reading.begin()()
-            before = background.cpu_seconds(reading.pid)
-            assert reading.begin()() == 0
-            seconds.append(background.cpu_seconds(reading.pid) - before)
+            computed = [background.cpu_seconds(reading.pid)]
+            for _ in range(3):
+                assert reading.begin()() == 0
+                computed.append(background.cpu_seconds(reading.pid))
+        # The fastest of three: others may be at work beside it.
+        seconds.append(min(after - before for before, after in itertools.pairwise(computed)))
     assert seconds[0] > seconds[1] > 0
 
 

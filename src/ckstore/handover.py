@@ -99,7 +99,8 @@ class Handover:
             SaverError: No saver can be started.
         """
         stowage, starts = self._dock.stow(order.captured, order.guarded)
-        if (busy := self._wait_for_slot(order)) is not None:
+        busy = self._wait_for_slot(order)
+        if busy is not None:
             return busy
         order.captured.warnings.extend(unchecked(stowage, order.policy))
         handed: Handed | None = None
@@ -248,7 +249,6 @@ class Handover:
             saver = self._living_saver(order.policy)
             handed, head = self._prepare(order, stowage, starts, saver)
             try:
-                handed.staging.begin_devices()
                 # Ctrl-C comes before or after it: the saver was told, or it was not.
                 self._dock.crew(order.policy).see_through_here(partial(self._give, handed, head, stowage.end))
                 return handed

@@ -69,7 +69,6 @@ class Outstanding:
             try:
                 self._dock.reserve(slot, needed, policy)
                 slot.populate(end, head_nbytes)
-                slot.expect(needed)
                 return slot
             except CapacityError:
                 # Rather slower, or coded against what is read back from the store, or later, than not committed.

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckstore.adapters.guarding import Guarded
+from ckstore.adapters.guarding import Guarded, versions_of
+from ckstore.adapters.torch_state import TorchAdapter
+from ckstore.capture import capture
 
 
 def owned(*parameters):
@@ -66,3 +68,16 @@ def test_what_a_cuda_graph_may_replay_is_not_guarded():
     assert guarded.spans() == [memory_of(FLAT)]
     optimizer.param_groups[0]["capturable"] = True
     assert guarded.spans() == []
+
+
+def test_each_of_two_tensors_in_one_storage_counts_beside_storages_of_one():
+    whole = torch.zeros(10)
+    other = torch.empty(0).set_(whole.untyped_storage(), 0, (10,))
+    captured = capture({"alone": torch.zeros(3), "whole": whole, "other": other}, [TorchAdapter()])
+    before = versions_of(captured.storages)
+    assert len(before) == 2
+    other.add_(1)
+    after = versions_of(captured.storages)
+    assert [one == two for one, two in zip(before, after, strict=True)] == [True, False]
+    whole.add_(1)
+    assert versions_of(captured.storages)[1] not in (before[1], after[1])

@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 from staged import Staged, noise
 
-import ckstore
 from ckstore.capture import Captured
-from ckstore.config import MIB, Limits
+from ckstore.config import MIB
 from ckstore.errors import BackendError
-from ckstore.saver.arena import FREE, STAGED
-from ckstore.saver.client import Saver
+from ckstore.saver.arena import STAGED
 from ckstore.staging.devices import copies_of
-from ckstore.staging.dock import Dock
-from ckstore.staging.state import Staging
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
 from ckstore.tensor import TensorSpec
 from ckstore.tree import TensorNode
@@ -67,7 +63,6 @@ class ToldCopies:
     """Copies that note what they are told, and by whom."""
 
     said = ()
-    is_ordered = True
 
     def __init__(self, section, storages, slot):
         self.what = sum(storages[index].nbytes for index in section.storages)
@@ -158,103 +153,6 @@ def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena
     assert told_copies.said.index(("launch", 2 * MIB)) < told_copies.said.index(("hold", 2 * MIB))
     assert told_copies.said.count(("launch", 2 * MIB)) == 1
     staged.close()
-
-
-def test_a_device_sends_while_the_commit_is_handed_over_and_is_told_of_everything_once(
-    arena, crew, told_copies, monkeypatch
-):
-    is_told = threading.Event()
-
-    def launch(self):
-        self.say("launch")
-        if self.what == 2 * MIB:
-            is_told.set()
-
-    monkeypatch.setattr(told_copies, "launch", launch)
-    captured = far(noise(MIB), noise(2 * MIB))
-    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
-    staged.staging.begin_devices()
-    assert is_told.wait(60), "and nobody has asked for the copy yet"
-    told = [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB), ("launch", 2 * MIB)]
-    assert told_copies.said == told
-    assert not staged.slot.marks.any()
-    staged.staging.copy_now()
-    assert staged.staging.is_over.wait(60)
-    assert staged.told == ["staged"]
-    assert [each for each in told_copies.said if each[0] in ("fence", "launch")] == told
-    staged.close()
-
-
-def test_devices_are_told_before_the_saver_is(tmp_path, monkeypatch):
-    order, give, begin = [], Saver.begin, Staging.begin_devices
-    monkeypatch.setattr(
-        Saver, "begin", lambda self, *given, **named: (order.append("saver"), give(self, *given, **named))
-    )
-    monkeypatch.setattr(Staging, "begin_devices", lambda self: (order.append("devices"), begin(self)))
-    with ckstore.open(tmp_path / "store") as store:
-        store.commit_async({"x": np.arange(9)}, 1).result()
-    assert order == ["devices", "saver"]
-
-
-def test_a_device_whose_order_is_that_of_threads_is_told_by_its_own(arena, crew):
-    captured = far(noise(9 * MIB))
-    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW])
-    staged.staging.begin_devices()
-    crew.see_through(lambda: None)
-    assert captured.storages[0].readers == set()
-    staged.staging.copy_now()
-    assert captured.storages[0].readers == {threading.get_ident()}
-    staged.close()
-
-
-def test_what_a_device_sends_already_is_waited_for_when_the_commit_cannot_be_handed_over(
-    arena, crew, told_copies, monkeypatch
-):
-    is_told, may_come, wait_one = threading.Event(), threading.Event(), told_copies.wait
-
-    def wait(self, mark):
-        assert may_come.wait(60)
-        wait_one(self, mark)
-
-    monkeypatch.setattr(told_copies, "launch", lambda self: is_told.set())
-    monkeypatch.setattr(told_copies, "wait", wait)
-    staged = Staged(arena, crew, None, captured=far(noise(MIB)), kinds=[DEVICE_NOW])
-    staged.staging.begin_devices()
-    assert is_told.wait(60)
-    giving_up = threading.Thread(target=staged.staging.give_up, args=(ValueError("no saver"),))
-    giving_up.start()
-    giving_up.join(0.1)
-    assert giving_up.is_alive(), "the slot would be used again, and written to"
-    may_come.set()
-    giving_up.join(60)
-    assert [str(error) for error in staged.told] == ["no saver"]
-    assert told_copies.said[-1] == ("forget", MIB)
-    staged.close()
-
-
-def test_a_slot_is_not_used_again_while_a_device_sends_to_it_whatever_its_owner_was_kept_from(
-    crew, told_copies, monkeypatch
-):
-    may_come, wait_one = threading.Event(), told_copies.wait
-
-    def wait(self, mark):
-        assert may_come.wait(60)
-        wait_one(self, mark)
-
-    monkeypatch.setattr(told_copies, "wait", wait)
-    dock = Dock(Limits())
-    staged = Staged(dock.arena, crew, None, captured=far(noise(MIB)), kinds=[DEVICE_NOW])
-    staged.staging.begin_devices()
-    # Ctrl-C came while it was given up: nobody waits, and what could not be handed over is in no list.
-    staged.slot.state = FREE
-    staged.staging.cancel(KeyboardInterrupt("twice"))
-    assert staged.slot not in dock.free_slots()
-    assert dock.give_back_all_but(dock.free_slots()[0]) == 0
-    may_come.set()
-    assert staged.staging.is_over.wait(60)
-    assert staged.slot in dock.free_slots()
-    staged.close()
-    dock.close(is_waited=True)
 
 
 @pytest.mark.parametrize("missing", [DEVICE_NOW, DEVICE_LAZY])

@@ -117,8 +117,6 @@ class CudaCopies:
         slot: Where to.
     """
 
-    is_ordered = True
-
     def __init__(self, runs: Sequence[Run], storages: Sequence[HostStorage], slot: Slot) -> None:
         self._runs = runs
         self._storages: Sequence[HostStorage] = storages

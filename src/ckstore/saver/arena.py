@@ -72,8 +72,6 @@ class Slot:
         self.nbytes_told = 0
         """How many of its first bytes devices were told of; their pages stay in memory."""
         self.nbytes_begun = 0
-        self.is_written: Callable[[], bool] = lambda: False
-        """Whether somebody of this process may still write to it, whatever its state says: then it is not free."""
         """How many of its first bytes the commit takes that it was last given to here, in whole units."""
         self.marks: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.refresh()
@@ -230,16 +228,12 @@ class Slot:
         self.release_devices, self.nbytes_told = None, 0
         return True
 
-    def expect(self, nbytes: int) -> None:
-        """Take note of how much the next commit will stage."""
-        assert nbytes <= self.nbytes
-        self.nbytes_begun = units_of(nbytes) * UNIT_NBYTES
-
     def start(self, ticket: int, nbytes: int) -> None:
         """Give the slot to a commit that will stage so many bytes: from here on nothing in it is staged."""
-        self.expect(nbytes)
+        assert nbytes <= self.nbytes
         self.marks[: units_of(nbytes)] = 0
         self._facts[_TICKET] = ticket
+        self.nbytes_begun = units_of(nbytes) * UNIT_NBYTES
         self.state = STAGING
 
     def mark(self, offset: int, nbytes: int) -> None:

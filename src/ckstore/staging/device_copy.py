@@ -66,23 +66,16 @@ class DeviceCopy:
         self._turning = threading.Lock()
 
     def begin(self) -> None:
-        """Take note of what the device was told before, by this thread; what it is told later comes after. Once.
+        """Take note of what the device was told before, by this thread; what it is told later comes after.
 
         Raises:
             CapacityError: There is no memory for it.
         """
         with self._turning:
-            if not (self._is_over or self._is_begun):
-                place = self._section.begin, self._section.unit_count * UNIT_NBYTES
-                if not self._slot.is_populated(*place):
-                    self._slot.populate(*place)
+            if not self._is_over:
+                self._slot.populate(self._section.begin, self._section.unit_count * UNIT_NBYTES)
                 self._copies.fence()
                 self._is_begun = True
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether any thread may tell the device what to send: it comes after what was told before ``begin``."""
-        return self._copies.is_ordered
 
     def launch(self) -> BaseException | None:
         """Tell the device to send, if nobody has; return what kept whoever did from it."""

@@ -27,9 +27,6 @@ Span = tuple[int, int]
 class DeviceCopies(Protocol):
     """Copies of one section, from devices, in order with what those compute."""
 
-    is_ordered: bool
-    """Whether that is so whichever thread launches them."""
-
     def fence(self) -> None:
         """Have the copies come after everything that this thread has launched before."""
         ...
@@ -165,8 +162,6 @@ class _ReadCopies:
 
     The library orders them with what that thread has told the device; another thread may be on another stream.
     """
-
-    is_ordered = False
 
     def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
         self._section = section

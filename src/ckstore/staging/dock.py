@@ -74,7 +74,7 @@ class Dock:
 
     def free_slots(self) -> list[Slot]:
         """Return the free slots, those with the most memory first."""
-        free = [slot for slot in self.arena.slots if slot.state == FREE and not slot.is_written()]
+        free = [slot for slot in self.arena.slots if slot.state == FREE]
         return sorted(free, key=lambda slot: (slot.nbytes_taken, slot.nbytes), reverse=True)
 
     def give_back_all_but(self, slot: Slot) -> int:

@@ -72,7 +72,7 @@ class Staging:
         self._checking = threading.Lock()
         self._copying = threading.RLock()
         self._error: BaseException | None = None
-        self._is_noted = self._is_ended = self._is_left = self._are_devices_begun = False
+        self._is_noted = self._is_ended = self._is_left = False
         sections = stowage.sections
         self._guarded = {kind: sections[kind].storages for kind in (LAZY, DEVICE_LAZY)}
         self._versions = {kind: self._versions_now(kind, captured) for kind in self._guarded}
@@ -124,43 +124,14 @@ class Staging:
         with self._copying:
             self._copy_now()
 
-    def begin_devices(self) -> None:
-        """Have devices send what must not change, while this thread hands the commit over; where that can be.
-
-        Raises:
-            CapacityError: There is no memory for it.
-        """
-        with self._copying:
-            self._begin_devices()
-
-    def _begin_devices(self) -> None:
-        if self._are_devices_begun:
-            return
-        is_over = self.is_over
-        # Whoever is interrupted twice may be gone before the device is done, and the slot is not handed over yet.
-        self.slot.is_written = lambda: not is_over.is_set()
-        for copy in self._device.values():
-            copy.begin()
-        now = self._device.get(DEVICE_NOW)
-        if now is not None and now.is_ordered:
-            # Telling of a whole state takes most of the time that sending it does.
-            self._crew.send_one(self._launch_in_turn)
-        # Not before: Ctrl-C in between must not leave a device that nobody tells; what was told is not told again.
-        self._are_devices_begun = True
-
-    def _launch_in_turn(self) -> None:
-        """Tell devices what to send, what must not change first."""
-        for copy in self._device.values():
-            copy.launch()
-
     def _copy_now(self) -> None:
         host_now, host_lazy = self._host
         device_now, device_lazy = self._device.get(DEVICE_NOW), self._device.get(DEVICE_LAZY)
         try:
-            self._begin_devices()
-            is_told = device_now is not None and device_now.is_ordered
+            for device in self._device.values():
+                device.begin()
             # Before anything is waited for: else the device would have nothing to do meanwhile.
-            if device_now is not None and not is_told and (error := device_now.launch()) is not None:
+            if device_now is not None and (error := device_now.launch()) is not None:
                 raise error
             for copy in self._host:
                 if copy.section.unit_count == 0:
@@ -171,7 +142,7 @@ class Staging:
                 self._crew.see_through_here(host_now.work)
             if host_now.section.unit_count:
                 host_now.join(self._crew)
-            if device_lazy is not None and not is_told:
+            if device_lazy is not None:
                 # Telling of many tensors takes milliseconds, and the call is to return.
                 self._crew.send_one(device_lazy.launch)
             if device_now is not None:
