@@ -89,8 +89,8 @@ class Staging:
             )
             for kind in (NOW, LAZY)
         ]
-        self._device = {
-            kind: DeviceCopy(
+        self._device = [
+            DeviceCopy(
                 sections[kind],
                 slot,
                 captured.storages,
@@ -99,8 +99,8 @@ class Staging:
                 look=partial(self._seen_changed, kind),
             )
             for kind in (DEVICE_NOW, DEVICE_LAZY)
-            if sections[kind].unit_count
-        }
+            if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
+        ]
         self._left = len(self._host) + len(self._device)
 
     @property
@@ -125,35 +125,30 @@ class Staging:
             self._copy_now()
 
     def _copy_now(self) -> None:
-        host_now, host_lazy = self._host
-        device_now, device_lazy = self._device.get(DEVICE_NOW), self._device.get(DEVICE_LAZY)
+        now, lazy = self._host
         try:
-            for device in self._device.values():
-                device.begin()
+            for copy in self._device:
+                copy.begin()
             # Before anything is waited for: else the device would have nothing to do meanwhile.
-            if device_now is not None and (error := device_now.launch()) is not None:
-                raise error
-            for copy in self._host:
-                if copy.section.unit_count == 0:
-                    # It ends by itself, and nobody waits for it.
-                    copy.send(self._crew, 1)
-            if host_now.section.unit_count == 1:
+            for copy in self._device[:1]:
+                if (error := copy.launch()) is not None:
+                    raise error
+            if now.section.unit_count <= 1:
                 # As behind a guard, where it holds little: the call waits for one thread only.
-                self._crew.see_through_here(host_now.work)
-            if host_now.section.unit_count:
-                host_now.join(self._crew)
-            if device_lazy is not None:
+                self._crew.see_through_here(now.work)
+            now.join(self._crew)
+            for copy in self._device[1:]:
                 # Telling of many tensors takes milliseconds, and the call is to return.
-                self._crew.send_one(device_lazy.launch)
-            if device_now is not None:
-                self._crew.waiters.see_through(device_now.wait)
-            if (error := self._error or host_now.error) is not None:
+                self._crew.send_one(copy.launch)
+            for copy in self._device[:1]:
+                self._crew.waiters.see_through(copy.wait)
+            if (error := self._error or now.error) is not None:
                 raise error
-            if device_lazy is not None:
-                self._crew.waiters.send_one(device_lazy.wait)
+            for copy in self._device[1:]:
+                self._crew.waiters.send_one(copy.wait)
             # What a guard protects must be copied as it is now.
-            host_lazy.note()
-            host_lazy.send(self._crew, self._half)
+            lazy.note()
+            lazy.send(self._crew, self._half)
             self._is_noted = True
             if not any(self._guarded.values()):
                 self.is_over.wait()
@@ -167,8 +162,7 @@ class Staging:
         Args:
             is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
         """
-        copy = self._device.get(DEVICE_LAZY)
-        if copy is not None:
+        for copy in self._device[1:]:
             if not copy.is_launched:
                 self._crew.see_through(copy.launch)
             if (error := copy.hold()) is not None:
@@ -229,7 +223,7 @@ class Staging:
             self._end()
         for copy in self._host:
             copy.work()
-        for device in self._device.values():
+        for device in self._device:
             device.cancel(error)
 
     def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
