@@ -3,7 +3,7 @@
 What training loses to one that computes is what it loses to any process that computes for so long on another
 processor of this machine: two virtual ones may be halves of one, share its clock, or be more than their host gives.
 What it loses to one that reads memory, and not to one that reads as much out of its cache, it loses because memory and
-the last cache are everybody's; by that what a gigabyte costs is known, whoever moves it.
+the last cache are everybody's.
 """
 
 from __future__ import annotations

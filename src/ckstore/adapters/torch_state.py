@@ -269,7 +269,7 @@ def device_of(tensor: torch.Tensor) -> torch.device | None:
     return None if tensor.is_cpu else tensor.device
 
 
-# Not frozen: hundreds are made in each commit, and that would take three times as long.
+# Not frozen: hundreds are made in each commit, each of which freezing would cost some calls.
 @dataclass(slots=True)
 class DeviceBytes:
     """The bytes of a storage on a device, by address."""
