@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", default=None, help="names or patterns, with commas; without it all")
     parser.add_argument("--size", type=lambda text: int(float(text)), default=2_000_000_000, help="bytes of state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, default=None, help="an existing folder on the disk to be measured")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to be measured, made if it is not there")
     parser.add_argument("--cache", type=Path, default=Path(".bench-cache"), help="where the trained state is kept")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--tools", default=None, help="rivals, coders, floors and stages, with commas; without it all")
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         given.size, given.rounds, given.count = SMALL_NBYTES, min(given.rounds, 2), min(given.count, 20)
     given.cache.mkdir(parents=True, exist_ok=True)
     (given.cache / ".gitignore").write_text("*\n")
-    place = Path(given.dir or given.cache)
+    place = given.dir or given.cache
     place.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ckstore-bench-", dir=place))
     tools = None if given.tools is None else [name for name in given.tools.split(",") if name]
