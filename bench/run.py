@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", default=None, help="names or patterns, with commas; without it all")
     parser.add_argument("--size", type=lambda text: int(float(text)), default=2_000_000_000, help="bytes of state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to be measured, made if it is not there")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="a folder on the disk to be measured, made if it is not there"
+    )
     parser.add_argument("--cache", type=Path, default=Path(".bench-cache"), help="where the trained state is kept")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--tools", default=None, help="rivals, coders, floors and stages, with commas; without it all")
