@@ -6,6 +6,7 @@ A row in here changes only in the commit that explains why.
 from __future__ import annotations
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
+GROUND |= {"latch"}  # What happens once, for whoever waits for it.
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
 GROUND |= {"logs"}  # How to log where nothing may be raised; it knows no logger.
@@ -43,7 +44,8 @@ ALLOWED = {
     "lossy_forms": GROUND | {"lossy_directions", "lossy_grids", "lossy_payload", "codec", "quant", "kernels"},
     "pipeline": GROUND | {"format", "codec", "delta", "quant", "kernels", "plan", "forms", "choice"},
     # Parts of the two stories, in files of their own.
-    "workers": set(),
+    "latch": {"clock"},
+    "workers": {"latch"},
     "forks": set(),
     "logs": set(),
     "children": set(),
@@ -155,7 +157,7 @@ ALLOWED = {
     | {"write_blocks"},
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
-    "pending": {"clock", "errors", "logs", "receipt"},
+    "pending": {"clock", "errors", "latch", "logs", "receipt"},
     "handed": CORE | {"pending", "saver", "staging"},
     "outstanding": {"config", "errors", "handed", "saver", "staging"},
     "handover": CORE | {"handed", "outstanding", "pending", "receipt", "saver", "staging", "write_blocks"},

@@ -25,6 +25,7 @@ from ckstore.errors import BackendError
 from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, Fetching, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
+from ckstore.latch import Latch
 from ckstore.restore_plan import AsideRead, FrameGroup, FrameRead, RestorePlan
 from ckstore.store.packs import open_pack, read_buffer_nbytes, read_in_halves, read_ranges
 from ckstore.store.parts import Parts
@@ -211,7 +212,7 @@ class _Decoders:
         self._left = sum(len(group.reads) for group in plan.groups)
         self._is_done = bytearray(self._left)
         self._set_aside: dict[int, list[tuple[_Held, FrameRead]]] = {}
-        self._is_settled = threading.Event()
+        self._is_settled = Latch()
         self._threads = [
             threading.Thread(target=self._work, args=(each,), name=f"ckstore-decode-{index}", daemon=True)
             for index, each in enumerate(tools)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckstore.capture import Captured
 from ckstore.config import Policy
+from ckstore.latch import Latch
 from ckstore.pending import Pending
 from ckstore.saver.arena import Slot
 from ckstore.saver.client import Saver
@@ -52,9 +52,9 @@ class Handed:
     hold_ms: int
     """For how long the saver leaves every processor to those who copy."""
     staging: Staging = field(init=False)
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: Latch = field(default_factory=Latch)
     """The saver commits it no more."""
-    freed: threading.Event = field(default_factory=threading.Event)
+    freed: Latch = field(default_factory=Latch)
     """The saver reads nothing of the slot any more."""
     is_begun: bool = False
 

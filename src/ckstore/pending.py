@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.receipt import Receipt
 
@@ -20,12 +21,12 @@ _log = logging.getLogger("ckstore")
 class Waiter(Protocol):
     """Waits for an event, and says now and then for what."""
 
-    def __call__(self, event: threading.Event, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
+    def __call__(self, event: Latch, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
         """Return whether it is set; whoever sets it need not give way to others meanwhile, where it is urgent."""
         ...
 
 
-def _wait(event: threading.Event, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
+def _wait(event: Latch, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
     return event.wait(timeout)
 
 
@@ -55,9 +56,9 @@ class Pending:
         """Whether somebody has been told how it ended."""
         self._finish = finish or _nothing
         self._wait = wait
-        self._staged = threading.Event()
-        self._began = threading.Event()
-        self._done = threading.Event()
+        self._staged = Latch()
+        self._began = Latch()
+        self._done = Latch()
         self._receipt: Receipt | None = None
         self._error: Exception | None = None
         self._origin: TracebackType | None = None

@@ -7,10 +7,13 @@ and a thread that waits for its turn never waits for one that has not begun.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+
+from ckstore.latch import Latch
 
 Result = TypeVar("Result")
 
@@ -82,7 +85,7 @@ class _Indices:
         self._rest = iter(range(count))
         self._may_begin = may_begin
         self._lock = threading.Lock()
-        self._is_over = threading.Event()
+        self._is_over = Latch()
 
     def next_for(self, thread_index: int) -> int | None:
         """Return the next index, waiting until the thread may begin with it; None: there is none, or all is over."""
@@ -122,7 +125,7 @@ def run_in_turns(
     """
     indices = _Indices(count, may_begin)
     failures: list[BaseException] = []
-    ended = threading.Semaphore(0)
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # Not a semaphore, for what latch.py says of events.
 
     def stop(error: BaseException) -> None:
         failures.append(error)
@@ -139,7 +142,7 @@ def run_in_turns(
         except BaseException as error:
             stop(error)
         finally:
-            ended.release()
+            ended.put(None)
 
     threads = [
         threading.Thread(target=work, args=(index,), name=f"ckstore-chunk-{index}", daemon=True)
@@ -150,7 +153,7 @@ def run_in_turns(
             thread.start()
         # The caller only waits, so that Ctrl-C is raised here and never in the middle of a step.
         for _ in threads:
-            ended.acquire()
+            ended.get()
     except BaseException as error:
         stop(error)
         raise
@@ -182,7 +185,7 @@ def run_aside(
     """
     results: list[Result] = []
     failures: list[BaseException] = []
-    ended = threading.Event()
+    ended = Latch()
     # Who takes it first decides whether the step runs: the thread, or whatever interrupts the caller while it starts.
     chance = threading.Lock()
 
@@ -209,7 +212,7 @@ def run_aside(
     return results[0]
 
 
-def _wait_in_any_case(event: threading.Event) -> None:
+def _wait_in_any_case(event: Latch) -> None:
     """Wait for what comes soon; whoever interrupts the wait has interrupted the caller before, and is told by that."""
     while not event.is_set():
         with contextlib.suppress(BaseException):

@@ -17,11 +17,14 @@ from ckstore import handover
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.server import Server
+from ckstore.staging import device_copy, dock
 from ckstore.staging.crew import Crew
 from ckstore.store.processes import process_started
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from interrupting import Witness
+from played_device import Lying, PlayedDevice
 from pretend import HeldCrew, Noted, PretendSaver
 from rig import Child, Desk, links, until
 
@@ -100,6 +103,33 @@ def savers(monkeypatch):
     PretendSaver.started = []
     monkeypatch.setattr(handover, "Saver", PretendSaver)
     return PretendSaver.started
+
+
+@pytest.fixture
+def witnesses(savers, monkeypatch):
+    """The same, of those that look at what is staged."""
+    Witness.started, Witness.seen = savers, []
+    monkeypatch.setattr(handover, "Saver", Witness)
+    return savers
+
+
+@pytest.fixture
+def lying(monkeypatch):
+    """What says where states lie from now on: in the host's memory at first."""
+    found = Lying()
+    monkeypatch.setattr(dock, "kinds_of", found.kinds_of)
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device that is a thread, wherever states are said to lie in one."""
+    played = PlayedDevice()
+    monkeypatch.setattr(device_copy, "copies_of", played.copies_of)
+    # What it sends too late is there when somebody looks.
+    monkeypatch.setattr(Witness, "wait_for_others", lambda _: played.finish())
+    yield played
+    played.close()
 
 
 @pytest.fixture

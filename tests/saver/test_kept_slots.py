@@ -15,6 +15,7 @@ import ckstore
 from ckstore import Policy, handed
 from ckstore.config import MIB
 from ckstore.errors import CapacityError
+from ckstore.latch import Latch
 from ckstore.outstanding import Outstanding
 from ckstore.saver.arena import FREE, STAGED, UNIT_NBYTES, Slot
 from ckstore.staging import dock
@@ -260,7 +261,7 @@ def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeyp
         populate(slot, offset, nbytes)
         left.append(offset)
 
-    class Ended(threading.Event):
+    class Ended(Latch):
         """Tells when whoever was interrupted waits for what had begun: no other wait of it has an end."""
 
         def wait(self, timeout=None):
@@ -282,7 +283,7 @@ def test_ctrl_c_in_prewarm_leaves_no_thread_that_populates(policy_store, monkeyp
         go_on.set()
 
     monkeypatch.setattr(Slot, "populate", hang)
-    monkeypatch.setattr(dock, "threading", SimpleNamespace(Event=Ended))
+    monkeypatch.setattr(dock, "Latch", Ended)
     store = policy_store(staging_threads=1)
     thread = threading.Thread(target=interrupt)
     before = signal.signal(signal.SIGINT, hear)

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import interrupting
 import pytest
-import test_interrupted_lines
+from interrupting import Interrupt
 from rig import SECONDS_MAX, Desk, equal, noise, packs_nbytes, restored, until
-from test_interrupted_lines import Interrupt
 
 from ckstore import write_blocks
 from ckstore.config import MIB, Limits, Policy
@@ -298,7 +298,7 @@ def test_nobody_waits_for_the_answer_of_a_saver_that_dies(address, is_asked_befo
 
 def test_ctrl_c_while_one_asks_leaves_no_question_for_the_next_to_wait_behind(address, monkeypatch):
     client = Path(client_module.__file__)
-    monkeypatch.setattr(test_interrupted_lines, "TRACED", {str(client), str(client.with_name("tickets.py"))})
+    monkeypatch.setattr(interrupting, "TRACED", {str(client), str(client.with_name("tickets.py"))})
     desk = Desk(address)
     try:
         places = []

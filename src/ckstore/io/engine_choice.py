@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 from pathlib import Path
 
 from ckstore.config import EngineName
@@ -15,6 +14,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.engine import Engine, IoQueue, IoRequest
 from ckstore.io.engine_pwrite import PwriteEngine
 from ckstore.io.os_calls import PAGE_NBYTES
+from ckstore.latch import Latch
 
 _LOG = logging.getLogger("ckstore")
 _said: set[str] = set()
@@ -148,7 +148,7 @@ def _ignore(moved: int, error: OSError | None) -> None:
 
 
 def _transfer(queue: IoQueue, request: IoRequest) -> None:
-    is_done = threading.Event()
+    is_done = Latch()
     outcome: list[OSError | None] = []
 
     def on_done(moved: int, error: OSError | None) -> None:

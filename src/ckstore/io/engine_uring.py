@@ -32,6 +32,7 @@ from ckstore.io.engine import IoQueue, IoRequest, Transfer
 from ckstore.io.os_calls import medium_errors
 from ckstore.io.ring_support import refuse_where_it_kills
 from ckstore.io.vectors import keeps_views, let_go
+from ckstore.latch import Latch
 
 # Loaded first, it would take the process with it.
 refuse_where_it_kills()
@@ -99,7 +100,7 @@ class UringQueue:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ring: Any = None
         self._start_error: OSError | None = None
-        started = threading.Event()
+        started = Latch()
         self._thread = threading.Thread(target=self._work, args=(started,), name="ckstore-uring", daemon=True)
         self._thread.start()
         started.wait()
@@ -137,7 +138,7 @@ class UringQueue:
         with medium_errors("io_uring", "waking the ring's thread"):
             os.eventfd_write(self._wake_fd, 1)
 
-    def _work(self, started: threading.Event) -> None:
+    def _work(self, started: Latch) -> None:
         try:
             ring = self._calls.Ring()
             self._calls.io_uring_queue_init(max(self._depth, 2), ring)

@@ -11,11 +11,13 @@ import threading
 import torch
 from torch import Tensor
 
+from ckstore.latch import Latch
+
 _TINY = 2.0**-126
 # Directions of less than this share of the greatest square come short: rounding to fp32 would turn them.
 _NO_SIZE = 1e-6
 
-_loading, _is_loaded = threading.Lock(), threading.Event()
+_loading, _is_loaded = threading.Lock(), Latch()
 
 
 def directions(matrix: Tensor, signs: Tensor, count: int, least: float) -> tuple[Tensor, Tensor, Tensor] | None:

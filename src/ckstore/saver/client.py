@@ -23,6 +23,7 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, SaverError, UsageError
 from ckstore.forks import leave_in_children
+from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
@@ -63,8 +64,8 @@ class Saver:
         self._said, self._hurried = object(), object()  # What takes time, and for what of it the saver was hurried.
         self._tickets = Tickets()
         self._answers = Answers()
-        self._ready = threading.Event()
-        self._dead = threading.Event()
+        self._ready = Latch()
+        self._dead = Latch()
         self._why: Exception | None = None
         self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
         leave_in_children(self)
@@ -233,7 +234,7 @@ class Saver:
             self._listener.join()
         return True
 
-    def wait(self, event: threading.Event, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
+    def wait(self, event: Latch, timeout: float | None, doing: str, *, is_urgent: bool = False) -> bool:
         """Wait for an event that the listening thread sets, at the latest when the saver dies; say so after a while.
 
         Args:

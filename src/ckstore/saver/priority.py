@@ -21,6 +21,7 @@ import os
 import threading
 from pathlib import Path
 
+from ckstore.latch import Latch
 from ckstore.saver.pace import Pace, Taken
 from ckstore.store.lease import HEART_NAME
 from ckstore.workers import Headcount
@@ -101,7 +102,7 @@ def keep_awake(thread: threading.Thread) -> None:
 def _may_leave_idle_class() -> bool:
     """Return whether a thread of this process that has entered the idle class may leave it."""
     # Capabilities do not tell: in a user namespace they are not worth what they say. A thread that sleeps is asked.
-    is_over = threading.Event()
+    is_over = Latch()
     thread = threading.Thread(target=is_over.wait, name="ckstore-priority", daemon=True)
     try:
         thread.start()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckstore.errors import MalformedError
+from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.receipt import Receipt
 from ckstore.saver.messages import Began, Done, Failed, Kept, Progress, SlotFree, error_of
@@ -118,12 +119,12 @@ class Answers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last = 0
-        self._open: dict[int, threading.Event] = {}
+        self._open: dict[int, Latch] = {}
         self._is_closed = False
 
-    def ask(self) -> tuple[int, threading.Event]:
+    def ask(self) -> tuple[int, Latch]:
         """Return the number of the next question, and what is set when it was answered, or nobody is there to do so."""
-        answered = threading.Event()
+        answered = Latch()
         with self._lock:
             self._last += 1
             if self._is_closed:

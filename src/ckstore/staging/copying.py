@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.format.wire import xxh3_64
 from ckstore.kernels import copy_units as gather
+from ckstore.latch import Latch
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.crew import Crew
 from ckstore.staging.stowage import Section
@@ -88,7 +89,7 @@ class HostCopy:
         look: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.section = section
-        self.is_over = threading.Event()
+        self.is_over = Latch()
         self.checksums: dict[int, list[int]] = {}
         self._changed_row: tuple[int, int] | None = None
         self._samples: NDArray[np.uint8] | None = None

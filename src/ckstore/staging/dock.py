@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.config import Limits, Policy
 from ckstore.errors import CapacityError
+from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.saver.arena import FREE, SLOTS_MAX, Arena, Slot
 from ckstore.saver.state import places_to_sample
@@ -175,9 +175,9 @@ class Dock:
             CapacityError: There is no memory left.
         """
         errors: list[BaseException] = []
-        sent: list[threading.Event] = []
+        sent: list[Latch] = []
 
-        def populate(begin: int, ended: threading.Event) -> Callable[[], None]:
+        def populate(begin: int, ended: Latch) -> Callable[[], None]:
             def work() -> None:
                 try:
                     if not errors:
@@ -193,7 +193,7 @@ class Dock:
         crew.start()
         try:
             for begin in range(0, nbytes, _POPULATED_NBYTES):
-                sent.append(threading.Event())
+                sent.append(Latch())
                 crew.send(populate(begin, sent[-1]), 1)
             for ended in sent:
                 ended.wait()

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError
+from ckstore.latch import Latch
 from ckstore.saver.arena import STAGED, Slot
 from ckstore.staging.copying import HostCopy, ignore
 from ckstore.staging.crew import Crew
@@ -61,7 +62,7 @@ class Staging:
         on_failed: Callable[[BaseException], None],
     ) -> None:
         self.slot = slot
-        self.is_over = threading.Event()
+        self.is_over = Latch()
         """Nothing will be copied any more: it is staged, or was given up, and that was told."""
         self._captured: Captured | None = captured
         self._crew = crew

@@ -27,6 +27,7 @@ from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
+from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.store.lease_record import describe, read_lease
 from ckstore.store.orphans import Orphans
@@ -66,7 +67,7 @@ class Lease:
         self._path = layout.lease_name(run)
         self._record: LeaseRecord | None = None
         self._pid = os.getpid()
-        self._stop = threading.Event()
+        self._stop = Latch()
         self._heart: threading.Thread | None = None
         # A renewal that has begun must not bring back what was given up meanwhile.
         self._writing = threading.Lock()
@@ -232,7 +233,7 @@ class Lease:
         return False
 
     def _start_heart(self) -> None:
-        self._stop = threading.Event()
+        self._stop = Latch()
         self._heart = threading.Thread(target=_beat, args=(weakref.ref(self), self._stop), name=HEART_NAME, daemon=True)
         self._heart.start()
 
@@ -267,7 +268,7 @@ class Lease:
             tell(_log.warning, "could not renew the writer lease of run %r: %s", self._run, error)
 
 
-def _beat(reference: weakref.ref[Lease], stop: threading.Event) -> None:
+def _beat(reference: weakref.ref[Lease], stop: Latch) -> None:
     while not stop.wait(HEARTBEAT_SECONDS):
         lease = reference()
         if lease is None or stop.is_set():

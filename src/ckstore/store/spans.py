@@ -7,13 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from ckstore.config import MIB
 from ckstore.io.backend import PackSink, Streaming
 from ckstore.io.buffers import AlignedBuffer, BufferPool
+from ckstore.latch import Latch
 
 BLOCK_NBYTES = 4 * MIB
 SPAN_NBYTES = 512 * MIB
@@ -32,7 +32,7 @@ def send_spans(file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *
         pool: Blocks; more of them than spans that are read at once.
         at_once: How many spans.
     """
-    stop = threading.Event()
+    stop = Latch()
 
     def send(begin: int) -> None:
         count = min(SPAN_NBYTES, nbytes - begin)
@@ -51,9 +51,7 @@ def send_spans(file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *
             raise
 
 
-def _send_span(
-    pieces: Iterable[memoryview], offset: int, sink: PackSink, pool: BufferPool, stop: threading.Event
-) -> None:
+def _send_span(pieces: Iterable[memoryview], offset: int, sink: PackSink, pool: BufferPool, stop: Latch) -> None:
     block: AlignedBuffer | None = None
     used = 0
     try:

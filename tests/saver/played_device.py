@@ -1,0 +1,105 @@
+"""A device that is a thread: it sends what it is told, in order, when its time has come, and not when it is told."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from ckstore.latch import Latch
+from ckstore.staging.stowage import NOW
+
+SECONDS_A_UNIT = 0.001
+SECONDS_MAX = 30
+
+
+class Lying:
+    """Says where states lie, and when they are copied; takes the place of attached optimizers too."""
+
+    kind = NOW
+
+    def kinds_of(self, captured, starts, guarded):
+        return [self.kind] * len(captured.storages)
+
+    def spans(self):
+        # Another one for each kind: what has not changed is not asked again.
+        return [(self.kind, self.kind + 1)]
+
+    def release(self):
+        """Do nothing."""
+
+
+class PlayedDevice:
+    """Takes the place of a CUDA device; its thread is the stream of copies, the test's thread the one of training."""
+
+    def __init__(self):
+        self._told = queue.SimpleQueue()
+        self._held = []
+        self._thread = threading.Thread(target=self._serve, name="played-device")
+        self._thread.start()
+
+    def _serve(self):
+        while (job := self._told.get()) is not None:
+            time.sleep(SECONDS_A_UNIT)
+            job()
+
+    def tell(self, job):
+        self._told.put(job)
+
+    def hold(self, events):
+        self._held += events
+
+    def wait_held(self):
+        """What training tells the device comes after the copies that a guard holds it for."""
+        held, self._held = self._held, []
+        for event in held:
+            assert event.wait(SECONDS_MAX)
+
+    def finish(self):
+        """Return when it has sent everything that it was told so far."""
+        is_sent = Latch()
+        self.tell(is_sent.set)
+        assert is_sent.wait(SECONDS_MAX)
+
+    def copies_of(self, section, storages, slot):
+        return PlayedCopies(self, section, storages, slot)
+
+    def close(self):
+        self._told.put(None)
+        self._thread.join()
+
+
+class PlayedCopies:
+    """Copies of one section: ``staging.devices.DeviceCopies``."""
+
+    def __init__(self, device, section, storages, slot):
+        self._device, self._section, self._storages, self._slot = device, section, storages, slot
+        self._events = []
+
+    def fence(self):
+        """Do nothing: training is never ahead of its own thread."""
+
+    def launch(self):
+        for unit in range(self._section.unit_count):
+            is_there = Latch()
+            self._events.append(is_there)
+            self._device.tell(self._sending(unit, self._storages, is_there))
+
+    def _sending(self, unit, storages, is_there):
+        def send():
+            for index, offset, place, nbytes in self._section.rows_of(unit):
+                self._slot.view(place, nbytes)[:] = storages[index].read(offset, offset + nbytes)
+            is_there.set()
+
+        return send
+
+    def hold(self):
+        self._device.hold(self._events)
+
+    def wait(self, mark):
+        for unit, is_there in enumerate(self._events):
+            assert is_there.wait(SECONDS_MAX)
+            mark(unit)
+
+    def forget(self):
+        self._storages = ()

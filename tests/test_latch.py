@@ -1,0 +1,129 @@
+"""Protects waiting from Ctrl-C: it may come at any moment, and nobody waits for ever because of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore.latch import Latch
+
+SECONDS_MAX = 30.0
+
+
+def test_it_wakes_everybody_who_waits_and_lets_pass_who_comes_later():
+    latch, woken = Latch(), []
+    threads = [threading.Thread(target=lambda: woken.append(latch.wait(SECONDS_MAX))) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    assert not latch.is_set()
+    latch.set()
+    for thread in threads:
+        thread.join(SECONDS_MAX)
+    assert woken == [True] * 20
+    assert latch.is_set()
+    assert latch.wait()
+    assert latch.wait(0)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.02])
+def test_a_wait_with_a_limit_ends_by_it_and_leaves_nothing(seconds):
+    latch = Latch()
+    begun = time.monotonic()
+    assert latch.wait(seconds) is False
+    assert time.monotonic() - begun >= seconds
+    assert latch._waiting == []
+    latch.set()
+    assert latch.wait(seconds) is True
+
+
+def test_nobody_is_missed_who_comes_while_it_is_set():
+    for _ in range(300):
+        latch = Latch()
+        threads = [threading.Thread(target=latch.wait, args=(SECONDS_MAX,)) for _ in range(3)]
+        setters = [threading.Thread(target=latch.set) for _ in range(2)]
+        for thread in (threads[0], setters[0], threads[1], setters[1], threads[2]):
+            thread.start()
+        for thread in (*threads, *setters):
+            thread.join(SECONDS_MAX)
+            assert not thread.is_alive()
+        assert latch._waiting == []
+
+
+def test_whoever_sets_it_and_is_interrupted_delays_the_others_a_little(monkeypatch):
+    class Broken(list):
+        def pop(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckstore.latch.LOOK_SECONDS", 0.05)
+    latch = Latch()
+    latch._waiting = Broken()
+    thread = threading.Thread(target=latch.wait)
+    thread.start()
+    while not latch._waiting:
+        time.sleep(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        latch.set()
+    thread.join(SECONDS_MAX)
+    assert not thread.is_alive()
+
+
+# A process of its own: pytest's limit of time for each test has the only timer of this kind.
+INTERRUPTED_WAITS = """
+import random, signal, sys, threading
+from ckstore.latch import Latch
+
+class Interrupted(Exception):
+    pass
+
+def hear(*_):
+    raise Interrupted
+
+def interrupt(happening):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, choice.uniform(1e-6, 60e-6))
+        # It may come too late to be heard before the wait, which then takes its time.
+        happening.wait(0.005)
+    except (Interrupted, RuntimeError):
+        pass
+    return happening
+
+signal.signal(signal.SIGALRM, hear)
+choice = random.Random(0)
+print(sum(interrupt(threading.Event())._cond._lock.locked() for _ in range(5000)))
+for _ in range(5000):
+    latch = interrupt(Latch())
+    setter = threading.Thread(target=latch.set, daemon=True)
+    setter.start()
+    setter.join(30)
+    assert not setter.is_alive(), "whoever sets it waits"
+    assert latch.wait(30), "whoever waits next is not woken"
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(tell):
+    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_WAITS], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    tell(
+        f"of 5000 interrupted waits for a threading.Event {int(ran.stdout)} have left its lock locked; of a Latch, none"
+    )
+
+
+def test_nobody_waits_for_what_ctrl_c_can_leave_locked():
+    # Conditions are used where only threads of ours wait, which no signal interrupts.
+    breaches = [
+        f"{path.name}:{number}"
+        for path in sorted(Path(ckstore.__file__).parent.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"threading\.(Event|Semaphore|BoundedSemaphore|Barrier)\b", line)
+        and path.name != "latch.py"
+        and path.parent.name != "testing"
+    ]
+    assert not breaches
