@@ -35,6 +35,7 @@ class PlayedDevice:
     def __init__(self):
         self._told = queue.SimpleQueue()
         self._held = []
+        self.sent_count = 0
         self._thread = threading.Thread(target=self._serve, name="played-device")
         self._thread.start()
 
@@ -89,6 +90,7 @@ class PlayedCopies:
         def send():
             for index, offset, place, nbytes in self._section.rows_of(unit):
                 self._slot.view(place, nbytes)[:] = storages[index].read(offset, offset + nbytes)
+            self._device.sent_count += 1
             is_there.set()
 
         return send
