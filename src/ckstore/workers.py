@@ -159,7 +159,8 @@ def run_in_turns(
         raise
     finally:
         for thread in threads:
-            if thread.ident is not None:
+            # Ctrl-C in ``start`` may leave one that will never begin, which cannot be joined.
+            if thread.is_alive():
                 thread.join()
     if failures:
         # Out of the list: an error that this frame has keeps the frame, and it all that its callers have.
