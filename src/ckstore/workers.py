@@ -159,8 +159,7 @@ def run_in_turns(
         raise
     finally:
         for thread in threads:
-            # Ctrl-C in ``start`` may leave one that will never begin, which cannot be joined.
-            if thread.is_alive():
+            if thread.is_alive():  # One that Ctrl-C has kept from beginning cannot be joined.
                 thread.join()
     if failures:
         # Out of the list: an error that this frame has keeps the frame, and it all that its callers have.

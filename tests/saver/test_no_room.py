@@ -60,6 +60,7 @@ def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, sav
     handed = []
     thread = threading.Thread(target=lambda: handed.append(store.commit_async(state(1, 40 * MIB), 1)), daemon=True)
     thread.start()
+    until(lambda: "no room for a second state" in caplog.text, "the word that it waits")
     time.sleep(0.2)
     assert not handed, "there is no room for it yet"
     saver.finish(1)
