@@ -130,7 +130,7 @@ def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(tell)
 
 
 def test_nobody_waits_for_what_ctrl_c_can_leave_locked():
-    # Conditions are for threads of ours, which no signal interrupts, and for what has failed already.
+    # Conditions are for threads of ours, which no signal interrupts; who else enters them: docs/ARCHITECTURE.md.
     breaches = [
         f"{path.name}:{number}"
         for path in sorted(Path(ckstore.__file__).parent.rglob("*.py"))
