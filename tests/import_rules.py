@@ -9,7 +9,7 @@ GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leave
 GROUND |= {"latch"}  # What happens once, for whoever waits for it.
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
-GROUND |= {"logs"}  # How to log where nothing may be raised; it knows no logger.
+GROUND |= {"logs"}  # How to log where nothing may be raised or waited for; it knows no logger.
 GROUND |= {"children"}  # What child processes are given to go by; it starts none.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
@@ -47,7 +47,7 @@ ALLOWED = {
     "latch": {"clock"},
     "workers": {"latch"},
     "forks": set(),
-    "logs": set(),
+    "logs": {"latch"},
     "children": set(),
     "receipt": GROUND | {"format"},
     "info": GROUND | {"format"},

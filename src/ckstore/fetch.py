@@ -26,6 +26,7 @@ from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, Fetching, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.latch import Latch
+from ckstore.logs import tell
 from ckstore.restore_plan import AsideRead, FrameGroup, FrameRead, RestorePlan
 from ckstore.store.packs import open_pack, read_buffer_nbytes, read_in_halves, read_ranges
 from ckstore.store.parts import Parts
@@ -112,7 +113,7 @@ def fetch(
         if any(isinstance(files[groups[tag].pack], Fetching) for tag in waiting):
             # A server was asked again and again; no half of a range comes where the whole does not.
             raise
-        _log.warning("a read failed (%s); reading one range at a time", error)
+        tell(_log, logging.WARNING, "a read failed (%s); reading one range at a time", error)
         for tag in sorted(waiting):
             yield _fetch_alone(groups[tag], files[groups[tag].pack], tag, pool)
 

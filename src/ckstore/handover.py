@@ -331,7 +331,7 @@ class Handover:
             self.parent = self._published = receipt.seq
             handed.pending.note_done(receipt)
             for warning in receipt.warnings:
-                tell(_log.warning, "step %d: %s", receipt.step, warning)
+                tell(_log, logging.WARNING, "step %d: %s", receipt.step, warning)
 
         def on_failed(error: Exception) -> None:
             self._note_failed(handed.pending, error)
@@ -360,7 +360,7 @@ class Handover:
             pending.note_failed(error)
             # Not before: the next commit takes them all, and would take this one for one that has not failed.
             self._failed.append(pending)
-            tell(_log.error, "the commit of step %d failed in the background: %s", pending.step, error)
+            tell(_log, logging.ERROR, "the commit of step %d failed in the background: %s", pending.step, error)
 
     def _living_saver(self, policy: Policy) -> Saver:
         """Return the saver; a new one if it is dead, or is to have another priority and has nothing to do."""
@@ -397,4 +397,4 @@ def _close_at_exit() -> None:
         try:
             handover.close()
         except Exception:
-            tell(_log.exception, "a commit in the background could not be waited for")
+            tell(_log, logging.ERROR, "a commit in the background could not be waited for", exc_info=True)

@@ -206,7 +206,7 @@ class Pending:
                 call(self)
             except Exception:
                 # What comes after it is the store's: whether it failed is told to the next commit.
-                tell(_log.exception, "a callback of the commit of step %d failed", self.step)
+                tell(_log, logging.ERROR, "a callback of the commit of step %d failed", self.step, exc_info=True)
 
     def _note_end(
         self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool

@@ -327,7 +327,7 @@ class Saver:
             # It must not go on to write unheard.
             self._why = error if isinstance(error, CkstoreError) else None
             self._process.kill()
-            tell(_log.error, "the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error)
+            tell(_log, logging.ERROR, "the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error)
         finally:
             self._bury()
 
@@ -346,7 +346,7 @@ class Saver:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, messages.Log):
-            tell(partial(_log.log, message.level), "saver (pid %d): %s", self.pid, message.text)
+            tell(_log, message.level, "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, messages.Ready):
             self._ready.set()
         elif isinstance(message, messages.Answer):
@@ -377,7 +377,7 @@ class Saver:
         with self._speaking:
             self._channel.close()
         if is_busy or code:
-            tell(_log.error, "%s", self._why)
+            tell(_log, logging.ERROR, "%s", self._why)
         self._tickets.end(self._death)
         self._answers.end()
         self._ready.set()

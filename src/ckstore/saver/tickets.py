@@ -159,4 +159,4 @@ def _call(callback: Callable[..., None], *facts: object) -> None:
     try:
         callback(*facts)
     except Exception:
-        tell(_log.exception, "a callback of a background commit failed")
+        tell(_log, logging.ERROR, "a callback of a background commit failed", exc_info=True)

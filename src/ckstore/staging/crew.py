@@ -146,7 +146,7 @@ def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         except BaseException:
             # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
             with contextlib.suppress(BaseException):
-                tell(_log.exception, "a thread that copies met what it should not")
+                tell(_log, logging.ERROR, "a thread that copies met what it should not", exc_info=True)
         # Nothing of a commit is kept alive while the thread sleeps.
         del call
     # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.

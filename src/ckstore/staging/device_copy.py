@@ -86,7 +86,7 @@ class DeviceCopy:
                     self._copies.launch()
                 except BaseException as problem:
                     if isinstance(problem, Exception) and not isinstance(problem, CkstoreError):
-                        tell(_log.exception, "a device could not be told what to copy")
+                        tell(_log, logging.ERROR, "a device could not be told what to copy", exc_info=True)
                     # Whoever is told may keep it, and with its frames the state and the arena.
                     self._problem = without_frames(problem)
                     if not isinstance(problem, Exception):

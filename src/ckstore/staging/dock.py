@@ -119,7 +119,8 @@ class Dock:
         if not self.is_short:
             self.is_short = True
             tell(
-                _log.warning,
+                _log,
+                logging.WARNING,
                 "memory for staged states is short: from now on none of them is kept as a base of the next",
             )
 

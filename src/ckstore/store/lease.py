@@ -248,7 +248,7 @@ class Lease:
             if record is None or not self._is_ours(self._read()):
                 return
         except CkstoreError as error:
-            tell(_log.warning, "could not look at the writer lease of run %r: %s", self._run, error)
+            tell(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
             return
         renewed = LeaseRecord(
             host=record.host,
@@ -265,7 +265,7 @@ class Lease:
             self._backend.create(draft, encode_record(renewed), sync=False)
             self._backend.rename(draft, self._path)
         except (CkstoreError, OSError) as error:
-            tell(_log.warning, "could not renew the writer lease of run %r: %s", self._run, error)
+            tell(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
 
 
 def _beat(reference: weakref.ref[Lease], stop: Latch) -> None:
