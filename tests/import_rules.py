@@ -8,6 +8,7 @@ from __future__ import annotations
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
 GROUND |= {"latch"}  # What happens once, for whoever waits for it.
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
+GROUND |= {"pool"}  # Threads that ask many things at once; what they ask they do not know.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
 GROUND |= {"logs"}  # How to log where nothing may be raised or waited for; it knows no logger.
 GROUND |= {"children"}  # What child processes are given to go by; it starts none.
@@ -46,6 +47,7 @@ ALLOWED = {
     # Parts of the two stories, in files of their own.
     "latch": {"clock"},
     "workers": {"latch"},
+    "pool": {"latch"},
     "forks": set(),
     "logs": {"latch"},
     "children": set(),

@@ -97,6 +97,16 @@ def test_taking_again_keeps_what_is_held(backend, lease):
     assert holder_of(backend).token == token
 
 
+def test_taking_again_lets_a_heart_beat_that_ctrl_c_has_kept_from_it(lease, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        lease.take()
+    monkeypatch.undo()
+    assert lease.is_held
+    lease.take()
+    assert lease._heart.is_alive()
+
+
 def test_second_handle_is_refused_and_told_who_holds_it(backend, lease):
     lease.take()
     with pytest.raises(ConflictError, match=f"pid {os.getpid()} on host") as caught:

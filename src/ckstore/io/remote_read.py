@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from ckstore.errors import MissingChunkError, UsageError
 from ckstore.io.backend import Fetching, ReadRequest, ReadResult
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.io.remote import Bucket
+from ckstore.pool import Pool
 
 
 class RemoteReadFile:
@@ -98,34 +99,34 @@ def read_remote_ranges(requests: Iterable[ReadRequest], pool: BufferPool, *, cou
     """Yield the ranges of requests as they arrive; at most ``count_max`` are under way."""
     source: Iterator[ReadRequest] | None = iter(requests)
     finished: queue.SimpleQueue[_Fetched] = queue.SimpleQueue()
-    in_flight = 0
-    threads = ThreadPoolExecutor(count_max, thread_name_prefix="ckstore-remote")
+    under_way: dict[int, _Fetched] = {}
+    threads = Pool(count_max, "ckstore-remote")
     try:
         while True:
-            while source is not None and in_flight < count_max:
-                # Only with nothing in flight is there nothing better to do than to wait for a buffer.
-                buffer = pool.try_acquire() if in_flight else pool.acquire()
+            while source is not None and len(under_way) < count_max:
+                # Only with nothing under way is there nothing better to do than to wait for a buffer.
+                buffer = pool.try_acquire() if under_way else pool.acquire()
                 if buffer is None:
                     break
                 fetched = _next(source, buffer)
                 if fetched is None:
                     source = None
                     break
-                threads.submit(_fetch, fetched, finished)
-                in_flight += 1
-            if not in_flight:
+                under_way[id(fetched)] = fetched
+                threads.send(partial(_fetch, fetched, finished))
+            if not under_way:
                 return
             done = finished.get()
-            in_flight -= 1
+            del under_way[id(done)]
             if done.error is not None:
                 done.buffer.release()
                 raise done.error
             yield ReadResult(done.request.tag, done.buffer.view[: done.nbytes], done.buffer)
     finally:
-        while in_flight:
-            finished.get().buffer.release()
-            in_flight -= 1
-        threads.shutdown()
+        # Whatever was interrupted: no count of answers is relied on, which Ctrl-C may have made wrong by one.
+        threads.close()
+        for fetched in under_way.values():
+            fetched.buffer.release()
 
 
 def _next(source: Iterator[ReadRequest], buffer: AlignedBuffer) -> _Fetched | None:

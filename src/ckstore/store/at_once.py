@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckstore.io.backend import Backend, Distant
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+from ckstore.pool import ask_at_once
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_AHEAD = 2
-"""Answers that wait to be taken, for each request that is under way: they bound the memory."""
 
 
 def ask_each(backend: Backend, ask: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
@@ -24,23 +17,9 @@ def ask_each(backend: Backend, ask: Callable[[T], R], items: Iterable[T]) -> Ite
 
     The first exception ends it. Whoever stops taking answers waits for those that are under way, and for no others.
     """
-    if not isinstance(backend, Distant):
-        yield from map(ask, items)
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    source = iter(items)
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(backend.requests_at_once, thread_name_prefix="ckstore-remote") as threads:
-        try:
-            waiting.extend(threads.submit(ask, item) for item in islice(source, _AHEAD * backend.requests_at_once))
-            while waiting:
-                answer = waiting.popleft().result()
-                waiting.extend(threads.submit(ask, item) for item in islice(source, 1))
-                yield answer
-        finally:
-            for future in waiting:
-                future.cancel()
+    if isinstance(backend, Distant):
+        return ask_at_once(ask, items, count_max=backend.requests_at_once, name="ckstore-remote")
+    return map(ask, items)
 
 
 def do_each(backend: Backend, act: Callable[[T], object], items: Iterable[T]) -> None:

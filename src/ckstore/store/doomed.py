@@ -18,7 +18,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckstore.clock import Clock
@@ -27,6 +26,7 @@ from ckstore.format import layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant
+from ckstore.store.at_once import ask_each
 from ckstore.store.processes import boot_identity, died_in_reboot, process_started
 from ckstore.store.trash import make_durable_folder
 
@@ -123,15 +123,14 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
         with contextlib.suppress(FileNotFoundError):
             backend.unlink(layout.pack_name(pack_id))
 
-    with ThreadPoolExecutor(at_once, thread_name_prefix="ckstore-remote") as threads:
-        while left:
-            seconds = max(clock.monotonic() - begun, (clock.now_ns() - begun_ns) / 1e9)
-            if seconds > COLLECT_SECONDS_MAX:
-                removed.stop = "it took too long; collect again"
-                break
-            batch, left = left[:at_once], left[at_once:]
-            list(threads.map(remove, batch))
-            removed.packs |= {pack_id: packs[pack_id] for pack_id in batch}
+    while left:
+        seconds = max(clock.monotonic() - begun, (clock.now_ns() - begun_ns) / 1e9)
+        if seconds > COLLECT_SECONDS_MAX:
+            removed.stop = "it took too long; collect again"
+            break
+        batch, left = left[:at_once], left[at_once:]
+        list(ask_each(backend, remove, batch))
+        removed.packs |= {pack_id: packs[pack_id] for pack_id in batch}
     return removed
 
 

@@ -89,6 +89,9 @@ class Lease:
             ConflictError: A live process holds it; the message names that process.
         """
         if self.is_held and self._is_ours(self._read()):
+            if self._heart is None or not self._heart.is_alive():
+                # Whoever was interrupted right before it began holds a lease that would look dead from other hosts.
+                self._start_heart()
             return
         self._forget()
         mine = self._new_record()
@@ -233,6 +236,8 @@ class Lease:
         return False
 
     def _start_heart(self) -> None:
+        # One may have begun in a call that was interrupted.
+        self._stop.set()
         self._stop = Latch()
         self._heart = threading.Thread(target=_beat, args=(weakref.ref(self), self._stop), name=HEART_NAME, daemon=True)
         self._heart.start()

@@ -8,12 +8,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from ckstore.config import MIB
 from ckstore.io.backend import PackSink, Streaming
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.latch import Latch
+from ckstore.pool import ask_at_once
 
 BLOCK_NBYTES = 4 * MIB
 SPAN_NBYTES = 512 * MIB
@@ -39,16 +39,8 @@ def send_spans(file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *
         _send_span(file.stream_at(begin, count, piece_nbytes=BLOCK_NBYTES), begin, sink, pool, stop)
 
     begins = range(0, nbytes, SPAN_NBYTES)
-    with ThreadPoolExecutor(min(at_once, len(begins)), thread_name_prefix="ckstore-copy") as threads:
-        futures = [threads.submit(send, begin) for begin in begins]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            stop.set()
-            for future in futures:
-                future.cancel()
-            raise
+    for _ in ask_at_once(send, begins, count_max=at_once, name="ckstore-copy", on_stop=stop.set):
+        pass
 
 
 def _send_span(pieces: Iterable[memoryview], offset: int, sink: PackSink, pool: BufferPool, stop: Latch) -> None:

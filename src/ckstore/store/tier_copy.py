@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from ckstore.format.records import RECORD_NBYTES_MAX, StoreRecord, decode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest, Streaming
 from ckstore.io.buffers import BufferPool
+from ckstore.pool import ask_at_once
 from ckstore.store.doomed import put_small
 from ckstore.store.elsewhere import readable_from
 from ckstore.store.known import LOCAL_TIER
@@ -94,15 +94,8 @@ class PackCopy:
             BackendError: It does not answer.
         """
         wanted = [pack for pack in packs if pack.pack_id not in self._seen]
-        with ThreadPoolExecutor(PACKS_AT_ONCE, thread_name_prefix="ckstore-copy") as threads:
-            futures = [threads.submit(self._copy, pack) for pack in wanted]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
+        for _ in ask_at_once(self._copy, wanted, count_max=PACKS_AT_ONCE, name="ckstore-copy"):
+            pass
 
     def _copy(self, pack: PackRef) -> None:
         is_new = self._ensure(pack)

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,7 +21,8 @@ from ckstore.format.layout import ManifestName
 from ckstore.format.location import PackRef
 from ckstore.format.pack import TAIL_NBYTES, decode_tail
 from ckstore.ids import PackId
-from ckstore.io.backend import Backend, Distant
+from ckstore.io.backend import Backend
+from ckstore.store.at_once import ask_each
 from ckstore.store.gc_marks import Marked, Marker
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
@@ -147,9 +147,7 @@ def _unproven_in(
             return Unproven(pack.pack_id, tier, problem, is_damage=True)
         return None
 
-    at_once = target.requests_at_once if isinstance(target, Distant) else 1
-    with ThreadPoolExecutor(at_once, thread_name_prefix="ckstore-remote") as threads:
-        return [unproven for unproven in threads.map(judge, packs) if unproven is not None]
+    return [unproven for unproven in ask_each(target, judge, packs) if unproven is not None]
 
 
 def _manifests_gone(target: Backend, names: Collection[ManifestName]) -> set[ManifestName]:

@@ -20,6 +20,7 @@ from ckstore.ids import PackId
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.remote_options import check_address, is_bucket_address
+from ckstore.store.at_once import ask_each
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.doomed import doomed_in
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
@@ -184,12 +185,7 @@ def packs_gone(backend: Backend, packs: Mapping[PackId, int]) -> set[PackId]:
         info = backend.stat(layout.pack_name(pack_id))
         return info is None or info.nbytes != packs[pack_id]
 
-    if not isinstance(backend, Distant) or len(packs) < 2:
-        return {pack_id for pack_id in packs if is_gone(pack_id)}
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(backend.requests_at_once, thread_name_prefix="ckstore-remote") as threads:
-        return {pack_id for pack_id, gone in zip(packs, threads.map(is_gone, packs), strict=True) if gone}
+    return {pack_id for pack_id, gone in zip(packs, ask_each(backend, is_gone, packs), strict=True) if gone}
 
 
 def _name_of(place: str, tiers: Mapping[str, str], name: str | None) -> str | None:
