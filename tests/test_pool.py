@@ -85,7 +85,8 @@ def no_thread():
 
 
 def from_ctrl_c():
-    error = RuntimeError("cannot notify on un-acquired lock")
+    """What Python makes of Ctrl-C in the middle of its own wait for a thread to begin."""
+    error = RuntimeError("release unlocked lock")
     error.__context__ = KeyboardInterrupt()
     return error
 
@@ -103,7 +104,7 @@ def test_no_thread_at_all_is_an_error(monkeypatch):
 
 def test_ctrl_c_while_a_thread_starts_is_not_taken_for_a_lack_of_threads(monkeypatch):
     refuse(monkeypatch, from_ctrl_c, 1)
-    with pytest.raises(RuntimeError, match="notify"):
+    with pytest.raises(KeyboardInterrupt):
         list(asked(str, range(20)))
 
 

@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from ckstore.workers import Headcount, Turns, run_aside, run_in_turns
+from ckstore.staging.crew import Crew
+from ckstore.workers import Headcount, Turns, begin, run_aside, run_in_turns
 
 SECONDS_MAX = 20
 
@@ -115,3 +116,35 @@ def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
         assert attempt()() is None
     finally:
         gc.enable()
+
+
+def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thread_begins(monkeypatch):
+    def start(_):
+        # As the lock of Python's own event does when it was interrupted before it had been taken.
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    crew = Crew(1)
+    calls = [
+        lambda: crew.send(lambda: None),
+        lambda: crew.see_through_here(lambda: None),
+        lambda: run_aside(int, on_interrupt=lambda error: None),
+    ]
+    for call in calls:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    monkeypatch.undo()
+    assert crew.see_through(lambda: 3) == 3
+    crew.close()
+
+
+def test_no_room_for_a_thread_is_an_error_of_its_own(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        begin(threading.Thread())

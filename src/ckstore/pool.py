@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from ckstore.latch import Latch
+from ckstore.workers import begin
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,11 +54,10 @@ class Pool:
             # Before it starts: Ctrl-C must not leave one that nobody waits for.
             self._threads.append(thread)
             try:
-                thread.start()
-            except RuntimeError as error:
+                begin(thread)
+            except RuntimeError:
                 self._threads.remove(thread)
-                # Python makes one of Ctrl-C, too, when that comes while it waits for the thread to begin.
-                if not self._threads or error.__context__ is not None:
+                if not self._threads:
                     raise
         self._work.put(call)
 

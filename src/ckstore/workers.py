@@ -104,6 +104,21 @@ class _Indices:
         self._is_over.set()
 
 
+def begin(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        RuntimeError: There is no room for one. Python's own wait for a thread to begin may make such an error of Ctrl-C
+            as well; that is raised as what it was.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if error.__context__ is not None:
+            raise error.__context__ from None
+        raise
+
+
 def run_in_turns(
     count: int,
     thread_count: int,
@@ -150,7 +165,7 @@ def run_in_turns(
     ]
     try:
         for thread in threads:
-            thread.start()
+            begin(thread)
         # The caller only waits, so that Ctrl-C is raised here and never in the middle of a step.
         for _ in threads:
             ended.get()
@@ -167,7 +182,7 @@ def run_in_turns(
 
 
 def _start_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="ckstore-aside", daemon=True).start()
+    begin(threading.Thread(target=work, name="ckstore-aside", daemon=True))
 
 
 def run_aside(

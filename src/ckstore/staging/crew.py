@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from ckstore.logs import tell
-from ckstore.workers import Result, run_aside
+from ckstore.workers import Result, begin, run_aside
 
 _log = logging.getLogger("ckstore")
 
@@ -119,7 +119,7 @@ class Crew:
             while len(threads) < (self.count if count is None else count):
                 name = f"{self._name}-{len(threads)}"
                 thread = threading.Thread(target=_serve, args=(work,), name=name, daemon=True)
-                thread.start()
+                begin(thread)
                 threads.append(thread)
 
     def close(self, *, is_waited: bool = True) -> None:
