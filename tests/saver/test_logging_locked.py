@@ -38,6 +38,8 @@ def handler(monkeypatch):
 def test_a_commit_whose_saver_died_fails_in_time_and_the_next_one_is_made(fast_folder, handler):
     with ckstore.open(fast_folder / "store", run="main") as store:
         store.commit_async({"w": bytes(1000)}, 1).result(SECONDS_MAX)
+        # Else it may be stopped before it gives the slot back, and the next commit would wait for that.
+        store.wait()
         pid = store._handover.saver_pid
         os.kill(pid, signal.SIGSTOP)
         pending = store.commit_async({"w": bytes(1001)}, 2)
