@@ -20,7 +20,7 @@ demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in abo
 test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its time.
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal
 
-test-fast: $(VENV)/.installed  ## All but the long programmes: about ten minutes on two cores.
+test-fast: $(VENV)/.installed  ## All but the long programmes.
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal -m 'not slow'
 
 test-slow: $(VENV)/.installed  ## The long programmes: crash points, power cuts, fuzzing, stress.

@@ -238,5 +238,5 @@ print(cut)
 def test_ctrl_c_at_any_moment_keeps_nobody_waiting_and_leaves_no_thread(tell):
     ran = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) > 300, "most of them should have been interrupted"
+    assert int(ran.stdout) > 300, "too few were interrupted to show anything"
     tell(f"of 3000 askings many at once {int(ran.stdout)} were interrupted, and none kept anybody waiting")

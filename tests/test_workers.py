@@ -148,3 +148,12 @@ def test_no_room_for_a_thread_is_an_error_of_its_own(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="start new thread"):
         begin(threading.Thread())
+    called = []
+    try:
+        raise OSError("dealt with by whoever sends")
+    except OSError:
+        # Python makes what is being handled the context of whatever is raised: that is no Ctrl-C.
+        with pytest.raises(RuntimeError, match="start new thread"):
+            begin(threading.Thread())
+        Crew(1).send(lambda: called.append("here"))
+    assert called == ["here"]

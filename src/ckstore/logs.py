@@ -8,7 +8,8 @@ On the threads that copy a state, or hear of a saver's end, either would leave s
 So all threads but the main one have a thread of its own say what they have to say, and wait a little for it at most.
 
 Invariants:
-- ``tell`` raises nothing, and of a thread other than the main one it takes no longer than ``SAID_WITHIN_SECONDS``.
+- ``tell`` raises nothing, and of a thread other than the main one it takes no longer than ``SAID_WITHIN_SECONDS``; but
+  where no thread can be started it is said by whoever tells it, however long that takes.
 - What is said is said in the order in which it was told; what waits to be said is bounded.
 """
 

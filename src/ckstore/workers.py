@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,12 +112,17 @@ def begin(thread: threading.Thread) -> None:
         RuntimeError: There is no room for one. Python's own wait for a thread to begin may make such an error of Ctrl-C
             as well; that is raised as what it was.
     """
+    handled = sys.exc_info()[1]
     try:
         thread.start()
     except RuntimeError as error:
-        if error.__context__ is not None:
+        # What the caller is dealing with is the context of whatever is raised here, and no Ctrl-C.
+        if error.__context__ is not handled and error.__context__ is not None:
             raise error.__context__ from None
         raise
+    finally:
+        # It would keep this frame, and this frame would keep it.
+        del handled
 
 
 def run_in_turns(
