@@ -13,8 +13,9 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckstore.errors import BackendError, CapacityError, CorruptError, UnsupportedError
 from ckstore.format import layout
@@ -23,7 +24,9 @@ from ckstore.format.layout import ManifestName
 from ckstore.format.location import PackRef, decode_pack_row
 from ckstore.format.pack_table import PackTable, decode_pack_table
 from ckstore.ids import DIGEST_NBYTES, PackId
+from ckstore.io.backend import Distant
 from ckstore.store.at_once import ask_each
+from ckstore.store.inventory import dropped_in, manifests_in
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 
@@ -31,7 +34,7 @@ UNREADABLE = (CorruptError, UnsupportedError, BackendError, CapacityError)
 """What makes a manifest one that may name anything."""
 
 _LISTINGS_MAX = 1000
-"""Listings of one run until nothing vanishes between a listing and the reading of what it shows."""
+"""Listings until nothing vanishes between a listing and the reading of what it shows."""
 
 
 class PackNumbers:
@@ -114,16 +117,10 @@ class Marker:
 
     def look(self) -> Look:
         """List and read everything that names packs now."""
-        parts, seen = self._parts, _Seen()
-        runs = sorted({*parts.runs(), *parts.runs()})
-        for run in runs:
-            self._look_at_run(run, seen)
-        # A run that was begun meanwhile is one more; its packs are young, and its writer looks for them.
-        for run in sorted(set(parts.runs()) - set(runs)):
-            runs.append(run)
-            self._look_at_run(run, seen)
+        seen = _Seen()
+        runs = self._look_far(seen) if isinstance(self._parts.backend, Distant) else self._look_here(seen)
         self._cache = dict(seen.manifests)
-        dropped = {run: parts.manifests_of(run).listing().dropped for run in runs}
+        dropped = dropped_in(self._parts.backend, runs)
         refs = self.numbers.refs
         used = {number for marked in seen.manifests.values() for number in marked.packs}
         named = frozenset(refs[number].pack_id for number in used if refs[number].tier == LOCAL_TIER)
@@ -176,9 +173,33 @@ class Marker:
         numbers = self.numbers.numbers_of(table, where)
         return Marked(name, table.header, numbers, table.digest, len(content), table.frame_count), table
 
-    def _look_at_run(self, run: str, seen: _Seen) -> None:
+    def _look_here(self, seen: _Seen) -> list[str]:
+        """Look at each run; return their names."""
+        parts = self._parts
+        runs = sorted({*parts.runs(), *parts.runs()})
+        for run in runs:
+            self._look_at(partial(self._names_in_place, run), layout.manifests_folder(run), seen)
+        # A run that was begun meanwhile is one more; its packs are young, and its writer looks for them.
+        for run in sorted(set(parts.runs()) - set(runs)):
+            runs.append(run)
+            self._look_at(partial(self._names_in_place, run), layout.manifests_folder(run), seen)
+        return runs
+
+    def _look_far(self, seen: _Seen) -> list[str]:
+        """Look at all runs at once: however many there are, two listings show them. Return their names."""
+        runs = set[str]()
+
+        def list_all() -> set[ManifestName]:
+            names = manifests_in(self._parts.backend)
+            runs.update(name.run for name in names)
+            return names
+
+        self._look_at(list_all, layout.MANIFESTS_FOLDER, seen)
+        return sorted(runs)
+
+    def _look_at(self, list_names: Callable[[], set[ManifestName]], folder: str, seen: _Seen) -> None:
         for _ in range(_LISTINGS_MAX):
-            names = self._names_in_place(run) | self._names_in_place(run)
+            names = list_names() | list_names()
             wanted = [name for name in sorted(names) if not self._is_marked(name, seen)]
             contents = ask_each(self._parts.backend, self._content_of, wanted)
             vanished = [
@@ -187,8 +208,8 @@ class Marker:
             if not vanished:
                 return
         raise CorruptError(
-            f"manifests of run {run!r} vanish again and again while they are read",
-            where=self._parts.backend.location_of(layout.manifests_folder(run)),
+            "manifests vanish again and again while they are read",
+            where=self._parts.backend.location_of(folder),
             todo="find out who moves them, then collect again",
         )
 

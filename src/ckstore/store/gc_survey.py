@@ -14,8 +14,9 @@ from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
-from ckstore.io.backend import Distant, FileInfo
+from ckstore.io.backend import FileInfo
 from ckstore.store.gc_marks import Look, Marked, Marker, missing_packs
+from ckstore.store.inventory import packs_in
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
@@ -116,7 +117,7 @@ def survey(parts: Parts, marker: Marker) -> Survey:
     """Look at the whole store; what cannot be read is told, not raised."""
     now_ns = parts.clock.now_ns()
     trash = tuple(parts.trash.contents())
-    packs = _packs_in_place(parts)
+    packs = dict(packs_in(parts.backend))
     look = marker.look()
     refs = marker.numbers.refs
     present = {ref.pack_id for ref in refs if (info := packs.get(ref.pack_id)) and info.nbytes == ref.nbytes}
@@ -133,25 +134,6 @@ def survey(parts: Parts, marker: Marker) -> Survey:
         first = look.unreadable[0]
         stop = f"{parts.backend.location_of(first.path)} cannot be read and may name any pack: {first.problem}"
     return Survey(now_ns, look, runs, packs, trash, published, trashed, tuple(_drafts(parts)), stop)
-
-
-def _packs_in_place(parts: Parts) -> dict[PackId, FileInfo]:
-    backend, found = parts.backend, dict[PackId, FileInfo]()
-    if isinstance(backend, Distant):
-        for name, info in backend.list_deep(layout.PACKS_FOLDER):
-            pack_id = layout.parse_pack_file(name.rpartition("/")[2])
-            if pack_id is not None and layout.pack_name(pack_id) == name:
-                found[pack_id] = info
-        return found
-    for folder in backend.list_names(layout.PACKS_FOLDER):
-        for file in backend.list_names(f"{layout.PACKS_FOLDER}/{folder}"):
-            pack_id = layout.parse_pack_file(file)
-            if pack_id is None or layout.pack_name(pack_id) != f"{layout.PACKS_FOLDER}/{folder}/{file}":
-                continue
-            here = backend.stat(layout.pack_name(pack_id))
-            if here is not None:
-                found[pack_id] = here
-    return found
 
 
 def _run_facts(

@@ -27,6 +27,7 @@ from ckstore.store.gc_lock import collector_lock
 from ckstore.store.gc_marks import UNREADABLE, Marked
 from ckstore.store.gc_plan import GcLimits, PackRewrite
 from ckstore.store.gc_repack import Repacked, repack
+from ckstore.store.inventory import manifests_in, packs_in
 from ckstore.store.parts import Parts
 from ckstore.store.tier_marks import Named, TierMarker
 from ckstore.store.tier_repack import outdated_copies, plan_rewrites, renew_copies
@@ -119,7 +120,7 @@ class _Collector:
         found = TierGc(self._tier, self._parts.tiers.address_of(self._tier), dry_run)
         if not dry_run:
             found.lists = remove_dead_lists(self._target, self._parts.clock, everyone=clear_lists)
-        there = self._marker.manifests_there()
+        there = manifests_in(self._target)
         kept = self._marker.seqs_here()
         gone = [name for name in sorted(there) if (name.run, name.seq) not in kept and self._is_dropped(name)]
         found.dropped += [name for name, is_ours in zip(gone, self._ours(gone), strict=True) if is_ours]
@@ -199,7 +200,7 @@ class _Collector:
     def _choose_packs(self, found: TierGc, named: Named) -> dict[PackId, int]:
         """Choose what nobody names; return the packs that lie there, and their sizes."""
         packs, now_ns, stored = named.packs, self._parts.clock.now_ns(), dict[PackId, int]()
-        for pack_id, info in self._marker.packs_there():
+        for pack_id, info in packs_in(self._target):
             stored[pack_id] = info.nbytes
             if pack_id in packs:
                 continue
@@ -222,13 +223,12 @@ class _Collector:
     def _carry_out(self, found: TierGc) -> None:
         target, clock, marker = self._target, self._parts.clock, self._marker
         if found.packs:
-            there = marker.manifests_there
-            removed = remove_packs(target, clock, found.packs, lambda: marker.named(there()).packs)
+            removed = remove_packs(target, clock, found.packs, lambda: marker.named(manifests_in(target)).packs)
             found.packs, found.stop = removed.packs, removed.stop
         if found.stop:
             return
         found.repacked = repack(self._parts, marker.here, found.rewrites, tier=self._tier)
-        outdated = self._outdated(marker.named(marker.manifests_there()))
+        outdated = self._outdated(marker.named(manifests_in(target)))
         found.renewed = renew_copies(self._parts, target, outdated, found.repacked.troubles)
 
     def _outdated(self, named: Named) -> list[tuple[Marked, ManifestName]]:

@@ -7,18 +7,18 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckstore.errors import BackendError
-from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.location import decode_pack_row
 from ckstore.format.pack_table import decode_pack_table
 from ckstore.ids import PackId
-from ckstore.io.backend import Backend, Distant, FileInfo
+from ckstore.io.backend import Backend
 from ckstore.store.at_once import ask_each
 from ckstore.store.gc_marks import Look, Marker
+from ckstore.store.inventory import packs_in
 from ckstore.store.parts import Parts
 
 
@@ -57,33 +57,12 @@ class TierMarker:
         self._tables: dict[ManifestName, frozenset[PackId]] = {}
         self.here = Marker(parts)
 
-    def manifests_there(self) -> set[ManifestName]:
-        """List the manifests in the tier."""
-        found = set()
-        for run in filter(layout.is_name, self._target.list_names(layout.MANIFESTS_FOLDER)):
-            files = self._target.list_names(layout.manifests_folder(run))
-            found |= {name for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
-        return found
-
     def seqs_here(self) -> set[tuple[str, int]]:
         """Return run and seq of every manifest in place here or in the trash, looked for there on both sides."""
         trashed = self._trashed()
         look = self.here.look()
         kept = {(name.run, name.seq) for name in look.manifests}
         return kept | {(name.run, name.seq) for name, _ in (*trashed, *self._trashed())}
-
-    def packs_there(self) -> Iterator[tuple[PackId, FileInfo]]:
-        """Yield the packs in the tier."""
-        target = self._target
-        if isinstance(target, Distant):
-            found = target.list_deep(layout.PACKS_FOLDER)
-        else:
-            names = [f"{folder}/{file}" for folder in layout.pack_folders() for file in target.list_names(folder)]
-            found = [(name, info) for name in names if (info := target.stat(name)) is not None]
-        for name, info in found:
-            pack_id = layout.parse_pack_file(name.rpartition("/")[2])
-            if pack_id is not None and layout.pack_name(pack_id) == name:
-                yield pack_id, info
 
     def named(self, there: Iterable[ManifestName]) -> Named:
         """Look at everything that names packs now.
@@ -104,7 +83,7 @@ class TierMarker:
         held = set[PackId]()
         for content in look.quarantined:
             # Any bytes of it may be a name.
-            held |= {pack_id for pack_id, _ in self.packs_there() if bytes(pack_id) in content}
+            held |= {pack_id for pack_id, _ in packs_in(self._target) if bytes(pack_id) in content}
         for found in self.here.read_each({*trashed, *self._trashed()}):
             if isinstance(found, FileNotFoundError):
                 continue

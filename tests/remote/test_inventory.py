@@ -1,0 +1,144 @@
+"""Protects what lies in a place from being listed differently near and far, and a look from costing a listing a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import CorruptError
+from ckstore.format import layout
+from ckstore.ids import PackId
+from ckstore.io.address import backend_for
+from ckstore.io.remote import Bucket, ObjectInfo
+from ckstore.store import gc_marks
+from ckstore.store.gc_marks import Marker
+from ckstore.store.inventory import dropped_in, manifests_in, packs_in
+
+PACK = PackId(bytes(range(16)))
+NAMES = [
+    "manifests/main/00000000-000000000001.0.ckm",
+    "manifests/main/00000000-000000000001.1.ckm",
+    "manifests/other/00000003-000000000009.0.ckm",
+    "claims/main/00000000",
+    "claims/main/00000000.dropped",
+    "claims/other/00000003",
+    "claims/gone/00000001.dropped",
+    layout.pack_name(PACK),
+]
+ODD = [
+    "manifests/main/nested/00000000-000000000002.0.ckm",
+    "manifests/main/00000000-000000000001.0.ckm.bak",
+    "manifests/.hidden/00000000-000000000001.0.ckm",
+    "claims/main/nested/00000005.dropped",
+    "claims/main/5.dropped",
+    f"packs/zz/{layout.pack_file(PACK)}",
+    "packs/00/notes.txt",
+]
+"""Names of others, which stand for nothing."""
+
+
+def test_near_and_far_the_same_manifests_marks_and_packs_are_listed_and_nothing_odd(place):
+    backend = backend_for(place)
+    for name in (*NAMES, *ODD):
+        backend.make_folder(name.rpartition("/")[0])
+        backend.create(name, b"x", sync=True)
+    assert {name.path for name in manifests_in(backend)} == set(NAMES[:3])
+    assert dropped_in(backend, ["main", "other"]) == {"main": frozenset({0}), "other": frozenset()}
+    assert [(pack_id, info.nbytes) for pack_id, info in packs_in(backend)] == [(PACK, 1)]
+
+
+def test_an_empty_place_holds_nothing(place):
+    backend = backend_for(place)
+    assert (manifests_in(backend), dropped_in(backend, []), list(packs_in(backend))) == (set(), {}, [])
+
+
+# A look at all manifests of a bucket
+
+
+def marker_of(address):
+    with ckstore.open(address, create=False) as store:
+        return Marker(store._parts)
+
+
+def commit_to(address, *runs):
+    for run in runs:
+        with ckstore.open(address, run=run) as store:
+            store.commit({"w": np.full(2_000, len(run))}, 1)
+
+
+@pytest.fixture
+def listings(monkeypatch):
+    """Every folder that is listed in a bucket from now on, and a place for what is to happen after the nth."""
+    seen, after = [], {}
+
+    def note(name):
+        inner = getattr(Bucket, name)
+
+        def listed(self, folder):
+            found = inner(self, folder)
+            seen.append(folder)
+            return after.get(len(seen), lambda found: found)(found)
+
+        monkeypatch.setattr(Bucket, name, listed)
+
+    note("list_folder")
+    note("list_deep")
+    return seen, after
+
+
+def test_a_look_at_four_runs_lists_as_often_as_at_one(address, listings):
+    seen, _ = listings
+    commit_to(address, "main")
+    marker = marker_of(address)
+    seen.clear()
+    assert {name.run for name in marker.look().manifests} == {"main"}
+    first = list(seen)
+    commit_to(address, "a", "b", "c")
+    seen.clear()
+    assert {name.run for name in marker.look().manifests} == {"a", "b", "c", "main"}
+    assert seen == first == ["manifests", "manifests", "claims", "quarantine/manifests"]
+
+
+def test_what_only_one_of_two_listings_shows_counts(address, listings):
+    seen, after = listings
+    commit_to(address, "main", "other")
+    marker = marker_of(address)
+    for blind in (1, 2):
+        seen.clear()
+        after[blind] = lambda found: []
+        look = marker.look()
+        assert {name.run for name in look.manifests} == {"main", "other"}
+        assert set(look.dropped) == {"main", "other"}
+        after.clear()
+
+
+def test_a_manifest_that_goes_before_it_is_read_makes_a_look_list_again(address, listings):
+    seen, after = listings
+    commit_to(address, "main", "other")
+    marker = marker_of(address)
+    with ckstore.open(address, run="main", create=False) as store:
+
+        def delete(found):
+            after.clear()
+            store.delete(1)
+            return found
+
+        seen.clear()
+        after[2] = delete
+        look = marker.look()
+    assert {name.run for name in look.manifests} == {"other"}
+    assert seen.count("manifests") == 4
+    # What is dropped is known of each run that was seen.
+    assert look.dropped == {"main": frozenset({0}), "other": frozenset()}
+
+
+def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, listings, monkeypatch):
+    _, after = listings
+    monkeypatch.setattr(gc_marks, "_LISTINGS_MAX", 3)
+    commit_to(address, "main")
+    ghost = ("manifests/main/00000007-000000000007.1.ckm", ObjectInfo(1, 1, "", ""))
+    marker = marker_of(address)
+    after.update(dict.fromkeys(range(100), lambda found: [*found, ghost]))
+    with pytest.raises(CorruptError, match="vanish again and again"):
+        marker.look()
