@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from botocore.utils import parse_to_aware_datetime
 from moto.core import serialize
 from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
@@ -76,7 +75,8 @@ def main() -> None:
     """Serve until the standard input ends."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     # A third of what a listing takes is the reading of times that moto has written itself, for every object again.
-    vars(serialize)["parse_to_aware_datetime"] = functools.lru_cache(1 << 16)(parse_to_aware_datetime)
+    taken = vars(serialize)
+    taken["parse_to_aware_datetime"] = functools.lru_cache(1 << 16)(taken["parse_to_aware_datetime"])
     # Its S3 alone: what else moto serves has it look through two hundred folders at every request.
     server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=_Lasting)
     threading.Thread(target=server.serve_forever, daemon=True).start()
