@@ -2,7 +2,8 @@
 
 It holds memory of its own, in shared pages as those of an arena, and nothing of the trainer's. For each line that it
 reads it goes through all of that once, one piece after the other, by one thread, and says how many bytes it has seen.
-Hashed is always; coded or written if that is asked for.
+Hashed is always; coded or written if that is asked for. With both, as many bytes are written as coding leaves, the
+first of each piece.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
+
+if TYPE_CHECKING:
+    from ckstore.forms import Encoded
 
 Work = Callable[[memoryview, int], object]
 """Called with a piece, and where it begins in all of them."""
@@ -40,8 +45,8 @@ def hashing() -> Work:
     return lambda piece, begin: blake3(piece).digest()
 
 
-def coding(piece_nbytes: int) -> Work:
-    """Return what codes a piece as ``fast`` does, without a base, and keeps nothing."""
+def coding(piece_nbytes: int) -> Callable[[memoryview, int], Encoded]:
+    """Return what codes a piece as ``fast`` does, without a base."""
     from ckstore import forms
 
     scratch = forms.Scratch(piece_nbytes)
@@ -78,20 +83,23 @@ def main() -> int:
     parser.add_argument("--code", action="store_true")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    held = held_bytes(given.nbytes)
-    works = [hashing()] + ([coding(given.piece)] if given.code else [])
+    held, hash_piece = held_bytes(given.nbytes), hashing()
+    code = coding(given.piece) if given.code else None
     descriptor, how = -1, "not at all"
     if given.write is not None:
         descriptor, how = open_direct(given.write, given.nbytes)
-        works.append(writing(descriptor))
+    write = writing(descriptor)
     print(how, flush=True)
     for _ in sys.stdin:
-        seen = 0
+        seen = position = 0
         for begin in range(0, given.nbytes, given.piece):
             piece = held[begin : begin + given.piece]
-            for work in works:
-                work(piece, begin)
-            seen += len(piece)
+            hash_piece(piece, begin)
+            # Whole pages, as O_DIRECT asks.
+            stored = len(piece) if code is None else -(-code(piece, begin).nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if descriptor >= 0:
+                write(piece[:stored], position)
+            seen, position = seen + len(piece), position + stored
         if descriptor >= 0:
             os.fdatasync(descriptor)
         print(seen, flush=True)

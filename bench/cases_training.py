@@ -57,10 +57,11 @@ FLOORS = {
     "one copy, one hash": "",
     "one copy, one hash, one write": "write",
     "one copy, one hash, one coding": "code",
+    "one copy, one hash, one coding, one write of that": "code and write",
     **dict.fromkeys(COMPANIONS, "beside"),
 }
-"""In place of a commit: about the least that any takes, that a durable one takes, and one that codes by ``fast``; and
-processes that do one thing."""
+"""In place of a commit: about the least that any takes, that a durable one takes, one that codes by ``fast``, and a
+durable one that does; and processes that do one thing."""
 
 
 def stall_guarded(bench: Bench) -> Result:
@@ -191,8 +192,8 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
             yield _Commits(lambda: _Running(is_over=companion.is_over, finish=companion.begin()), companion.pid)
     elif compression in FLOORS:
         tensors = (tensor for _, tensor in histories.tensors_of([loop.model.state_dict(), loop.optimizer.state_dict()]))
-        path = bench.folder / "floor" if FLOORS[compression] == "write" else None
-        with Floor(tensors, is_coded=FLOORS[compression] == "code", path=path) as floor:
+        path = bench.folder / "floor" if "write" in FLOORS[compression] else None
+        with Floor(tensors, is_coded="code" in FLOORS[compression], path=path) as floor:
             floor.begin()()
 
             def begin_floor() -> _Running:

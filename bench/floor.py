@@ -1,9 +1,9 @@
 """About the least that storing a state takes beside training: one copy of it, and as many bytes hashed elsewhere.
 
 No store does with less that wants the state as it was and knows its bytes by their identity; one that is to be durable
-writes them too, one that compresses codes them (here by the coder of ``fast``, whole, and not written). Nothing else is
-done: no base is read, nothing is checked, packed or published. What training loses to this is the machine's affair:
-both use its cores, caches, memory and disk.
+writes them too, one that compresses codes them (here by the coder of ``fast``, whole) and writes what that leaves.
+Nothing else is done: no base is read, nothing is checked, packed or published. What training loses to this is the
+machine's affair: both use its cores, caches, memory and disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Floor:
     Args:
         tensors: What is copied; contiguous, and neither moved nor freed as long as this lives.
         is_coded: The process codes them too, as ``fast`` does, on one thread.
-        path: It writes them too, durably, over this file, which is made, and removed at the end; None: nowhere.
+        path: It writes them too, or as many as coding leaves, durably, over this file, which is made, and removed at
+            the end; None: nowhere.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, is_coded: bool = False, path: Path | None = None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import re
 import shutil
 import sys
 import tempfile
@@ -52,7 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache", type=Path, default=Path(".bench-cache"), help="where the trained state is kept")
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--tools", default=None, help="rivals, coders, floors and stages, with commas; without it all")
+    parser.add_argument(
+        "--tools",
+        default=None,
+        help="rivals, coders, floors and stages, as A,B without spaces; else all",
+    )
     parser.add_argument("--count", type=int, default=1000, help="checkpoints of ls_1000 and history_growth")
     parser.add_argument("--list", action="store_true", help="name the cases, and do nothing else")
     parser.add_argument("--small", action="store_true", help="a state of 64 MB of drawn values; keeps no record")
@@ -71,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     place = given.dir or given.cache
     place.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ckstore-bench-", dir=place))
-    tools = None if given.tools is None else [name for name in given.tools.split(",") if name]
+    # Names of floors hold commas, with a space behind each.
+    tools = None if given.tools is None else [name for name in re.split(r",(?! )", given.tools) if name]
     bench = Bench(folder, given.cache, given.size, given.rounds, given.small, given.count, tools)
     has_failed = False
     try:

@@ -32,7 +32,12 @@ COST = re.compile(
 KEPT = re.compile(r"(?P<name>.*): the loop keeps (?P<share>\S+%) of its speed \((?P<low>\S+) to (?P<high>\S+)\)")
 """What ``stall_python_loop`` notes of a participant."""
 
-FLOORS = ("one copy, one hash", "one copy, one hash, one write", "one copy, one hash, one coding")
+FLOORS = (
+    "one copy, one hash",
+    "one copy, one hash, one write",
+    "one copy, one hash, one coding",
+    "one copy, one hash, one coding, one write of that",
+)
 COMPANIONS = (
     "a process that computes for 2 s",
     "a process that reads 16 GB of memory",
@@ -47,6 +52,7 @@ COST_HEADS = (
     "*one copy, one hash*",
     "*one write more*",
     "*one coding instead*",
+    "*coding, and a write of that*",
     "*computing for 2 s*",
     "*reading 16 GB of memory*",
     "*16 GB out of its cache*",

@@ -183,6 +183,17 @@ def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tm
     assert not path.exists()
 
 
+def test_the_floor_of_a_durable_commit_that_codes_writes_as_many_bytes_as_that_leaves(tmp_path):
+    path = tmp_path / "floor"
+    with Floor([torch.ones(3_000_001)], is_coded=True, path=path) as floor:
+        assert floor.begin()() == 0
+        held, code = beside.held_bytes(path.stat().st_size), beside.coding(4 << 20)
+        pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
+        left = b"".join(bytes(piece[: -(-code(piece, 0).nbytes // 4096) * 4096]) for piece in pieces)
+        assert len(left) < 0.95 * len(held)
+        assert path.read_bytes() == left + bytes(len(held) - len(left))
+
+
 def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
     with Spinning(0.3) as spinning:
         spinning.begin()()
@@ -258,7 +269,7 @@ def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
     ]
 
 
-@pytest.mark.parametrize(("tools", "count"), [(None, 6), ([], 0), (["one copy, one hash"], 1)])
+@pytest.mark.parametrize(("tools", "count"), [(None, 7), ([], 0), (["one copy, one hash"], 1)])
 def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatch):
     monkeypatch.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
     bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)

@@ -94,7 +94,7 @@ def test_costs_are_those_that_the_case_notes():
     note = _cost_note(name, [Sample(1.6, facts)])
     found = {name: participant(1.6, quiet_seconds=[1.5], return_ms=[4.5])}
     told = table_records.make_tables([record_of("stall_guarded", participants=found, notes=[note, "and more"])])
-    assert "| 1 of 2 | 1.5 |  | 4.0 (4.0 to 4.0) %, 60 ms |  |  |  |  |  |  |  | 4.5 /  |" in told
+    assert "| 1 of 2 | 1.5 |  | 4.0 (4.0 to 4.0) %, 60 ms |  |  |  |  |  |  |  |  | 4.5 /  |" in told
 
 
 def test_the_names_of_what_stands_in_for_a_commit_are_those_of_the_case():

@@ -61,10 +61,10 @@ class Policy:
             ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
             ``"near"`` and ``"small"`` are short for these two.
         quantize_on: Where tensors are quantized that a synchronous commit with a loss finds on a device: there, so that
-            codes are copied to the host and floats are not (``"device"``, which has not run on a GPU yet, and so is
-            not the default), or on the ``"host"``. What is in host memory
-            is quantized there either way, and so is what a background commit has staged. The bytes that are restored
-            may differ between the two, as sums may in their last bits; their bounds do not.
+            codes are copied to the host and floats are not (``"device"``, which was tried on one kind of GPU, and is
+            not fast there yet: ``quantize_device``), or on the ``"host"``. What is in host memory is quantized there
+            either way, and so is what a background commit has staged. The bytes that are restored may differ between
+            the two, as sums may in their last bits; their bounds do not.
         device_bases_nbytes_max: Bound on the reconstructions of weights that stay on devices for the next commit;
             None: none but the size of the weights; 0: nothing stays, and each commit copies its base to the device.
             What stays is memory that training does not get.

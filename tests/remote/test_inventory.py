@@ -44,13 +44,13 @@ def test_near_and_far_the_same_manifests_marks_and_packs_are_listed_and_nothing_
         backend.make_folder(name.rpartition("/")[0])
         backend.create(name, b"x", sync=True)
     assert {name.path for name in manifests_in(backend)} == set(NAMES[:3])
-    assert dropped_in(backend, ["main", "other"]) == {"main": frozenset({0}), "other": frozenset()}
+    assert dropped_in(backend) == {"main": frozenset({0}), "gone": frozenset({1})}
     assert [(pack_id, info.nbytes) for pack_id, info in packs_in(backend)] == [(PACK, 1)]
 
 
 def test_an_empty_place_holds_nothing(place):
     backend = backend_for(place)
-    assert (manifests_in(backend), dropped_in(backend, []), list(packs_in(backend))) == (set(), {}, [])
+    assert (manifests_in(backend), dropped_in(backend), list(packs_in(backend))) == (set(), {}, [])
 
 
 # A look at all manifests of a bucket
@@ -122,23 +122,69 @@ def test_a_manifest_that_goes_before_it_is_read_makes_a_look_list_again(address,
         def delete(found):
             after.clear()
             store.delete(1)
+            seen.clear()
             return found
 
         seen.clear()
         after[2] = delete
         look = marker.look()
     assert {name.run for name in look.manifests} == {"other"}
-    assert seen.count("manifests") == 4
+    # Only the run that has changed is looked at again.
+    assert (seen.count("manifests"), seen.count("manifests/main"), seen.count("manifests/other")) == (0, 2, 0)
     # What is dropped is known of each run that was seen.
     assert look.dropped == {"main": frozenset({0}), "other": frozenset()}
 
 
-def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, listings, monkeypatch):
-    _, after = listings
+def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, monkeypatch):
     monkeypatch.setattr(gc_marks, "_LISTINGS_MAX", 3)
     commit_to(address, "main")
-    ghost = ("manifests/main/00000007-000000000007.1.ckm", ObjectInfo(1, 1, "", ""))
     marker = marker_of(address)
-    after.update(dict.fromkeys(range(100), lambda found: [*found, ghost]))
-    with pytest.raises(CorruptError, match="vanish again and again"):
+    ghost = "00000007-000000000007.1.ckm"
+    folder, deep = Bucket.list_folder, Bucket.list_deep
+    monkeypatch.setattr(Bucket, "list_folder", lambda self, name: [*folder(self, name), ghost])
+    info = ObjectInfo(1, 1, "", "")
+    monkeypatch.setattr(Bucket, "list_deep", lambda self, name: [*deep(self, name), (f"manifests/main/{ghost}", info)])
+    with pytest.raises(CorruptError, match="of run 'main' vanish again and again"):
         marker.look()
+
+
+def test_a_store_is_taken_for_empty_only_when_another_kind_of_listing_says_so(address, monkeypatch):
+    commit_to(address, "main", "other")
+    marker = marker_of(address)
+    deep = Bucket.list_deep
+    monkeypatch.setattr(Bucket, "list_deep", lambda self, name: [] if name == "manifests" else deep(self, name))
+    assert {name.run for name in marker.look().manifests} == {"main", "other"}
+
+
+def test_a_run_that_begins_between_two_listings_is_seen(address, listings):
+    seen, after = listings
+    commit_to(address, "main")
+    marker = marker_of(address)
+
+    def commit_more(found):
+        after.clear()
+        commit_to(address, "late")
+        return found
+
+    seen.clear()
+    after[1] = commit_more
+    assert {name.run for name in marker.look().manifests} == {"main", "late"}
+
+
+@pytest.mark.parametrize("moment", ["at once", "later"])
+def test_a_run_that_was_dropped_whole_leaves_the_trash_for_good(address, moment):
+    commit_to(address, "main", "other")
+    with ckstore.open(address, create=False) as store:
+        assert store.delete(1)
+        if moment == "at once":
+            assert store.gc(now=True, min_age=0).done.rescued == 0
+        else:
+            assert store.gc().done.rescued == 0
+            assert store.gc(now=True, min_age=0).done.rescued == 0
+        assert store.gc(now=True, min_age=0, dry_run=True).plan.moves == ()
+        packs = {pack_id.hex() for pack_id, _ in packs_in(backend_for(address))}
+        assert manifests_in(backend_for(address)) == {layout.ManifestName("other", 0, 1, 0)}
+        trashed = [name for name, _ in backend_for(address).list_deep("trash") if name.endswith((".ckm", ".pack"))]
+        assert trashed == []
+    with ckstore.open(address, run="other", create=False) as store:
+        assert packs == {pack.pack_id for pack in store.contents(1).packs}

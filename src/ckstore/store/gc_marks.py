@@ -13,9 +13,8 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from ckstore.errors import BackendError, CapacityError, CorruptError, UnsupportedError
 from ckstore.format import layout
@@ -34,7 +33,7 @@ UNREADABLE = (CorruptError, UnsupportedError, BackendError, CapacityError)
 """What makes a manifest one that may name anything."""
 
 _LISTINGS_MAX = 1000
-"""Listings until nothing vanishes between a listing and the reading of what it shows."""
+"""Listings of one run until nothing vanishes between a listing and the reading of what it shows."""
 
 
 class PackNumbers:
@@ -85,7 +84,7 @@ class Look:
     Attributes:
         manifests: Every manifest in place, by name.
         unreadable: Those that may name anything.
-        dropped: For each run, the seqs that carry a drop mark.
+        dropped: For each run with manifests or drop marks, the seqs that carry one.
         quarantined: Contents of quarantined manifests; what they name, so far as it can be read, stays.
         named: Ids of local packs that manifests in place name.
     """
@@ -120,7 +119,8 @@ class Marker:
         seen = _Seen()
         runs = self._look_far(seen) if isinstance(self._parts.backend, Distant) else self._look_here(seen)
         self._cache = dict(seen.manifests)
-        dropped = dropped_in(self._parts.backend, runs)
+        # Also of runs of which no manifest is in place any more: what of them lies in the trash is not to come back.
+        dropped = dict.fromkeys(runs, frozenset[int]()) | dropped_in(self._parts.backend)
         refs = self.numbers.refs
         used = {number for marked in seen.manifests.values() for number in marked.packs}
         named = frozenset(refs[number].pack_id for number in used if refs[number].tier == LOCAL_TIER)
@@ -178,40 +178,40 @@ class Marker:
         parts = self._parts
         runs = sorted({*parts.runs(), *parts.runs()})
         for run in runs:
-            self._look_at(partial(self._names_in_place, run), layout.manifests_folder(run), seen)
+            self._look_at_run(run, seen)
         # A run that was begun meanwhile is one more; its packs are young, and its writer looks for them.
         for run in sorted(set(parts.runs()) - set(runs)):
             runs.append(run)
-            self._look_at(partial(self._names_in_place, run), layout.manifests_folder(run), seen)
+            self._look_at_run(run, seen)
         return runs
 
     def _look_far(self, seen: _Seen) -> list[str]:
-        """Look at all runs at once: however many there are, two listings show them. Return their names."""
-        runs = set[str]()
+        """Look at all runs at once, however many there are, and again at those that change; return their names."""
+        backend = self._parts.backend
+        names = manifests_in(backend) | manifests_in(backend)
+        again = {name.run for name in self._read_those(names, seen)}
+        if not names:
+            # None in all of the store is believed only if another kind of request says so, too.
+            again = set(self._parts.runs())
+        for run in sorted(again):
+            self._look_at_run(run, seen)
+        return sorted({name.run for name in names} | again)
 
-        def list_all() -> set[ManifestName]:
-            names = manifests_in(self._parts.backend)
-            runs.update(name.run for name in names)
-            return names
-
-        self._look_at(list_all, layout.MANIFESTS_FOLDER, seen)
-        return sorted(runs)
-
-    def _look_at(self, list_names: Callable[[], set[ManifestName]], folder: str, seen: _Seen) -> None:
+    def _look_at_run(self, run: str, seen: _Seen) -> None:
         for _ in range(_LISTINGS_MAX):
-            names = list_names() | list_names()
-            wanted = [name for name in sorted(names) if not self._is_marked(name, seen)]
-            contents = ask_each(self._parts.backend, self._content_of, wanted)
-            vanished = [
-                name for name, content in zip(wanted, contents, strict=True) if not self._mark(name, content, seen)
-            ]
-            if not vanished:
+            if not self._read_those(self._names_in_place(run) | self._names_in_place(run), seen):
                 return
         raise CorruptError(
-            "manifests vanish again and again while they are read",
-            where=self._parts.backend.location_of(folder),
+            f"manifests of run {run!r} vanish again and again while they are read",
+            where=self._parts.backend.location_of(layout.manifests_folder(run)),
             todo="find out who moves them, then collect again",
         )
+
+    def _read_those(self, names: set[ManifestName], seen: _Seen) -> list[ManifestName]:
+        """Read what was not read yet, or may have changed; return what is not there any more."""
+        wanted = [name for name in sorted(names) if not self._is_marked(name, seen)]
+        contents = ask_each(self._parts.backend, self._content_of, wanted)
+        return [name for name, content in zip(wanted, contents, strict=True) if not self._mark(name, content, seen)]
 
     def _names_in_place(self, run: str) -> set[ManifestName]:
         files = self._parts.backend.list_names(layout.manifests_folder(run))

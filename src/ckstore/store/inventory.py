@@ -6,7 +6,7 @@ one in a single request for a thousand names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
@@ -15,22 +15,22 @@ from ckstore.io.backend import Backend, Distant, FileInfo
 
 
 def manifests_in(backend: Backend) -> set[ManifestName]:
-    """Return the names of all manifests in place, of every run and generation."""
+    """Return the names of all manifests in place, of every run and generation.
+
+    One listing may show neither of two names of which one is made and the other moved meanwhile: to be asked twice,
+    where others replace.
+    """
     found = (layout.parse_manifest_file(run, file) for run, file in _files_by_run(backend, layout.MANIFESTS_FOLDER))
     return {name for name in found if name is not None}
 
 
-def dropped_in(backend: Backend, runs: Iterable[str]) -> dict[str, frozenset[int]]:
-    """Return for each run the seqs that carry a drop mark."""
-    dropped: dict[str, set[int]] = {run: set() for run in runs}
-    if isinstance(backend, Distant):
-        files: Iterable[tuple[str, str]] = _files_by_run(backend, layout.CLAIMS_FOLDER)
-    else:
-        files = ((run, file) for run in dropped for file in backend.list_names(layout.claims_folder(run)))
-    for run, file in files:
+def dropped_in(backend: Backend) -> dict[str, frozenset[int]]:
+    """Return the seqs that carry a drop mark, by run; a run of which no manifest is left may have some, too."""
+    dropped: dict[str, set[int]] = {}
+    for run, file in _files_by_run(backend, layout.CLAIMS_FOLDER):
         claim = layout.parse_claim_file(file)
-        if claim is not None and claim.kind == "dropped" and run in dropped:
-            dropped[run].add(claim.seq)
+        if claim is not None and claim.kind == "dropped":
+            dropped.setdefault(run, set()).add(claim.seq)
     return {run: frozenset(seqs) for run, seqs in dropped.items()}
 
 
@@ -59,8 +59,10 @@ def _files_of_packs(backend: Backend) -> Iterator[tuple[str, FileInfo]]:
     if isinstance(backend, Distant):
         yield from backend.list_deep(layout.PACKS_FOLDER)
         return
+    ours = {folder.rpartition("/")[2] for folder in layout.pack_folders()}
     for folder in backend.list_names(layout.PACKS_FOLDER):
-        for file in backend.list_names(f"{layout.PACKS_FOLDER}/{folder}"):
+        # What else lies there may be nothing that we are allowed to look into.
+        for file in backend.list_names(f"{layout.PACKS_FOLDER}/{folder}") if folder in ours else ():
             name = f"{layout.PACKS_FOLDER}/{folder}/{file}"
             # One that is gone meanwhile is none; what is no pack is not asked about.
             info = backend.stat(name) if layout.parse_pack_file(file) is not None else None

@@ -81,9 +81,10 @@ class TierMarker:
         if look.unreadable:
             raise BackendError("a manifest cannot be read", where=look.unreadable[0].path)
         held = set[PackId]()
+        packs = [pack_id for pack_id, _ in packs_in(self._target)] if look.quarantined else []
         for content in look.quarantined:
             # Any bytes of it may be a name.
-            held |= {pack_id for pack_id, _ in packs_in(self._target) if bytes(pack_id) in content}
+            held |= {pack_id for pack_id in packs if bytes(pack_id) in content}
         for found in self.here.read_each({*trashed, *self._trashed()}):
             if isinstance(found, FileNotFoundError):
                 continue

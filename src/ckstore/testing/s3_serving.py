@@ -76,7 +76,8 @@ def main() -> None:
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     # A third of what a listing takes is the reading of times that moto has written itself, for every object again.
     taken = vars(serialize)
-    taken["parse_to_aware_datetime"] = functools.lru_cache(1 << 16)(taken["parse_to_aware_datetime"])
+    if "parse_to_aware_datetime" in taken:
+        taken["parse_to_aware_datetime"] = functools.lru_cache(1 << 16)(taken["parse_to_aware_datetime"])
     # Its S3 alone: what else moto serves has it look through two hundred folders at every request.
     server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=_Lasting)
     threading.Thread(target=server.serve_forever, daemon=True).start()
