@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+from urllib.parse import urlsplit
+
 import numpy as np
 import pytest
 
 import ckstore
-from ckstore.errors import CorruptError
+from ckstore.errors import BackendError, CorruptError
 from ckstore.format import layout
 from ckstore.ids import PackId
 from ckstore.io.address import backend_for
@@ -51,6 +54,22 @@ def test_near_and_far_the_same_manifests_marks_and_packs_are_listed_and_nothing_
 def test_an_empty_place_holds_nothing(place):
     backend = backend_for(place)
     assert (manifests_in(backend), dropped_in(backend), list(packs_in(backend))) == (set(), {}, [])
+
+
+@pytest.mark.parametrize("odd", ["x//y", "../z", "./z", "x%01y"])
+def test_a_name_that_no_file_could_have_is_an_error_that_says_so_at_once(odd, server, proxy):
+    address = server.new_address()
+    bucket, prefix = address.removeprefix("s3://").split("/")
+    connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc)
+    # No client of ours makes such a name.
+    connection.request("PUT", f"/{bucket}/{prefix}/manifests/{odd}", body=b"1")
+    assert connection.getresponse().status == 200
+    connection.close()
+    backend = backend_for(address)
+    proxy.begin()
+    with pytest.raises(BackendError, match=r"an object there has a name with an empty part.*remove it"):
+        manifests_in(backend)
+    assert len(proxy.seen) == 1, "it is not asked again and again"
 
 
 # A look at all manifests of a bucket

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from ckstore.config import KIB
 from ckstore.errors import BackendError, CapacityError, CkstoreError, NotFoundError
 
-Kind = Literal["missing", "exists", "wrong place", "refused", "full", "other", "transient"]
+Kind = Literal["missing", "exists", "wrong place", "refused", "full", "odd name", "other", "transient"]
 
-FINAL: frozenset[Kind] = frozenset({"wrong place", "refused", "full"})
+FINAL: frozenset[Kind] = frozenset({"wrong place", "refused", "full", "odd name"})
 """What asking again, or reading back, does not change."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -36,6 +36,7 @@ _KINDS: dict[str, Kind] = {
 _WORDS: tuple[tuple[str, Kind, str], ...] = (
     ("169.254.169.254", "refused", "no credentials were found"),
     ("timed out", "transient", "it took too long"),
+    ("object with invalid path", "odd name", "an object there has a name with an empty part, '.', '..' or worse in it"),
 )
 
 
@@ -105,6 +106,9 @@ def meaning_of(
         return CapacityError(reason, where=where, todo="enlarge the bucket's quota, or remove what lies there")
     if failed.kind == "refused":
         todo = "check the credentials in the environment, profile or role, and what they may do in this bucket"
+        return BackendError(reason, where=where, todo=todo)
+    if failed.kind == "odd name":
+        todo = "find that object with the tools of your bucket and remove it: nothing of ckstore's is named so"
         return BackendError(reason, where=where, todo=todo)
     todo = "check the network and the server, then try again; what was not acknowledged is not relied upon"
     is_transient = failed.kind == "transient"
