@@ -148,10 +148,16 @@ def write(folder, run, rng, note):
 
 
 def remove_unacknowledged(folder, run, note):
-    """Do as an operator does with what a killed writer has published and not verified, while its packs were freed."""
+    """Do as an operator does with what a killed writer has published or tagged, and not looked at after that."""
     acks = (folder / "acks" / f"writer-{run[1:]}").read_text().splitlines()
     acked = {int(line.split()[2]) for line in acks if line.startswith("commit ")}
+    tagged = {int(line.split()[2]) for line in acks if line.startswith("tagged ")}
     with open_store(folder, run) as store:
+        for tag, seq in store.tags().items():
+            # Who sets a tag looks after that whether its checkpoint was dropped meanwhile, and then takes it back.
+            if seq not in tagged and is_dropped(store, seq):
+                note(f"untagged {run} {seq}")
+                store.untag(tag)
         for name in store._parts.manifests.listing().names:
             try:
                 load_whole(store._parts, name)

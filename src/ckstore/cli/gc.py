@@ -158,7 +158,8 @@ def _tell(report: GcReport, *, as_json: bool) -> None:
         raise CorruptError(f"packs were left alone: {report.stop}", todo="`ckstore verify` tells more")
     blocked = [plan for plan in report.runs if plan.blocked]
     if blocked:
-        raise CorruptError(f"nothing of run {blocked[0].run} was dropped: {blocked[0].blocked}")
+        todo = "`ckstore verify` tells more, `ckstore repair` mends what it can; then collect again"
+        raise CorruptError(f"nothing of run {blocked[0].run} was dropped: {blocked[0].blocked}", todo=todo)
     from ckstore.store.tier_proof import require_proof
 
     require_proof(report.unproven.values())

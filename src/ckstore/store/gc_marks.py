@@ -263,13 +263,4 @@ class Marker:
 
 def missing_packs(parts: Parts, refs: Iterable[PackRef]) -> set[PackId]:
     """Return the local packs that are neither in place with their size nor, under their name, in the trash."""
-    wanted = {ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER}
-    gone = parts.packs_gone(wanted)
-    gone = {pack_id for pack_id in gone if not _is_in_trash(parts, pack_id, wanted[pack_id])}
-    # Looked at once more: one may have been moved back between the two looks.
-    return parts.packs_gone({pack_id: wanted[pack_id] for pack_id in gone})
-
-
-def _is_in_trash(parts: Parts, pack_id: PackId, nbytes: int) -> bool:
-    found = (parts.backend.stat(name) for name in parts.trash.find_pack(pack_id))
-    return any(info is not None and info.nbytes == nbytes for info in found)
+    return parts.packs_nowhere({ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER})

@@ -86,7 +86,7 @@ class PackAudit:
             self._check_frames(file, tail, directory)
 
     def _open(self) -> ReadFile | None:
-        for name in (layout.pack_name(self._pack_id), *self._parts.trash.find_pack(self._pack_id)):
+        for name in self._parts.trash.paths_of(self._pack_id):
             try:
                 return self._parts.backend.open_read(name)
             except FileNotFoundError:

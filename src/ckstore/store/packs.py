@@ -44,7 +44,7 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
     """
     backend: Backend = parts.backend
     place = layout.pack_name(pack.pack_id)
-    names = _places(parts, pack)
+    names = parts.trash.paths_of(pack.pack_id)
     if pack.tier != LOCAL_TIER:
         file = _open_if_whole(backend, place, pack)
         if file is not None:
@@ -76,13 +76,6 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
 
 def _is_viewed(file: ReadFile) -> TypeGuard[ViewedFile]:
     return isinstance(file, Fetching)
-
-
-def _places(parts: Parts, pack: PackRef) -> Iterator[str]:
-    # gc may move it to the trash, or a writer back from it, between two looks.
-    yield layout.pack_name(pack.pack_id)
-    yield from parts.trash.find_pack(pack.pack_id)
-    yield layout.pack_name(pack.pack_id)
 
 
 def _open_if_whole(backend: Backend, name: str, pack: PackRef) -> ReadFile | None:

@@ -273,6 +273,16 @@ class Parts:
         """Return those of these packs (id to size) that are not in place with that size."""
         return packs_gone(self.backend, packs)
 
+    def packs_nowhere(self, packs: dict[PackId, int]) -> set[PackId]:
+        """Return those of these packs (id to size) that lie neither in place nor in the trash with that size."""
+        backend = self.backend
+
+        def is_nowhere(pack_id: PackId) -> bool:
+            found = (backend.stat(path) for path in self.trash.paths_of(pack_id))
+            return not any(info is not None and info.nbytes == packs[pack_id] for info in found)
+
+        return {pack_id for pack_id in self.packs_gone(packs) if is_nowhere(pack_id)}
+
     def rescue_packs(self, packs: dict[PackId, int]) -> set[PackId]:
         """Look for packs that a published manifest names; bring back those that gc moved meanwhile.
 
@@ -310,9 +320,9 @@ class Parts:
         gone = self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})
         missing = [pack for pack in manifest.packs if pack.pack_id in gone]
         gone -= {pack.pack_id for pack in missing if pack.tier != LOCAL_TIER} - self.tiers.packs_gone(missing)
-        for pack_id in sorted(gone):
-            if not any(True for _ in self.trash.find_pack(pack_id)):
-                raise self._missing(manifest, pack_id)
+        sizes = {pack.pack_id: pack.nbytes for pack in missing}
+        for pack_id in sorted(self.packs_nowhere({pack_id: sizes[pack_id] for pack_id in gone})):
+            raise self._missing(manifest, pack_id)
 
     def _missing(self, manifest: Manifest, pack_id: PackId) -> MissingChunkError:
         from ckstore.store.damage import tensor_paths

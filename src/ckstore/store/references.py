@@ -208,37 +208,43 @@ def _by_tag(parts: Parts, name: str) -> ManifestName:
 
 
 def load_whole(parts: Parts, name: ManifestName) -> Manifest:
-    """Load a manifest whose packs are all there.
+    """Load a manifest whose packs are all there: of the generations of its seq, the highest that is whole.
 
     Raises:
         CorruptError: It is torn, or a pack is missing; MissingChunkError names the pack.
+        NotFoundError: It was dropped meanwhile.
     """
+    candidates = [name]
     for _ in range(_LISTINGS_MAX):
-        try:
-            manifest = parts.manifests.load(name)
-        except FileNotFoundError:
-            again = [other for other in parts.manifests.listing().names if other.seq == name.seq]
-            if not again:
-                raise NotFoundError(
-                    f"seq {name.seq} was dropped while it was being read", where=parts.backend.root
-                ) from None
-            name = again[0]
-            continue
-        try:
-            parts.require_packs(manifest)
-        except MissingChunkError:
-            # Its packs may have been rewritten since, and freed: then a higher generation names the new ones.
-            again = [other for other in parts.manifests.listing().names if other.seq == name.seq]
-            if again and again[0].generation <= name.generation:
-                raise
-            if not again:
-                raise NotFoundError(
-                    f"seq {name.seq} was dropped while it was being read", where=parts.backend.root
-                ) from None
-            name = again[0]
-            continue
-        return manifest
+        missing: MissingChunkError | None = None
+        for candidate in candidates:
+            try:
+                manifest = parts.manifests.load(candidate)
+                parts.require_packs(manifest)
+                return manifest
+            except FileNotFoundError:
+                missing = None
+                break
+            except MissingChunkError as error:
+                missing = missing or error
+        # Replaced, and its packs freed: then a higher generation names the new ones. Or a replacement that its maker
+        # has not looked at yet and is about to withdraw, or has died before: then a lower one is what there is.
+        there = generations_of(parts.manifests, name.seq)
+        if not there:
+            raise NotFoundError(f"seq {name.seq} was dropped while it was being read", where=parts.backend.root)
+        if missing is not None and there == candidates:
+            raise missing
+        candidates = there
     raise ConflictError("a manifest is replaced again and again while it is read", where=parts.backend.root)
+
+
+def generations_of(manifests: Manifests, seq: int) -> list[ManifestName]:
+    """Return the generations of a checkpoint that are in place, the highest first; none of one that is dropped."""
+    listing = manifests.listing()
+    if seq in listing.dropped:
+        return []
+    found = (name for name in (*listing.names, *listing.lower) if name.seq == seq)
+    return sorted(found, key=lambda name: name.generation, reverse=True)
 
 
 def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:

@@ -88,13 +88,17 @@ class Shelf:
     def copies_of(self, pack_id: PackId) -> Iterator[PackCopy]:
         """Yield the files that may hold a pack, the one in place first."""
         backend, name = self._parts.backend, layout.pack_name(pack_id)
-        quarantined = f"{layout.quarantine_packs_folder()}/{layout.pack_file(pack_id)}"
-        local: list[tuple[str, CopyKind]] = [(name, "place")]
-        local += [(path, "trash") for path in self._parts.trash.find_pack(pack_id)]
-        local.append((quarantined, "quarantine"))
-        for path, kind in local:
+        is_found = False
+        for path in self._parts.trash.paths_of(pack_id):
+            if path == name and is_found:
+                # All of the trash was looked at, too.
+                break
             if backend.stat(path) is not None:
-                yield PackCopy(pack_id, backend, path, kind)
+                is_found = True
+                yield PackCopy(pack_id, backend, path, "place" if path == name else "trash")
+        quarantined = f"{layout.quarantine_packs_folder()}/{layout.pack_file(pack_id)}"
+        if backend.stat(quarantined) is not None:
+            yield PackCopy(pack_id, backend, quarantined, "quarantine")
         for source in self._sources:
             if source.stat(name) is not None:
                 yield PackCopy(pack_id, source, name, "elsewhere")

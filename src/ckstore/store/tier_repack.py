@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ckstore.errors import BackendError, CapacityError, CkstoreError
-from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId
 from ckstore.io.backend import Backend
@@ -141,9 +140,7 @@ def _barred_here(
 
 def _lies_here(parts: Parts, pack_id: PackId) -> bool:
     """Whether a pack lies here too: what frees it looks for it in the tier, by the manifests that say so."""
-    return parts.backend.stat(layout.pack_name(pack_id)) is not None or any(
-        parts.backend.stat(name) is not None for name in parts.trash.find_pack(pack_id)
-    )
+    return any(parts.backend.stat(path) is not None for path in parts.trash.paths_of(pack_id))
 
 
 def renew_copies(

@@ -17,6 +17,9 @@ from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, FileInfo
 
+_LOOKS = 2
+"""Each further one would be fooled only by one more move there and one more back, between two names."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrashedPack:
@@ -153,6 +156,17 @@ class Trash:
             name = f"{layout.trash_packs_folder(gc_id)}/{layout.pack_file(pack_id)}"
             if self._backend.stat(name) is not None:
                 yield name
+
+    def paths_of(self, pack_id: PackId) -> Iterator[str]:
+        """Yield where a pack may lie, to whoever takes the first name that holds it: in place, in the trash, and again.
+
+        Collectors move packs to the trash, writers and collectors bring them back: one that is moved between two looks
+        shows in neither. It counts as gone only when both places were looked at twice, and its own once more.
+        """
+        for _ in range(_LOOKS):
+            yield layout.pack_name(pack_id)
+            yield from self.find_pack(pack_id)
+        yield layout.pack_name(pack_id)
 
     def rescue_pack(self, pack_id: PackId) -> bool:
         """Rename a pack back into its place, durably; return whether one was found."""
