@@ -300,6 +300,29 @@ def count_in_python(is_over: Callable[[], bool]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """A loop of pure Python beside one save.
+
+    Args:
+        rate: Rounds a second.
+        delayed_share: Of its time, for which it could have run and had no processor.
+        seconds: What the save took; the loop may have begun later.
+    """
+
+    rate: float
+    delayed_share: float
+    seconds: float
+
+
+def count_delayed(is_over: Callable[[], bool], began: float) -> Counted:
+    """Run the loop until told otherwise, beside what began at that time by ``time.perf_counter``."""
+    loop_began, delayed = time.perf_counter(), delay_seconds()
+    rate = count_in_python(is_over)
+    ended = time.perf_counter()
+    return Counted(rate, (delay_seconds() - delayed) / (ended - loop_began), ended - began)
+
+
+@dataclass(frozen=True, slots=True)
 class Beside:
     """A loop of pure Python beside saves.
 
@@ -316,11 +339,11 @@ class Beside:
     seconds: float
 
 
-def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: float) -> Beside:
+def count_beside(count: Callable[[], Counted], *, enough_seconds: float) -> Beside:
     """Run the loop beside saves until so much of it was seen, and alone before and after each of them.
 
     Args:
-        count: Saves once; returns rounds a second until that was over, and the seconds it took.
+        count: Saves once, and runs the loop until that is over.
         enough_seconds: Of loops beside saves.
     """
 
@@ -328,19 +351,16 @@ def count_beside(count: Callable[[], tuple[float, float]], *, enough_seconds: fl
         until = time.perf_counter() + enough_seconds / 4
         return count_in_python(lambda: time.perf_counter() >= until)
 
-    rates, quiet, seconds, delayed = [], [alone()], [], 0.0
-    while sum(seconds) < enough_seconds:
-        before = delay_seconds()
-        rate, took = count()
-        delayed += delay_seconds() - before
-        rates.append(rate)
-        seconds.append(took)
+    found, quiet, total = list[Counted](), [alone()], 0.0
+    while total < enough_seconds:
+        found.append(count())
+        total += found[-1].seconds
         quiet.append(alone())
-    rounds = sum(rate * took for rate, took in zip(rates, seconds, strict=True))
+    rounds = sum(counted.rate * counted.seconds for counted in found)
     beside = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
-    expected = sum(rate * took for rate, took in zip(beside, seconds, strict=True))
-    total = sum(seconds)
-    return Beside(rounds / total, rounds / expected, 1 - delayed / total, total / len(seconds))
+    expected = sum(rate * counted.seconds for rate, counted in zip(beside, found, strict=True))
+    delayed = sum(counted.delayed_share * counted.seconds for counted in found)
+    return Beside(rounds / total, rounds / expected, 1 - delayed / total, total / len(found))
 
 
 def delay_seconds() -> float:

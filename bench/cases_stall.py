@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,14 +170,13 @@ def stall_return(bench: Bench) -> Result:
     return result
 
 
-def _count_beside_spinning() -> tuple[float, float]:
+def _count_beside_spinning() -> background.Counted:
     """Count beside a process that uses neither memory nor disk: what the loop loses to it, it loses to the machine."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
             began = time.perf_counter()
-            rate = background.count_in_python(lambda: time.perf_counter() - began > QUIET_SECONDS)
-            return rate, time.perf_counter() - began
+            return background.count_delayed(lambda: time.perf_counter() - began > QUIET_SECONDS, began)
         finally:
             process.kill()
 
@@ -190,36 +190,35 @@ def stall_python_loop(bench: Bench) -> Result:
     result.unusable |= reasons
     machine.check_space(folder, int(2.5 * nbytes))
 
-    def sampled(count: Callable[[], tuple[float, float]]) -> Sample:
+    def sampled(count: Callable[[], background.Counted]) -> Sample:
         found = background.count_beside(count, enough_seconds=QUIET_SECONDS)
         facts: dict[str, object] = {"kept_share": found.share, "had_processor": found.had_processor}
         return Sample(found.rate, facts | {"durable_seconds": found.seconds})
 
     def by(rival: background.Rival) -> Participant:
-        def count() -> tuple[float, float]:
+        def count() -> background.Counted:
             background.change(state)
             place = folder / "rival"
             place.mkdir()
             began = time.perf_counter()
-            rate, ended = _counting(rival.begin(state, place))
+            counted = _counting(rival.begin(state, place), began)
             machine.remove_tree(place)
-            return rate, ended - began
+            return counted
 
         return partial(sampled, count)
 
     def by_ckstore(compression: str) -> Participant:
-        def count() -> tuple[float, float]:
+        def count() -> background.Counted:
             background.change(state)
             place = folder / "store"
             with open_store(place, compression) as store:
                 store.prewarm(state)
                 began = time.perf_counter()
                 pending = store.commit_async(state, 1)
-                rate = background.count_in_python(lambda: pending.is_done)
-                seconds = time.perf_counter() - began
+                counted = background.count_delayed(lambda: pending.is_done, began)
                 pending.result()
             machine.remove_tree(place)
-            return rate, seconds
+            return counted
 
         return partial(sampled, count)
 
@@ -279,8 +278,8 @@ def stall_nice(bench: Bench) -> Result:
     return interleave(result, if_possible(bench, result, mine), bench.rounds)
 
 
-def _counting(finish: background.Finish) -> tuple[float, float]:
-    """Run the loop while something finishes on a thread; return its speed and when it was over."""
+def _counting(finish: background.Finish, began: float) -> background.Counted:
+    """Run the loop while something that began at that time finishes on a thread."""
     ended: list[float] = []
 
     def wait() -> None:
@@ -289,9 +288,9 @@ def _counting(finish: background.Finish) -> tuple[float, float]:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    rate = background.count_in_python(lambda: bool(ended))
+    counted = background.count_delayed(lambda: bool(ended), began)
     thread.join()
-    return rate, ended[0]
+    return replace(counted, seconds=ended[0] - began)
 
 
 def _trial() -> histories.State:
