@@ -339,7 +339,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             # Whatever else names a checkpoint may mean the one that is about to be published.
             self._parts.wait_for_orphan()
         if ref is not None:
-            return load_whole(self._parts, resolve(self._parts, ref)), []
+            return load_whole(self._parts, resolve(self._parts, ref), takes_lower=True), []
         manifest, passed_over = newest_whole(self._parts)
         for sentence in passed_over:
             _log.warning("%s", sentence)

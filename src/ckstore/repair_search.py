@@ -111,6 +111,11 @@ class Search:
         return self._decode(self.found[chunk_id])
 
     def _state_of(self, pack_id: PackId, places: Iterable[Place], sizes: set[int]) -> PackState:
+        # Twice: a collector may move what was just seen, or someone bring it back, before it is opened.
+        found = self._best_of(pack_id, places, sizes) or self._best_of(pack_id, places, sizes)
+        return found or PackState(None, "it is missing")
+
+    def _best_of(self, pack_id: PackId, places: Iterable[Place], sizes: set[int]) -> PackState | None:
         best: PackState | None = None
         for copy in self.shelf.copies_of(pack_id):
             if copy.kind not in ("place", "trash"):
@@ -132,7 +137,7 @@ class Search:
                 best = PackState(copy, problem, frames)
             if not problem:
                 break
-        return best or PackState(None, "it is missing")
+        return best
 
     def _sound_frames(self, copy: PackCopy, look: PackLook, places: Iterable[Place]) -> dict[Place, FrameHeader]:
         there = {(entry.chunk_id, entry.offset, entry.stored_nbytes) for entry in look.entries}

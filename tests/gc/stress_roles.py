@@ -330,6 +330,9 @@ def check(folder, acks, counters):
         remove_unacknowledged(folder, run, failures.append)
     failures = [failure for failure in failures if failure.startswith("FAIL") or "given twice" in failure]
     with open_store(folder, "w0") as store:
+        # Of a replacement that was killed before it looked for its packs, what it was to replace is there.
+        report = store.repair(dry_run=False)
+        failures += [f"partial after a repair: {entry}" for entry in report.partial]
         for _ in range(2):
             report = keeper(store).gc(None, now=True, all_runs=True, min_age=0)
         blocked = [f"{plan.run}: {plan.blocked}" for plan in report.runs if plan.blocked]

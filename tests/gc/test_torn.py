@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gc_rig import LAST_ONE, check_restores, commit_all, keeper, pack_of
+from gc_rig import LAST_ONE, check_restores, commit_all, damage, keeper, pack_of
 from test_races import once
 
 import ckstore
@@ -19,6 +19,7 @@ from ckstore.ids import PackId
 from ckstore.io.memory import MemoryBackend
 from ckstore.retention.policy import Retention
 from ckstore.store.references import load_whole, newest_whole, resolve
+from ckstore.store.shelf import Shelf
 from ckstore.store.trash import Trash
 from ckstore.testing.model import difference
 
@@ -93,8 +94,26 @@ def test_whoever_asks_for_it_gets_what_was_acknowledged(torn):
     torn_one = resolve(torn._parts, 1)
     assert torn_one.generation == 1
     assert torn._parts.packs_nowhere({pack.pack_id: pack.nbytes for pack in load(torn, torn_one).packs})
-    assert load_whole(torn._parts, torn_one).header.generation == 0
+    assert load_whole(torn._parts, torn_one, takes_lower=True).header.generation == 0
     restores(torn)
+
+
+@pytest.mark.parametrize("replace_it", ["repack", "demote", "push"])
+def test_who_replaces_it_is_told_what_is_wrong_with_it(torn, tmp_path, replace_it):
+    acts = {
+        "repack": torn.repack,
+        "demote": lambda: torn.demote("seq:1"),
+        "push": lambda: torn.push(str(tmp_path / "there")),
+    }
+    with pytest.raises(MissingChunkError, match="seq 1"):
+        acts[replace_it]()
+    assert generations(torn, 1) == [0, 1]
+    restores(torn)
+
+
+def test_generation_that_cannot_be_read_does_not_hide_the_one_below(torn, backend):
+    damage(backend, resolve(torn._parts, 1).path)
+    assert difference(torn.restore(1), STATES[1]) is None
 
 
 def load(store, name):
@@ -130,7 +149,7 @@ def test_one_torn_above_another_costs_nothing_either(torn):
 def test_what_is_withdrawn_while_it_is_looked_at_is_not_asked_for_again(torn, monkeypatch):
     torn_one = resolve(torn._parts, 1)
     parts = type(torn._parts)
-    once(monkeypatch, parts, "require_packs", after=None, before=lambda: torn._parts.manifests.withdraw(torn_one))
+    once(monkeypatch, parts, "require_packs", before=lambda: torn._parts.manifests.withdraw(torn_one))
     assert load_whole(torn._parts, torn_one).header.generation == 0
 
 
@@ -139,6 +158,15 @@ def test_dropped_while_it_is_looked_at_is_said_to_be_dropped(torn, monkeypatch):
     once(monkeypatch, type(torn._parts), "require_packs", before=lambda: torn.delete(1))
     with pytest.raises(NotFoundError, match="dropped while"):
         load_whole(torn._parts, torn_one)
+
+
+def test_marked_while_it_is_looked_at_is_dropped_although_it_is_still_in_place(torn, monkeypatch):
+    torn_one = resolve(torn._parts, 1)
+    once(
+        monkeypatch, type(torn._parts), "require_packs", before=lambda: torn._parts.manifests.mark_dropped(torn_one.seq)
+    )
+    with pytest.raises(NotFoundError, match="dropped while"):
+        load_whole(torn._parts, torn_one, takes_lower=True)
 
 
 def test_repair_heals_it_from_what_is_whole(torn):
@@ -190,6 +218,11 @@ LOOKS = {
     "repair": lambda store: store.repair().packs,
     "gc": lambda store: keeper(store).gc(dry_run=True).runs[0].blocked or None,
 }
+
+
+def test_repair_finds_a_pack_that_is_brought_back_before_it_is_opened(trashed, monkeypatch):
+    once(monkeypatch, Shelf, "look_into", before=lambda: bring_back(trashed))
+    assert trashed.repair().is_clean
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -275,13 +275,11 @@ class Parts:
 
     def packs_nowhere(self, packs: dict[PackId, int]) -> set[PackId]:
         """Return those of these packs (id to size) that lie neither in place nor in the trash with that size."""
-        backend = self.backend
+        return {pack_id for pack_id in self.packs_gone(packs) if self._is_nowhere(pack_id, packs[pack_id])}
 
-        def is_nowhere(pack_id: PackId) -> bool:
-            found = (backend.stat(path) for path in self.trash.paths_of(pack_id))
-            return not any(info is not None and info.nbytes == packs[pack_id] for info in found)
-
-        return {pack_id for pack_id in self.packs_gone(packs) if is_nowhere(pack_id)}
+    def _is_nowhere(self, pack_id: PackId, nbytes: int) -> bool:
+        found = (self.backend.stat(path) for path in self.trash.paths_of(pack_id))
+        return not any(info is not None and info.nbytes == nbytes for info in found)
 
     def rescue_packs(self, packs: dict[PackId, int]) -> set[PackId]:
         """Look for packs that a published manifest names; bring back those that gc moved meanwhile.
@@ -320,9 +318,9 @@ class Parts:
         gone = self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})
         missing = [pack for pack in manifest.packs if pack.pack_id in gone]
         gone -= {pack.pack_id for pack in missing if pack.tier != LOCAL_TIER} - self.tiers.packs_gone(missing)
-        sizes = {pack.pack_id: pack.nbytes for pack in missing}
-        for pack_id in sorted(self.packs_nowhere({pack_id: sizes[pack_id] for pack_id in gone})):
-            raise self._missing(manifest, pack_id)
+        for pack in missing:
+            if pack.pack_id in gone and self._is_nowhere(pack.pack_id, pack.nbytes):
+                raise self._missing(manifest, pack.pack_id)
 
     def _missing(self, manifest: Manifest, pack_id: PackId) -> MissingChunkError:
         from ckstore.store.damage import tensor_paths

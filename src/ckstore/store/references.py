@@ -207,8 +207,15 @@ def _by_tag(parts: Parts, name: str) -> ManifestName:
     )
 
 
-def load_whole(parts: Parts, name: ManifestName) -> Manifest:
-    """Load a manifest whose packs are all there: of the generations of its seq, the highest that is whole.
+def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -> Manifest:
+    """Load a manifest whose packs are all there: the highest generation of its seq by now.
+
+    Args:
+        parts: The store and its run.
+        name: The manifest, as it was listed.
+        takes_lower: Where the highest is not whole, the highest that is will do: for who reads, and replaces nothing. A
+            replacement whose maker has not looked for its packs yet, or was killed before that, may have lost them, and
+            what it was to replace is in place then.
 
     Raises:
         CorruptError: It is torn, or a pack is missing; MissingChunkError names the pack.
@@ -216,24 +223,26 @@ def load_whole(parts: Parts, name: ManifestName) -> Manifest:
     """
     candidates = [name]
     for _ in range(_LISTINGS_MAX):
-        missing: MissingChunkError | None = None
+        problem: CorruptError | None = None
         for candidate in candidates:
             try:
                 manifest = parts.manifests.load(candidate)
                 parts.require_packs(manifest)
                 return manifest
             except FileNotFoundError:
-                missing = None
+                problem = None
                 break
-            except MissingChunkError as error:
-                missing = missing or error
-        # Replaced, and its packs freed: then a higher generation names the new ones. Or a replacement that its maker
-        # has not looked at yet and is about to withdraw, or has died before: then a lower one is what there is.
+            except CorruptError as error:
+                problem = problem or error
+        if problem is not None and not takes_lower and not isinstance(problem, MissingChunkError):
+            raise problem
+        # A pack that is missing may have been rewritten and freed since: then a higher generation names the new one.
         there = generations_of(parts.manifests, name.seq)
         if not there:
             raise NotFoundError(f"seq {name.seq} was dropped while it was being read", where=parts.backend.root)
-        if missing is not None and there == candidates:
-            raise missing
+        there = there if takes_lower else there[:1]
+        if problem is not None and there == candidates:
+            raise problem
         candidates = there
     raise ConflictError("a manifest is replaced again and again while it is read", where=parts.backend.root)
 
@@ -265,7 +274,7 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         if name.seq in listing.dropped:
             continue
         try:
-            manifest = load_whole(parts, name)
+            manifest = load_whole(parts, name, takes_lower=True)
         except NotFoundError:
             continue
         except CorruptError as error:

@@ -161,9 +161,10 @@ class Trash:
         """Yield where a pack may lie, to whoever takes the first name that holds it: in place, in the trash, and again.
 
         Collectors move packs to the trash, writers and collectors bring them back: one that is moved between two looks
-        shows in neither. It counts as gone only when both places were looked at twice, and its own once more.
+        shows in neither. It counts as gone only when both places were looked at twice, and its own once more. In a
+        bucket nothing is moved there, and each look is a request.
         """
-        for _ in range(_LOOKS):
+        for _ in range(1 if isinstance(self._backend, Distant) else _LOOKS):
             yield layout.pack_name(pack_id)
             yield from self.find_pack(pack_id)
         yield layout.pack_name(pack_id)
