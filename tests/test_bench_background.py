@@ -221,6 +221,25 @@ def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_ca
     assert seconds[0] > seconds[1] > 0
 
 
+def test_a_loop_that_shares_its_processor_is_known_to_wait_and_one_that_does_not_is_not():
+    allowed = os.sched_getaffinity(0)
+    shares = []
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        for program in ("while True: pass", "input()"):
+            with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as beside_it:
+                began = time.perf_counter() - 10
+                counted = background.count_delayed(lambda began=began: time.perf_counter() - began > 10.5, began)
+                beside_it.kill()
+            assert counted.rate > 0
+            assert counted.seconds > 10.5
+            shares.append(counted.delayed_share)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert 0.2 < shares[0] < 1
+    assert shares[1] < shares[0]
+
+
 def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():
     tensors = [torch.ones(4_000_000)]
     with Floor(tensors, is_coded=False) as hashing, Floor(tensors, is_coded=True) as coding:

@@ -11,6 +11,8 @@ from ckstore.retention.policy import Retention
 from ckstore.testing.model import difference
 
 LAST_ONE = Retention(keep_last=1)
+HOUR = 3600
+PLAIN = ckstore.Policy(compression="none", threads=1)
 
 
 def state_of(number):
@@ -80,3 +82,35 @@ def damage(backend, path, at=200):
 
 def reopened(backend, clock, run="main"):
     return ckstore.open(backend, run=run, clock=clock)
+
+
+def parts_state(number, changed):
+    """Return a state of four parts, each a chunk of its own; those that are ``changed`` are this number's own."""
+    return {
+        f"part{index}": np.arange(70_000, dtype=np.int32) + index * 10**6 + (number if index in changed else 0) * 10**7
+        for index in range(4)
+    }
+
+
+def commit_half_needed(store, clock):
+    """Step 0 writes four parts, of which step 1 needs one, and step 2 none; all of them are old enough to go."""
+    store.commit(parts_state(0, {0, 1, 2, 3}), 0)
+    store.commit(parts_state(1, {1, 2, 3}), 1)
+    store.commit(parts_state(2, {0, 1, 2, 3}), 2)
+    clock.now += 2 * HOUR
+
+
+def once(monkeypatch, owner, name, before=None, after=None):
+    """Let something happen right before, or right after, the next call of a method."""
+    method = getattr(owner, name)
+
+    def disturbed(self, *args, **options):
+        monkeypatch.setattr(owner, name, method)
+        if before is not None:
+            before()
+        result = method(self, *args, **options)
+        if after is not None:
+            after()
+        return result
+
+    monkeypatch.setattr(owner, name, disturbed)

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import stress_broken
+import stress_check
 import stress_roles
 
 WRITERS, COLLECTORS, READERS = 8, 2, 2
@@ -131,7 +132,7 @@ def run(folder, *, count, seed, seconds_max):
         if verb not in ("commit", "FAIL"):
             counters[verb] += 1
     failures = [line for line in acks if line.startswith("FAIL")]
-    failures += stress_roles.check(folder, acks, counters)
+    failures += stress_check.check(folder, acks, counters)
     counters["seconds"] = round(time.monotonic() - begun)
     return counters, failures
 

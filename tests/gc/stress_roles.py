@@ -1,4 +1,4 @@
-"""What each process of the stress test does, and what must hold afterwards."""
+"""What each process of the stress test does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import random
 import signal
 import time
 import traceback
-from collections import Counter
 
 import numpy as np
 
@@ -160,7 +159,7 @@ def remove_unacknowledged(folder, run, note):
                 store.untag(tag)
         for name in store._parts.manifests.listing().names:
             try:
-                load_whole(store._parts, name)
+                load_whole(store._parts, name, takes_lower=True)
             except NotFoundError:
                 continue
             except CorruptError as error:
@@ -307,83 +306,3 @@ def is_dropped(store, seq):
 
 
 ROLES = {"writer": write, "collector": collect, "reader": read}
-
-
-# Afterwards
-
-
-def check(folder, acks, counters):
-    """Return what was lost: acknowledged and neither dropped nor there, or dropped although it had to stay."""
-    held, doubtful, again, failures = {}, set(), Counter(), []
-    for line in acks:
-        verb, *facts = line.split()
-        if verb == "commit":
-            run, seq, step, number = facts[0], *map(int, facts[1:])
-            if (run, seq) in held:
-                failures.append(f"seq {seq} of {run} was given twice")
-            held[run, seq] = step, number
-        elif verb == "deleting":
-            doubtful.add((facts[0], int(facts[1])))
-        elif verb == "again":
-            again[facts[0], int(facts[1])] += 1
-    for run in sorted({run for run, _ in held}):
-        remove_unacknowledged(folder, run, failures.append)
-    failures = [failure for failure in failures if failure.startswith("FAIL") or "given twice" in failure]
-    with open_store(folder, "w0") as store:
-        # Of a replacement that was killed before it looked for its packs, what it was to replace is there.
-        report = store.repair(dry_run=False)
-        failures += [f"partial after a repair: {entry}" for entry in report.partial]
-        for _ in range(2):
-            report = keeper(store).gc(None, now=True, all_runs=True, min_age=0)
-        blocked = [f"{plan.run}: {plan.blocked}" for plan in report.runs if plan.blocked]
-        failures += [f"blocked after all have ended: {each}" for each in (*blocked, report.done.stop) if each]
-        report = store.verify("decode")
-        failures += [f"damage: {damage.what} {damage.where}" for damage in report.damage]
-    for run in sorted({run for run, _ in held}):
-        mine = {seq: facts for (each, seq), facts in held.items() if each == run}
-        doubts = {seq for each, seq in doubtful if each == run}
-        failures += check_run(folder, run, mine, doubts, {step: again[run, step] for _, step in again}, counters)
-    return failures
-
-
-def check_run(folder, run, held, doubtful, again, counters):
-    failures = []
-    newest_of_step = {held[seq][0]: seq for seq in sorted(held)}
-    entries_of_step = Counter(step for step, _ in held.values())
-    with open_store(folder, run) as store:
-        listing = store._parts.manifests.listing()
-        present = {name.seq for name in listing.names}
-        # What a killed writer had published and not noted any more counted among the last ones, too.
-        newest = set(sorted(held.keys() | present | doubtful)[-KEPT_LAST:])
-        tagged = {record.seq for record in store._parts.tags.all().values()}
-        for seq, (step, number) in held.items():
-            if seq in listing.dropped:
-                counters["gone by rule or by hand"] += 1
-                # A rewind that was published by one that died before it could say so, or what was brought back, is a
-                # newer entry of its step, for which this one went; it may be gone by now itself.
-                is_known = entries_of_step[step] > again.get(step, 0)
-                is_every = step % KEPT_EVERY == 0 and newest_of_step[step] == seq and is_known
-                if seq not in doubtful and (seq in newest or is_every or seq in tagged):
-                    failures.append(f"{run} seq {seq} (step {step}) was dropped although it had to stay")
-            elif seq not in present:
-                failures.append(f"{run} seq {seq} (step {step}) was acknowledged, never dropped, and is not there")
-            else:
-                counters["restored"] += 1
-                found = what_is_wrong(store, seq, number)
-                if found:
-                    failures.append(f"{run} seq {seq} was acknowledged: {found}")
-        for seq in present - held.keys():
-            # Published by one that died before it could say so, or brought back.
-            found = what_is_wrong(store, seq)
-            if found:
-                failures.append(f"{run} seq {seq}, of which nobody was told: {found}")
-    return failures
-
-
-def what_is_wrong(store, seq, number=None):
-    """Restore a checkpoint, and say how it differs from what was committed, or why it cannot be restored."""
-    try:
-        state = store.restore(f"seq:{seq}")
-    except CorruptError as error:
-        return repr(error)
-    return difference(state, state_of(state["number"] if number is None else number))

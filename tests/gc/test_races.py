@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gc_rig import LAST_ONE, check_restores, commit_all, keeper, pack_of, packs_in_place, state_of
+from gc_rig import HOUR, LAST_ONE, check_restores, commit_all, keeper, once, pack_of, packs_in_place, state_of
 
 import ckstore
 from ckstore import history
@@ -13,8 +13,6 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.store.gc_marks import Marker
 from ckstore.store.trash import Trash
 from ckstore.testing.model import difference
-
-HOUR = 3600
 
 
 @pytest.fixture
@@ -37,22 +35,6 @@ def publish_again(store, manifest):
     again = republished(manifest, seq=seq, time_ns=store._parts.clock.now_ns(), is_archival=False)
     manifests.publish(again)
     return again
-
-
-def once(monkeypatch, owner, name, before=None, after=None):
-    """Let something happen right before, or right after, the next call of a method."""
-    method = getattr(owner, name)
-
-    def disturbed(self, *args, **options):
-        monkeypatch.setattr(owner, name, method)
-        if before is not None:
-            before()
-        result = method(self, *args, **options)
-        if after is not None:
-            after()
-        return result
-
-    monkeypatch.setattr(owner, name, disturbed)
 
 
 def same(store, ref, number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gc_rig import LAST_ONE, files_of, keeper, packs_in_place
+from gc_rig import HOUR, LAST_ONE, PLAIN, commit_half_needed, files_of, keeper, packs_in_place, parts_state
 
 import ckstore
 from ckstore.errors import CapacityError
@@ -14,9 +14,6 @@ from ckstore.retention.policy import Retention
 from ckstore.store import gc_repack
 from ckstore.store.references import load_whole, resolve
 from ckstore.testing.model import difference
-
-HOUR = 3600
-PLAIN = ckstore.Policy(compression="none", threads=1)
 
 
 @pytest.fixture
@@ -30,21 +27,9 @@ def store(backend, clock):
         yield opened
 
 
-def parts_state(number, changed):
-    """Return a state of four parts, each a chunk of its own; those that are ``changed`` are this number's own."""
-    return {
-        f"part{index}": np.arange(70_000, dtype=np.int32) + index * 10**6 + (number if index in changed else 0) * 10**7
-        for index in range(4)
-    }
-
-
 @pytest.fixture
 def history(store, clock):
-    """Step 0 writes four parts, of which step 1 needs one, and steps 2 and 3 none; step 0 is tagged by nobody."""
-    store.commit(parts_state(0, {0, 1, 2, 3}), 0)
-    store.commit(parts_state(1, {1, 2, 3}), 1)
-    store.commit(parts_state(2, {0, 1, 2, 3}), 2)
-    clock.now += 2 * HOUR
+    commit_half_needed(store, clock)
     return store
 
 

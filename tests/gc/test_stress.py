@@ -10,9 +10,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import stress_check
+import stress_roles
+
+import ckstore
+from ckstore.format import layout
+from ckstore.ids import PackId
+from ckstore.io.local import LocalBackend
 
 COUNT = int(os.environ.get("CKSTORE_TEST_STRESS_COUNT", "5000"))
 FOLDER = Path(__file__).parent
@@ -35,6 +43,28 @@ def stress(count, *, seed, without=None):
 def in_words(counters):
     shown = ("commits", "lives", "dropped", "packs moved", "files freed", "rescued", "manifests replaced", "read")
     return ", ".join(f"{counters.get(name, 0)} {name}" for name in shown)
+
+
+def test_afterwards_a_killed_replacement_is_repaired_and_other_damage_is_told(tmp_path):
+    with ckstore.open(LocalBackend(tmp_path / "store", engine="pwrite"), run="w0", policy=stress_roles.POLICY) as store:
+        for step in range(2):
+            store.commit(stress_roles.state_of(step), step)
+        manifests = store._parts.manifests
+        first, second = map(manifests.load, manifests.listing().names)
+        gone = replace(first.packs[0], pack_id=PackId(bytes(range(16))))
+        torn = replace(first, header=replace(first.header, generation=1), packs=(gone, *first.packs[1:]))
+        assert stress_check.repair_torn(tmp_path, ["w0"]) == []
+        manifests.publish(torn)
+    assert stress_check.repair_torn(tmp_path, ["w0"]) == []
+    with stress_roles.open_store(tmp_path, "w0") as store:
+        assert store.info("seq:0").generation == 2
+        assert store.verify("decode").is_clean
+        torn = replace(torn, header=replace(first.header, generation=3))
+        store._parts.manifests.publish(torn)
+        (own,) = {pack.pack_id for pack in second.packs} - {pack.pack_id for pack in first.packs}
+        store._parts.backend.unlink(layout.pack_name(own))
+    (told,) = stress_check.repair_torn(tmp_path, ["w0"])
+    assert "('w0', 1, 'partial')" in told
 
 
 def test_nothing_is_lost_in_a_short_storm():

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from gc_rig import LAST_ONE, check_restores, commit_all, damage, keeper, pack_of
-from test_races import once
+from gc_rig import (
+    LAST_ONE,
+    PLAIN,
+    check_restores,
+    commit_all,
+    commit_half_needed,
+    damage,
+    keeper,
+    once,
+    pack_of,
+    parts_state,
+)
 
 import ckstore
 from ckstore.errors import MissingChunkError, NotFoundError
@@ -22,9 +31,6 @@ from ckstore.store.references import load_whole, newest_whole, resolve
 from ckstore.store.shelf import Shelf
 from ckstore.store.trash import Trash
 from ckstore.testing.model import difference
-
-HOUR = 3600
-PLAIN = ckstore.Policy(compression="none", threads=1)
 
 
 class Killed(BaseException):
@@ -42,23 +48,13 @@ def store(backend, clock):
         yield opened
 
 
-def parts_state(number, changed):
-    return {
-        f"part{index}": np.arange(70_000, dtype=np.int32) + index * 10**6 + (number if index in changed else 0) * 10**7
-        for index in range(4)
-    }
-
-
 STATES = {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})}
 
 
 @pytest.fixture
 def torn(store, clock, monkeypatch):
     """A store whose step 1 shows a generation of which a pack is gone, above the one that was acknowledged."""
-    store.commit(parts_state(0, {0, 1, 2, 3}), 0)
-    store.commit(STATES[1], 1)
-    store.commit(STATES[2], 2)
-    clock.now += 2 * HOUR
+    commit_half_needed(store, clock)
     tear(store, monkeypatch)
     return store
 
@@ -89,12 +85,13 @@ def restores(store):
         assert found is None, found
 
 
-def test_whoever_asks_for_it_gets_what_was_acknowledged(torn):
+def test_whoever_asks_for_it_gets_what_was_acknowledged_and_is_warned(torn, caplog):
     assert generations(torn, 1) == [0, 1]
     torn_one = resolve(torn._parts, 1)
     assert torn_one.generation == 1
     assert torn._parts.packs_nowhere({pack.pack_id: pack.nbytes for pack in load(torn, torn_one).packs})
     assert load_whole(torn._parts, torn_one, takes_lower=True).header.generation == 0
+    assert "generation 1 was passed over for generation 0: pack" in caplog.text
     restores(torn)
 
 

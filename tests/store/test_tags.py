@@ -92,6 +92,55 @@ def test_tag_is_as_it_was_when_its_move_is_refused(tags):
     assert tags.get("good").seq == 1
 
 
+def dropped_once_it_is_written():
+    """Return what says that a checkpoint is there before a tag is written, and dropped after that."""
+    looks = iter([False, True])
+    return lambda seq: next(looks)
+
+
+def test_tag_is_undone_when_its_checkpoint_is_dropped_while_it_is_written(tags):
+    with pytest.raises(ConflictError, match="is being dropped"):
+        put(tags, "good", is_dropped=dropped_once_it_is_written())
+    assert tags.all() == {}
+
+
+def test_tag_is_as_it_was_when_what_it_moves_to_is_dropped_meanwhile(tags):
+    put(tags, "good", 1)
+    with pytest.raises(ConflictError, match="is being dropped"):
+        put(tags, "good", 2, is_dropped=dropped_once_it_is_written())
+    assert tags.get("good").seq == 1
+
+
+def test_intent_that_is_made_while_a_tag_is_written_refuses_it(tags, monkeypatch):
+    put(tags, "good", 1)
+    replace = type(tags)._replace
+
+    def with_an_intent(self, path, content):
+        monkeypatch.setattr(type(tags), "_replace", replace)
+        replace(self, path, content)
+        tags.declare(2, "delete")
+
+    monkeypatch.setattr(type(tags), "_replace", with_an_intent)
+    with pytest.raises(ConflictError, match="is being dropped"):
+        put(tags, "good", 2)
+    assert tags.get("good").seq == 1
+
+
+@pytest.mark.parametrize("is_intended", [True, False])
+def test_tag_does_not_leave_what_it_protects_for_what_is_refused_at_first_sight(tags, monkeypatch, is_intended):
+    put(tags, "good", 1)
+    if is_intended:
+        tags.declare(2, "delete")
+
+    def written(*args):
+        raise AssertionError("a drop might have read it")
+
+    monkeypatch.setattr(type(tags), "_replace", written)
+    with pytest.raises(ConflictError, match="is being dropped"):
+        put(tags, "good", 2, is_dropped=lambda seq: not is_intended)
+    assert tags.get("good").seq == 1
+
+
 def test_intent_refuses_new_tags_until_it_is_retracted(tags):
     intent = tags.declare(3, "delete")
     with pytest.raises(ConflictError):

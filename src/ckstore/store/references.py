@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from ckstore.store.parts import Parts
 if TYPE_CHECKING:
     # Only a type here: listing a run reads headers, and must start at once.
     from ckstore.format.manifest import Manifest
+
+_log = logging.getLogger("ckstore")
 
 Reference = int | str
 
@@ -228,6 +231,9 @@ def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -
             try:
                 manifest = parts.manifests.load(candidate)
                 parts.require_packs(manifest)
+                if problem is not None:
+                    words = "seq %d: generation %d was passed over for generation %d: %s"
+                    _log.warning(words, name.seq, candidates[0].generation, candidate.generation, problem)
                 return manifest
             except FileNotFoundError:
                 problem = None

@@ -84,10 +84,20 @@ class Tags:
     def put(self, name: str, *, seq: int, step: int, checkpoint_id: bytes, is_dropped: Callable[[int], bool]) -> None:
         """Point a tag at a checkpoint, durably; then look whether that is being dropped.
 
+        Looked at before, too, so that a tag hardly ever leaves what it protects for something that is refused; only the
+        look after it was written is what no drop can slip past.
+
         Raises:
             ConflictError: The checkpoint is being dropped or demoted; the tag is as it was before.
         """
         path = layout.tag_name(self._run, layout.check_name(name, "tag"))
+        refused = ConflictError(
+            f"seq {seq} is being dropped; tag {name!r} was not set",
+            where=self._backend.location_of(path),
+            todo="tag another checkpoint",
+        )
+        if is_dropped(seq) or self.intents_on(seq):
+            raise refused
         before: bytes | None = None
         with contextlib.suppress(FileNotFoundError, CorruptError):
             before = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
@@ -98,11 +108,7 @@ class Tags:
                 self._remove(path)
             else:
                 self._replace(path, before)
-            raise ConflictError(
-                f"seq {seq} is being dropped; tag {name!r} was not set",
-                where=self._backend.location_of(path),
-                todo="tag another checkpoint",
-            )
+            raise refused
 
     def remove(self, name: str) -> None:
         """Remove a tag, durably; NotFoundError when there is none."""
