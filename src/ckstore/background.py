@@ -142,7 +142,7 @@ class Background(Advising):
         changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first, or does it inside of
         ``guard``: averaged weights that are swapped in for an evaluation, an ``Embedding`` with ``max_norm``, codebooks
         that a forward pass updates. Who does not is found out where counters of changes or some bytes of each tensor in
-        host memory tell, and in host memory always with ``debug_guard`` of the policy; on devices by counters only.
+        host memory tell, on devices by counters only; and always with ``debug_guard`` of the policy.
         Nor may their memory move meanwhile, as by ``share_memory_``: share first.
 
         What an optimizer with ``capturable`` owns is copied before ``commit_async`` returns: a CUDA graph may replay

@@ -96,9 +96,10 @@ class Policy:
             while ``result()``, a full arena, ``wait`` or ``close`` wait for the saver; for its niceness, where the
             system lets a process raise its priority (root, ``ulimit -e``).
         debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
-            a commit whose state was changed in between fails and names the tensor. Of host memory only. A state is
-            staged, and published, only when that was compared: at the next step of its optimizer, the next commit, or
-            by ``Pending.wait_staged`` or ``result``; a trainer that is killed before loses it.
+            a commit whose state was changed in between fails and names the tensor. A state is staged, and published,
+            only when that was compared: at the next step of its optimizer, the next commit, or by
+            ``Pending.wait_staged`` or ``result``; a trainer that is killed before loses it. The memory of devices is
+            fetched twice more for it, while the call and the step wait.
 
     Raises:
         UsageError: A field has a value that it cannot have.

@@ -37,7 +37,7 @@ from ckstore.saver.tickets import Callbacks
 from ckstore.staging.devices import Span
 from ckstore.staging.dock import Dock
 from ckstore.staging.state import Staging
-from ckstore.staging.stowage import Stowage, unchecked
+from ckstore.staging.stowage import Stowage
 from ckstore.store.orphans import note_abandoned
 from ckstore.store.parts import Parts
 from ckstore.workers import run_aside
@@ -102,7 +102,6 @@ class Handover:
         busy = self._wait_for_slot(order)
         if busy is not None:
             return busy
-        order.captured.warnings.extend(unchecked(stowage, order.policy))
         handed: Handed | None = None
         try:
             handed = self._begin(order, stowage, starts)

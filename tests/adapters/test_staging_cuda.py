@@ -266,6 +266,29 @@ def test_a_trainer_on_a_gpu_commits_each_step_as_it_was(tmp_path, is_on_a_stream
 
 
 @needs_gpu
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_the_check_of_the_guard_finds_what_was_changed_on_a_gpu_and_accuses_nobody_else(tmp_path, is_changed):
+    model = torch.nn.Linear(2048, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with ckstore.open(tmp_path / "store", policy=ckstore.Policy(debug_guard=True)) as store:
+        store.attach(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+            wanted = model.weight.detach().clone()
+            pending = store.commit_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
+            if is_changed:
+                model.weight.data[5, 7] += 1
+            optimizer.step()
+            if is_changed:
+                with pytest.raises(ckstore.CorruptError, match=r"model\.weight"):
+                    pending.result()
+            else:
+                assert pending.result().step == step
+                assert torch.equal(store.restore(step)["model"]["weight"].cpu(), wanted.cpu())
+
+
+@needs_gpu
 def test_views_of_one_storage_and_odd_offsets_arrive_whole():
     whole = torch.randn(1_000_001, device="cuda", dtype=torch.bfloat16)
     state = [whole[3:500_000], whole[400_000:], whole[::2]]

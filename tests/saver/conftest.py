@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from ckstore.saver.arena import Arena
 from ckstore.saver.server import Server
 from ckstore.staging import device_copy, dock
 from ckstore.staging.crew import Crew
+from ckstore.staging.stowage import DEVICE_LAZY, LAZY
 from ckstore.store.processes import process_started
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from interrupting import Witness
-from played_device import Lying, PlayedDevice
+from played_device import Lying, PlayedDevice, SlowDevice
 from pretend import HeldCrew, Noted, PretendSaver
 from rig import Child, Desk, links, until
 
@@ -130,6 +132,23 @@ def device(monkeypatch):
     monkeypatch.setattr(Witness, "wait_for_others", lambda _: played.finish())
     yield played
     played.close()
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Take what is guarded for memory of a slow device, but for what is as small as a counter of steps."""
+    kinds_of = dock.kinds_of
+
+    def kinds_there(captured, storages, guarded):
+        kinds = kinds_of(captured, storages, guarded)
+        is_large = [captured.storages[index].nbytes > 4096 for index in range(len(kinds))]
+        return [DEVICE_LAZY if kind == LAZY and large else kind for kind, large in zip(kinds, is_large, strict=True)]
+
+    SlowDevice.may_come, SlowDevice.may_be_told = threading.Event(), threading.Event()
+    SlowDevice.may_be_told.set()
+    monkeypatch.setattr(dock, "kinds_of", kinds_there)
+    monkeypatch.setattr(device_copy, "copies_of", SlowDevice)
+    return SlowDevice
 
 
 @pytest.fixture

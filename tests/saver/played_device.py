@@ -105,3 +105,38 @@ class PlayedCopies:
 
     def forget(self):
         self._storages = ()
+
+
+class SlowDevice:
+    """Copies of one section that come when a test says so, of what there was when the device was told of them."""
+
+    may_be_told: threading.Event
+    may_come: threading.Event
+
+    def __init__(self, section, storages, slot):
+        self.section, self.storages, self.slot = section, storages, slot
+        self.rows = []
+
+    def fence(self):
+        pass
+
+    def launch(self):
+        if self.section.unit_count:
+            self.may_be_told.wait(SECONDS_MAX)
+        for unit in range(self.section.unit_count):
+            for storage, offset, place, nbytes in self.section.rows_of(unit):
+                self.rows.append((place, bytes(self.storages[storage].read(offset, offset + nbytes))))
+
+    def hold(self):
+        pass
+
+    def wait(self, mark):
+        if self.section.unit_count:
+            self.may_come.wait(2 * SECONDS_MAX)
+        for place, content in self.rows:
+            self.slot.view(place, len(content))[:] = content
+        for unit in range(self.section.unit_count):
+            mark(unit)
+
+    def forget(self):
+        self.storages = ()

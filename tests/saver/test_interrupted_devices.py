@@ -17,7 +17,7 @@ from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
-def interrupt(folder, lying, kind, act, guard):
+def interrupt(folder, lying, kind, act, guard, *, is_checked=False):
     """Interrupt commits of a state that lies in the device, each followed by one from the host; return the places."""
     far = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
 
@@ -30,7 +30,7 @@ def interrupt(folder, lying, kind, act, guard):
         far["w"][:] = (step + 1) % 251
         lying.kind = NOW
 
-    with ckstore.open(folder) as store:
+    with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
         store._guarded = lying
         return interrupt_each_line(store, from_device, after=then_from_host)
 
@@ -44,7 +44,8 @@ def test_where_a_device_has_sent_all_before_the_call_returns(witnesses, folder, 
     check(interrupt(folder, lying, DEVICE_NOW, commit, lambda store: None))
 
 
-def test_where_a_device_sends_behind_a_guard(witnesses, folder, device, lying):
+@pytest.mark.parametrize("is_checked", [False, True], ids=["unchecked", "checked"])
+def test_where_a_device_sends_behind_a_guard(witnesses, folder, device, lying, is_checked):
     def guard(store):
         store._handover.guard()
         # What training tells the device next comes after that.
@@ -57,4 +58,4 @@ def test_where_a_device_sends_behind_a_guard(witnesses, folder, device, lying):
         pending.wait_staged()
         pending.result(60)
 
-    check(interrupt(folder, lying, DEVICE_LAZY, commit_and_guard, guard))
+    check(interrupt(folder, lying, DEVICE_LAZY, commit_and_guard, guard, is_checked=is_checked))

@@ -80,7 +80,15 @@ class Meddler:
             time.sleep(0.0005)
 
 
-def test_a_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(store, tell):
+@pytest.fixture(params=["host", "device"])
+def place(request):
+    """Where the parameters lie: in the host's memory, or taken for memory of a device."""
+    if request.param == "device":
+        request.getfixturevalue("on_device").may_come.set()
+    return request.param
+
+
+def test_a_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, tell):
     seed = 4
     choice = random.Random(seed)
     training = Training(store)
@@ -100,10 +108,11 @@ def test_a_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(store, t
     assert store.steps() == []
     # And whoever is left in peace is not accused.
     assert store.commit_async(training.state, ROUNDS).result().step == ROUNDS
-    tell(f"guard race, seed {seed}: {ROUNDS} of {ROUNDS} commits with {changes} changes from outside were caught")
+    caught_count = f"{ROUNDS} of {ROUNDS} commits with {changes} changes from outside"
+    tell(f"guard race, memory of a {place}, seed {seed}: {caught_count} were caught")
 
 
-def test_rounds_in_which_nobody_meddles_are_all_stored_as_they_were(store):
+def test_rounds_in_which_nobody_meddles_are_all_stored_as_they_were(place, store):
     training = Training(store)
     for number in range(ROUNDS // 2):
         wanted = [parameter.detach().clone() for parameter in training.parameters]

@@ -8,15 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from played_device import SlowDevice
 from pretend import PretendSaver, without_hooks
 from torch import nn
 
 import ckstore
-from ckstore import handover
 from ckstore.errors import CorruptError, SaverError
-from ckstore.staging import device_copy, dock
 from ckstore.staging import state as staging_state
-from ckstore.staging.stowage import DEVICE_LAZY, LAZY, Section, Stowage, unchecked
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -160,52 +158,6 @@ def test_a_look_that_ends_a_thread_that_copies_fails_the_commit_and_holds_nobody
     assert store.commit_async(trainer.state(), 2).result().step == 2
 
 
-class SlowDevice:
-    """Copies of a device that come when a test says so, of what there was when it was told."""
-
-    may_come: threading.Event
-
-    def __init__(self, section, storages, slot):
-        self.section, self.storages, self.slot = section, storages, slot
-        self.rows = []
-
-    def fence(self):
-        pass
-
-    def launch(self):
-        for unit in range(self.section.unit_count):
-            for storage, offset, place, nbytes in self.section.rows_of(unit):
-                self.rows.append((unit, place, bytes(self.storages[storage].read(offset, offset + nbytes))))
-
-    def hold(self):
-        pass
-
-    def wait(self, mark):
-        if self.section.unit_count:
-            self.may_come.wait(60)
-        for unit, place, content in self.rows:
-            self.slot.view(place, len(content))[:] = content
-            mark(unit)
-
-    def forget(self):
-        pass
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """Take what is guarded for memory of a device, but for what is as small as a counter of steps."""
-    kinds_of = dock.kinds_of
-
-    def kinds_there(captured, storages, guarded):
-        kinds = kinds_of(captured, storages, guarded)
-        is_large = [captured.storages[index].nbytes > 4096 for index in range(len(kinds))]
-        return [DEVICE_LAZY if kind == LAZY and large else kind for kind, large in zip(kinds, is_large, strict=True)]
-
-    SlowDevice.may_come = threading.Event()
-    monkeypatch.setattr(dock, "kinds_of", kinds_there)
-    monkeypatch.setattr(device_copy, "copies_of", SlowDevice)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes(store, on_device, threads):
     """What is told to a device after the guard has let it pass comes after the copies, as often as it likes."""
@@ -288,17 +240,6 @@ def test_a_parameter_may_be_changed_when_all_is_staged(store):
     with torch.no_grad():
         trainer.model[2].weight[5, 7] += 1
     assert pending.result().step == 1
-
-
-def test_the_check_says_what_it_does_not_compare(store, monkeypatch):
-    empty, rows = np.zeros(1, np.uint64), np.zeros((0, 4), np.int64)
-    device = Section(0, np.array([0, 1], np.uint64), np.array([[0, 0, 0, 4096]], np.int64))
-    stowage = Stowage((0,), (), (*[Section(0, empty, rows)] * 3, device), 4096)
-    assert unchecked(stowage, ckstore.Policy()) == []
-    assert "4096 bytes were guarded there" in unchecked(stowage, ckstore.Policy(debug_guard=True))[0]
-    monkeypatch.setattr(handover, "unchecked", lambda stowage, policy: ["Something was not compared."])
-    store.commit_async({"w": np.zeros(9)}, 1)
-    assert PretendSaver.started[-1].head(1).warnings == ["Something was not compared."]
 
 
 def test_numpy_states_need_no_optimizer(store):

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore import kernels
-from ckstore.format.wire import xxh3_64
 from ckstore.kernels import copy_units as gather
 from ckstore.latch import Latch
 from ckstore.saver.arena import UNIT_NBYTES, Slot
+from ckstore.staging.checksums import Checksums, Place
 from ckstore.staging.crew import Crew
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
@@ -90,16 +90,14 @@ class HostCopy:
     ) -> None:
         self.section = section
         self.is_over = Latch()
-        self.checksums: dict[int, list[int]] = {}
-        self._changed_row: tuple[int, int] | None = None
         self._samples: NDArray[np.uint8] | None = None
         self._slot = slot
+        self._sums = Checksums(section, slot, storages) if is_checked else None
         self._storages: Sequence[HostStorage] = storages
         self._table = section.table(starts, slot.address) if section.unit_count else np.empty((0, 3), np.uint64)
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._turn = np.zeros(1, np.uint64)
         self._bell = bell
-        self._is_checked = is_checked
         self._is_fresh = not slot.is_populated(section.begin, section.unit_count * UNIT_NBYTES)
         self._on_over = on_over
         self._look = look
@@ -123,7 +121,7 @@ class HostCopy:
                 return
             self._inside += 1
         try:
-            if self._is_fresh or self._is_checked:
+            if self._is_fresh or self._sums is not None:
                 self._copy_stepwise()
             elif self.section.unit_count:
                 self._copy(self._table, self.section.firsts, self._marks, self._turn)
@@ -159,25 +157,16 @@ class HostCopy:
 
     def note(self) -> None:
         """Note what is to be copied, as it must be: all of it by checksums, if they are wanted; else some bytes."""
-        if not self._is_checked and self.section.unit_count:
+        if self._sums is not None:
+            self._sums.note()
+        elif self.section.unit_count:
             self._samples = self._sampled(0)
-        # What is given up meanwhile lets go of its sources.
-        storages = self._storages
-        for unit in range(self.section.unit_count if self._is_checked and storages else 0):
-            if unit not in self.checksums:
-                self.checksums.setdefault(unit, self._checksums_of(unit, storages))
 
-    def changed_row(self) -> tuple[int, int] | None:
+    def changed_row(self) -> Place | None:
         """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
-        storages = self._storages
-        for unit, noted in list(self.checksums.items()) if storages else ():
-            found = self._checksums_of(unit, storages)
-            for row, one, other in zip(self.section.rows_of(unit), noted, found, strict=True):
-                if one != other:
-                    return row[0], row[1]
-        return self._changed_row
+        return None if self._sums is None else self._sums.changed()
 
-    def sampled_change(self) -> tuple[int, int] | None:
+    def sampled_change(self) -> Place | None:
         """Return storage and offset of a copy that is not what some bytes of its source were; None: none was seen."""
         noted = self._samples
         if noted is None:
@@ -206,24 +195,11 @@ class HostCopy:
         gather(wanted.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
         return found
 
-    def _checksums_of(self, unit: int, storages: Sequence[HostStorage]) -> list[int]:
-        return [
-            xxh3_64(storages[storage].read(offset, offset + nbytes))
-            for storage, offset, _, nbytes in self.section.rows_of(unit)
-        ]
-
-    def _check_copy(self, unit: int) -> None:
-        rows = list(self.section.rows_of(unit))
-        copied = [xxh3_64(self._slot.view(place, nbytes)) for _, _, place, nbytes in rows]
-        # A guard on another thread may be faster than the note.
-        noted = self.checksums.setdefault(unit, copied)
-        for row, one, other in zip(rows, noted, copied, strict=True):
-            if one != other:
-                self._changed_row = row[0], row[1]
-
     def forget(self) -> None:
         """Let go of the sources."""
         self._storages = ()
+        if self._sums is not None:
+            self._sums.forget()
 
     def _leave(self) -> None:
         with self._lock:
@@ -240,7 +216,7 @@ class HostCopy:
             try:
                 # Whoever keeps this must not keep the arena by it.
                 self._marks = np.zeros(0, np.uint8)
-                if not self._is_checked:
+                if self._sums is None:
                     self.forget()
                 self._table = self._table[:0].copy()
             finally:
@@ -267,11 +243,11 @@ class HostCopy:
 
     def _copy_stepwise(self) -> None:
         firsts = self.section.firsts
-        while (taken := self._take(1 if self._is_checked else _FRESH_UNITS)) is not None:
+        while (taken := self._take(1 if self._sums is not None else _FRESH_UNITS)) is not None:
             first, last = taken
             self._slot.populate(self.section.begin + first * UNIT_NBYTES, (last - first) * UNIT_NBYTES)
             rows = self._table[int(firsts[first]) : int(firsts[last])]
             starts = firsts[first : last + 1] - firsts[first]
             self._copy(rows, starts, self._marks[first:last], np.zeros(1, np.uint64))
-            if self._is_checked:
-                self._check_copy(first)
+            if self._sums is not None:
+                self._sums.check_copy(first)

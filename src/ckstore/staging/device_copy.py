@@ -19,6 +19,7 @@ import numpy as np
 from ckstore.errors import BackendError, CkstoreError
 from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
+from ckstore.staging.checksums import Checksums, Place
 from ckstore.staging.copying import ignore, looked, without_frames
 from ckstore.staging.devices import copies_of
 from ckstore.staging.stowage import Section
@@ -37,6 +38,8 @@ class DeviceCopy:
         on_over: Called once, on any thread, with what went wrong, if anything did.
         bell: An eventfd to ring after each unit; -1: none.
         look: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
+        changed: Returns the error that names what lies at a place. Where it is given, checksums are taken of the
+            sources, before training goes on and when it is let pass, and of what has come.
     """
 
     def __init__(
@@ -48,10 +51,13 @@ class DeviceCopy:
         *,
         bell: int,
         look: Callable[[], BaseException | None],
+        changed: Callable[[Place], BaseException | None] | None = None,
     ) -> None:
         self._section = section
         self._slot = slot
         self._copies = copies_of(section, storages, slot)
+        self._sums = None if changed is None else Checksums(section, slot, storages)
+        self._changed = changed
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
         self._bell = bell
@@ -115,6 +121,29 @@ class DeviceCopy:
                 # Not before: Ctrl-C in between must not leave a change unseen.
                 self._is_held = is_held
 
+    def note(self) -> None:
+        """Note what is to be sent as this thread's streams have it, if that is to be checked; waits for them."""
+        if self._sums is not None:
+            self._sums.note()
+
+    def changed_place(self) -> Place | None:
+        """Return where a source is not what was noted any more, as this thread's streams have it; None: nowhere.
+
+        Before a guard lets training pass: afterwards the sources are not looked at again.
+        """
+        if self._sums is None:
+            return None
+        found = self._sums.changed()
+        if found is None:
+            self._sums.forget()
+        return found
+
+    def forget(self) -> None:
+        """Let go of the sources: nobody asks any more whether they were changed."""
+        if self._sums is not None:
+            self._sums.forget()
+        self._changed = None
+
     def wait(self) -> None:
         """Wait until all has come, on a thread of the crew; never raises."""
         self._finish(None)
@@ -141,7 +170,7 @@ class DeviceCopy:
                 error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")
             # No guard may have come meanwhile: what was changed until now was changed while it was copied.
             self._look_once(BaseException, is_held=False)
-            error = error or self._seen
+            error = error or self._seen or self._changed_copy()
             self._is_over = True
             self._problem = None
             on_over, self._on_over, self._look = self._on_over, ignore, ignore
@@ -150,7 +179,16 @@ class DeviceCopy:
             finally:
                 on_over(error)
 
+    def _changed_copy(self) -> BaseException | None:
+        """Return an error if what has come is not what was noted."""
+        if self._sums is None or self._changed is None:
+            return None
+        place = self._sums.changed(is_looking=False)
+        return None if place is None else self._changed(place)
+
     def _mark(self, unit: int) -> None:
+        if self._sums is not None:
+            self._sums.check_copy(unit)
         self._marks[unit] = 1
         if self._bell >= 0:
             # A bell that cannot be heard any more, or has rung often enough, is no reason to stop.

@@ -24,7 +24,8 @@ from ckstore.capture import Captured
 from ckstore.errors import CorruptError
 from ckstore.latch import Latch
 from ckstore.saver.arena import STAGED, Slot
-from ckstore.staging.copying import HostCopy, ignore
+from ckstore.staging.checksums import Place
+from ckstore.staging.copying import HostCopy, ignore, looked
 from ckstore.staging.crew import Crew
 from ckstore.staging.device_copy import DeviceCopy
 from ckstore.staging.devices import versions_of
@@ -67,7 +68,7 @@ class Staging:
         self._captured: Captured | None = captured
         self._crew = crew
         # Without anything to guard there is nothing to compare.
-        self._is_checked = is_checked and stowage.sections[LAZY].unit_count > 0
+        self._is_checked = is_checked and any(stowage.sections[kind].unit_count for kind in (LAZY, DEVICE_LAZY))
         self._on_staged, self._on_failed = on_staged, on_failed
         self._lock = threading.Lock()
         self._checking = threading.Lock()
@@ -98,6 +99,7 @@ class Staging:
                 self._one_over,
                 bell=bell,
                 look=partial(self._seen_changed, kind),
+                changed=self._changed_at if is_checked and kind == DEVICE_LAZY else None,
             )
             for kind in (DEVICE_NOW, DEVICE_LAZY)
             if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
@@ -145,9 +147,10 @@ class Staging:
                 self._crew.waiters.see_through(copy.wait)
             if (error := self._error or now.error) is not None:
                 raise error
-            for copy in self._device[1:]:
-                self._crew.waiters.send_one(copy.wait)
             # What a guard protects must be copied as it is now.
+            for copy in self._device[1:]:
+                copy.note()
+                self._crew.waiters.send_one(copy.wait)
             lazy.note()
             lazy.send(self._crew, self._half)
             self._is_noted = True
@@ -167,6 +170,8 @@ class Staging:
             if not copy.is_launched:
                 self._crew.see_through(copy.launch)
             if (error := copy.hold()) is not None:
+                self.cancel(error)
+            if self._is_checked and (error := looked(partial(self._changed_source, copy), Exception)) is not None:
                 self.cancel(error)
             if is_host_waiting:
                 self._crew.waiters.see_through(copy.wait)
@@ -242,6 +247,16 @@ class Staging:
         row = self._host[1].sampled_change() if kind == LAZY else None
         return None if row is None else _changed_error(captured, *row)
 
+    def _changed_source(self, copy: DeviceCopy) -> BaseException | None:
+        """Return an error if a device's memory is not what was noted any more."""
+        place = copy.changed_place()
+        return None if place is None else self._changed_at(place)
+
+    def _changed_at(self, place: Place) -> BaseException | None:
+        captured = self._captured
+        # What is over can be changed.
+        return None if captured is None else _changed_error(captured, *place)
+
     def _one_over(self, error: BaseException | None) -> None:
         with self._lock:
             self._error = self._error or error
@@ -271,7 +286,7 @@ class Staging:
             captured = self._captured
             if not self._is_checked or captured is None:
                 return
-            row = self._host[1].changed_row() if self._error is None else None
+            row = self._changed_row() if self._error is None else None
             with self._lock:
                 if row is not None:
                     self._error = self._error or _changed_error(captured, *row)
@@ -279,6 +294,10 @@ class Staging:
                 self._is_checked = False
             if is_end:
                 self._end()
+
+    def _changed_row(self) -> Place | None:
+        rows = (self._host[1].changed_row(), *(copy.changed_place() for copy in self._device[1:]))
+        return next((row for row in rows if row is not None), None)
 
     def _end(self) -> None:
         with self._lock:
@@ -288,6 +307,8 @@ class Staging:
             return
         for copy in self._host:
             copy.forget()
+        for device in self._device:
+            device.forget()
         self._captured = None
         if error is None:
             # The order matters: a saver whose trainer dies right here publishes what is marked and STAGED.

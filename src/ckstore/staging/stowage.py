@@ -14,7 +14,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore.config import Policy
 from ckstore.kernels.sample_on_numpy import RUN_COUNT, SAMPLE_NBYTES, run_of
 from ckstore.plan import SHARED_NBYTES_MAX, StorageShape
 from ckstore.saver.arena import UNIT_NBYTES
@@ -147,17 +146,6 @@ def stow(storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterab
         sections.append(replace(section, runs=runs_of(section)) if is_far else section)
     places = tuple(loader.places[index] for index in range(len(storages)))
     return Stowage(places, tuple(loader.samples), tuple(sections), loader.end)
-
-
-def unchecked(stowage: Stowage, policy: Policy) -> list[str]:
-    """Return a warning if a policy asks for checks that are not made."""
-    nbytes = stowage.sections[DEVICE_LAZY].nbytes
-    if not (policy.debug_guard and nbytes):
-        return []
-    return [
-        f"debug_guard takes no checksums in the memory of devices: {nbytes} bytes were guarded there, and only what "
-        "torch counts as a change would have been noticed; leave out attach, and all is copied before training goes on."
-    ]
 
 
 class _Loader:
