@@ -25,6 +25,7 @@ from bench import (
     cases_loops,
     cases_stages,
     cases_stall,
+    cases_telling,
     cases_training,
     device,
     histories,
@@ -301,6 +302,7 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_stall.CASES,
     **cases_training.CASES,
     **cases_gpu.CASES,
+    **cases_telling.CASES,
     **cases_stages.CASES,
     **cases_async.CASES,
 }

@@ -195,7 +195,7 @@ ALLOWED = {
         "fetch",
         "adapters",
     },
-    "adapters": GROUND | {"api", "outfile"},
+    "adapters": GROUND | {"api", "kernels", "outfile"},
     # What the command line shows; functions of the library like the others.
     "listing": CORE | {"info"},
     "contents": GROUND | {"format", "info"},

@@ -34,6 +34,9 @@ def copy_bytes(source: Buffer, destination: Buffer) -> None:
 def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell: int) -> int:
     """Copy the units that no other thread has taken, mark each when its bytes are there, and return how many."""
 
+def launch_copies(function: int, table: Buffer, kind: int, stream: int) -> int:
+    """Begin the copy of each row by a function of a device's runtime; return 0, or what one returned that failed."""
+
 def equal_bytes(a: Buffer, b: Buffer) -> bool:
     """Return whether both hold the same bytes; False when their lengths differ."""
 

@@ -205,6 +205,19 @@ std::size_t copy_units(nb::handle table, nb::handle firsts, nb::handle marks, nb
     return ckstore::copy_units(units);
 }
 
+int launch_copies(std::uintptr_t function, nb::handle table, int kind, std::uintptr_t stream) {
+    Bytes rows(table, false);
+    require_equal(rows.nbytes() % (3 * sizeof(std::uint64_t)), 0);
+    if (function == 0) {
+        throw nb::value_error("there is no function at address 0");
+    }
+    const std::uint64_t *words = words_of(rows);
+    const std::size_t count = rows.nbytes() / (3 * sizeof(std::uint64_t));
+    nb::gil_scoped_release unlocked;
+    return ckstore::launch_copies(
+        reinterpret_cast<ckstore::Launch>(function), words, count, kind, reinterpret_cast<void *>(stream));
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -220,6 +233,7 @@ NB_MODULE(_native, module) {
     module.def("delta_bits", &delta_bits, "source"_a, "base"_a, "width"_a, "ordered"_a);
     module.def("copy_bytes", &copy_bytes, "source"_a, "destination"_a);
     module.def("copy_units", &copy_units, "table"_a, "firsts"_a, "marks"_a, "turn"_a, "bell"_a);
+    module.def("launch_copies", &launch_copies, "function"_a, "table"_a, "kind"_a, "stream"_a);
     module.def("equal_bytes", &equal_bytes, "a"_a, "b"_a);
     module.def("is_constant", &is_constant, "source"_a);
     module.def("histogram", &histogram, "source"_a, "counts_out"_a);

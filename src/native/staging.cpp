@@ -132,4 +132,17 @@ std::size_t copy_units(const Units &units) {
     }
 }
 
+int launch_copies(Launch launch, const std::uint64_t *table, std::size_t count, int kind, void *stream) {
+    for (std::size_t index = 0; index < count; ++index) {
+        const std::uint64_t *row = table + 3 * index;
+        const auto *source = reinterpret_cast<const void *>(static_cast<std::uintptr_t>(row[0]));
+        auto *destination = reinterpret_cast<void *>(static_cast<std::uintptr_t>(row[1]));
+        const int problem = launch(destination, source, static_cast<std::size_t>(row[2]), kind, stream);
+        if (problem != 0) {
+            return problem;
+        }
+    }
+    return 0;
+}
+
 }  // namespace ckstore

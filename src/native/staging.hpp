@@ -23,4 +23,10 @@ struct Units {
 // Returns how many this call has copied.
 std::size_t copy_units(const Units &units);
 
+// A device runtime's function that begins a copy: destination, source, length, kind, stream. 0: it has begun.
+using Launch = int (*)(void *, const void *, std::size_t, int, void *);
+
+// Calls it for each row of a table as in `Units`, until one fails; returns what that returned, or 0.
+int launch_copies(Launch launch, const std::uint64_t *table, std::size_t count, int kind, void *stream);
+
 }  // namespace ckstore

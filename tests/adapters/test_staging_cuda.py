@@ -106,7 +106,7 @@ def told(monkeypatch):
     runtime = Runtime()
     monkeypatch.setattr(staging_cuda, "_has_devices", lambda: True)
     monkeypatch.setattr(staging_cuda, "_device_in_use", lambda: 0)
-    monkeypatch.setattr(staging_cuda, "_forget_error", lambda device: None)
+    monkeypatch.setattr(staging_cuda, "forget_error", lambda device: None)
     monkeypatch.setattr(staging_cuda, "_cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return calls, runtime
@@ -218,7 +218,7 @@ def test_the_guard_lets_the_device_wait_and_not_the_host():
     staged = Staged([weight], spans_of(weight))
     # What is done for the first time may wait for the device: memory is pinned, and a stream made.
     pin(staged.slot, staged.slot.nbytes)
-    staging_cuda._stream_of(weight.device)
+    staging_cuda._lane_of(weight.device)
     torch.cuda._sleep(3_000_000_000)
     staged.staging.copy_now()
     staged.staging.guard()
@@ -308,7 +308,8 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
     runs, marked_by, units = [], {}, []
     covered = {False: -1, True: -1}
     for device, stretch in itertools.groupby(section.runs, lambda run: storages[run.storage][1]):
-        for run, is_told in staging_cuda._with_ends(stretch):
+        its = list(stretch)
+        for run, is_told in zip(its, staging_cuda._are_told(its), strict=True):
             runs.append((run, device))
             units += run.units
             if is_told:
@@ -327,5 +328,5 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
 
 def test_many_small_tensors_are_told_of_once_a_unit():
     section = section_of([1000] * 9000)
-    told = [is_told for _, is_told in staging_cuda._with_ends(section.runs)]
+    told = list(staging_cuda._are_told(section.runs))
     assert (len(told), sum(told)) == (9000, section.unit_count)

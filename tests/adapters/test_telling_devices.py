@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from far_states import Staged
+from played_runtime import PlayedRuntime
 
 import ckstore
-from ckstore.adapters import staging_cuda
+from ckstore.adapters import cuda_runtime, staging_cuda
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW
+
+STREAM = 0x7F00_0000_0010
 
 
 class Devices:
@@ -40,7 +43,7 @@ class Devices:
         return SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
 
     def Stream(self, device):
-        return SimpleNamespace(wait_event=self._wait_event, synchronize=lambda: None)
+        return SimpleNamespace(wait_event=self._wait_event, synchronize=lambda: None, cuda_stream=STREAM)
 
     def _wait_event(self, event):
         assert self.entered == ["device"], "whoever leaves a stream goes back to the device of the one before"
@@ -54,14 +57,30 @@ def devices(monkeypatch):
         name: getattr(torch, name) for name in ("no_grad", "from_numpy", "empty", "uint8", "UntypedStorage", "Tensor")
     }
     monkeypatch.setattr(staging_cuda, "torch", SimpleNamespace(cuda=made, **names))
-    monkeypatch.setattr(staging_cuda, "_streams", {})
+    monkeypatch.setattr(staging_cuda, "_lanes", {})
     monkeypatch.setattr(staging_cuda, "pin", lambda slot, nbytes: None)
     monkeypatch.setattr("ckstore.staging.devices._is_cuda", lambda storage: True)
     return made
 
 
+@pytest.fixture
+def runtime(monkeypatch):
+    """What the device is told through, without torch."""
+    played = PlayedRuntime()
+    monkeypatch.setattr(cuda_runtime, "address_of_copy", lambda: played.address)
+    return played
+
+
+@pytest.fixture(params=["by torch", "by the runtime"])
+def way(request):
+    """Who is told of copies."""
+    if request.param == "by the runtime":
+        request.getfixturevalue("runtime")
+    return request.param
+
+
 @pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])
-def test_what_is_told_to_a_device_is_the_whole_state(devices, kind):
+def test_what_is_told_to_a_device_is_the_whole_state(devices, way, kind):
     whole = torch.randn(2_000_001, dtype=torch.bfloat16)
     state = [whole[3:500_000], torch.randn(1_000_003), torch.arange(77), torch.randn(1_500_000), torch.randn(11)]
     staged = Staged(state, kind=kind)
@@ -70,6 +89,43 @@ def test_what_is_told_to_a_device_is_the_whole_state(devices, kind):
     content = staged.content()
     assert content == [bytes(storage.read(0, storage.nbytes)) for storage in staged.captured.storages]
     assert (devices.entered, len(content)) == ([], 5)
+    staged.close()
+
+
+def test_the_runtime_is_told_of_everything_on_the_stream_of_copies_and_torch_of_nothing(devices, runtime, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    state = [torch.randn(1_500_000), *(torch.randn(1000 + index) for index in range(300))]
+    staged = Staged(state, kind=DEVICE_LAZY)
+    staged.staging.copy_now()
+    content = staged.content()
+    assert content == [bytes(storage.read(0, storage.nbytes)) for storage in staged.captured.storages]
+    assert {told[-1] for told in runtime.told} == {STREAM}
+    assert sum(told[2] for told in runtime.told[2:]) == sum(map(len, content)), "but for the pattern"
+    staged.close()
+
+
+def test_a_device_that_copies_other_bytes_through_its_runtime_is_told_by_torch(devices, runtime):
+    runtime.shift = 1
+    state = [torch.randn(1_500_000), torch.randn(1000)]
+    staged = Staged(state, kind=DEVICE_LAZY)
+    staged.staging.copy_now()
+    content = staged.content()
+    assert content == [bytes(storage.read(0, storage.nbytes)) for storage in staged.captured.storages]
+    assert len(runtime.told) == 2
+    staged.close()
+
+
+def test_a_runtime_that_refuses_a_copy_fails_the_commit(devices, runtime):
+    tensor = torch.randn(1000)
+    Staged([tensor], kind=DEVICE_LAZY).close()
+    staged = Staged([tensor], kind=DEVICE_LAZY)
+    # Not the pattern.
+    runtime.problem, runtime.fails_after = 700, 2
+    staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    [error] = staged.told
+    assert isinstance(error, ckstore.BackendError)
+    assert "CUDA error 700 of cudaMemcpyAsync" in str(error)
     staged.close()
 
 
@@ -86,7 +142,7 @@ def test_the_device_is_entered_before_its_stream(devices, monkeypatch):
     staged.close()
 
 
-def test_what_is_given_up_before_the_device_was_told_lets_go_of_the_state(devices, monkeypatch):
+def test_what_is_given_up_before_the_device_was_told_lets_go_of_the_state(devices, way, monkeypatch):
     tensor = torch.randn(1000)
     memory = weakref.ref(tensor)
     staged, later = Staged([tensor], kind=DEVICE_LAZY), []
@@ -127,7 +183,7 @@ def test_a_device_that_cannot_be_told_leaves_an_error_that_holds_neither_state_n
 
 
 @pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])
-def test_a_storage_that_was_resized_before_it_was_copied_fails_the_commit_and_stays_as_it_is(devices, kind):
+def test_a_storage_that_was_resized_before_it_was_copied_fails_the_commit_and_stays_as_it_is(devices, way, kind):
     tensor = torch.randn(1000)
     staged = Staged([tensor], kind=kind)
     tensor.untyped_storage().resize_(400)

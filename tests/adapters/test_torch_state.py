@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckstore.adapters.torch_state import DTYPES, TorchAdapter
+from ckstore.adapters.torch_state import DTYPES, DeviceBytes, TorchAdapter
 from ckstore.capture import capture
-from ckstore.errors import LeafTypeError, MalformedError, UnsupportedError, UsageError
+from ckstore.errors import BackendError, LeafTypeError, MalformedError, UnsupportedError, UsageError
 from ckstore.placement import libraries_needed, prepare_restore
 from ckstore.tensor import StorageSpec, TensorSpec
 from ckstore.testing.states import Kept, difference
@@ -294,6 +294,16 @@ def test_device_tensors_are_read_in_slices_and_restored_to_their_device():
     held = target["flat"]
     assert round_trip(state, into=target)["flat"] is held
     assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+def test_device_memory_that_became_shorter_is_not_read_and_not_made_longer():
+    storage = torch.arange(100, dtype=torch.uint8).untyped_storage()
+    read = DeviceBytes(storage, storage.data_ptr(), torch.device("cpu"))
+    storage.resize_(60)
+    read.start = storage.data_ptr()
+    with pytest.raises(BackendError, match="resized"):
+        read(read.start + 40, read.start + 100)
+    assert storage.nbytes() == 60
 
 
 def test_importing_the_rest_of_ckstore_does_not_import_torch():

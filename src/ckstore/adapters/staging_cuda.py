@@ -10,28 +10,41 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ckstore.adapters.cuda_runtime import Launcher, forget_error, launcher_for
 from ckstore.errors import BackendError
 from ckstore.tensor import HostStorage
 
 if TYPE_CHECKING:
     from ckstore.saver.arena import Slot
     from ckstore.staging.runs import Run
+    from ckstore.staging.stowage import Section
 
 _log = logging.getLogger("ckstore")
 
 _PORTABLE = 1
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A stream for copies, and what begins them there; None: torch does."""
+
+    stream: torch.cuda.Stream
+    launcher: Launcher | None
+
+
+_lanes: dict[torch.device, _Lane] = {}
 
 
 def device_of(storage: HostStorage) -> torch.device | None:
@@ -57,7 +70,7 @@ def pin(slot: Slot, nbytes: int) -> None:
     with torch.cuda.device(device):
         problem = int(_cudart().cudaHostRegister(slot.address, nbytes, _PORTABLE))
         if problem:
-            _forget_error(device)
+            forget_error(torch.device("cuda", device))
     if problem:
         # Not tried again for the same memory: it takes time in every commit, and says so each time.
         slot.release_devices, slot.nbytes_told = (lambda: True), slot.nbytes
@@ -77,14 +90,8 @@ def _unpin(address: int, device: int, owner: int) -> bool:
     with torch.cuda.device(device):
         problem = int(_cudart().cudaHostUnregister(address))
         if problem:
-            _forget_error(device)
+            forget_error(torch.device("cuda", device))
     return not problem
-
-
-def _forget_error(device: int) -> None:
-    """Have torch take note of the runtime's last error here: else it is raised at the trainer's next kernel."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=f"cuda:{device}").add_(1)
 
 
 def _device_in_use() -> int:
@@ -112,18 +119,19 @@ class CudaCopies:
     """Copies of one section.
 
     Args:
-        runs: What to copy, in the order in which devices are told of it.
+        section: What to copy, in the order of its runs.
         storages: Where from.
         slot: Where to.
     """
 
-    def __init__(self, runs: Sequence[Run], storages: Sequence[HostStorage], slot: Slot) -> None:
-        self._runs = runs
+    def __init__(self, section: Section, storages: Sequence[HostStorage], slot: Slot) -> None:
+        self._runs, self._columns = section.runs, section.run_columns
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
-        self._devices = {run.storage: _memory_of(storages[run.storage]).device for run in runs}
+        self._memories = {run.storage: _memory_of(storages[run.storage]) for run in section.runs}
+        self._devices = {index: memory.device for index, memory in self._memories.items()}
         self._fences: dict[torch.device, torch.cuda.Event] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lanes: dict[torch.device, _Lane] = {}
         self._events: list[tuple[torch.device, torch.cuda.Event, list[range]]] = []
         self._last: dict[torch.device, torch.cuda.Event] = {}
         self._is_launched = False
@@ -142,34 +150,77 @@ class CudaCopies:
         Raises:
             BackendError: A device has failed, or a storage is not what it was.
         """
-        end = max(run.place + run.nbytes for run in self._runs)
-        target = torch.from_numpy(np.frombuffer(self._slot.view(0, end), np.uint8))
+        table = self._table()
         try:
-            for device, runs in itertools.groupby(self._runs, lambda run: self._devices[run.storage]):
+            for device, first, end in self._stretches():
                 # First the device: whoever leaves a stream goes back to the one before, and a thread's own device is
                 # the first one, which this process may not use; a stream of it would take some hundred MB there.
                 with torch.no_grad(), torch.cuda.device(device):
-                    if device not in self._streams:
-                        self._streams[device] = _stream_of(device)
-                        self._streams[device].wait_event(self._fences[device])
-                    with torch.cuda.stream(self._streams[device]):
-                        self._launch_some(runs, target, device)
+                    if device not in self._lanes:
+                        self._lanes[device] = _lane_of(device)
+                        self._lanes[device].stream.wait_event(self._fences[device])
+                    with torch.cuda.stream(self._lanes[device].stream):
+                        self._launch_some(self._runs[first:end], table[first:end], device)
         except RuntimeError as error:
             raise _failed(error) from None
         self._is_launched = True
 
-    def _launch_some(self, runs: Iterable[Run], target: torch.Tensor, device: torch.device) -> None:
-        units: list[range] = []
-        for run, is_told in _with_ends(runs):
-            source = _bytes_of(self._storages[run.storage], run)
-            target.narrow(0, run.place, run.nbytes).copy_(source, non_blocking=True)
-            units.append(run.units)
+    def _table(self) -> NDArray[np.uint64]:
+        """Return source, destination and length of each run, as ``kernels.launch_copies`` takes them.
+
+        Raises:
+            BackendError: A storage is not what it was.
+        """
+        indices = list(self._memories)
+        starts, begins, ends = np.zeros((3, len(self._storages)), np.int64)
+        starts[indices] = [int(getattr(self._storages[index], "start", 0)) for index in indices]
+        begins[indices] = [memory.data_ptr() for memory in self._memories.values()]
+        ends[indices] = [memory.nbytes() for memory in self._memories.values()]
+        ends += begins
+        which, offsets, places, lengths = self._columns
+        sources = starts[which] + offsets
+        if (sources < begins[which]).any() or (sources + lengths > ends[which]).any():
+            raise BackendError(
+                "a storage was resized before it was copied",
+                todo="resize what is committed after its guard, not before",
+            )
+        return np.stack([sources, places + self._slot.address, lengths], axis=1).astype(np.uint64)
+
+    def _stretches(self) -> Iterator[tuple[torch.device, int, int]]:
+        """Yield runs that follow each other and lie in one device: that, and which they are."""
+        if len(set(self._devices.values())) == 1:
+            yield next(iter(self._devices.values())), 0, len(self._runs)
+            return
+        first = 0
+        for device, runs in itertools.groupby(self._runs, lambda run: self._devices[run.storage]):
+            end = first + len(list(runs))
+            yield device, first, end
+            first = end
+
+    def _launch_some(self, runs: Sequence[Run], table: NDArray[np.uint64], device: torch.device) -> None:
+        lane, units, first = self._lanes[device], list[range](), 0
+        for number, is_told in enumerate(_are_told(runs)):
+            units.append(runs[number].units)
             if is_told:
+                self._begin(runs[first : number + 1], table[first : number + 1], lane.launcher)
                 event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                event.record(self._streams[device])
+                event.record(lane.stream)
                 self._events.append((device, event, units))
                 self._last[device] = event
-                units = []
+                units, first = [], number + 1
+
+    def _begin(self, runs: Sequence[Run], table: NDArray[np.uint64], launcher: Launcher | None) -> None:
+        """Begin some copies on the current stream."""
+        if launcher is not None:
+            launcher.launch(table)
+            return
+        begin, end = min(run.place for run in runs), max(run.place + run.nbytes for run in runs)
+        target = torch.from_numpy(np.frombuffer(self._slot.view(begin, end - begin), np.uint8))
+        for run, (source, _, nbytes) in zip(runs, table.tolist(), strict=True):
+            memory = self._memories[run.storage]
+            view = torch.empty(0, dtype=torch.uint8, device=memory.device)
+            view.set_(memory, source - memory.data_ptr(), (nbytes,), (1,))
+            target.narrow(0, run.place - begin, nbytes).copy_(view, non_blocking=True)
 
     def hold(self) -> None:
         """Let the devices' current streams wait for the copies."""
@@ -183,9 +234,9 @@ class CudaCopies:
             BackendError: A device has failed.
         """
         try:
-            for stream in () if self._is_launched else self._streams.values():
+            for lane in () if self._is_launched else self._lanes.values():
                 # It may have been interrupted between a copy and its event.
-                stream.synchronize()
+                lane.stream.synchronize()
             for device, event, units in self._events:
                 # A thread's own device is the first one, which this process may not use.
                 with torch.cuda.device(device):
@@ -197,7 +248,7 @@ class CudaCopies:
 
     def forget(self) -> None:
         """Let go of the storages, and of what was waited for."""
-        self._storages = ()
+        self._storages, self._memories = (), {}
         self._events, self._fences = [], {}
 
 
@@ -205,18 +256,15 @@ def _failed(error: RuntimeError) -> BackendError:
     return BackendError(f"copying from a CUDA device failed: {error}", todo="see what the device says")
 
 
-def _with_ends(runs: Iterable[Run]) -> Iterator[tuple[Run, bool]]:
-    """Yield runs of one device, each with whether its end is to be told: it completes units, or is the last.
+def _are_told(runs: Sequence[Run]) -> Iterator[bool]:
+    """Yield of each run of one device whether its end is to be told: it completes units, or is the last.
 
     Small tensors are many, and telling takes the trainer's time, and wakes a thread of its process.
     """
-    last: Run | None = None
-    for run in runs:
-        if last is not None:
-            yield last, bool(last.units)
-        last = run
-    if last is not None:
-        yield last, True
+    for run in runs[:-1]:
+        yield bool(run.units)
+    if runs:
+        yield True
 
 
 Held = tuple[torch.Tensor, torch.UntypedStorage]
@@ -237,20 +285,11 @@ def _memory_of(storage: HostStorage) -> torch.UntypedStorage:
     return held[1]
 
 
-def _bytes_of(storage: HostStorage, run: Run) -> torch.Tensor:
-    memory = _memory_of(storage)
-    offset = int(getattr(storage, "start", 0)) - memory.data_ptr() + run.offset
-    if not 0 <= offset <= offset + run.nbytes <= memory.nbytes():
-        # Where less is there, ``set_`` would make it more.
-        raise BackendError(
-            "a storage was resized before it was copied", todo="resize what is committed after its guard, not before"
-        )
-    view = torch.empty(0, dtype=torch.uint8, device=memory.device)
-    return view.set_(memory, offset, (run.nbytes,), (1,))
-
-
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
+def _lane_of(device: torch.device) -> _Lane:
+    if device not in _lanes:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            lane = _Lane(stream, launcher_for(device, stream))
         # Another thread may be at this line too.
-        _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    return _streams[device]
+        _lanes.setdefault(device, lane)
+    return _lanes[device]

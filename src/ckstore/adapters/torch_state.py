@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
+from ckstore.errors import BackendError, CapacityError, MalformedError, UnsupportedError, UsageError
 from ckstore.tensor import Memory, Sights, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
@@ -283,7 +283,17 @@ class DeviceBytes:
         return _to_host(self.view(lo, hi))
 
     def view(self, lo: int, hi: int) -> torch.Tensor:
-        """Return bytes where they lie, as a tensor of uint8 that shares their memory."""
+        """Return bytes where they lie, as a tensor of uint8 that shares their memory.
+
+        Raises:
+            BackendError: The storage does not reach so far any more.
+        """
+        if not self.start <= lo <= hi <= self.start + self.storage.nbytes():
+            # ``set_`` would make it longer.
+            raise BackendError(
+                "a storage was resized before it was copied",
+                todo="resize what is committed after its guard, not before",
+            )
         held = torch.empty(0, dtype=torch.uint8, device=self.device)
         return held.set_(self.storage, lo - self.start, (hi - lo,), (1,))
 

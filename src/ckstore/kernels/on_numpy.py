@@ -39,6 +39,7 @@ from ckstore.kernels.quant_on_numpy import quantize_values as quantize_values
 from ckstore.kernels.quant_on_numpy import sums_of_levels as sums_of_levels
 from ckstore.kernels.quant_on_numpy import sums_of_values as sums_of_values
 from ckstore.kernels.staging_on_numpy import copy_units as copy_units
+from ckstore.kernels.staging_on_numpy import launch_copies as launch_copies
 from ckstore.kernels.symbols_on_numpy import class_counts as class_counts
 from ckstore.kernels.symbols_on_numpy import merge_streams as merge_streams
 from ckstore.kernels.symbols_on_numpy import pack_symbols as pack_symbols

@@ -1,11 +1,12 @@
 """Copy a state into a staging area, a unit at a time, on as many threads as call: the reference in numpy.
 
-The one loop whose arguments are addresses: a state lies in hundreds of places, and the threads that copy it must not
-need the interpreter between two of them.
+The loops whose arguments are addresses: a state lies in hundreds of places, and the threads that copy it, or tell a
+device to, must not need the interpreter between two of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _WORD = np.dtype(np.uint64)
 _ONE = np.ones(1, _WORD).tobytes()
 _taking = threading.Lock()
+_Launch = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+)
 
 
 def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell: int) -> int:
@@ -55,6 +59,32 @@ def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell:
             os.write(bell, _ONE)
         copied += 1
     return copied
+
+
+def launch_copies(function: int, table: Buffer, kind: int, stream: int) -> int:
+    """Begin the copy of each row by a function of a device's runtime, without the interpreter between two of them.
+
+    Args:
+        function: The address of ``cudaMemcpyAsync``, or of one like it: destination, source, length, kind, stream; it
+            returns 0 when it has begun.
+        table: Rows of three words of 64 bits: source address, destination address, length. The caller keeps both
+            sides alive until the copies are over.
+        kind: Passed on: from where to where.
+        stream: Passed on: a handle of the runtime.
+
+    Returns:
+        0, or what the first call returned that failed; those after it were not made.
+    """
+    rows = _words(table)
+    if rows.size % 3:
+        raise ValueError("lengths differ")
+    if not function:
+        raise ValueError("there is no function at address 0")
+    launch = _Launch(function)
+    for source, destination, nbytes in rows.reshape(-1, 3).tolist():
+        if problem := launch(destination, source, nbytes, kind, stream):
+            return int(problem)
+    return 0
 
 
 def _words(buffer: Buffer) -> NDArray[np.uint64]:

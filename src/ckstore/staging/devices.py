@@ -128,7 +128,7 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
     if any(_is_cuda(storages[index]) for index in section.storages):
         from ckstore.adapters.staging_cuda import CudaCopies
 
-        return CudaCopies(section.runs, storages, slot)
+        return CudaCopies(section, storages, slot)
     return _ReadCopies(section, storages, slot)
 
 

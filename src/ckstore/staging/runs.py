@@ -7,10 +7,13 @@ them than that takes: a saver begins with what lies first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckstore.config import MIB
 from ckstore.plan import SHARED_NBYTES_MAX
@@ -59,6 +62,13 @@ def runs_of(section: Section) -> tuple[Run, ...]:
     small = [*joined[: cut - 1], (last, shared + 1)]
     led = max(shared + 1, lead[-1][1])
     return (*_with_units(lead, shared + 1), *_with_units(small, 0), *_with_units(joined[end:], led))
+
+
+def columns_of(runs: Sequence[Run]) -> NDArray[np.int64]:
+    """Return storages, offsets, places and lengths of copies."""
+    rows = [(run.storage, run.offset, run.place, run.nbytes) for run in runs]
+    columns: NDArray[np.int64] = np.array(rows, np.int64).reshape(-1, 4).T
+    return columns
 
 
 def _joined(section: Section) -> Iterator[tuple[Run, int]]:

@@ -18,7 +18,7 @@ from ckstore.kernels.sample_on_numpy import RUN_COUNT, SAMPLE_NBYTES, run_of
 from ckstore.plan import SHARED_NBYTES_MAX, StorageShape
 from ckstore.saver.arena import UNIT_NBYTES
 from ckstore.saver.head import SampleRow
-from ckstore.staging.runs import Run, runs_of
+from ckstore.staging.runs import Run, columns_of, runs_of
 
 NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
 """When a storage is copied, and from where: host memory, at once or behind a guard; a device's, likewise."""
@@ -55,10 +55,13 @@ class Section:
     runs: tuple[Run, ...] = ()
     storages: tuple[int, ...] = field(init=False)
     """The storages that it holds something of, ascending."""
+    run_columns: NDArray[np.int64] = field(init=False)
+    """Storages, offsets, places and lengths of the runs."""
 
     def __post_init__(self) -> None:
         # Each commit asks for it, and a layout is used again by many.
         object.__setattr__(self, "storages", tuple(np.unique(self.rows[:, _STORAGE]).tolist()))
+        object.__setattr__(self, "run_columns", columns_of(self.runs))
 
     @property
     def unit_count(self) -> int:

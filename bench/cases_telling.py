@@ -1,0 +1,119 @@
+"""How long it takes the host to tell a device of the copies of a state: a call for each, or one for many."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.measure import Participant, Result, Sample, interleave
+from bench.workbench import Bench
+from ckstore.adapters import cuda_runtime
+from ckstore.adapters.staging_cuda import CudaCopies, pin
+from ckstore.adapters.torch_state import TorchAdapter
+from ckstore.capture import capture
+from ckstore.kernels import on_native, on_numpy
+from ckstore.saver.arena import Arena
+from ckstore.staging.stowage import DEVICE_LAZY, stow
+
+TENSOR_COUNT = 401
+"""As the state of ``stall_gpu_guarded`` has."""
+
+TENSOR_NBYTES = 4096
+"""So small that copying them costs little beside telling of them."""
+
+CALLS = 7
+"""Of a sample, which is their median."""
+
+_DEVICE_TO_HOST = 2
+
+Begin = Callable[[NDArray[np.uint64]], None]
+
+
+def telling_devices(bench: Bench) -> Result:
+    """Tell a device of many small copies; without a GPU the runtime is a call of libc that does nothing."""
+    result = Result("telling_devices", "ms", is_higher_better=False)
+    is_there = torch.cuda.is_available()
+    place = torch.device("cuda", 0) if is_there else torch.device("cpu")
+    result.setting = {"tensors": TENSOR_COUNT, "tensor_nbytes": TENSOR_NBYTES, "device": str(place)}
+    state = [torch.ones(TENSOR_NBYTES, dtype=torch.uint8, device=place) for _ in range(TENSOR_COUNT)]
+    with _copies(state) as copies, _stream(place) as stream:
+        function = cuda_runtime.address_of_copy() or _address_of_nothing()
+
+        def by_torch(table: NDArray[np.uint64]) -> None:
+            copies._begin(copies._runs, table, None)
+
+        def by_numpy(table: NDArray[np.uint64]) -> None:
+            _check(on_numpy.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
+
+        def by_native(table: NDArray[np.uint64]) -> None:
+            _check(on_native.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
+
+        def telling(begin: Begin) -> Participant:
+            return lambda: Sample(1000 * _seconds(copies, begin))
+
+        ways = {"torch, a call a copy": by_torch, "the runtime, numpy": by_numpy, "the runtime, native": by_native}
+        interleave(result, {name: telling(begin) for name, begin in ways.items()}, bench.rounds)
+    result.add_ratios(["the runtime, native"], list(ways))
+    if not is_there:
+        result.notes.append(
+            "there is no GPU: torch copies in the host's memory, and the runtime is sched_yield of libc"
+        )
+    return result
+
+
+@contextmanager
+def _copies(state: list[torch.Tensor]) -> Iterator[CudaCopies]:
+    captured = capture(state, [TorchAdapter()])
+    stowage = stow(captured.storages, [DEVICE_LAZY] * len(captured.storages), [])
+    arena = Arena.create(stowage.end)
+    try:
+        slot = arena.slots[0]
+        slot.start(1, stowage.end)
+        pin(slot, stowage.end)
+        yield CudaCopies(stowage.sections[DEVICE_LAZY], captured.storages, slot)
+    finally:
+        arena.close()
+
+
+@contextmanager
+def _stream(place: torch.device) -> Iterator[int]:
+    if place.type != "cuda":
+        yield 0
+        return
+    stream = torch.cuda.Stream(place)
+    with torch.cuda.stream(stream):
+        yield stream.cuda_stream
+        stream.synchronize()
+
+
+def _address_of_nothing() -> int:
+    # It takes no arguments, and returns 0.
+    address = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _seconds(copies: CudaCopies, begin: Begin) -> float:
+    taken = []
+    for _ in range(CALLS):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        begin(copies._table())
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def _check(problem: int) -> None:
+    if problem:
+        raise RuntimeError(f"the runtime has refused a copy: {problem}")
+
+
+CASES: dict[str, Callable[[Bench], Result]] = {"telling_devices": telling_devices}
