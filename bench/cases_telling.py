@@ -37,14 +37,16 @@ Begin = Callable[[NDArray[np.uint64]], None]
 
 
 def telling_devices(bench: Bench) -> Result:
-    """Tell a device of many small copies; without a GPU the runtime is a call of libc that does nothing."""
+    """Tell a device of many small copies; without a GPU the runtime is a call of libc."""
     result = Result("telling_devices", "ms", is_higher_better=False)
     is_there = torch.cuda.is_available()
     place = torch.device("cuda", 0) if is_there else torch.device("cpu")
     result.setting = {"tensors": TENSOR_COUNT, "tensor_nbytes": TENSOR_NBYTES, "device": str(place)}
     state = [torch.ones(TENSOR_NBYTES, dtype=torch.uint8, device=place) for _ in range(TENSOR_COUNT)]
     with _copies(state) as copies, _stream(place) as stream:
-        function = cuda_runtime.address_of_copy() or _address_of_nothing()
+        function = cuda_runtime.address_of_copy() if is_there else _address_of_nothing()
+        if function is None:
+            raise RuntimeError("the runtime of this torch cannot be told without torch")
 
         def by_torch(table: NDArray[np.uint64]) -> None:
             copies._begin(copies._runs, table, None)
@@ -94,7 +96,7 @@ def _stream(place: torch.device) -> Iterator[int]:
 
 
 def _address_of_nothing() -> int:
-    # It takes no arguments, and returns 0.
+    # A system call that takes no arguments, gives the processor to who wants it, and returns 0.
     address = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     assert address is not None
     return address

@@ -99,7 +99,8 @@ class Policy:
             a commit whose state was changed in between fails and names the tensor. A state is staged, and published,
             only when that was compared: at the next step of its optimizer, the next commit, or by
             ``Pending.wait_staged`` or ``result``; a trainer that is killed before loses it. The memory of devices is
-            fetched twice more for it, while the call and the step wait.
+            fetched twice more for it, while the call and the step wait. What lies between tensors that share memory
+            counts as theirs.
 
     Raises:
         UsageError: A field has a value that it cannot have.

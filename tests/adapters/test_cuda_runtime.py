@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,8 +53,9 @@ def test_a_runtime_that_refuses_is_not_used_and_torch_is_told_of_its_error(runti
     monkeypatch.setattr(cuda_runtime, "forget_error", forgotten.append)
     runtime.problem, runtime.fails_after = 201, 1
     assert cuda_runtime.launcher_for(HERE, stream) is None
-    assert "CUDA error 201 of cudaMemcpyAsync" in caplog.text
+    assert "cudaMemcpyAsync has refused a copy: CUDA error 201" in caplog.text
     assert forgotten == [HERE]
+    assert stream.waits, "the first half may still arrive"
 
 
 def test_a_copy_that_is_refused_later_is_an_error(runtime, stream):
@@ -92,8 +94,9 @@ def test_the_function_is_looked_for_in_what_torch_was_linked_with(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cuda_runtime.ctypes, "CDLL", load)
     assert cuda_runtime.address_of_copy() == 4096
-    [(path, _)] = loaded
+    [(path, mode)] = loaded
     assert path.endswith("torch/lib/libc10_cuda.so")
+    assert mode & os.RTLD_NOLOAD, "nothing is loaded that torch has not"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")

@@ -116,16 +116,16 @@ def test_a_device_that_copies_other_bytes_through_its_runtime_is_told_by_torch(d
 
 
 def test_a_runtime_that_refuses_a_copy_fails_the_commit(devices, runtime):
-    tensor = torch.randn(1000)
-    Staged([tensor], kind=DEVICE_LAZY).close()
-    staged = Staged([tensor], kind=DEVICE_LAZY)
-    # Not the pattern.
-    runtime.problem, runtime.fails_after = 700, 2
+    """Of the units of the first tensor the device was told, and its end noted, when the last one is refused."""
+    staged = Staged([torch.randn(5_000_000), torch.randn(5_000_000)], kind=DEVICE_LAZY)
+    # The first two are the pattern.
+    runtime.problem, runtime.fails_after = 700, 3
     staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
     [error] = staged.told
     assert isinstance(error, ckstore.BackendError)
-    assert "CUDA error 700 of cudaMemcpyAsync" in str(error)
+    assert "cudaMemcpyAsync has refused a copy: CUDA error 700" in str(error)
+    assert len(runtime.told) == 3
     staged.close()
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ckstore.adapters import torch_state
 from ckstore.adapters.torch_state import DTYPES, DeviceBytes, TorchAdapter
 from ckstore.capture import capture
 from ckstore.errors import BackendError, LeafTypeError, MalformedError, UnsupportedError, UsageError
@@ -304,6 +305,16 @@ def test_device_memory_that_became_shorter_is_not_read_and_not_made_longer():
     with pytest.raises(BackendError, match="resized"):
         read(read.start + 40, read.start + 100)
     assert storage.nbytes() == 60
+
+
+def test_a_device_that_fails_to_send_is_an_error_of_its_own(monkeypatch):
+    def fail(held):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch_state, "_to_host", fail)
+    storage = torch.arange(100, dtype=torch.uint8).untyped_storage()
+    with pytest.raises(BackendError, match="copying from a device failed: CUDA error: an illegal memory access"):
+        DeviceBytes(storage, storage.data_ptr(), torch.device("cpu"))(storage.data_ptr(), storage.data_ptr() + 9)
 
 
 def test_importing_the_rest_of_ckstore_does_not_import_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -77,16 +78,24 @@ def test_tables_that_do_not_fit_and_no_function_are_refused(loops):
 
 @both
 def test_other_threads_run_python_while_rows_are_told(loops):
-    """A device that has no room for more copies has the caller wait."""
-    is_running = threading.Event()
+    """A device that has no room for more copies has the caller wait, in C."""
+    # It takes microseconds, where a destination is, and returns 0.
+    function = ctypes.CDLL(None).usleep
+    table = np.array([[0, 200_000, 0]] * 3, np.uint64)
+    ticks, is_over = [], threading.Event()
 
-    def launch(*_):
-        return 0 if is_running.wait(60) else 1
+    def tick():
+        while not is_over.wait(0.005):
+            ticks.append(1)
 
-    function = Launch(launch)
-    other = threading.Thread(target=is_running.set)
-    starting = threading.Timer(0.01, other.start)
-    starting.start()
-    assert loops.launch_copies(address_of(function), TABLE.data, 2, 0) == 0
-    starting.join()
+    other = threading.Thread(target=tick)
+    other.start()
+    while not ticks:
+        time.sleep(0.001)
+    before = len(ticks)
+    assert loops.launch_copies(address_of(function), table.data, 2, 0) == 0
+    meanwhile = len(ticks) - before
+    is_over.set()
     other.join()
+    # Of 120; one may come between two rows, and at either end.
+    assert meanwhile > 20

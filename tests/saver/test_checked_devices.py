@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -59,9 +62,17 @@ def staging_of(store):
     return handed.staging
 
 
+def wait_until_all_is_copied(store):
+    until(lambda: staging_of(store)._left == 0, "the copies")
+
+
 def wait_until_all_has_come(store, on_device):
     on_device.may_come.set()
-    until(lambda: staging_of(store)._left == 0, "the device")
+    wait_until_all_is_copied(store)
+
+
+def fail(content):
+    raise ckstore.BackendError("the device has failed")
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["nobody guards", "a guard comes"])
@@ -104,7 +115,8 @@ def test_steps_behind_their_guard_are_no_changes_and_what_was_there_before_them_
         assert wanted <= set(PretendSaver.started[-1].content(step))
 
 
-def test_what_comes_otherwise_than_it_lies_there_fails_the_commit(store, on_device, monkeypatch):
+@pytest.mark.parametrize("when", ["before the guard", "after the guard"])
+def test_what_comes_otherwise_than_it_lies_there_fails_the_commit(store, on_device, monkeypatch, when):
     trainer = Trainer(store)
     launch = on_device.launch
 
@@ -115,9 +127,13 @@ def test_what_comes_otherwise_than_it_lies_there_fails_the_commit(store, on_devi
             self.rows[-1] = place, content[:-1] + bytes([content[-1] ^ 1])
 
     monkeypatch.setattr(on_device, "launch", launch_wrong)
-    on_device.may_come.set()
     pending = store.commit_async(trainer.state(), 1)
+    if when == "before the guard":
+        wait_until_all_has_come(store, on_device)
     trainer.step()
+    # A guard does not wait for a device: what has come is compared when it has.
+    assert (pending.error_or_none() is None) == (when == "after the guard")
+    on_device.may_come.set()
     with pytest.raises(CorruptError, match="was changed between"):
         pending.result(SECONDS_MAX)
 
@@ -127,15 +143,76 @@ def test_a_look_at_a_device_that_fails_fails_the_commit_and_not_the_step(store, 
     pending = store.commit_async(trainer.state(), 1)
     on_device.may_come.set()
 
-    def broken(content):
-        raise ckstore.BackendError("the device has failed")
-
     with monkeypatch.context() as patch:
-        patch.setattr(checksums.Checksums, "changed", lambda self, is_looking=True: broken(self))
+        patch.setattr(checksums.Checksums, "changed", lambda self, is_looking=True: fail(self))
         trainer.step()
     with pytest.raises(ckstore.BackendError, match="the device has failed"):
         pending.result(SECONDS_MAX)
     assert store.commit_async(trainer.state(), 2).result(SECONDS_MAX).step == 2
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_look_that_fails_while_somebody_waits_fails_the_commit_for_good(store, request, monkeypatch, place):
+    """What is copied already may be resized, or its device fail, before somebody asks for the result."""
+    if place == "device":
+        request.getfixturevalue("on_device").may_come.set()
+    trainer = Trainer(store)
+    pending = store.commit_async(trainer.state(), 1)
+    wait_until_all_is_copied(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "xxh3_64", fail)
+        with pytest.raises(ckstore.BackendError, match="the device has failed"):
+            pending.result(SECONDS_MAX)
+    assert pending.is_done
+    assert store.commit_async(trainer.state(), 2).result(SECONDS_MAX).step == 2
+
+
+def test_a_guard_on_another_thread_waits_until_the_sources_were_noted(store, on_device, monkeypatch):
+    trainer, is_noting, is_stepping = Trainer(store), threading.Event(), threading.Event()
+    wanted = contents_of(trainer.state())
+    note = checksums.Checksums._of_sources
+
+    def note_slowly(self, unit, storages):
+        if unit == 1 and not is_noting.is_set():
+            is_noting.set()
+            assert is_stepping.wait(SECONDS_MAX)
+            # Long enough for a step that does not wait.
+            time.sleep(0.1)
+        return note(self, unit, storages)
+
+    def step():
+        assert is_noting.wait(SECONDS_MAX)
+        is_stepping.set()
+        trainer.step()
+
+    monkeypatch.setattr(checksums.Checksums, "_of_sources", note_slowly)
+    other = threading.Thread(target=step)
+    other.start()
+    pending = store.commit_async(trainer.state(), 1)
+    other.join()
+    on_device.may_come.set()
+    assert pending.result(SECONDS_MAX).step == 1
+    assert wanted <= set(PretendSaver.started[-1].content(1))
+
+
+def test_a_device_is_read_once_before_the_call_returns_and_once_when_its_guard_is_entered(
+    store, on_device, monkeypatch
+):
+    trainer, reads = Trainer(store), []
+    note = checksums.Checksums._of_sources
+
+    def note_and_count(self, unit, storages):
+        reads.append((id(self), unit))
+        return note(self, unit, storages)
+
+    monkeypatch.setattr(checksums.Checksums, "_of_sources", note_and_count)
+    on_device.may_come.set()
+    pending = store.commit_async(trainer.state(), 1)
+    before = Counter(reads)
+    trainer.step()
+    pending.result(SECONDS_MAX)
+    assert set(before.values()) == {1}
+    assert Counter(reads) == before + before
 
 
 def test_an_interrupted_look_at_a_device_interrupts_the_step_and_is_done_again(store, on_device, monkeypatch):

@@ -82,9 +82,17 @@ class Meddler:
 
 @pytest.fixture(params=["host", "device"])
 def place(request):
-    """Where the parameters lie: in the host's memory, or taken for memory of a device."""
+    """Where the parameters lie: in the host's memory, or as if in a device's, whose copies come at any time."""
     if request.param == "device":
-        request.getfixturevalue("on_device").may_come.set()
+        device, choice = request.getfixturevalue("on_device"), random.Random(7)
+        wait = device.wait
+
+        def wait_a_while(self, mark):
+            time.sleep(choice.choice([0, 0.001, 0.01, 0.03]))
+            wait(self, mark)
+
+        request.getfixturevalue("monkeypatch").setattr(device, "wait", wait_a_while)
+        device.may_come.set()
     return request.param
 
 

@@ -291,7 +291,7 @@ def test_what_is_given_up_while_checksums_are_taken_raises_nothing_there(arena, 
     copy.join(crew)
     copy.forget()
     copy.note()
-    assert copy.changed_row() is None
+    assert copy.changed_place() is None
     staged.staging.give_up(BackendError("the saver has died"))
     staged.close()
 

@@ -51,7 +51,7 @@ class Launcher:
         problem = kernels.launch_copies(self._function, table.data, _DEVICE_TO_HOST, self._stream)
         if problem:
             forget_error(self._device)
-            raise RuntimeError(f"CUDA error {problem} of cudaMemcpyAsync")
+            raise RuntimeError(f"cudaMemcpyAsync has refused a copy: {_text_of(problem)}")
 
 
 def launcher_for(device: torch.device, stream: torch.cuda.Stream) -> Launcher | None:
@@ -94,12 +94,22 @@ def forget_error(device: torch.device) -> None:
         torch.zeros(1, device=device).add_(1)
 
 
+def _text_of(problem: int) -> str:
+    """Return what the runtime says of one of its errors."""
+    with contextlib.suppress(Exception):
+        return str(torch.cuda.CudaError(problem))
+    return f"CUDA error {problem}"
+
+
 def _copies(launcher: Launcher, device: torch.device, stream: torch.cuda.Stream) -> bool:
     """Whether bytes arrive as they lie there."""
     half = _PATTERN_NBYTES // 2
     there = torch.arange(_PATTERN_NBYTES, dtype=torch.uint8, device=device)
     here, begin = np.zeros(_PATTERN_NBYTES, np.uint8), there.data_ptr()
     to = here.ctypes.data
-    launcher.launch(np.array([[begin + half, to, half], [begin, to + half, half]], np.uint64))
-    stream.synchronize()
+    try:
+        launcher.launch(np.array([[begin + half, to, half], [begin, to + half, half]], np.uint64))
+    finally:
+        # What was begun may still arrive when another one was refused, or Ctrl-C has come.
+        stream.synchronize()
     return bool((here == np.roll(np.arange(_PATTERN_NBYTES), half)).all())

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ckstore.adapters.cuda_runtime import Launcher, forget_error, launcher_for
-from ckstore.errors import BackendError
+from ckstore.adapters.torch_state import device_error, resized_error
 from ckstore.tensor import HostStorage
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class CudaCopies:
                     with torch.cuda.stream(self._lanes[device].stream):
                         self._launch_some(self._runs[first:end], table[first:end], device)
         except RuntimeError as error:
-            raise _failed(error) from None
+            raise device_error(error) from None
         self._is_launched = True
 
     def _table(self) -> NDArray[np.uint64]:
@@ -180,10 +180,7 @@ class CudaCopies:
         which, offsets, places, lengths = self._columns
         sources = starts[which] + offsets
         if (sources < begins[which]).any() or (sources + lengths > ends[which]).any():
-            raise BackendError(
-                "a storage was resized before it was copied",
-                todo="resize what is committed after its guard, not before",
-            )
+            raise resized_error()
         return np.stack([sources, places + self._slot.address, lengths], axis=1).astype(np.uint64)
 
     def _stretches(self) -> Iterator[tuple[torch.device, int, int]]:
@@ -218,6 +215,9 @@ class CudaCopies:
         target = torch.from_numpy(np.frombuffer(self._slot.view(begin, end - begin), np.uint8))
         for run, (source, _, nbytes) in zip(runs, table.tolist(), strict=True):
             memory = self._memories[run.storage]
+            if source + nbytes > memory.data_ptr() + memory.nbytes():
+                # ``set_`` would make it longer.
+                raise resized_error()
             view = torch.empty(0, dtype=torch.uint8, device=memory.device)
             view.set_(memory, source - memory.data_ptr(), (nbytes,), (1,))
             target.narrow(0, run.place - begin, nbytes).copy_(view, non_blocking=True)
@@ -244,16 +244,12 @@ class CudaCopies:
                 for unit in itertools.chain.from_iterable(units):
                     mark(unit)
         except RuntimeError as error:
-            raise _failed(error) from None
+            raise device_error(error) from None
 
     def forget(self) -> None:
         """Let go of the storages, and of what was waited for."""
         self._storages, self._memories = (), {}
         self._events, self._fences = [], {}
-
-
-def _failed(error: RuntimeError) -> BackendError:
-    return BackendError(f"copying from a CUDA device failed: {error}", todo="see what the device says")
 
 
 def _are_told(runs: Sequence[Run]) -> Iterator[bool]:

@@ -279,8 +279,15 @@ class DeviceBytes:
     device: torch.device
 
     def __call__(self, lo: int, hi: int) -> memoryview:
-        """Copy bytes to the host."""
-        return _to_host(self.view(lo, hi))
+        """Copy bytes to the host.
+
+        Raises:
+            BackendError: The device has failed, or the storage does not reach so far any more.
+        """
+        try:
+            return _to_host(self.view(lo, hi))
+        except RuntimeError as error:
+            raise device_error(error) from None
 
     def view(self, lo: int, hi: int) -> torch.Tensor:
         """Return bytes where they lie, as a tensor of uint8 that shares their memory.
@@ -290,12 +297,22 @@ class DeviceBytes:
         """
         if not self.start <= lo <= hi <= self.start + self.storage.nbytes():
             # ``set_`` would make it longer.
-            raise BackendError(
-                "a storage was resized before it was copied",
-                todo="resize what is committed after its guard, not before",
-            )
+            raise resized_error()
         held = torch.empty(0, dtype=torch.uint8, device=self.device)
         return held.set_(self.storage, lo - self.start, (hi - lo,), (1,))
+
+
+def device_error(error: RuntimeError) -> BackendError:
+    """Return the error of who could not copy what lies in a device."""
+    return BackendError(f"copying from a device failed: {error}", todo="see what the device says")
+
+
+def resized_error() -> BackendError:
+    """Return the error of who was to read what is not there any more."""
+    return BackendError(
+        "a storage was resized while a commit read it",
+        todo="resize what is committed when its commit has ended, or behind its guard",
+    )
 
 
 def _to_host(held: torch.Tensor) -> memoryview:

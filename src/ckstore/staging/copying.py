@@ -162,7 +162,7 @@ class HostCopy:
         elif self.section.unit_count:
             self._samples = self._sampled(0)
 
-    def changed_row(self) -> Place | None:
+    def changed_place(self) -> Place | None:
         """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
         return None if self._sums is None else self._sums.changed()
 

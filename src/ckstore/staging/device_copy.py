@@ -38,7 +38,7 @@ class DeviceCopy:
         on_over: Called once, on any thread, with what went wrong, if anything did.
         bell: An eventfd to ring after each unit; -1: none.
         look: Returns what is wrong with it: called until the first guard has let training pass, or all has come.
-        changed: Returns the error that names what lies at a place. Where it is given, checksums are taken of the
+        error_at: Returns the error that names what lies at a place. Where it is given, checksums are taken of the
             sources, before training goes on and when it is let pass, and of what has come.
     """
 
@@ -51,13 +51,13 @@ class DeviceCopy:
         *,
         bell: int,
         look: Callable[[], BaseException | None],
-        changed: Callable[[Place], BaseException | None] | None = None,
+        error_at: Callable[[Place], BaseException | None] | None = None,
     ) -> None:
         self._section = section
         self._slot = slot
         self._copies = copies_of(section, storages, slot)
-        self._sums = None if changed is None else Checksums(section, slot, storages)
-        self._changed = changed
+        self._sums = None if error_at is None else Checksums(section, slot, storages)
+        self._error_at = error_at
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._on_over = on_over
         self._bell = bell
@@ -142,7 +142,7 @@ class DeviceCopy:
         """Let go of the sources: nobody asks any more whether they were changed."""
         if self._sums is not None:
             self._sums.forget()
-        self._changed = None
+        self._error_at = None
 
     def wait(self) -> None:
         """Wait until all has come, on a thread of the crew; never raises."""
@@ -170,7 +170,7 @@ class DeviceCopy:
                 error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")
             # No guard may have come meanwhile: what was changed until now was changed while it was copied.
             self._look_once(BaseException, is_held=False)
-            error = error or self._seen or self._changed_copy()
+            error = error or self._seen or looked(self._changed_copy)
             self._is_over = True
             self._problem = None
             on_over, self._on_over, self._look = self._on_over, ignore, ignore
@@ -181,10 +181,10 @@ class DeviceCopy:
 
     def _changed_copy(self) -> BaseException | None:
         """Return an error if what has come is not what was noted."""
-        if self._sums is None or self._changed is None:
+        if self._sums is None or self._error_at is None:
             return None
         place = self._sums.changed(is_looking=False)
-        return None if place is None else self._changed(place)
+        return None if place is None else self._error_at(place)
 
     def _mark(self, unit: int) -> None:
         if self._sums is not None:

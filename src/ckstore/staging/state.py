@@ -25,7 +25,7 @@ from ckstore.errors import CorruptError
 from ckstore.latch import Latch
 from ckstore.saver.arena import STAGED, Slot
 from ckstore.staging.checksums import Place
-from ckstore.staging.copying import HostCopy, ignore, looked
+from ckstore.staging.copying import HostCopy, ignore, looked, without_frames
 from ckstore.staging.crew import Crew
 from ckstore.staging.device_copy import DeviceCopy
 from ckstore.staging.devices import versions_of
@@ -99,7 +99,7 @@ class Staging:
                 self._one_over,
                 bell=bell,
                 look=partial(self._seen_changed, kind),
-                changed=self._changed_at if is_checked and kind == DEVICE_LAZY else None,
+                error_at=self._error_at if is_checked and kind == DEVICE_LAZY else None,
             )
             for kind in (DEVICE_NOW, DEVICE_LAZY)
             if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
@@ -171,10 +171,9 @@ class Staging:
                 self._crew.see_through(copy.launch)
             if (error := copy.hold()) is not None:
                 self.cancel(error)
-            if self._is_checked and (error := looked(partial(self._changed_source, copy), Exception)) is not None:
-                self.cancel(error)
-            if is_host_waiting:
-                self._crew.waiters.see_through(copy.wait)
+        self._look_at_devices()
+        for copy in self._device[1:] if is_host_waiting else ():
+            self._crew.waiters.see_through(copy.wait)
         self._host[1].join(self._crew)
         self._compare()
 
@@ -187,6 +186,7 @@ class Staging:
         with self._copying:
             if not self._is_noted:
                 self.cancel(KeyboardInterrupt("while a state was copied"))
+        self._look_at_devices()
         for copy in self._host:
             if is_rushed:
                 copy.join(self._crew)
@@ -247,12 +247,22 @@ class Staging:
         row = self._host[1].sampled_change() if kind == LAZY else None
         return None if row is None else _changed_error(captured, *row)
 
-    def _changed_source(self, copy: DeviceCopy) -> BaseException | None:
-        """Return an error if a device's memory is not what was noted any more."""
-        place = copy.changed_place()
-        return None if place is None else self._changed_at(place)
+    def _look_at_devices(self) -> None:
+        """Compare sources that lie in devices with what was noted, as this thread's streams have them."""
+        if not self._is_checked or not self._device:
+            return
+        # Whoever commits, on another thread maybe, has noted everything by then.
+        with self._copying:
+            for copy in self._device[1:]:
+                if (error := looked(partial(self._changed_source, copy), Exception)) is not None:
+                    self.cancel(error)
 
-    def _changed_at(self, place: Place) -> BaseException | None:
+    def _changed_source(self, copy: HostCopy | DeviceCopy) -> BaseException | None:
+        """Return an error if a source is not what was noted any more, or its copy is something else."""
+        place = copy.changed_place()
+        return None if place is None else self._error_at(place)
+
+    def _error_at(self, place: Place) -> BaseException | None:
         captured = self._captured
         # What is over can be changed.
         return None if captured is None else _changed_error(captured, *place)
@@ -274,7 +284,7 @@ class Staging:
             self._check()
         except BaseException as error:
             # Nobody would hear of it, and a saver would wait for what is never staged.
-            self.cancel(error)
+            self.cancel(without_frames(error))
 
     def _compare(self) -> None:
         """Compare checksums, where they were taken and were not compared yet."""
@@ -283,21 +293,19 @@ class Staging:
 
     def _check(self) -> None:
         with self._checking:
-            captured = self._captured
-            if not self._is_checked or captured is None:
+            if not self._is_checked:
                 return
-            row = self._changed_row() if self._error is None else None
+            found = None if self._error is not None else looked(self._changed_now, Exception)
             with self._lock:
-                if row is not None:
-                    self._error = self._error or _changed_error(captured, *row)
+                self._error = self._error or found
                 is_end = self._is_checked and self._left == 0
                 self._is_checked = False
             if is_end:
                 self._end()
 
-    def _changed_row(self) -> Place | None:
-        rows = (self._host[1].changed_row(), *(copy.changed_place() for copy in self._device[1:]))
-        return next((row for row in rows if row is not None), None)
+    def _changed_now(self) -> BaseException | None:
+        guarded: list[HostCopy | DeviceCopy] = [self._host[1], *self._device[1:]]
+        return next((error for copy in guarded if (error := self._changed_source(copy)) is not None), None)
 
     def _end(self) -> None:
         with self._lock:
