@@ -85,7 +85,7 @@ def test_a_change_that_nothing_counts_fails_the_commit_and_names_the_tensor(stor
     if when == "when all has come":
         wait_until_all_has_come(store, on_device)
     elif when == "while it is sending":
-        copy = staging_of(store)._device[1]
+        [copy] = staging_of(store)._device_lazy
         copy.launch()
     trainer.meddle()
     on_device.may_be_told.set()

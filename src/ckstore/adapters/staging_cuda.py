@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 _PORTABLE = 1
+_KEPT_BY = attrgetter("keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,11 @@ class CudaCopies:
         self._runs, self._columns = section.runs, section.run_columns
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
-        self._memories = {run.storage: _memory_of(storages[run.storage]) for run in section.runs}
+        # What lies in a device is kept by one of its tensors and that one's storage. A trainer waits for this.
+        keeps = map(_KEPT_BY, [storages[index] for index in section.storages])
+        self._memories: dict[int, torch.UntypedStorage] = {
+            index: keep[0][1] for index, keep in zip(section.storages, keeps, strict=True)
+        }
         self._devices = {index: memory.device for index, memory in self._memories.items()}
         self._fences: dict[torch.device, torch.cuda.Event] = {}
         self._lanes: dict[torch.device, _Lane] = {}
@@ -273,12 +279,6 @@ def _held(storage: HostStorage) -> Held | None:
     if isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], torch.Tensor):
         return first
     return None
-
-
-def _memory_of(storage: HostStorage) -> torch.UntypedStorage:
-    held = _held(storage)
-    assert held is not None, "only what lies in a device is copied from one"
-    return held[1]
 
 
 def _lane_of(device: torch.device) -> _Lane:

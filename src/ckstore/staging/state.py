@@ -91,20 +91,27 @@ class Staging:
             )
             for kind in (NOW, LAZY)
         ]
-        self._device = [
-            DeviceCopy(
-                sections[kind],
-                slot,
-                captured.storages,
-                self._one_over,
-                bell=bell,
-                look=partial(self._seen_changed, kind),
-                error_at=self._error_at if is_checked and kind == DEVICE_LAZY else None,
-            )
+        # One of each, or none: a device that has nothing to send before training goes on is not waited for.
+        self._device_now, self._device_lazy = (
+            [self._from_device(kind, stowage, captured, bell=bell, is_checked=is_checked)]
+            if sections[kind].unit_count
+            else []
             for kind in (DEVICE_NOW, DEVICE_LAZY)
-            if sections[DEVICE_NOW].unit_count + sections[DEVICE_LAZY].unit_count
-        ]
-        self._left = len(self._host) + len(self._device)
+        )
+        self._left = len(self._host) + len(self._device_now) + len(self._device_lazy)
+
+    def _from_device(
+        self, kind: int, stowage: Stowage, captured: Captured, *, bell: int, is_checked: bool
+    ) -> DeviceCopy:
+        return DeviceCopy(
+            stowage.sections[kind],
+            self.slot,
+            captured.storages,
+            self._one_over,
+            bell=bell,
+            look=partial(self._seen_changed, kind),
+            error_at=self._error_at if is_checked and kind == DEVICE_LAZY else None,
+        )
 
     @property
     def _half(self) -> int:
@@ -130,30 +137,34 @@ class Staging:
     def _copy_now(self) -> None:
         now, lazy = self._host
         try:
-            for copy in self._device:
+            for copy in (*self._device_now, *self._device_lazy):
                 copy.begin()
             # Before anything is waited for: else the device would have nothing to do meanwhile.
-            for copy in self._device[:1]:
+            for copy in self._device_now:
                 if (error := copy.launch()) is not None:
                     raise error
             if now.section.unit_count <= 1:
                 # As behind a guard, where it holds little: the call waits for one thread only.
                 self._crew.see_through_here(now.work)
             now.join(self._crew)
-            for copy in self._device[1:]:
-                # Telling of many tensors takes milliseconds, and the call is to return.
-                self._crew.send_one(copy.launch)
-            for copy in self._device[:1]:
+            for copy in self._device_now:
+                # While it is waited for, the other one can be told.
+                for other in self._device_lazy:
+                    self._crew.send_one(other.launch)
                 self._crew.waiters.see_through(copy.wait)
             if (error := self._error or now.error) is not None:
                 raise error
             # What a guard protects must be copied as it is now.
-            for copy in self._device[1:]:
+            for copy in self._device_lazy:
                 copy.note()
-                self._crew.waiters.send_one(copy.wait)
             lazy.note()
             lazy.send(self._crew, self._half)
             self._is_noted = True
+            for copy in self._device_lazy:
+                if not self._device_now:
+                    # Last, since whoever tells a device needs the interpreter, and the call is to return.
+                    self._crew.send_one(copy.launch)
+                self._crew.waiters.send_one(copy.wait)
             if not any(self._guarded.values()):
                 self.is_over.wait()
         except BaseException as error:
@@ -166,13 +177,13 @@ class Staging:
         Args:
             is_host_waiting: Wait for devices too: what is told to them next may not be on the stream that is current.
         """
-        for copy in self._device[1:]:
+        for copy in self._device_lazy:
             if not copy.is_launched:
                 self._crew.see_through(copy.launch)
             if (error := copy.hold()) is not None:
                 self.cancel(error)
         self._look_at_devices()
-        for copy in self._device[1:] if is_host_waiting else ():
+        for copy in self._device_lazy if is_host_waiting else ():
             self._crew.waiters.see_through(copy.wait)
         self._host[1].join(self._crew)
         self._compare()
@@ -229,7 +240,7 @@ class Staging:
             self._end()
         for copy in self._host:
             copy.work()
-        for device in self._device:
+        for device in (*self._device_now, *self._device_lazy):
             device.cancel(error)
 
     def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
@@ -249,11 +260,11 @@ class Staging:
 
     def _look_at_devices(self) -> None:
         """Compare sources that lie in devices with what was noted, as this thread's streams have them."""
-        if not self._is_checked or not self._device:
+        if not self._is_checked or not self._device_lazy:
             return
         # Whoever commits, on another thread maybe, has noted everything by then.
         with self._copying:
-            for copy in self._device[1:]:
+            for copy in self._device_lazy:
                 if (error := looked(partial(self._changed_source, copy), Exception)) is not None:
                     self.cancel(error)
 
@@ -304,7 +315,7 @@ class Staging:
                 self._end()
 
     def _changed_now(self) -> BaseException | None:
-        guarded: list[HostCopy | DeviceCopy] = [self._host[1], *self._device[1:]]
+        guarded: list[HostCopy | DeviceCopy] = [self._host[1], *self._device_lazy]
         return next((error for copy in guarded if (error := self._changed_source(copy)) is not None), None)
 
     def _end(self) -> None:
@@ -315,7 +326,7 @@ class Staging:
             return
         for copy in self._host:
             copy.forget()
-        for device in self._device:
+        for device in self._device_lazy:
             device.forget()
         self._captured = None
         if error is None:
