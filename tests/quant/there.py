@@ -12,7 +12,6 @@ import ckstore
 from ckstore import Residual
 from ckstore.adapters import torch_state
 from ckstore.kernels import on_gpu
-from ckstore.quant import lowrank_forms
 from ckstore.testing import trainings
 from ckstore.testing.trainings import M, V, W, leaf
 
@@ -109,46 +108,10 @@ def same_bits(one, other):
     return torch.equal(one.cpu().reshape(-1).view(torch.uint8), other.cpu().reshape(-1).view(torch.uint8))
 
 
-def commit_both(stores, state, step, fidelity=NEAR, *, between=lambda: None, **changes):
-    """Commit a state by the device's way and by the host's; something may be called between the two."""
+def commit_both(stores, state, step, fidelity=NEAR, **changes):
+    """Commit a state by the device's way and by the host's."""
     policy = lossy_policy(fidelity, **changes)
-    receipt = stores[0].commit(state, step, policy=policy)
-    between()
-    return receipt, stores[1].commit(state, step, policy=replace(policy, **HOST))
-
-
-class Directions:
-    """How many directions the products of the last two commits have, and what they take.
-
-    Directions are many, and the weakest are hardly worth what they take. One of them at that edge may be kept by one
-    way and not by the other: their histories differ by what each has rounded, and processors by the last bits of sums.
-    """
-
-    def __init__(self, monkeypatch):
-        self._products = [], []
-        pack = lowrank_forms.pack
-
-        def counted(product):
-            packed = pack(product)
-            self._products[1].append((product.rank, len(packed)))
-            return packed
-
-        monkeypatch.setattr(lowrank_forms, "pack", counted)
-
-    def turn(self):
-        """The next commit begins."""
-        self._products = self._products[1], []
-
-    def bits_at_the_edge(self):
-        """Return what those directions take that only one of the two commits has."""
-        one, other = (sorted(products) for products in self._products)
-        assert len(one) == len(other)
-        bits = 0.0
-        for (count, nbytes), (other_count, other_nbytes) in zip(one, other, strict=True):
-            assert abs(count - other_count) <= max(1, 0.05 * max(count, other_count))
-            if count != other_count:
-                bits += 8 * abs(count - other_count) * max(nbytes, other_nbytes) / max(count, other_count)
-        return bits
+    return stores[0].commit(state, step, policy=policy), stores[1].commit(state, step, policy=replace(policy, **HOST))
 
 
 def same_checkpoints(stores, ref="latest"):
