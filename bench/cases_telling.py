@@ -18,7 +18,7 @@ from ckstore.adapters import cuda_runtime
 from ckstore.adapters.staging_cuda import CudaCopies, pin
 from ckstore.adapters.torch_state import TorchAdapter
 from ckstore.capture import capture
-from ckstore.kernels import on_native, on_numpy
+from ckstore.kernels import on_numpy
 from ckstore.saver.arena import Arena
 from ckstore.staging.stowage import DEVICE_LAZY, stow
 
@@ -38,6 +38,9 @@ Begin = Callable[[NDArray[np.uint64]], None]
 
 def telling_devices(bench: Bench) -> Result:
     """Tell a device of many small copies; without a GPU the runtime is a call of libc."""
+    # Here, since ckstore can be installed without it.
+    from ckstore import _native
+
     result = Result("telling_devices", "ms", is_higher_better=False)
     is_there = torch.cuda.is_available()
     place = torch.device("cuda", 0) if is_there else torch.device("cpu")
@@ -55,7 +58,7 @@ def telling_devices(bench: Bench) -> Result:
             _check(on_numpy.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
 
         def by_native(table: NDArray[np.uint64]) -> None:
-            _check(on_native.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
+            _check(_native.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
 
         def telling(begin: Begin) -> Participant:
             return lambda: Sample(1000 * _seconds(copies, begin))

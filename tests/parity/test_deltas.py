@@ -10,25 +10,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from twins import both
 
 from ckstore.kernels import on_numpy
 
 WIDTHS = (1, 2, 4, 8)
 COUNTS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 1000, 4097)
 GUARD = 64
-
-
-def twins() -> list[object]:
-    try:
-        from ckstore.kernels import on_native
-    except ImportError:
-        native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
-    else:
-        native = pytest.param(on_native, id="native")
-    return [pytest.param(on_numpy, id="numpy"), native]
-
-
-both = pytest.mark.parametrize("loops", twins())
 
 
 def edges(nbytes: int) -> np.ndarray:

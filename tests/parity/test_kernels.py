@@ -13,25 +13,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from twins import both
 
 from ckstore import kernels
 from ckstore.kernels import on_numpy
 
 WIDTHS = (1, 2, 4, 8)
 COUNTS = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 4095, 4096, 4097, 8191, 70001)
-
-
-def twins() -> list[object]:
-    try:
-        from ckstore.kernels import on_native
-    except ImportError:
-        native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
-    else:
-        native = pytest.param(on_native, id="native")
-    return [pytest.param(on_numpy, id="numpy"), native]
-
-
-both = pytest.mark.parametrize("loops", twins())
 
 
 def pattern(name: str, nbytes: int) -> np.ndarray:

@@ -8,26 +8,12 @@ import time
 
 import numpy as np
 import pytest
-
-from ckstore.kernels import on_numpy
+from twins import both
 
 Launch = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
 )
 TABLE = np.array([[1 << 47, 4096, 1], [8, (1 << 47) + 64, 1 << 40], [24, 32, 7]], np.uint64)
-
-
-def twins():
-    try:
-        from ckstore.kernels import on_native
-    except ImportError:
-        native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
-    else:
-        native = pytest.param(on_native, id="native")
-    return [pytest.param(on_numpy, id="numpy"), native]
-
-
-both = pytest.mark.parametrize("loops", twins())
 
 
 def noting(answers=()):

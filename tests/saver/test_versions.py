@@ -242,6 +242,12 @@ def test_a_parameter_may_be_changed_when_all_is_staged(store):
     assert pending.result().step == 1
 
 
+def test_what_a_capture_warns_of_goes_to_the_saver(store):
+    store.commit_async({"w": np.zeros(5_000_000)[::1000]}, 1)
+    [warning] = PretendSaver.started[-1].head(1).warnings
+    assert "w is a sparse view" in warning
+
+
 def test_numpy_states_need_no_optimizer(store):
     state = {"a": np.arange(100_000), "b": [np.ones(5)]}
     wanted = [state["a"].tobytes(), state["b"][0].tobytes()]

@@ -62,7 +62,7 @@ def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell:
 
 
 def launch_copies(function: int, table: Buffer, kind: int, stream: int) -> int:
-    """Begin the copy of each row by a function of a device's runtime, without the interpreter between two of them.
+    """Begin the copy of each row by a function of a device's runtime; the native twin needs no interpreter between two.
 
     Args:
         function: The address of ``cudaMemcpyAsync``, or of one like it: destination, source, length, kind, stream; it
