@@ -2,7 +2,7 @@
 
 Invariants:
 - Before ``commit_async`` returns, everything was copied but what an attached optimizer owns.
-- One process at a time writes the run: this one gives the lease to the saver, and takes it back when it commits itself.
+- One process at a time writes the run: this one lends the lease to the saver, and takes it back when it commits itself.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ class Background(Advising):
                 policy=policy or self._policy,
                 guarded=self._spans(),
             )
-            # The saver takes it; to this process's own next commit it is given back.
-            self._parts.lease.release()
             with self._costs.trying():
                 pending = handover.hand_over(order)
             try:

@@ -13,6 +13,7 @@ from ckstore.saver.arena import Slot
 from ckstore.saver.client import Saver
 from ckstore.staging.devices import Span
 from ckstore.staging.state import Staging
+from ckstore.store.lease import Lease
 
 ASK_AGAIN_SECONDS = 30.0
 """Until a saver that has not given a slot back, or a ticket up, is asked once more."""
@@ -62,6 +63,14 @@ class Handed:
     def is_over(self) -> bool:
         """Whether it has ended; its slot may be used again if it is free, too."""
         return self.ended.is_set() and self.staging.is_over.is_set()
+
+    def lend(self, lease: Lease) -> None:
+        """Have the saver hold the run's lease, before it is told of the state, if that needs no waiting.
+
+        Else nobody would wait for it until it has started, if the trainer dies or drops its handle before.
+        """
+        if lease.is_held or not self.saver.has_lease:
+            self.saver.has_lease = lease.lend(self.saver.pid, self.pending.step)
 
     def finish_copying(self, is_receipt_wanted: bool) -> None:
         """Wait until all is copied, as soon as can be; or somewhat later, if the receipt comes sooner by that.

@@ -72,8 +72,7 @@ class Handover:
         self._dock = Dock(parts.limits)
         self._heads = HeadWriter()
         self._saver: Saver | None = None
-        self._nice = 0
-        self._ticket = 0
+        self._nice, self._ticket = 0, 0
         self._lying = Outstanding(self._dock)
         self._published: int | None = None
         self._failed: list[Pending] = []
@@ -194,8 +193,9 @@ class Handover:
             _handovers.discard(self)
         if self._owner == os.getpid():
             if (saver := self._saver) is not None:
-                # Who opens the run next in this process must not resume what is older than what it still publishes.
+                # Who opens the run next, here or in another process, must not resume what is older.
                 note_abandoned(saver.pid, None if is_idle else self._parts.lease.location)
+                self._parts.lease.disown(saver.pid)
                 saver.quit(is_waited=False)
             self._saver = None
             self._lying.leave()
@@ -272,6 +272,7 @@ class Handover:
         # What it became is not known yet.
         going = (each.ticket for each in self._lying.going[::-1] if each.pending.error_or_none() is None)
         try:
+            handed.lend(self._parts.lease)
             handed.saver.begin(
                 handed.ticket,
                 slot.index,
@@ -377,7 +378,7 @@ class Handover:
         engine: EngineName = "pwrite" if self._parts.engine_name == "pwrite" else "auto"
         place, run, arena, clock = backend.root, self._parts.run, self._dock.arena, self._parts.clock
         self._nice = policy.saver_nice
-        self._parts.lease.orphans.wait_for_dropped()
+        self._parts.wait_for_orphan()
 
         def start() -> Saver:
             self._saver = Saver.start(place, run, arena, nice=self._nice, engine=engine, clock=clock)

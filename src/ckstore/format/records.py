@@ -215,6 +215,11 @@ def encode_record(record: FileRecord) -> bytes:
     return msgspec.json.encode(envelope) + b"\n"
 
 
+def with_changes(record: F, **changes: Any) -> F:
+    """Return a copy of a file record with other values of some fields."""
+    return msgspec.structs.replace(record, **changes)
+
+
 def decode_record(content: bytes, kind: type[F], *, nbytes_max: int = RECORD_NBYTES_MAX, where: object = None) -> F:
     """Read a file record.
 

@@ -45,6 +45,9 @@ SPEAK_SECONDS = 0.02
 """Between two tries to say something to a saver that does not read; it takes hundreds of messages to get there."""
 
 
+_TAKE_TIME = (messages.Begin, messages.Release, messages.Warm, messages.Forget, messages.Quit)
+
+
 class Saver:
     """A saver process, as its trainer sees it; thread-safe."""
 
@@ -59,13 +62,12 @@ class Saver:
         self._watch = watch
         self._clock = clock
         self._owner = os.getpid()
+        self.has_lease = False  # Whether it was lent to it, and not asked back since.
         # A handle that is collected in the middle of a message says goodbye on the same thread.
         self._speaking = threading.RLock()
         self._said, self._hurried = object(), object()  # What takes time, and for what of it the saver was hurried.
-        self._tickets = Tickets()
-        self._answers = Answers()
-        self._ready = Latch()
-        self._dead = Latch()
+        self._tickets, self._answers = Tickets(), Answers()
+        self._ready, self._dead = Latch(), Latch()
         self._why: Exception | None = None
         self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
         leave_in_children(self)
@@ -170,8 +172,8 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
-            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, parent, parent_ticket, may_keep, hold_ms))
-            self._said = object()
+            whose = parent, parent_ticket, may_keep, hold_ms, self.has_lease
+            self._say(messages.Begin(ticket, slot, head_place, head_nbytes, *whose))
         except BaseException:
             self._tickets.remove(ticket)
             raise
@@ -205,6 +207,7 @@ class Saver:
         Raises:
             SaverError: It lives, and cannot be asked. A dead one holds no lease.
         """
+        self.has_lease = False
         return self._ask(messages.Release, timeout, "give up the writer lease")
 
     def warm(self, block_count: int, nbytes: int, timeout: float | None = None) -> bool:
@@ -215,7 +218,6 @@ class Saver:
         """Let the saver give back what it keeps for the next commit, when it has done what was begun; does not wait."""
         with contextlib.suppress(Exception):
             self._say(messages.Forget())
-            self._said = object()
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
         """End the saver when it has done what was begun; what nobody waits for is carried through all the same.
@@ -227,7 +229,6 @@ class Saver:
             return True
         with contextlib.suppress(Exception):
             self._say(messages.Quit(), is_patient=is_waited)
-            self._said = object()
         if not (is_waited and self.wait(self._dead, timeout, "finish", is_urgent=True)):
             return not self.is_alive
         if threading.current_thread() is not self._listener:
@@ -283,7 +284,6 @@ class Saver:
         number, answered = self._answers.ask()
         try:
             self._say(kind(number), is_patient=True)
-            self._said = object()
         except Exception:
             if not self._dead.is_set():
                 raise
@@ -296,6 +296,8 @@ class Saver:
             try:
                 with self._speaking:
                     messages.send(self._channel, message)
+                if isinstance(message, _TAKE_TIME):
+                    self._said = object()
                 return
             except BlockingIOError:
                 if is_patient and not self._dead.wait(SPEAK_SECONDS):

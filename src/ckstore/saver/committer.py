@@ -77,6 +77,7 @@ class Committer:
         self._bases = Bases()
         self._blocks = WriteBlocks(is_kept=True)
         self._fingerprint: Fingerprint | None = None
+        self._is_disowned = False
         self._seq_of: dict[int, int | None] = {}
         self._given_up: dict[int, tuple[int | None, int]] = {}
         """The parents of those whose turn never came."""
@@ -109,11 +110,23 @@ class Committer:
         """The tickets in whose slots lies what the next commit may be coded against."""
         return self._bases.tickets
 
+    def adopt_lease(self) -> None:
+        """Hold the lease that the trainer has lent; what does not answer is logged, and asked again by the commit."""
+        assert self._lease is not None
+        try:
+            record = self._lease.adopt()
+        except CkstoreError as error:
+            _log.warning("could not look at the writer lease of run %r: %s", self._hello.run, error)
+            return
+        purpose = None if record is None else SaverPurpose.of(record.purpose)
+        self._is_disowned = self._is_disowned or (purpose is not None and purpose.trainer_started == GONE)
+
     def announce(self, step: int) -> None:
         """Let the lease say which step comes last, for whoever will have to wait for it."""
         assert self._lease is not None
         lease = self._lease
-        lease.purpose = SaverPurpose(self._hello.trainer_pid, self._hello.trainer_started, step).text
+        started = GONE if self._is_disowned else self._hello.trainer_started
+        lease.purpose = SaverPurpose(self._hello.trainer_pid, started, step).text
         if lease.is_held:
             lease.renew()
 
@@ -121,6 +134,7 @@ class Committer:
         """Let the lease say that the trainer is gone: a process of its pid may live that became another program."""
         lease = self._lease
         purpose = None if lease is None else SaverPurpose.of(lease.purpose)
+        self._is_disowned = True
         if lease is not None and purpose is not None:
             lease.purpose = replace(purpose, trainer_started=GONE).text
             lease.renew()

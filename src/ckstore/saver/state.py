@@ -8,13 +8,14 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
 from ckstore.capture import Captured
 from ckstore.clock import Clock
 from ckstore.config import Limits
-from ckstore.errors import SaverError
+from ckstore.errors import CkstoreError, SaverError
 from ckstore.io.backend import Backend
 from ckstore.plan import StorageShape, plan_commit
 from ckstore.saver.arena import STAGED, Slot
@@ -228,6 +229,12 @@ class GatedLease(Lease):
         # Whoever renews a lease waits for a beat that is being written.
         if self._heart is not None:
             keep_awake(self._heart)
+
+    def release(self) -> None:
+        """Give the lease up, also one that was lent and that nothing has begun for; never raises."""
+        with contextlib.suppress(CkstoreError):
+            self.adopt()
+        super().release()
 
     def check_held(self) -> None:
         """Look at the lease again, whatever is staged.

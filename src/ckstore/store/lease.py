@@ -8,8 +8,9 @@ namespace its death is seen in /proc at once, and a reboot of its machine has ki
 heartbeat that stops tells. A flock or a closed pipe would not do: a forked child keeps both alive after
 the holder was killed.
 
-A saver holds the lease for its trainer. When the trainer has died and the saver still publishes what was staged, it
-is an *orphan* (``orphans.py``): whoever starts again waits for it.
+A saver holds the lease for its trainer, who takes it in the saver's name before there is anything to publish: who is to
+be waited for must be seen from the first staged byte on, however long a saver takes to start. When the trainer has died
+and the saver still publishes what was staged, it is an *orphan* (``orphans.py``): whoever starts again waits for it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ import os
 import socket
 import threading
 import weakref
+from dataclasses import replace
 
 from ckstore.clock import Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
 from ckstore.format import layout
-from ckstore.format.records import LeaseRecord, encode_record
+from ckstore.format.records import LeaseRecord, encode_record, with_changes
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend
 from ckstore.latch import Latch
 from ckstore.logs import tell
-from ckstore.store.lease_record import describe, read_lease
+from ckstore.store.lease_record import GONE, SaverPurpose, describe, read_lease
 from ckstore.store.orphans import Orphans
 from ckstore.store.processes import boot_identity, died_in_reboot, process_started
 
@@ -94,9 +96,8 @@ class Lease:
                 self._start_heart()
             return
         self._forget()
-        mine = self._new_record()
-        draft = f"{layout.TMP_FOLDER}/{mine.token}.lease"
-        self._backend.create(draft, encode_record(mine), sync=False)
+        mine = self._new_record(os.getpid(), self.purpose)
+        draft = self._draft(mine)
         try:
             while True:
                 try:
@@ -106,10 +107,58 @@ class Lease:
                     self._remove_dead_holder()
         finally:
             self._backend.unlink(draft)
-        self._record = mine
-        self._pid = os.getpid()
-        _live_tokens[mine.token] = self
-        self._start_heart()
+        self._hold(mine)
+
+    def lend(self, pid: int, step: int) -> bool:
+        """Have a saver of this process hold the lease, where nobody has to be waited for; never raises.
+
+        What this handle holds becomes the saver's in one step; what is free, or a dead process's, is taken for it.
+
+        Args:
+            pid: The saver's.
+            step: What it is to publish.
+
+        Returns:
+            Whether it is the saver's now. False: the saver has to take it by itself; this handle does not hold it.
+        """
+        purpose = SaverPurpose(os.getpid(), process_started(os.getpid()) or "", step)
+        record = self._new_record(pid, purpose.text)
+        try:
+            # Where the system does not say who a process is, a saver could take another's lease for its own.
+            return bool(record.boot_id and record.process_started) and self._put(record)
+        except (CkstoreError, OSError) as error:
+            tell(_log, logging.INFO, "the saver has to take the writer lease of run %r by itself: %s", self._run, error)
+            return False
+        finally:
+            self.release()
+
+    def adopt(self) -> LeaseRecord | None:
+        """Hold the lease if it was lent to this process; return what it says, or None if it was not.
+
+        Raises:
+            BackendError, CapacityError: The medium does not answer.
+        """
+        holder = self._read()
+        mine = self._new_record(os.getpid(), self.purpose)
+        if holder is None or not mine.boot_id or not mine.process_started or _identity(holder) != _identity(mine):
+            return None
+        if not self.is_held:
+            self._hold(holder)
+        return holder
+
+    def disown(self, pid: int) -> None:
+        """Let a lease that was lent say that its trainer is gone, if the saver has not adopted it yet; never raises.
+
+        One that has adopted it says so itself.
+        """
+        try:
+            holder = self._read()
+            purpose = None if holder is None else SaverPurpose.of(holder.purpose)
+            if holder is not None and holder.pid == pid and holder.heartbeat_ns == holder.acquired_ns and purpose:
+                text = replace(purpose, trainer_started=GONE).text
+                self._backend.rename(self._draft(with_changes(holder, purpose=text)), self._path)
+        except (CkstoreError, OSError) as error:
+            tell(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
 
     def check(self) -> None:
         """Look at the lease again, before publishing; a medium that does not answer is logged and no reason to stop.
@@ -155,18 +204,57 @@ class Lease:
         """Return who holds the lease now, dead or alive."""
         return self._read()
 
-    def _new_record(self) -> LeaseRecord:
+    def _new_record(self, pid: int, purpose: str) -> LeaseRecord:
         now = self._clock.now_ns()
         return LeaseRecord(
             host=socket.gethostname(),
             boot_id=boot_identity(),
-            pid=os.getpid(),
-            process_started=process_started(os.getpid()) or "",
+            pid=pid,
+            process_started=process_started(pid) or "",
             token=new_token(),
             acquired_ns=now,
             heartbeat_ns=now,
-            purpose=self.purpose,
+            purpose=purpose,
         )
+
+    def _draft(self, record: LeaseRecord) -> str:
+        """Write a record under a name of its own."""
+        draft = f"{layout.TMP_FOLDER}/{new_token()}.lease"
+        self._backend.create(draft, encode_record(record), sync=False)
+        return draft
+
+    def _hold(self, record: LeaseRecord) -> None:
+        self._record = record
+        self._pid = os.getpid()
+        _live_tokens[record.token] = self
+        self._start_heart()
+
+    def _put(self, record: LeaseRecord) -> bool:
+        """Put a record in the place of ours, or of none, or of a dead process's; False: another lives, or may."""
+        draft, is_moved = self._draft(record), False
+        try:
+            with self._writing:
+                if self._is_ours(self._read()):
+                    self._backend.rename(draft, self._path)
+                    is_moved = True
+                    self._forget()
+                    return True
+            while True:
+                try:
+                    self._backend.link(draft, self._path)
+                    return True
+                except FileExistsError:
+                    holder = self._read()
+                if holder is None:
+                    continue
+                if _identity(holder) == _identity(record):
+                    return True
+                if self._is_known_alive(holder) is not False:
+                    return False
+                self._bury(holder)
+        finally:
+            if not is_moved:
+                self._backend.unlink(draft)
 
     def _read(self) -> LeaseRecord | None:
         return read_lease(self._backend, self._run)
@@ -195,6 +283,10 @@ class Lease:
                 pid=holder.pid,
                 host=holder.host,
             )
+        self._bury(holder)
+
+    def _bury(self, holder: LeaseRecord | None) -> None:
+        """Remove the lease of a holder that is dead, and no other's."""
         # Moved to a name of our own first: two who take over at once must not remove each other's new lease.
         graveyard = f"{layout.TMP_FOLDER}/{new_token()}.lease"
         try:
@@ -209,6 +301,11 @@ class Lease:
         self._backend.unlink(graveyard)
 
     def _is_alive(self, holder: LeaseRecord) -> bool:
+        is_alive = self._is_known_alive(holder)
+        return self._heart_beats(holder) if is_alive is None else is_alive
+
+    def _is_known_alive(self, holder: LeaseRecord) -> bool | None:
+        """Whether a holder lives, as is known at once; None: only its heartbeat can tell."""
         if died_in_reboot(holder.host, holder.boot_id) or self.orphans.is_known_dead(holder):
             return False
         if (here := boot_identity()) and holder.boot_id == here:
@@ -216,7 +313,7 @@ class Lease:
                 return False
             # Our own process: alive only if that handle still is; a forgotten one has no token left.
             return holder.pid != os.getpid() or holder.token in _live_tokens
-        return self._heart_beats(holder)
+        return None
 
     def _heart_beats(self, holder: LeaseRecord) -> bool:
         """Watch a holder on another host: does its heartbeat move within the stale time?"""
@@ -255,22 +352,15 @@ class Lease:
         except CkstoreError as error:
             tell(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
             return
-        renewed = LeaseRecord(
-            host=record.host,
-            boot_id=record.boot_id,
-            pid=record.pid,
-            process_started=record.process_started,
-            token=record.token,
-            acquired_ns=record.acquired_ns,
-            heartbeat_ns=self._clock.now_ns(),
-            purpose=self.purpose,
-        )
-        draft = f"{layout.TMP_FOLDER}/{new_token()}.lease"
+        renewed = with_changes(record, heartbeat_ns=self._clock.now_ns(), purpose=self.purpose)
         try:
-            self._backend.create(draft, encode_record(renewed), sync=False)
-            self._backend.rename(draft, self._path)
+            self._backend.rename(self._draft(renewed), self._path)
         except (CkstoreError, OSError) as error:
             tell(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
+
+
+def _identity(record: LeaseRecord) -> tuple[str, str, int, str]:
+    return record.host, record.boot_id, record.pid, record.process_started
 
 
 def _beat(reference: weakref.ref[Lease], stop: Latch) -> None:

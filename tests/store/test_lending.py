@@ -1,0 +1,225 @@
+"""A trainer takes the lease in its saver's name: at no moment nobody holds it, and nobody's lease is taken away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.errors import BackendError, ConflictError
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord, encode_record, with_changes
+from ckstore.io.memory import MemoryBackend
+from ckstore.store import lease as lease_module
+from ckstore.store.lease import Lease
+from ckstore.store.lease_record import GONE, SaverPurpose, read_lease
+from ckstore.store.processes import boot_identity, process_started
+
+PATH = layout.lease_name("main")
+
+
+class Watched(MemoryBackend):
+    """Notes whether there is a lease after each change, and can stop to answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.is_broken = [], False
+
+    def link(self, source, target):
+        super().link(source, target)
+        self._look()
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self._look()
+
+    def rename_new(self, source, target):
+        super().rename_new(source, target)
+        self._look()
+
+    def unlink(self, name):
+        super().unlink(name)
+        self._look()
+
+    def create(self, name, content, *, sync):
+        if self.is_broken:
+            raise BackendError("the medium does not answer", where=name)
+        super().create(name, content, sync=sync)
+
+    def _look(self):
+        self.found.append(self.stat(PATH) is not None)
+
+
+@pytest.fixture
+def backend():
+    made = Watched()
+    for folder in layout.TOP_FOLDERS:
+        made.make_folder(folder)
+    return made
+
+
+@pytest.fixture
+def lease(backend):
+    made = Lease(backend, "main", SYSTEM_CLOCK)
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def saver():
+    """A process that lives; as far as a lease can tell it is a saver."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def put(backend, pid, **facts):
+    """Put the lease of a process of this boot in place."""
+    record = LeaseRecord(
+        host=os.uname().nodename, boot_id=boot_identity(), pid=pid, process_started=process_started(pid) or "1",
+        token="ab" * 16, acquired_ns=1, heartbeat_ns=1,
+    )  # fmt: skip
+    backend.create(PATH, encode_record(with_changes(record, **facts)), sync=False)
+
+
+def drafts(backend):
+    return [name for name in backend.list_names(layout.TMP_FOLDER) if name.endswith(".lease")]
+
+
+def assert_lent(backend, saver, step):
+    holder = read_lease(backend, "main")
+    assert (holder.pid, holder.process_started) == (saver, process_started(saver))
+    assert SaverPurpose.of(holder.purpose) == SaverPurpose(os.getpid(), process_started(os.getpid()), step)
+    assert drafts(backend) == []
+
+
+def test_a_free_lease_is_taken_for_the_saver(backend, lease, saver):
+    assert lease.lend(saver, 7)
+    assert_lent(backend, saver, 7)
+    assert not lease.is_held
+    with pytest.raises(ConflictError, match=f"pid {saver} .*the saver of pid {os.getpid()}"):
+        Lease(backend, "main", SYSTEM_CLOCK).take()
+
+
+def test_what_a_handle_holds_becomes_the_saver_s_in_one_step(backend, lease, saver):
+    lease.take()
+    backend.found.clear()
+    assert lease.lend(saver, 7)
+    assert_lent(backend, saver, 7)
+    assert all(backend.found)
+    # A beat that had begun brings nothing back.
+    lease.renew()
+    assert_lent(backend, saver, 7)
+
+
+def test_what_is_lent_twice_stays_as_it_is(backend, lease, saver):
+    assert lease.lend(saver, 7)
+    token = read_lease(backend, "main").token
+    assert lease.lend(saver, 8)
+    assert read_lease(backend, "main").token == token
+    assert drafts(backend) == []
+
+
+def test_the_lease_of_a_dead_process_is_no_obstacle(backend, lease, saver):
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    put(backend, dead.pid)
+    assert lease.lend(saver, 7)
+    assert_lent(backend, saver, 7)
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_what_another_one_has_or_may_have_is_left_to_the_saver_and_nobody_waits(
+    backend, lease, saver, where, monkeypatch
+):
+    facts = {} if where == "here" else {"host": "elsewhere", "boot_id": "another boot/another namespace"}
+    put(backend, os.getppid(), **facts)
+    monkeypatch.setattr(lease._clock.__class__, "sleep", lambda *_: pytest.fail("it waits"))
+    assert not lease.lend(saver, 7)
+    assert read_lease(backend, "main").pid == os.getppid()
+    assert drafts(backend) == []
+
+
+def test_a_lease_that_was_lost_is_not_lent(backend, lease, saver):
+    lease.take()
+    backend.unlink(PATH)
+    put(backend, os.getppid())
+    assert not lease.lend(saver, 7)
+    assert not lease.is_held
+    assert read_lease(backend, "main").pid == os.getppid()
+
+
+def test_where_the_medium_does_not_answer_the_lease_is_given_up_for_the_saver_to_take(backend, lease, saver):
+    lease.take()
+    backend.is_broken = True
+    assert not lease.lend(saver, 7)
+    assert not lease.is_held
+    assert read_lease(backend, "main") is None
+
+
+@pytest.mark.parametrize("unknown", ["boot_identity", "process_started"])
+def test_nothing_is_lent_where_the_system_does_not_say_who_a_process_is(backend, lease, saver, monkeypatch, unknown):
+    monkeypatch.setattr(lease_module, unknown, lambda *_: "")
+    assert not lease.lend(saver, 7)
+    assert read_lease(backend, "main") is None
+
+
+def test_a_dead_saver_is_lent_nothing(backend, lease):
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    assert not lease.lend(dead.pid, 7)
+    assert read_lease(backend, "main") is None
+
+
+# The saver's side
+
+
+def test_a_saver_adopts_what_was_lent_to_it_and_gives_it_up(backend, lease):
+    assert lease.lend(os.getpid(), 7)
+    token = read_lease(backend, "main").token
+    mine = Lease(backend, "main", SYSTEM_CLOCK)
+    assert mine.adopt().token == token
+    assert mine.is_held
+    mine.purpose = "its own"
+    mine.renew()
+    assert (read_lease(backend, "main").token, read_lease(backend, "main").purpose) == (token, "its own")
+    # Taking it is no other lease.
+    backend.found.clear()
+    mine.take()
+    assert backend.found == []
+    mine.release()
+    assert read_lease(backend, "main") is None
+
+
+def test_nobody_adopts_what_is_another_s(backend, lease, saver):
+    assert lease.lend(saver, 7)
+    mine = Lease(backend, "main", SYSTEM_CLOCK)
+    assert mine.adopt() is None
+    assert not mine.is_held
+    mine.release()
+    assert_lent(backend, saver, 7)
+
+
+def test_a_lease_that_was_lent_says_that_its_trainer_is_gone_until_the_saver_says_so_itself(backend, lease, saver):
+    lease.disown(saver)
+    assert read_lease(backend, "main") is None
+    assert lease.lend(saver, 7)
+    lease.disown(saver + 1)
+    assert_lent(backend, saver, 7)
+    lease.disown(saver)
+    holder = read_lease(backend, "main")
+    assert SaverPurpose.of(holder.purpose) == SaverPurpose(os.getpid(), GONE, 7)
+    # Once the saver has written a beat, what it says counts.
+    backend.unlink(PATH)
+    put(backend, saver, heartbeat_ns=2, purpose=SaverPurpose(os.getpid(), "1", 7).text)
+    lease.disown(saver)
+    assert SaverPurpose.of(read_lease(backend, "main").purpose).trainer_started == "1"
+
+
+def test_a_medium_that_does_not_answer_keeps_nobody_from_letting_go(backend, lease, saver):
+    assert lease.lend(saver, 7)
+    backend.is_broken = True
+    lease.disown(saver)
+    assert_lent(backend, saver, 7)
