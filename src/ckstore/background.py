@@ -70,7 +70,8 @@ class Background(Advising):
 
         When this returns, the state may be changed, but for what an optimizer owns that was given to ``attach``
         or ``guard``: that is copied meanwhile, and guarded. When ``Pending.wait_staged`` returns True, the checkpoint
-        is published even if this process dies; when ``Pending.result`` returns, it is durable.
+        is published even if this process dies; when ``Pending.result`` returns, it is durable. The first one waits
+        while the saver of a trainer that has died still publishes, as ``restore`` does, and says so.
 
         Args:
             state: As for ``commit``.

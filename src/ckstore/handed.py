@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckstore.capture import Captured
 from ckstore.config import Policy
+from ckstore.errors import ConflictError
 from ckstore.latch import Latch
 from ckstore.pending import Pending
+from ckstore.receipt import Receipt
 from ckstore.saver.arena import Slot
 from ckstore.saver.client import Saver
+from ckstore.saver.tickets import Callbacks
 from ckstore.staging.devices import Span
 from ckstore.staging.state import Staging
 from ckstore.store.lease import Lease
@@ -69,8 +72,9 @@ class Handed:
 
         Else nobody would wait for it until it has started, if the trainer dies or drops its handle before.
         """
-        if lease.is_held or not self.saver.has_lease:
-            self.saver.has_lease = lease.lend(self.saver.pid, self.pending.step)
+        # What it was to give back it may give back at any moment, and then takes another one.
+        if lease.is_held or self.saver.lease == "":
+            self.saver.lease = lease.lend(self.saver.pid, self.pending.step)
 
     def finish_copying(self, is_receipt_wanted: bool) -> None:
         """Wait until all is copied, as soon as can be; or somewhat later, if the receipt comes sooner by that.
@@ -101,6 +105,24 @@ class Handed:
             self.saver.forget_kept()
             doing = f"give back the memory of step {self.pending.step}"
             self.saver.wait(self.freed, ASK_AGAIN_SECONDS, doing, is_urgent=True)
+
+    def callbacks(self, on_done: Callable[[Receipt], None], on_failed: Callable[[Exception], None]) -> Callbacks:
+        """Return what the saver's messages call."""
+        return Callbacks(
+            on_done,
+            on_failed,
+            self.free,
+            on_began=self.pending.note_began,
+            on_progress=self.pending.note_progress,
+            on_kept=self.ended.set,
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Take note that the saver has given it up."""
+        if isinstance(error, ConflictError) and self.saver.lease:
+            # The lease was taken over: for the next state it is lent anew.
+            self.saver.lease = ""
+        self.staging.cancel(error)
 
     def free(self) -> None:
         """Take note that the saver is done with it."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ckstore.capture import Captured
 from ckstore.config import EngineName, Policy
-from ckstore.errors import CapacityError, CkstoreError, UsageError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, UsageError
 from ckstore.handed import Handed, Order
 from ckstore.io.local import LocalBackend
 from ckstore.logs import tell
@@ -195,8 +195,8 @@ class Handover:
             if (saver := self._saver) is not None:
                 # Who opens the run next, here or in another process, must not resume what is older.
                 note_abandoned(saver.pid, None if is_idle else self._parts.lease.location)
-                self._parts.lease.disown(saver.pid)
                 saver.quit(is_waited=False)
+                self._parts.lease.disown()
             self._saver = None
             self._lying.leave()
             self._dock.close(is_waited=False)
@@ -335,16 +335,9 @@ class Handover:
 
         def on_failed(error: Exception) -> None:
             self._note_failed(handed.pending, error)
-            handed.staging.cancel(error)
+            handed.fail(error)
 
-        return Callbacks(
-            on_done,
-            on_failed,
-            handed.free,
-            on_began=handed.pending.note_began,
-            on_progress=handed.pending.note_progress,
-            on_kept=handed.ended.set,
-        )
+        return handed.callbacks(on_done, on_failed)
 
     def _give_up(self, handed: Handed, error: BaseException) -> None:
         """Staging has failed: tell the saver, and whoever waits."""
@@ -378,7 +371,9 @@ class Handover:
         engine: EngineName = "pwrite" if self._parts.engine_name == "pwrite" else "auto"
         place, run, arena, clock = backend.root, self._parts.run, self._dock.arena, self._parts.clock
         self._nice = policy.saver_nice
-        self._parts.wait_for_orphan()
+        # What does not answer is told by the commit.
+        with contextlib.suppress(BackendError, CapacityError):
+            self._parts.wait_for_orphan()
 
         def start() -> Saver:
             self._saver = Saver.start(place, run, arena, nice=self._nice, engine=engine, clock=clock)

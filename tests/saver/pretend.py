@@ -26,7 +26,7 @@ class PretendSaver:
         self.arena, self.options = arena, options
         self.pid = os.getpid()
         self.is_alive = True
-        self.has_lease = True  # There is no process that one could be lent to.
+        self.lease = "lent"  # There is no process that one could be lent to.
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
         self.begun, self.aborted = {}, []
         self.is_quick = True

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SECONDS_MAX, noise, until
+from rig import SECONDS_MAX, DeskOf, noise, stop, until
 
 import ckstore
-from ckstore.errors import ConflictError
+from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
-from ckstore.saver import messages
+from ckstore.saver.arena import STAGED
 from ckstore.store.lease_record import GONE, SaverPurpose
 
 HANDED_TO_ONE_THAT_SLEEPS = """
@@ -123,24 +123,21 @@ def test_a_trainer_that_dies_before_all_was_staged_leaves_nothing_but_the_wait(a
     assert "step 1 was not published" in caplog.text
 
 
-def test_a_lease_goes_to_the_saver_and_back_and_is_never_free_for_others(folder):
-    path, holders = Path(folder) / layout.lease_name("main"), []
+def test_a_lease_goes_to_the_saver_and_comes_back(folder):
     with ckstore.open(folder) as store:
         holder = store._parts.lease.holder
         for step in range(0, 6, 2):
             store.commit(noise(step), step)
             assert holder().pid == os.getpid()
-            seen = threading.Thread(target=lambda: holders.extend(path.exists() for _ in range(2000)))
-            seen.start()
             pending = store.commit_async(noise(step + 1), step + 1)
             assert holder().pid == store._handover.saver_pid
-            seen.join()
+            token = holder().token
             pending.result(SECONDS_MAX)
+            assert holder().token == token, "it is adopted"
             with ckstore.open(folder) as other, pytest.raises(ConflictError, match="the saver of pid"):
                 other.commit(noise(9), 9)
         assert store.steps() == list(range(6))
-    assert all(holders)
-    assert not path.exists()
+    assert not (Path(folder) / layout.lease_name("main")).exists()
 
 
 def test_a_saver_to_which_nothing_was_said_gives_back_what_was_lent(folder):
@@ -148,10 +145,73 @@ def test_a_saver_to_which_nothing_was_said_gives_back_what_was_lent(folder):
         store.prewarm(noise(0))
         saver = store._handover._saver
         assert store._parts.lease.lend(saver.pid, 5)
+        saver.lease = "it was lent"
         store.commit(noise(1), 1)
         assert store.restore(1)["w0"].size
         assert store._parts.lease.lend(saver.pid, 6)
     assert not (Path(folder) / layout.lease_name("main")).exists()
+
+
+def test_nothing_is_lent_to_a_saver_that_may_give_it_back_at_any_moment(folder, monkeypatch):
+    with ckstore.open(folder) as store:
+        store.commit_async(noise(0), 0).result(SECONDS_MAX)
+        store.wait()
+        saver = store._handover._saver
+        assert saver.lease == store._parts.lease.holder().token
+        with monkeypatch.context() as patches:
+            # Ctrl-C before the answer comes.
+            patches.setattr(saver, "wait", lambda *facts, **words: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                store.commit(noise(1), 1)
+        assert saver.lease is None
+        assert store.commit_async(noise(2), 2).result(SECONDS_MAX).seq == 1
+        assert saver.lease is None
+        store.commit(noise(3), 3)
+        store.commit_async(noise(4), 4).result(SECONDS_MAX)
+        assert saver.lease == store._parts.lease.holder().token
+
+
+def test_a_lease_that_was_taken_over_is_lent_anew(folder):
+    with ckstore.open(folder) as store, ckstore.open(folder) as other:
+        store.commit_async(noise(0), 0).result(SECONDS_MAX)
+        store.wait()
+        pid = store._handover.saver_pid
+        (Path(folder) / layout.lease_name("main")).unlink()
+        other.commit(noise(1), 1)
+        with pytest.raises(ConflictError):
+            store.commit_async(noise(2), 2).result(SECONDS_MAX)
+        other.close()
+        # Its slot is free a moment after its error; stopped before that, the saver would be waited for.
+        store.wait()
+        stop(pid)
+        with going_on_at_last(pid):
+            store.commit_async(noise(3), 3)
+            holder = store._parts.lease.holder()
+            assert (holder.pid, holder.token) == (pid, store._handover._saver.lease)
+
+
+def begun(server, lease, *, is_lent):
+    """Say that a state is begun and staged, by a trainer that has died since, and have it committed."""
+    handed = DeskOf(server).begin(noise(1), 1, lease=lease).stage()
+    handed.slot.state = STAGED
+    server._board.tell_gone()
+    assert server._tickets[1].has_lease is is_lent
+    server._committer.commit(server._tickets[1])
+
+
+@pytest.mark.parametrize("lent", ["this", "another", "none"])
+def test_a_ticket_that_was_begun_with_the_lease_outlives_a_trainer_that_dies_at_once(
+    server, address, monkeypatch, lent
+):
+    with ckstore.open(address) as store:
+        server._committer.open()
+        token = store._parts.lease.lend(os.getpid(), 3)
+        monkeypatch.setattr(type(server._trainer), "is_alive", property(lambda watch: False))
+        begun(server, {"this": token, "another": "ab" * 16, "none": ""}[lent], is_lent=lent == "this")
+        assert store._parts.lease.holder() is not None
+        server._committer.close()
+        assert store._parts.lease.holder() is None
+        assert [info.step for info in store.log()] == ([1] if lent == "this" else [])
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
@@ -159,29 +219,28 @@ def test_a_saver_says_of_a_lent_lease_what_its_trainer_has_said(server, address,
     with ckstore.open(address) as store:
         lease = store._parts.lease
         server._committer.open()
-        assert lease.lend(os.getpid(), 3)
+        token = lease.lend(os.getpid(), 3)
         if is_dropped:
-            lease.disown(os.getpid())
-        server._committer.adopt_lease()
-        server._committer.announce(4)
-        purpose = SaverPurpose.of(lease.holder().purpose)
+            lease.disown()
+        handed = DeskOf(server).begin(noise(1), 4, lease=token).stage()
+        handed.slot.state = STAGED
+        server._committer.commit(server._tickets[1])
+        holder = lease.holder()
+        purpose = SaverPurpose.of(holder.purpose)
         assert (purpose.step, purpose.trainer_started == GONE) == (4, is_dropped)
-        assert server._committer.holds_lease
+        assert holder.token == token
+        assert holder.heartbeat_ns > holder.acquired_ns
         server._committer.close()
-        assert lease.holder() is None
 
 
-def test_a_ticket_that_was_begun_with_the_lease_outlives_a_trainer_that_dies_at_once(server, address, monkeypatch):
-    with ckstore.open(address) as store:
-        server._committer.open()
-        assert store._parts.lease.lend(os.getpid(), 3)
-        monkeypatch.setattr(type(server._trainer), "is_alive", property(lambda watch: False))
-        begin = messages.Begin(1, 0, 0, 0, None, 0, has_lease=True)
-        assert messages.Begin(1, 0, 0, 0, None, 0).has_lease is False
-        server._take(begin._replace(hold_ms=600_000))
-        assert server._held[0].is_granted
-        server._held.clear()
-        server._committer.close()
+def test_a_first_look_that_is_not_answered_is_told_by_the_commit(folder, monkeypatch):
+    with ckstore.open(folder) as store:
+
+        def fail():
+            raise BackendError("the medium does not answer")
+
+        monkeypatch.setattr(store._parts, "wait_for_orphan", fail)
+        assert store.commit_async(noise(0), 0).result(SECONDS_MAX).seq == 0
 
 
 def test_a_first_commit_in_the_background_waits_for_an_orphan_before_it_copies_anything(address, child, caplog):

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-from rig import Desk, noise
+from rig import DeskOf, noise
 
 import ckstore
 from ckstore.saver import messages
 
 LONG_MS = 600_000
-
-
-class DeskOf(Desk):
-    """A trainer's desk before a server that nobody runs: it takes what is said at once."""
-
-    def __init__(self, server):
-        self.arena, self.ticket, self.server = server._arena, 0, server
-        self.saver = SimpleNamespace(begin=self._said, bell=server._bell)
-
-    def _said(self, number, slot, place, nbytes, callbacks, *, hold_ms=0):
-        self.server._take(messages.Begin(number, slot, place, nbytes, None, 0, False, hold_ms))
 
 
 @pytest.fixture

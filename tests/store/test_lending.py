@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -15,7 +17,7 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.store import lease as lease_module
 from ckstore.store.lease import Lease
 from ckstore.store.lease_record import GONE, SaverPurpose, read_lease
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.processes import boot_identity, is_stopped, process_started
 
 PATH = layout.lease_name("main")
 
@@ -84,6 +86,12 @@ def put(backend, pid, **facts):
     backend.create(PATH, encode_record(with_changes(record, **facts)), sync=False)
 
 
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while not is_stopped(pid):
+        time.sleep(0.001)
+
+
 def drafts(backend):
     return [name for name in backend.list_names(layout.TMP_FOLDER) if name.endswith(".lease")]
 
@@ -115,9 +123,9 @@ def test_what_a_handle_holds_becomes_the_saver_s_in_one_step(backend, lease, sav
 
 
 def test_what_is_lent_twice_stays_as_it_is(backend, lease, saver):
-    assert lease.lend(saver, 7)
-    token = read_lease(backend, "main").token
-    assert lease.lend(saver, 8)
+    token = lease.lend(saver, 7)
+    assert token == read_lease(backend, "main").token
+    assert lease.lend(saver, 8) == token
     assert read_lease(backend, "main").token == token
     assert drafts(backend) == []
 
@@ -182,6 +190,7 @@ def test_a_saver_adopts_what_was_lent_to_it_and_gives_it_up(backend, lease):
     mine = Lease(backend, "main", SYSTEM_CLOCK)
     assert mine.adopt().token == token
     assert mine.is_held
+    assert mine.adopt() is None, "that is no news"
     mine.purpose = "its own"
     mine.renew()
     assert (read_lease(backend, "main").token, read_lease(backend, "main").purpose) == (token, "its own")
@@ -191,6 +200,41 @@ def test_a_saver_adopts_what_was_lent_to_it_and_gives_it_up(backend, lease):
     assert backend.found == []
     mine.release()
     assert read_lease(backend, "main") is None
+
+
+def test_a_saver_that_waits_for_another_holder_adopts_what_it_is_lent_meanwhile(backend, lease, monkeypatch):
+    put(backend, os.getppid(), host="elsewhere", boot_id="another boot/another namespace")
+    mine = Lease(backend, "main", SYSTEM_CLOCK)
+
+    def leaves_and_it_is_lent(holder):
+        backend.unlink(PATH)
+        assert lease.lend(os.getpid(), 7)
+        return False
+
+    monkeypatch.setattr(mine, "_heart_beats", leaves_and_it_is_lent)
+    bury = mine._bury
+    monkeypatch.setattr(mine, "_bury", lambda holder: bury(holder) if holder.host != "elsewhere" else None)
+    mine.take()
+    assert mine.is_held
+    assert SaverPurpose.of(read_lease(backend, "main").purpose).step == 7, "it is the one that was lent"
+    mine.release()
+
+
+def test_a_saver_that_lost_its_lease_holds_what_it_is_lent_anew(backend, lease):
+    mine = Lease(backend, "main", SYSTEM_CLOCK)
+    mine.take()
+    backend.unlink(PATH)
+    token = lease.lend(os.getpid(), 7)
+    assert mine.adopt().token == token
+    mine.check()
+    mine.release()
+    assert read_lease(backend, "main") is None
+
+
+def test_what_a_saver_holds_for_itself_is_not_lent_to_it(backend, lease):
+    lease.take()
+    assert Lease(backend, "main", SYSTEM_CLOCK).adopt() is None
+    assert lease.is_held
 
 
 def test_nobody_adopts_what_is_another_s(backend, lease, saver):
@@ -203,23 +247,40 @@ def test_nobody_adopts_what_is_another_s(backend, lease, saver):
 
 
 def test_a_lease_that_was_lent_says_that_its_trainer_is_gone_until_the_saver_says_so_itself(backend, lease, saver):
-    lease.disown(saver)
+    lease.disown()
     assert read_lease(backend, "main") is None
-    assert lease.lend(saver, 7)
-    lease.disown(saver + 1)
-    assert_lent(backend, saver, 7)
-    lease.disown(saver)
+    token = lease.lend(saver, 7)
+    lease.disown()
     holder = read_lease(backend, "main")
     assert SaverPurpose.of(holder.purpose) == SaverPurpose(os.getpid(), GONE, 7)
-    # Once the saver has written a beat, what it says counts.
+    # Once the saver has written a beat, what it says counts, unless it stands still.
+    for is_still in (False, True):
+        backend.unlink(PATH)
+        put(backend, saver, heartbeat_ns=2, token=token, purpose=SaverPurpose(os.getpid(), "1", 7).text)
+        if is_still:
+            stop(saver)
+        lease.disown()
+        said = SaverPurpose.of(read_lease(backend, "main").purpose).trainer_started
+        assert said == (GONE if is_still else "1")
+
+
+def test_the_lease_of_a_saver_elsewhere_with_the_same_pid_is_left_alone(backend, lease, saver):
+    assert lease.lend(saver, 7)
     backend.unlink(PATH)
-    put(backend, saver, heartbeat_ns=2, purpose=SaverPurpose(os.getpid(), "1", 7).text)
-    lease.disown(saver)
+    put(backend, saver, host="elsewhere", boot_id="b", purpose=SaverPurpose(os.getpid(), "1", 7).text)
+    lease.disown()
     assert SaverPurpose.of(read_lease(backend, "main").purpose).trainer_started == "1"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", bytes(100)], ids=["empty", "torn", "zeros"])
+def test_an_unreadable_lease_is_no_obstacle(backend, lease, saver, content):
+    backend.create(PATH, content, sync=False)
+    assert lease.lend(saver, 7)
+    assert_lent(backend, saver, 7)
 
 
 def test_a_medium_that_does_not_answer_keeps_nobody_from_letting_go(backend, lease, saver):
     assert lease.lend(saver, 7)
     backend.is_broken = True
-    lease.disown(saver)
+    lease.disown()
     assert_lent(backend, saver, 7)

@@ -62,7 +62,7 @@ class Saver:
         self._watch = watch
         self._clock = clock
         self._owner = os.getpid()
-        self.has_lease = False  # Whether it was lent to it, and not asked back since.
+        self.lease: str | None = ""  # The token of what was lent; None: asked back, and not known to be given back.
         # A handle that is collected in the middle of a message says goodbye on the same thread.
         self._speaking = threading.RLock()
         self._said, self._hurried = object(), object()  # What takes time, and for what of it the saver was hurried.
@@ -172,7 +172,7 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
-            whose = parent, parent_ticket, may_keep, hold_ms, self.has_lease
+            whose = parent, parent_ticket, may_keep, hold_ms, self.lease or ""
             self._say(messages.Begin(ticket, slot, head_place, head_nbytes, *whose))
         except BaseException:
             self._tickets.remove(ticket)
@@ -207,8 +207,10 @@ class Saver:
         Raises:
             SaverError: It lives, and cannot be asked. A dead one holds no lease.
         """
-        self.has_lease = False
-        return self._ask(messages.Release, timeout, "give up the writer lease")
+        self.lease = None
+        if is_answered := self._ask(messages.Release, timeout, "give up the writer lease"):
+            self.lease = ""
+        return is_answered
 
     def warm(self, block_count: int, nbytes: int, timeout: float | None = None) -> bool:
         """Let the saver map the arena, and take write blocks for a state; return whether it has answered in time."""
@@ -220,11 +222,7 @@ class Saver:
             self._say(messages.Forget())
 
     def quit(self, timeout: float | None = None, *, is_waited: bool = True) -> bool:
-        """End the saver when it has done what was begun; what nobody waits for is carried through all the same.
-
-        Returns:
-            Whether it has ended, within the timeout.
-        """
+        """End the saver when it has done what was begun, waited for or not; return whether it has, in that time."""
         if self._owner != os.getpid():
             return True
         with contextlib.suppress(Exception):

@@ -110,16 +110,15 @@ class Committer:
         """The tickets in whose slots lies what the next commit may be coded against."""
         return self._bases.tickets
 
-    def adopt_lease(self) -> None:
-        """Hold the lease that the trainer has lent; what does not answer is logged, and asked again by the commit."""
-        assert self._lease is not None
-        try:
-            record = self._lease.adopt()
-        except CkstoreError as error:
-            _log.warning("could not look at the writer lease of run %r: %s", self._hello.run, error)
-            return
-        purpose = None if record is None else SaverPurpose.of(record.purpose)
-        self._is_disowned = self._is_disowned or (purpose is not None and purpose.trainer_started == GONE)
+    def was_lent(self, token: str) -> bool:
+        """Whether the lease is this process's by a token that the trainer has seen; on any thread."""
+        if not token or self._lease is None:
+            return False
+        # Where nothing answers, the commit looks again.
+        with contextlib.suppress(CkstoreError):
+            holder = self._lease.holder()
+            return holder is not None and holder.token == token
+        return False
 
     def announce(self, step: int) -> None:
         """Let the lease say which step comes last, for whoever will have to wait for it."""
@@ -238,6 +237,12 @@ class Committer:
     def _hold_lease(self, ticket: Ticket) -> None:
         assert self._parts is not None
         assert self._lease is not None
+        lent = self._lease.adopt()
+        if lent is not None and (purpose := SaverPurpose.of(lent.purpose)) and purpose.trainer_started == GONE:
+            # The trainer let go before there was anybody to hear of it.
+            self.disown()
+        elif lent is not None:
+            self._lease.renew()
         if ticket.is_orphan:
             # Whoever had it meanwhile, and is gone again, may have resumed an older state and gone on from there.
             self._lease.check_held()

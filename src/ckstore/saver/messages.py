@@ -53,7 +53,7 @@ class Begin(NamedTuple):
     The parent is what ``parent_ticket`` became, where that is not 0 and was published; else ``parent``, a seq.
     Where its slot may be kept, the saver may go on to read it for the next commit, which is coded against it.
     For ``hold_ms`` copies want every processor: until then, or until something else is said, it does nothing about it.
-    With ``has_lease`` the lease was the saver's before this was said: whoever starts the trainer again finds it.
+    A ``lease`` is the token of one that was the saver's before this was said: a trainer that is started again finds it.
     """
 
     ticket: Count
@@ -64,7 +64,7 @@ class Begin(NamedTuple):
     parent_ticket: Count
     may_keep: bool = False
     hold_ms: Count = 0
-    has_lease: bool = False
+    lease: ShortText = ""
 
 
 class Staged(NamedTuple):

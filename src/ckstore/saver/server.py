@@ -174,8 +174,8 @@ class Server:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, messages.Begin):
-            # First the lease, then the trainer, as in ``_grant``; one that has lent it lived after that.
-            is_granted = message.has_lease or (self._committer.holds_lease and self._trainer.is_alive)
+            # First the lease, then the trainer, as in ``_grant``.
+            is_granted = self._committer.holds_lease and self._trainer.is_alive
             # What was said before it could listen was not said too late.
             is_late = self._is_ending and self._has_heard
             if not self._held:
@@ -242,14 +242,13 @@ class Server:
             return
         ticket = Ticket(message.ticket, slot, head, self._board, parents=(message.parent, message.parent_ticket))
         ticket.may_keep = message.may_keep
-        if message.has_lease:
-            self._committer.adopt_lease()
         self._committer.announce(head.step)
         with self._changed:
             self._tickets[ticket.number] = ticket
         # Before the other thread can get at it, and end it; it may have been taken over meanwhile.
-        if self._committer.holds_lease:
-            self._grant(ticket if held.is_granted else None)
+        is_lent = self._committer.was_lent(message.lease)
+        if is_lent or self._committer.holds_lease:
+            self._grant(ticket if is_lent or held.is_granted else None)
         self._add(ticket)
 
     def _abort(self, number: int) -> None:

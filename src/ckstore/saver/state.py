@@ -231,9 +231,9 @@ class GatedLease(Lease):
             keep_awake(self._heart)
 
     def release(self) -> None:
-        """Give the lease up, also one that was lent and that nothing has begun for; never raises."""
+        """Give the lease up, also one that was lent and not adopted; never raises."""
         with contextlib.suppress(CkstoreError):
-            self.adopt()
+            self._record = self._read_lent() or self._record
         super().release()
 
     def check_held(self) -> None:

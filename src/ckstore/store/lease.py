@@ -33,7 +33,7 @@ from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.store.lease_record import GONE, SaverPurpose, describe, read_lease
 from ckstore.store.orphans import Orphans
-from ckstore.store.processes import boot_identity, died_in_reboot, process_started
+from ckstore.store.processes import boot_identity, died_in_reboot, is_stopped, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -68,6 +68,8 @@ class Lease:
         self._stale_seconds = stale_seconds
         self._path = layout.lease_name(run)
         self._record: LeaseRecord | None = None
+        # The token of what a saver of this process was lent.
+        self._lent = ""
         self._pid = os.getpid()
         self._stop = Latch()
         self._heart: threading.Thread | None = None
@@ -102,14 +104,16 @@ class Lease:
             while True:
                 try:
                     self._backend.link(draft, self._path)
-                    break
+                    self._hold(mine)
+                    return
                 except FileExistsError:
+                    if self.adopt() is not None:
+                        return
                     self._remove_dead_holder()
         finally:
             self._backend.unlink(draft)
-        self._hold(mine)
 
-    def lend(self, pid: int, step: int) -> bool:
+    def lend(self, pid: int, step: int) -> str:
         """Have a saver of this process hold the lease, where nobody has to be waited for; never raises.
 
         What this handle holds becomes the saver's in one step; what is free, or a dead process's, is taken for it.
@@ -119,42 +123,51 @@ class Lease:
             step: What it is to publish.
 
         Returns:
-            Whether it is the saver's now. False: the saver has to take it by itself; this handle does not hold it.
+            The token of the saver's lease; empty: the saver has to take it by itself. This handle does not hold it.
         """
         purpose = SaverPurpose(os.getpid(), process_started(os.getpid()) or "", step)
         record = self._new_record(pid, purpose.text)
         try:
             # Where the system does not say who a process is, a saver could take another's lease for its own.
-            return bool(record.boot_id and record.process_started) and self._put(record)
+            self._lent = self._put(record) if record.boot_id and record.process_started else ""
         except (CkstoreError, OSError) as error:
             tell(_log, logging.INFO, "the saver has to take the writer lease of run %r by itself: %s", self._run, error)
-            return False
+            self._lent = ""
         finally:
             self.release()
+        return self._lent
 
     def adopt(self) -> LeaseRecord | None:
-        """Hold the lease if it was lent to this process; return what it says, or None if it was not.
+        """Hold the lease if it was lent to this process; return what it says, if that is news.
 
         Raises:
             BackendError, CapacityError: The medium does not answer.
         """
-        holder = self._read()
-        mine = self._new_record(os.getpid(), self.purpose)
-        if holder is None or not mine.boot_id or not mine.process_started or _identity(holder) != _identity(mine):
+        holder = self._read_lent()
+        if holder is None or self._is_ours(holder):
             return None
-        if not self.is_held:
-            self._hold(holder)
+        self._forget()
+        self._hold(holder)
         return holder
 
-    def disown(self, pid: int) -> None:
-        """Let a lease that was lent say that its trainer is gone, if the saver has not adopted it yet; never raises.
+    def _read_lent(self) -> LeaseRecord | None:
+        """Return the lease if it is this process's and a saver's."""
+        holder, mine = self._read(), self._new_record(os.getpid(), "")
+        if holder is None or not (mine.boot_id and mine.process_started) or _identity(holder) != _identity(mine):
+            return None
+        return holder if SaverPurpose.of(holder.purpose) else None
 
-        One that has adopted it says so itself.
+    def disown(self) -> None:
+        """Let a lease that was lent say that its trainer is gone, where the saver cannot say so now; never raises.
+
+        It has not adopted it yet, or stands still.
         """
         try:
-            holder = self._read()
+            holder = self._read() if self._lent else None
             purpose = None if holder is None else SaverPurpose.of(holder.purpose)
-            if holder is not None and holder.pid == pid and holder.heartbeat_ns == holder.acquired_ns and purpose:
+            if holder is None or holder.token != self._lent or purpose is None:
+                return
+            if holder.heartbeat_ns == holder.acquired_ns or is_stopped(holder.pid):
                 text = replace(purpose, trainer_started=GONE).text
                 self._backend.rename(self._draft(with_changes(holder, purpose=text)), self._path)
         except (CkstoreError, OSError) as error:
@@ -229,8 +242,12 @@ class Lease:
         _live_tokens[record.token] = self
         self._start_heart()
 
-    def _put(self, record: LeaseRecord) -> bool:
-        """Put a record in the place of ours, or of none, or of a dead process's; False: another lives, or may."""
+    def _put(self, record: LeaseRecord) -> str:
+        """Put a record in the place of ours, or of none, or of a dead process's.
+
+        Returns:
+            The token of the lease that its process has now; empty: another one lives, or may.
+        """
         draft, is_moved = self._draft(record), False
         try:
             with self._writing:
@@ -238,23 +255,23 @@ class Lease:
                     self._backend.rename(draft, self._path)
                     is_moved = True
                     self._forget()
-                    return True
+                    return record.token
             while True:
                 try:
                     self._backend.link(draft, self._path)
-                    return True
+                    return record.token
                 except FileExistsError:
                     holder = self._read()
-                if holder is None:
-                    continue
-                if _identity(holder) == _identity(record):
-                    return True
-                if self._is_known_alive(holder) is not False:
-                    return False
+                if holder is not None and _identity(holder) == _identity(record):
+                    return holder.token
+                if holder is not None and self._is_known_alive(holder) is not False:
+                    return ""
+                # One that cannot be read protects nobody.
                 self._bury(holder)
         finally:
             if not is_moved:
-                self._backend.unlink(draft)
+                with contextlib.suppress(CkstoreError, OSError):
+                    self._backend.unlink(draft)
 
     def _read(self) -> LeaseRecord | None:
         return read_lease(self._backend, self._run)
