@@ -160,7 +160,8 @@ ALLOWED = {
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
     "pending": {"clock", "errors", "latch", "logs", "receipt"},
-    "handed": CORE | {"pending", "saver", "staging"},
+    # A receipt is what the saver calls back with.
+    "handed": CORE | {"pending", "receipt", "saver", "staging"},
     "outstanding": {"config", "errors", "handed", "saver", "staging"},
     "handover": CORE | {"handed", "outstanding", "pending", "receipt", "saver", "staging", "write_blocks"},
     # When to commit: arithmetic, what it is fed with, and signals.
