@@ -120,6 +120,8 @@ class Background(Advising):
     def prewarm(self, state: Any, *, policy: Policy | None = None) -> None:
         """Start the saver, and take and map what memory a state needs in both processes, before the first commit.
 
+        Waits while the saver of a trainer that has died still publishes, as a first ``commit_async`` does.
+
         Args:
             state: What will be committed; it is looked at and not stored.
             policy: As it will be committed.

@@ -37,13 +37,6 @@ def backend():
     return made
 
 
-@pytest.fixture
-def lease(backend):
-    made = Lease(backend, "main", SYSTEM_CLOCK)
-    yield made
-    made.release()
-
-
 def put_holder(backend, **facts):
     """Write the lease of someone else."""
     record = {

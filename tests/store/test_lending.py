@@ -63,13 +63,6 @@ def backend():
 
 
 @pytest.fixture
-def lease(backend):
-    made = Lease(backend, "main", SYSTEM_CLOCK)
-    yield made
-    made.release()
-
-
-@pytest.fixture
 def saver():
     """A process that lives; as far as a lease can tell it is a saver."""
     with subprocess.Popen(["sleep", "600"]) as process:
