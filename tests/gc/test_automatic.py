@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_one_collection_at_a_time_and_none_is_owed(disk_store, automatic, end_it
 def test_collection_that_fails_is_told_and_raises_nothing(disk_store, automatic, caplog):
     commit_all(disk_store, [1, 2])
     (tag,) = [disk_store.tag(1, "good")] and ["tags/main/good"]
-    place = disk_store._parts.backend._path(tag)
+    place = Path(disk_store._parts.backend.location_of(tag))
     place.write_bytes(b"{}")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         automatic.after_commit(1)

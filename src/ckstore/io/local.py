@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -29,6 +30,7 @@ from ckstore.io.local_read import LocalReadFile, RangeReader
 from ckstore.io.os_calls import medium_errors, rename_noreplace
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_NOWHERE = frozenset({"", ".", ".."})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
 
 WRITE_DEPTH = {"uring": 8, "pwrite": 8}
@@ -50,7 +52,7 @@ class LocalBackend:
     def __init__(
         self, root: str | os.PathLike[str], *, engine: EngineName | Engine = "auto", try_direct: bool = True
     ) -> None:
-        self._root = Path(root).absolute()
+        self._root = str(Path(root).absolute())
         self._wanted_engine = engine
         self._try_direct = try_direct
         self._takes_direct: bool | None = None
@@ -62,7 +64,7 @@ class LocalBackend:
     @property
     def root(self) -> str:
         """The folder, for messages."""
-        return str(self._root)
+        return self._root
 
     @property
     def engine_name(self) -> str:
@@ -83,14 +85,14 @@ class LocalBackend:
 
     def location_of(self, name: str) -> str:
         """Return the full path of a name."""
-        return str(self._path(name))
+        return self._path(name)
 
     def stat(self, name: str) -> FileInfo | None:
         """Return size and time, or None when there is no such name; a folder has no bytes."""
         path = self._path(name)
         with medium_errors(path, "looking at a file"):
             try:
-                found = path.lstat()
+                found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return FileInfo(0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns)
@@ -100,7 +102,7 @@ class LocalBackend:
         path = self._path(folder)
         with medium_errors(path, "listing a folder"):
             try:
-                return sorted(entry.name for entry in path.iterdir())
+                return sorted(os.listdir(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -120,7 +122,7 @@ class LocalBackend:
         path = self._path(name)
         with medium_errors(path, "making a folder"):
             # Nobody can sync the folders above the root by name, so that is done here.
-            return _make_folder(path, sync_parents=not name)
+            return _make_folder(Path(path), sync_parents=not name)
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
         """Make a new file (0600, O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
@@ -141,7 +143,6 @@ class LocalBackend:
         path = self._path(target)
         with medium_errors(path, "linking a file"):
             try:
-                # Unlike Path.hardlink_to, this never follows a symbolic link.
                 os.link(self._path(source), path, follow_symlinks=False)
             except OSError as error:
                 if error.errno in _NO_LINKS:
@@ -152,7 +153,7 @@ class LocalBackend:
         """Move a name, replacing what has the target name."""
         path = self._path(target)
         with medium_errors(path, "renaming a file"):
-            self._path(source).replace(path)
+            os.replace(self._path(source), path)
 
     def rename_new(self, source: str, target: str) -> None:
         """Move a name; FileExistsError when the target name is taken.
@@ -161,21 +162,21 @@ class LocalBackend:
         """
         path = self._path(target)
         with medium_errors(path, "renaming a file"):
-            if not rename_noreplace(self.location_of(source), str(path)):
+            if not rename_noreplace(self._path(source), path):
                 self.link(source, target)
-                self._path(source).unlink()
+                os.unlink(self._path(source))
 
     def unlink(self, name: str) -> None:
         """Remove a name; FileNotFoundError when there is none."""
         path = self._path(name)
         with medium_errors(path, "removing a file"):
-            path.unlink()
+            os.unlink(path)
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder."""
         path = self._path(name)
         with medium_errors(path, "removing a folder"):
-            path.rmdir()
+            os.rmdir(path)
 
     def sync_file(self, name: str) -> None:
         """Make a file's bytes durable that another process may have left unsynced."""
@@ -204,15 +205,16 @@ class LocalBackend:
         with medium_errors(path, "creating a pack"):
             fd = os.open(path, flags, 0o600)
         try:
-            return LocalPackSink(fd, name, str(path), queue, nbytes_expected=nbytes_expected)
+            return LocalPackSink(fd, name, path, queue, nbytes_expected=nbytes_expected)
         except BaseException:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
             raise
 
     def open_read(self, name: str) -> ReadFile:
         """Open a file for ranged reads; FileNotFoundError when there is none."""
-        return LocalReadFile(name, self.location_of(name), try_direct=self._try_direct)
+        return LocalReadFile(name, self._path(name), try_direct=self._try_direct)
 
     def read_ranges(self, requests: Iterable[ReadRequest], pool: BufferPool) -> Iterator[ReadResult]:
         """Fetch ranges, many at a time, and yield them as they arrive, in any order."""
@@ -242,11 +244,13 @@ class LocalBackend:
         for queue in queues.values():
             queue.close()
 
-    def _path(self, name: str) -> Path:
-        parts = name.split("/") if name else []
-        if "\0" in name or any(part in ("", ".", "..") for part in parts):
+    def _path(self, name: str) -> str:
+        # Text, where a Path would do: a commit names a hundred files, and making a Path of each took a tenth of it.
+        if not name:
+            return self._root
+        if "\0" in name or not _NOWHERE.isdisjoint(name.split("/")):
             raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
-        return self._root.joinpath(*parts)
+        return os.path.join(self._root, name)
 
     def _leave_parent(self) -> None:
         """In a forked child, forget the parent's queues; comes before the lock is taken."""
@@ -312,7 +316,7 @@ def _make_folder(path: Path, *, sync_parents: bool = False) -> bool:
     return True
 
 
-def _fsync(path: Path, flags: int) -> None:
+def _fsync(path: str | Path, flags: int) -> None:
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(fd)
