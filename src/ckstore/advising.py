@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -25,7 +26,7 @@ class Advising(Handle):
     def __init__(self, parts: Parts, policy: Policy) -> None:
         super().__init__(parts, policy)
         self._costs = Costs(parts.clock)
-        self._last_commits: list[LastCommit] = []
+        self._last_commits: list[weakref.ref[LastCommit]] = []
 
     @property
     def costs(self) -> Costs:
@@ -116,7 +117,8 @@ class Advising(Handle):
                 # It is not left out, nor waits before it is staged: a saver publishes it even where this is killed.
                 policy=dataclasses.replace(policy or self._policy, on_busy="replace"),
             )
-            self._last_commits.append(last)
+            # Whoever listens is kept by that; one that was closed must not keep what its states are made of.
+            self._last_commits = [each for each in self._last_commits if each() is not None] + [weakref.ref(last)]
             return last
 
     def close(self) -> None:
@@ -124,6 +126,7 @@ class Advising(Handle):
         with self._lock:
             last, self._last_commits = self._last_commits, []
             super().close()
-            # At last: a signal that came meanwhile ends the process here.
-            for each in last:
-                each.close()
+            # At last: a signal that came meanwhile ends the process here. The newest first: it was put over the others.
+            for each in map(weakref.ref.__call__, reversed(last)):
+                if each is not None:
+                    each.close()

@@ -22,7 +22,10 @@ attributes. ``code`` is an append-only string: programs may match on it, its mea
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+from typing import Any, ClassVar, TypeVar
+
+_Raised = TypeVar("_Raised", bound=BaseException)
 
 
 class CkstoreError(Exception):
@@ -55,6 +58,18 @@ class CkstoreError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries (data-loader workers, test runners); keep message and facts.
         return (_rebuild, (type(self), self.what, self.where, self.todo, self.facts))
+
+
+def anew(error: _Raised) -> _Raised:
+    """Return an error that says the same and was raised nowhere: to be kept, or to be raised once more.
+
+    A traceback holds frames, and those hold what their variables do: a whole state, or whoever keeps the error.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:
+        # Of a kind that cannot be copied.
+        return error
 
 
 def _message(what: str, where: str | None, todo: str | None) -> str:

@@ -356,9 +356,9 @@ class Handover:
             tell(_log, logging.ERROR, "the commit of step %d failed in the background: %s", pending.step, error)
 
     def _living_saver(self, policy: Policy) -> Saver:
-        """Return the saver; a new one if it is dead, or is to have another priority and has nothing to do."""
+        """Return the saver; a new one if it is dead or leaving, or is idle and to have another priority."""
         saver = self._saver
-        if saver is not None and saver.is_alive and (self._nice == policy.saver_nice or not self._lying.is_idle):
+        if saver is not None and saver.takes_tickets and (self._nice == policy.saver_nice or not self._lying.is_idle):
             return saver
         if saver is not None:
             # Two at a time would both want the lease.

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import CkstoreError, SaverError, UsageError
+from ckstore.errors import CkstoreError, SaverError, UsageError, anew
 from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.receipt import Receipt
@@ -137,8 +137,8 @@ class Pending:
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
         if self._error is not None:
-            # With where it went wrong, and without the frames of whoever was told before, which may hold a whole state.
-            raise self._error.with_traceback(self._origin)
+            # With where it went wrong; and not the one that is kept here, which would keep the frames of who is told.
+            raise anew(self._error).with_traceback(self._origin) from self._error.__cause__
         assert self._receipt is not None
         return self._receipt
 
@@ -241,15 +241,16 @@ def left_out_error(step: int, busy_step: int) -> SaverError:
 
 
 def as_failure(error: BaseException, step: int) -> Exception:
-    """Return why a commit failed: an interruption of the trainer is no error of the commit's."""
+    """Return why a commit failed, to be kept: an interruption of the trainer is no error of the commit's."""
     if isinstance(error, Exception):
-        return error
+        return anew(error)
     return SaverError(f"the commit of step {step} was interrupted", todo="commit again")
 
 
 def told_later(step: int, error: Exception) -> CkstoreError:
-    """Return the error of a commit as it is raised to who did not ask for it."""
-    what = f"the commit of step {step} failed in the background"
+    """Return the error of a commit as it is raised to who did not ask for it, and called for something else."""
+    what, todo = f"the commit of step {step} failed in the background", "this call has done nothing: repeat it"
     if not isinstance(error, CkstoreError):
-        return SaverError(f"{what}: {error}")
-    return type(error)(f"{what}: {error.what}", where=error.where, todo=error.todo, **error.facts)
+        return SaverError(f"{what}: {error}", todo=todo)
+    todo = todo if error.todo is None else f"{error.todo}; {todo}"
+    return type(error)(f"{what}: {error.what}", where=error.where, todo=todo, **error.facts)

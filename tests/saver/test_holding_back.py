@@ -191,7 +191,7 @@ def test_what_came_before_a_saver_was_told_to_end_is_not_too_late(server, monkey
     monkeypatch.setattr(server, "_begin", held.append)
     server._has_heard = True
     server._take(begin())
-    server._end_soon()
+    server._is_ending = True
     server._take(messages.Staged(1))
     server._take(begin(2, hold_ms=0))
     assert [each.is_late for each in held] == [False, True]

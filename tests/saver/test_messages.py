@@ -50,6 +50,7 @@ TO_TRAINER_SAMPLES = [
     messages.Kept(4),
     messages.SlotFree(4),
     messages.Answer(2),
+    messages.Leaving(),
     messages.Log(30, "some text"),
 ]
 

@@ -29,7 +29,7 @@ from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.channel import SHORT_OF_MEMORY
 from ckstore.saver.messages import Message
-from ckstore.saver.process import Watch, how_ended, launch
+from ckstore.saver.process import Watch, death_of, hello_to, launch
 from ckstore.saver.tickets import OF_TICKET, Answers, Callbacks, Tickets
 from ckstore.store.processes import is_stopped, process_started
 
@@ -68,6 +68,7 @@ class Saver:
         self._said, self._hurried = object(), object()  # What takes time, and for what of it the saver was hurried.
         self._tickets, self._answers = Tickets(), Answers()
         self._ready, self._dead = Latch(), Latch()
+        self._is_leaving = False  # A signal has asked it to end.
         self._why: Exception | None = None
         self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
         leave_in_children(self)
@@ -96,17 +97,8 @@ class Saver:
         Raises:
             SaverError: No process can be started.
         """
-        hello = messages.Hello(
-            address=address,
-            run=run,
-            engine=engine,
-            trainer_pid=os.getpid(),
-            trainer_started=process_started(os.getpid()) or "",
-            nice=nice,
-            log_level=_log.getEffectiveLevel(),
-        )
         try:
-            process, channel, bell = launch(hello, arena.fd)
+            process, channel, bell = launch(hello_to(address, run, engine, nice), arena.fd)
         except OSError as error:
             raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
         watch = Watch(process.pid, process_started(process.pid) or "")
@@ -130,6 +122,11 @@ class Saver:
     def is_alive(self) -> bool:
         """Whether the saver lives and listens, and this is the process that started it."""
         return not self._dead.is_set() and self._owner == os.getpid()
+
+    @property
+    def takes_tickets(self) -> bool:
+        """Whether it lives, and is not about to end because a signal has asked it to."""
+        return self.is_alive and not self._tickets.is_closed
 
     @property
     def bell(self) -> int:
@@ -165,11 +162,12 @@ class Saver:
             hold_ms: For how long it is to leave all processors to those who copy.
 
         Raises:
-            SaverError: The saver is dead; nothing will be called.
+            SaverError: The saver is dead, or was about to end and is dead by now; nothing will be called.
             UsageError: This is a forked child.
         """
         self._check_owner()
         if not self._tickets.add(ticket, callbacks):
+            self.wait(self._dead, None, "end")
             raise self._death()
         try:
             whose = parent, parent_ticket, may_keep, hold_ms, self.lease or ""
@@ -355,6 +353,11 @@ class Saver:
             self._why = messages.error_of(message)
         elif isinstance(message, OF_TICKET):
             self._tickets.take(message)
+        self._is_leaving = self._is_leaving or isinstance(message, messages.Leaving)
+        # What was begun before a signal asked it to end is carried through, and what comes next another one's.
+        if self._is_leaving and not self._tickets.is_closed and self._tickets.close():
+            with contextlib.suppress(SaverError):
+                self._say(messages.Quit())
 
     def _bury(self) -> None:
         """Make sure that it is dead, take its exit code, and tell everybody who waits."""
@@ -365,13 +368,7 @@ class Saver:
             code = self._process.wait()
         is_busy = self._tickets.untold > 0
         if self._why is None:
-            when = " before the commit was acknowledged" if is_busy else ""
-            self._why = SaverError(
-                f"the saver (pid {self.pid}) {how_ended(code)}{when}",
-                todo="commit again: that starts a new one; earlier checkpoints are intact",
-                pid=self.pid,
-                saver_exit_code=code,
-            )
+            self._why = death_of(self.pid, code, is_busy=is_busy, was_asked=self._is_leaving)
         self._dead.set()
         self._watch.close()
         with self._speaking:

@@ -165,6 +165,10 @@ class Answer(NamedTuple):
     question: Count
 
 
+class Leaving(NamedTuple):
+    """Saver: a signal has asked it to end. It waits for Quit, which comes when all has ended that was begun."""
+
+
 class Log(NamedTuple):
     """Saver: a log record."""
 
@@ -190,10 +194,11 @@ Message = (
     | Kept
     | SlotFree
     | Answer
+    | Leaving
     | Log
 )  # fmt: skip
 TO_SAVER = (Hello, Begin, Staged, Abort, Release, Forget, Quit, Hurry, Warm)
-TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Answer, Log)
+TO_TRAINER = (Ready, Began, Progress, Done, Failed, Kept, SlotFree, Answer, Leaving, Log)
 
 _KINDS: tuple[type[Message], ...] = (*TO_SAVER, *TO_TRAINER)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
@@ -248,7 +253,11 @@ def receive(channel: socket.socket, kinds: Sequence[type[Message]]) -> Message |
         MalformedError: The other side sent something else.
         OSError: The connection is broken.
     """
-    packet = channel.recv(MESSAGE_NBYTES_MAX + 1, socket.MSG_DONTWAIT)
+    try:
+        packet = channel.recv(MESSAGE_NBYTES_MAX + 1, socket.MSG_DONTWAIT)
+    except ConnectionResetError:
+        # Said once, before what is still there, of a peer that is gone and has not read all that it was told.
+        packet = channel.recv(MESSAGE_NBYTES_MAX + 1, socket.MSG_DONTWAIT)
     return decode_message(packet, kinds) if packet else None
 
 

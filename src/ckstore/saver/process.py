@@ -6,6 +6,7 @@ Never by the end of a pipe or socket alone: a forked child keeps that open after
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -14,8 +15,12 @@ import subprocess
 import sys
 
 from ckstore.children import environment
+from ckstore.config import EngineName
+from ckstore.errors import SaverError
 from ckstore.saver import messages
 from ckstore.store.processes import process_started
+
+_log = logging.getLogger("ckstore")
 
 POLL_SECONDS = 0.5
 """How often to look where the system has no pidfds."""
@@ -74,6 +79,30 @@ def how_ended(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"was killed by {name}" + (" (by hand, or for want of memory)" if -code == signal.SIGKILL else "")
+
+
+def hello_to(address: str, run: str, engine: EngineName, nice: int) -> messages.Hello:
+    """Return what this process says first to a saver of its own."""
+    return messages.Hello(
+        address=address,
+        run=run,
+        engine=engine,
+        trainer_pid=os.getpid(),
+        trainer_started=process_started(os.getpid()) or "",
+        nice=nice,
+        log_level=_log.getEffectiveLevel(),
+    )
+
+
+def death_of(pid: int, code: int, *, is_busy: bool, was_asked: bool) -> SaverError:
+    """Return the error of a saver that has ended: with or without something left to do, asked by a signal or not."""
+    how = "was told by a signal to end" if was_asked and code == 0 else how_ended(code)
+    return SaverError(
+        f"the saver (pid {pid}) {how}" + (" before the commit was acknowledged" if is_busy else ""),
+        todo="commit again: that starts a new one; earlier checkpoints are intact",
+        pid=pid,
+        saver_exit_code=code,
+    )
 
 
 def launch(hello: messages.Hello, arena: int) -> tuple[subprocess.Popen[bytes], socket.socket, int]:

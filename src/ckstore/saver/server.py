@@ -19,7 +19,6 @@ import signal
 import socket
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
@@ -31,28 +30,16 @@ from ckstore.saver.head import decode_head
 from ckstore.saver.messages import Message
 from ckstore.saver.priority import Priority
 from ckstore.saver.process import HELD_SIGNALS, Watch
-from ckstore.saver.state import Board, Ticket
+from ckstore.saver.state import Board, Held, Ticket
 from ckstore.write_blocks import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 
 _log = logging.getLogger("ckstore")
 
+LEAVE_SECONDS = 5.0
+"""For a trainer to let a saver go that a signal has asked to end; one that is stopped does not."""
+
 BELL_PAUSE_MS = 1
 """After the bell has rung, until it is listened for again: it rings some ten times as often while a state is copied."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What was begun, as it stood when that was said.
-
-    Args:
-        message: What was said.
-        is_granted: The trainer was seen alive when the lease was held already.
-        is_late: The saver was ending.
-    """
-
-    message: messages.Begin
-    is_granted: bool
-    is_late: bool
 
 
 _Job = Ticket | messages.Release | messages.Forget | messages.Warm
@@ -77,12 +64,13 @@ class Server:
         self._telling = threading.Lock()
         """Nothing is told of a ticket after its end."""
         self._jobs: deque[_Job] = deque()
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         """The listening thread's; another one may look whether there is one."""
         self._held_until = 0.0
         self._is_working = False
         self._has_heard = False
-        self._is_ending = False
+        self._is_asked = self._is_ending = False  # By a signal; and what is begun from now on is too late.
+        self._leave_at: float | None = None  # When to end that was asked, if the trainer says nothing to it.
         self._is_over = False
         self._tickets: dict[int, Ticket] = {}
         """Those whose slots are in use: they are to be committed, or the next commit may be coded against them."""
@@ -96,7 +84,7 @@ class Server:
         """Serve until the end; return the exit code."""
         # Ctrl-C in a terminal is the trainer's affair.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: self._end_soon())
+        signal.signal(signal.SIGTERM, lambda number, frame: self._ask_to_end())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         try:
             self._committer.open()
@@ -139,6 +127,7 @@ class Server:
             self._has_heard = True
             if not (is_alive and is_open) or SYSTEM_CLOCK.monotonic() >= self._held_until:
                 self._take_held()
+            self._leave_in_time()
             # No other thread does it: one that put itself aside would hold up whoever wants what it has locked.
             self._set_priority()
             self._board.tell()
@@ -152,7 +141,7 @@ class Server:
             elif not (self._is_ending and self._is_idle()):
                 if has_rung:
                     without_bell.poll(BELL_PAUSE_MS)
-                poll.poll(self._trainer.timeout_ms)
+                poll.poll(self._trainer.timeout_ms if self._leave_at is None else 1e3 * LEAVE_SECONDS / 10)
 
     def _has_rung(self) -> bool:
         try:
@@ -180,7 +169,7 @@ class Server:
             is_late = self._is_ending and self._has_heard
             if not self._held:
                 self._held_until = SYSTEM_CLOCK.monotonic() + message.hold_ms / 1e3
-            self._held.append(_Held(message, is_granted=is_granted, is_late=is_late))
+            self._held.append(Held(message, is_granted=is_granted, is_late=is_late))
             if message.hold_ms and not is_late:
                 self._set_priority()
                 return
@@ -219,7 +208,7 @@ class Server:
         while self._held:
             self._begin(self._held.pop(0))
 
-    def _begin(self, held: _Held) -> None:
+    def _begin(self, held: Held) -> None:
         message = held.message
         if message.ticket <= self._last or message.slot >= len(self._arena.slots):
             raise MalformedError("a ticket is out of order, or of a slot that is not there", where=repr(message))
@@ -269,10 +258,20 @@ class Server:
                 ticket.leave()
                 self.channel.tell(messages.SlotFree(number))
 
-    def _end_soon(self) -> None:
-        """Finish what has begun, then end; called by a signal, in the middle of anything."""
-        self._is_ending = True
+    def _ask_to_end(self) -> None:
+        """Have the listening thread ask the trainer whether to end; called by a signal, in the middle of anything."""
+        self._is_asked = True
         os.eventfd_write(self._bell, 1)
+
+    def _leave_in_time(self) -> None:
+        """Where a signal has asked to end: let the trainer say when, who may be about to begin something."""
+        if not self._is_asked or self._is_ending:
+            return
+        if self._leave_at is None:
+            self.channel.tell(messages.Leaving(), wait_ms=0)
+        if self._leave_at is None or not self._is_idle():
+            self._leave_at = SYSTEM_CLOCK.monotonic() + LEAVE_SECONDS
+        self._is_ending = SYSTEM_CLOCK.monotonic() >= self._leave_at
 
     def _hurry(self) -> None:
         with self._changed:

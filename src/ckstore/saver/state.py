@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ckstore.capture import Captured
 from ckstore.clock import Clock
@@ -18,6 +19,7 @@ from ckstore.config import Limits
 from ckstore.errors import CkstoreError, SaverError
 from ckstore.io.backend import Backend
 from ckstore.plan import StorageShape, plan_commit
+from ckstore.saver import messages
 from ckstore.saver.arena import STAGED, Slot
 from ckstore.saver.head import Head, SampleRow, StorageRow
 from ckstore.saver.priority import keep_awake
@@ -26,6 +28,21 @@ from ckstore.survey import sampled_of, units_of
 
 LOOK_SECONDS = 0.05
 """How often marks are looked at while somebody waits for them, should no bell have rung."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What was begun, as it stood when that was said.
+
+    Args:
+        message: What was said.
+        is_granted: The trainer was seen alive when the lease was held already.
+        is_late: The saver was ending.
+    """
+
+    message: messages.Begin
+    is_granted: bool
+    is_late: bool
 
 
 class Board:

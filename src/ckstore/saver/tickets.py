@@ -60,11 +60,22 @@ class Tickets:
             return len(self._callbacks) - len(self._told)
 
     def add(self, number: int, callbacks: Callbacks) -> bool:
-        """Add a ticket; False: it is too late, the saver is dead."""
+        """Add a ticket; False: it is too late, the saver is dead or about to end."""
         with self._lock:
             if not self._is_closed:
                 self._callbacks[number] = callbacks
             return not self._is_closed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more are taken."""
+        return self._is_closed
+
+    def close(self) -> bool:
+        """Take no more, unless one was not told yet how it ended; return whether none is taken any more."""
+        with self._lock:
+            self._is_closed = self._is_closed or len(self._callbacks) == len(self._told)
+            return self._is_closed
 
     def remove(self, number: int) -> None:
         """Take back a ticket that was not handed over."""

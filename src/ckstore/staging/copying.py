@@ -126,7 +126,7 @@ class HostCopy:
             elif self.section.unit_count:
                 self._copy(self._table, self.section.firsts, self._marks, self._turn)
         except BaseException as error:
-            self.stop(error)
+            self.stop(without_frames(error))
         self._leave()
 
     def send(self, crew: Crew, count: int) -> None:

@@ -164,7 +164,7 @@ class DeviceCopy:
                 if self.is_launched:
                     self._copies.wait(self._mark)
             except BaseException as problem:
-                error = error or problem
+                error = error or without_frames(problem)
             self._copies.forget()
             if error is None and not self._marks.all():
                 error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.capture import Captured
-from ckstore.errors import CorruptError
+from ckstore.errors import CorruptError, anew
 from ckstore.latch import Latch
 from ckstore.saver.arena import STAGED, Slot
 from ckstore.staging.checksums import Place
@@ -142,7 +142,7 @@ class Staging:
             # Before anything is waited for: else the device would have nothing to do meanwhile.
             for copy in self._device_now:
                 if (error := copy.launch()) is not None:
-                    raise error
+                    raise anew(error)
             if now.section.unit_count <= 1:
                 # As behind a guard, where it holds little: the call waits for one thread only.
                 self._crew.see_through_here(now.work)
@@ -153,7 +153,7 @@ class Staging:
                     self._crew.send_one(other.launch)
                 self._crew.waiters.see_through(copy.wait)
             if (error := self._error or now.error) is not None:
-                raise error
+                raise anew(error)
             # What a guard protects must be copied as it is now.
             for copy in self._device_lazy:
                 copy.note()
@@ -222,6 +222,8 @@ class Staging:
         """Give it up; does not wait for threads that are copying."""
         if self.is_over.is_set():
             return
+        # What was raised has the frames of who called, and those the state.
+        error = anew(error)
         with self._lock:
             self._error = self._error or error
         for copy in self._host:
