@@ -5,6 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
+# The suite starts thousands of processes, and without what Python writes beside a module each compiles all of it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast test-slow lint bench bench-table clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)

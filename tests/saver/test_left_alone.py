@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from rig import SECONDS_MAX, noise, stop, until
 
 import ckstore
 from ckstore import handover
+from ckstore.errors import CapacityError
 from ckstore.saver import arena as arena_module
-from ckstore.saver.arena import Arena
+from ckstore.saver.arena import Arena, Slot
 from ckstore.staging.copying import HostCopy
 from ckstore.staging.crew import Crew
 from ckstore.store.lease_record import SaverPurpose
@@ -57,6 +59,57 @@ def test_commits_in_the_background_leave_nothing_to_the_collector_of_cycles(fold
         gc.set_debug(0)
         left = {type(thing).__name__ for thing in gc.garbage if type(thing).__module__.startswith("ckstore")}
         assert not left
+
+
+class Large(dict):
+    """A state that can be watched."""
+
+
+def test_who_is_told_of_a_failure_is_not_kept_by_it(folder, no_collector):
+    def ask(pending):
+        here = Large()
+        with pytest.raises(ckstore.SaverError):
+            pending.result()
+        return weakref.ref(here)
+
+    with ckstore.open(folder) as store:
+        pending = store.commit_async(state(0), 0)
+        os.kill(store._handover.saver_pid, signal.SIGKILL)
+        until(lambda: pending.is_done)
+        watched = [ask(pending) for _ in range(2)]
+        assert [each() for each in watched] == [None, None]
+        with pytest.raises(ckstore.SaverError) as first:
+            pending.result()
+        with pytest.raises(ckstore.SaverError) as second:
+            pending.result()
+        assert str(first.value) == str(second.value)
+        assert first.value is not second.value
+
+
+def fail(*_):
+    raise CapacityError("there is no memory")
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_first"),
+    [((Slot, "populate"), True), ((HostCopy, "_copy_stepwise"), True), ((HostCopy, "_copy"), False)],
+    ids=["no memory", "fresh memory", "memory that was used"],
+)
+def test_a_state_that_could_not_be_staged_is_let_go_of(folder, no_collector, monkeypatch, fails, is_first):
+    def commit(store):
+        large = state(1)
+        with monkeypatch.context() as patches:
+            patches.setattr(*fails, fail)
+            with pytest.raises(CapacityError, match="there is no memory"):
+                store.commit_async(large, 1)
+        return weakref.ref(large["w"])
+
+    with ckstore.open(folder) as store:
+        if not is_first:
+            store.commit_async(state(0), 0).result()
+        watched = commit(store)
+        until(lambda: watched() is None, "the end of the state")
+        assert store.commit_async(state(2), 2).result().step == 2
 
 
 def test_closing_frees_the_arena_at_once_although_nothing_collects_cycles(folder, no_collector):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import signal
 import threading
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,3 +176,48 @@ def test_tags_that_cannot_be_given_cost_no_last_commit(disk_store, monkeypatch, 
         assert last.check(2)
     assert (last.receipt.step, disk_store.steps()) == (2, [2])
     assert "could not be tagged 'preempted'" in caplog.text
+
+
+def test_one_that_was_closed_keeps_neither_a_descriptor_nor_what_its_states_are_made_of(disk_store):
+    class Model:
+        """What a closure of ``get_state`` holds."""
+
+    def listen():
+        model = Model()
+        with disk_store.commit_on_signal(lambda: {"model": id(model)}) as last:
+            last.check(1)
+        return weakref.ref(model)
+
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    gc.disable()
+    try:
+        watched = [listen() for _ in range(20)]
+        assert [each() for each in watched] == [None] * 20
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    finally:
+        gc.enable()
+
+
+def test_of_several_that_a_store_closes_none_goes_on_listening(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    store = ckstore.open(folder)
+    several = [store.commit_on_signal(dict) for _ in range(3)]
+    store.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert all(last._is_closed for last in several)
+
+
+def test_one_that_nobody_holds_listens_all_the_same(folder):
+    heard = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with ckstore.open(folder) as store:
+            store.commit_on_signal(dict)
+            gc.collect()
+            assert signal.getsignal(signal.SIGTERM) is not previous
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == []
+        assert heard == [signal.SIGTERM], "a signal that came is acted on in the end"
+    finally:
+        signal.signal(signal.SIGTERM, previous)
