@@ -106,19 +106,18 @@ class Advising(Handle):
         with self._lock:
             self._check_open()
             last = LastCommit(
-                # The verbs that commit are those of the classes below.
-                cast("Committing", self),
+                cast("Committing", self),  # The verbs that commit are those of the classes below.
                 get_state,
                 signals=signals,
                 deadline_seconds=deadline_seconds,
                 then=then,
                 metrics=metrics,
                 tags=tags,
-                # It is not left out, nor waits before it is staged: a saver publishes it even where this is killed.
+                # It neither waits before it is staged nor is left out: a saver publishes it even where this is killed.
                 policy=dataclasses.replace(policy or self._policy, on_busy="replace"),
             )
-            # Whoever listens is kept by that; one that was closed must not keep what its states are made of.
-            self._last_commits = [each for each in self._last_commits if each() is not None] + [weakref.ref(last)]
+            # Listening keeps it; one that was closed must not keep what its states are made of.
+            self._last_commits = [each for each in self._last_commits if each()] + [weakref.ref(last)]
             return last
 
     def close(self) -> None:

@@ -134,13 +134,13 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             ConflictError: Another live process writes this run.
             CapacityError: The disk is full; earlier checkpoints are intact.
             BackendError: The medium failed.
+            CkstoreError: An earlier commit failed in the background, unasked for: this call did nothing; repeat it.
         """
         from ckstore.commit import Request, commit
         from ckstore.receipt import Stopwatch
 
         number = check_step(step)
-        checked_metrics = check_metrics(metrics)
-        checked_tags = check_tags(tags)
+        checked_metrics, checked_tags = check_metrics(metrics), check_tags(tags)
         check_policy(policy)
         with self._lock:
             self._check_open()
@@ -195,7 +195,13 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             self._parts.tags.remove(name)
 
     def rewind(self, ref: Reference) -> Info:
-        """Publish an entry again as the newest, so that a crash before the next commit resumes from it."""
+        """Publish an entry again as the newest, so that a crash before the next commit resumes from it.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            ConflictError: Another live process writes this run.
+            CkstoreError: An earlier commit failed in the background, as for ``commit``: repeat this call.
+        """
         with self._lock:
             self._check_open()
             self._come_home()

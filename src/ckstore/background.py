@@ -85,7 +85,8 @@ class Background(Advising):
             CapacityError: There is no memory to copy the state to.
             SaverError: No saver can be started, or it died meanwhile.
             UsageError: An argument is wrong, the store is closed, or lies in a bucket: use ``commit`` there.
-            CkstoreError: An earlier commit failed in the background, and nobody has asked for its result.
+            CkstoreError: An earlier commit failed in the background, and nobody has asked for its result: this call has
+                done nothing, and works when it is repeated.
         """
         from ckstore.handed import Order
 

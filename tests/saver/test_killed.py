@@ -82,11 +82,8 @@ def savers_are_terminated(lane):
         lane.pause()
         lane.strike_saver(life, signal.SIGTERM)
     lane.wait_said(life, "durable", len(life.facts("durable")) + 2)
-    # A saver that is asked to end carries through what has begun, and gives back what comes too late.
-    allowed = "the saver is ending", "ended with code 0 before the commit", "killed by SIGTERM before the commit"
-    failed = life.facts("failed")
-    assert not [facts for facts in failed if not any(text in facts[-1] for text in allowed)]
-    assert not {int(facts[0]) for facts in failed} & set(life.steps("staged"))
+    # A saver that is asked to end carries through what has begun, and what comes next is another one's.
+    assert not life.facts("failed")
     lane.strike(life, signal.SIGKILL)
     lane.bury(life)
 
