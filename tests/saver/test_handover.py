@@ -138,11 +138,9 @@ def test_an_error_that_nobody_asked_for_is_raised_by_the_next_commit_once(store,
     saver = slow(savers)
     store.commit_async(state(1), 1)
     saver.fail(1, CapacityError("the disk is full", where="/store", todo="collect", nbytes=7))
-    with pytest.raises(
-        CapacityError, match="step 1 failed in the background: the disk is full.*nothing: repeat it"
-    ) as caught:
+    with pytest.raises(CapacityError, match="step 1 failed in the background: the disk is full") as caught:
         store.commit_async(state(2), 2)
-    assert (caught.value.where, caught.value.nbytes) == ("/store", 7)
+    assert (caught.value.where, caught.value.nbytes, caught.value.todo[-9:]) == ("/store", 7, "repeat it")
     saver.is_quick = True
     assert store.commit_async(state(3), 3).result().step == 3
 
