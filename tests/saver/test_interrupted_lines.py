@@ -66,6 +66,6 @@ def test_with_a_saver_that_is_a_process(folder, tell, monkeypatch, guarded):
     with ckstore.open(folder) as store:
         steps = store.steps()
         for step in steps:
-            assert set(np.unique(store.restore(step)["w"]).tolist()) == {step % 251}, step
+            assert np.all(store.restore(step)["w"] == step % 251), step
         assert {index * STEPS + 7 for index in range(len(places))} <= set(steps)
     tell(f"Ctrl-C at {len(places)} lines: {len(steps)} checkpoints, each of its own step")
