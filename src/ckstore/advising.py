@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,7 @@ class Advising(Handle):
             last, self._last_commits = self._last_commits, []
             super().close()
             # At last: a signal that came meanwhile ends the process here. The newest first: it was put over the others.
-            for each in map(weakref.ref.__call__, reversed(last)):
-                if each is not None:
-                    each.close()
+            with contextlib.ExitStack() as stack:
+                for each in last:
+                    if (listener := each()) is not None:
+                        stack.callback(listener.close)

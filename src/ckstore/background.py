@@ -96,7 +96,7 @@ class Background(Advising):
         with self._lock:
             self._check_open()
             begun = self._parts.clock.monotonic()
-            (handover := self._handovers()).raise_unasked()
+            (handover := self._handovers()).raise_unasked(is_instead=True)
             order = Order(
                 captured=self._captured(state),
                 step=number,
@@ -196,7 +196,7 @@ class Background(Advising):
             if self._handover is not None:
                 self._handover.settle()
                 self._absorb()
-                self._handover.raise_unasked()
+                self._handover.raise_unasked(is_instead=False)
 
     @property
     def arena_nbytes(self) -> int:
@@ -224,7 +224,7 @@ class Background(Advising):
                 self._bases = None
                 super().close()
             if handover is not None:
-                handover.raise_unasked()
+                handover.raise_unasked(is_instead=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -262,7 +262,7 @@ class Background(Advising):
             seq, self._published = self._published, None
             if seq is not None:
                 self._follow(seq)
-            self._handover.raise_unasked()
+            self._handover.raise_unasked(is_instead=True)
 
     def _follow(self, seq: int) -> None:
         """Take what the saver has published last as what the next commit of this process follows."""

@@ -61,15 +61,21 @@ class CkstoreError(Exception):
 
 
 def anew(error: _Raised) -> _Raised:
-    """Return an error that says the same and was raised nowhere: to be kept, or to be raised once more.
+    """Return an error that says the same, comes of the same, and was raised nowhere: to be kept, or raised once more.
 
-    A traceback holds frames, and those hold what their variables do: a whole state, or whoever keeps the error.
+    A traceback holds frames, and those hold what their variables do: a whole state, or whoever keeps the error. One of
+    a kind that cannot be copied is returned as it is.
     """
     try:
-        return copy.copy(error)
+        made = copy.copy(error)
+        if type(made) is not type(error) or str(made) != str(error):
+            return error
     except Exception:
-        # Of a kind that cannot be copied.
         return error
+    made.__cause__ = None if error.__cause__ is None else anew(error.__cause__)
+    made.__context__ = None if error.__context__ is None else anew(error.__context__)
+    made.__suppress_context__ = error.__suppress_context__
+    return made
 
 
 def _message(what: str, where: str | None, todo: str | None) -> str:

@@ -156,8 +156,11 @@ class Handover:
         seq, self._published = self._published, None
         return seq
 
-    def raise_unasked(self) -> None:
+    def raise_unasked(self, *, is_instead: bool) -> None:
         """Raise the error of the first commit that failed, if nobody has been told of it but the log; once for all.
+
+        Args:
+            is_instead: What was called for has not been done, and will not be.
 
         Raises:
             CkstoreError: Why it failed.
@@ -168,7 +171,7 @@ class Handover:
             pending.was_asked = True
         if told:
             pending, error = told[0]
-            raise told_later(pending.step, error) from error
+            raise told_later(pending.step, error, is_instead=is_instead) from error
 
     def close(self) -> None:
         """Wait for what is pending, and end the saver and all threads; who is interrupted has abandoned them."""
@@ -257,7 +260,7 @@ class Handover:
                 handed.pending.was_asked = True
                 handed.pending.note_failed(as_failure(error, order.step))
                 handed.staging.give_up(error)
-                if is_again or saver.is_alive or not isinstance(error, Exception):
+                if is_again or saver.takes_tickets or not isinstance(error, Exception):
                     raise
                 # Whatever it died of: that was another commit's affair.
                 _log.warning("%s; another saver is started", error)

@@ -137,8 +137,9 @@ class Pending:
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
         self.was_asked = True
         if self._error is not None:
-            # With where it went wrong; and not the one that is kept here, which would keep the frames of who is told.
-            raise anew(self._error).with_traceback(self._origin) from self._error.__cause__
+            # With where it went wrong, if that is known; and not the one that is kept here: it would keep the frames
+            # of who is told, and all that those have.
+            raise anew(self._error).with_traceback(self._origin)
         assert self._receipt is not None
         return self._receipt
 
@@ -247,10 +248,11 @@ def as_failure(error: BaseException, step: int) -> Exception:
     return SaverError(f"the commit of step {step} was interrupted", todo="commit again")
 
 
-def told_later(step: int, error: Exception) -> CkstoreError:
-    """Return the error of a commit as it is raised to who did not ask for it, and called for something else."""
-    what, todo = f"the commit of step {step} failed in the background", "this call has done nothing: repeat it"
+def told_later(step: int, error: Exception, *, is_instead: bool) -> CkstoreError:
+    """Return the error of a commit as it is raised to who did not ask for it: instead of what was called, or after."""
+    what, todo = f"the commit of step {step} failed in the background", getattr(error, "todo", None)
+    if is_instead:
+        todo = "; ".join(filter(None, (todo, "this call has done nothing: repeat it")))
     if not isinstance(error, CkstoreError):
         return SaverError(f"{what}: {error}", todo=todo)
-    todo = todo if error.todo is None else f"{error.todo}; {todo}"
     return type(error)(f"{what}: {error.what}", where=error.where, todo=todo, **error.facts)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 TRIES = 3
-"""For the last commit: the first may be told of an earlier one's failure, or meet a saver that the signal has ended."""
+"""For the last commit: the first may be told of an earlier one's failure, or lose its saver to whoever sent it."""
 
 STAGED_SECONDS = 1.0
 """After the deadline: for a commit that was begun to be staged."""
@@ -258,7 +258,7 @@ class LastCommit:
         if is_first and store.arena_nbytes:
             pending = store.commit_async(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
             return self._durable(pending)
-        # Here nothing can come between: not a saver that the same signal has told to end.
+        # Here nothing can come between: not a saver that is killed, for one.
         return store.commit(state, step, metrics=metrics, tags=self._tags, policy=self._policy)
 
     def _tagged(self, receipt: Receipt) -> Receipt:

@@ -9,8 +9,8 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from rig import SECONDS_MAX, noise, stop, until
 import ckstore
 from ckstore.config import MIB
 from ckstore.errors import SaverError
-from ckstore.saver import messages
+from ckstore.saver import client, messages
 from ckstore.saver import server as saver_server
 from ckstore.saver.process import death_of
 from ckstore.saver.tickets import Callbacks, Tickets
@@ -32,7 +32,7 @@ def test_a_commit_that_comes_while_the_saver_writes_an_earlier_one_is_durable(fo
     with ckstore.open(folder, policy=ckstore.Policy(on_busy=on_busy, **PLAIN)) as store:
         for number in range(4):
             first = store.commit_async(noise(number, 48 * MIB), 10 * number + 1)
-            os.kill(store._handover.saver_pid, signal.SIGTERM)
+            store._handover._saver._process.send_signal(signal.SIGTERM)
             second = store.commit_async(noise(number + 10), 10 * number + 2)
             assert [first.result(SECONDS_MAX).step, second.result(SECONDS_MAX).step] == [
                 10 * number + 1,
@@ -48,8 +48,9 @@ def test_a_commit_right_after_the_signal_is_durable(folder):
     with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
         for step in range(1, 9):
             store.commit_async({"step": np.full(100, step)}, step).result(SECONDS_MAX)
-            left.append(store._handover.saver_pid)
-            os.kill(left[-1], signal.SIGTERM)
+            left.append(store._handover._saver.pid)
+            # One that was asked before may have ended by itself.
+            store._handover._saver._process.send_signal(signal.SIGTERM)
             time.sleep(0.003 * (step % 4))
         store.commit_async({"step": np.full(100, 9)}, 9).result(SECONDS_MAX)
         assert store.steps() == list(range(1, 10))
@@ -73,7 +74,7 @@ def test_a_state_that_is_just_being_prepared_goes_to_another_saver(folder, monke
         with caplog.at_level(logging.WARNING, "ckstore"):
             assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
         assert handover._saver is not asked[0]
-        assert f"the saver (pid {asked[0].pid}) was told by a signal to end" in caplog.text
+        assert f"the saver (pid {asked[0].pid}) was told by a signal to end; another saver is started" in caplog.text
         assert not [record for record in caplog.records if record.levelno > logging.WARNING]
         assert store.steps() == [1, 2]
 
@@ -89,17 +90,17 @@ def test_a_saver_whose_trainer_stands_still_ends_after_a_while(child):
 
 
 def test_a_saver_that_is_busy_does_not_end_before_its_time(server, monkeypatch):
-    monkeypatch.setattr(saver_server, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(saver_server, "LEAVE_SECONDS", 0.3)
     server._ask_to_end()
     server._leave_in_time()
     assert messages.receive(server.trainers_end, messages.TO_TRAINER) == messages.Leaving()
     server._is_working = True
     for _ in range(3):
-        time.sleep(0.06)
+        time.sleep(0.35)
         server._leave_in_time()
         assert not server._is_ending
     server._is_working = False
-    time.sleep(0.06)
+    time.sleep(0.35)
     server._leave_in_time()
     assert server._is_ending
     with pytest.raises(BlockingIOError):
@@ -114,6 +115,28 @@ def test_what_is_begun_before_the_trainer_lets_a_saver_go_is_not_too_late(server
     server._leave_in_time()
     server._take(messages.Begin(1, 0, 0, 1, None, 0))
     assert [each.is_late for each in held] == [False]
+
+
+@pytest.mark.parametrize("is_parting", [True, False])
+def test_only_a_handle_that_was_dropped_leaves_its_run_to_others(server, monkeypatch, is_parting):
+    disowned = []
+    monkeypatch.setattr(server._committer, "disown", lambda: disowned.append(1))
+    # The last commit was told of, and its slot is being given back.
+    server._is_working = True
+    server._take(messages.Quit(is_parting=is_parting))
+    assert server._is_ending
+    assert bool(disowned) != is_parting
+
+
+def test_who_is_interrupted_while_he_speaks_may_wait_for_what_the_saver_says(folder):
+    with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
+        pending = store.commit_async(noise(1), 1)
+        saver = store._handover._saver
+        with saver._speaking:
+            saver._process.send_signal(signal.SIGTERM)
+            assert pending.result(SECONDS_MAX).step == 1
+            until(lambda: saver._tickets.is_closed, "the word of the saver")
+        assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
 
 
 def nothing(*_):
@@ -146,28 +169,28 @@ def test_what_was_said_by_one_who_died_without_reading_all_is_heard():
     assert heard == [messages.Began(1), messages.SlotFree(1), None]
 
 
-def test_a_commit_that_was_durable_is_so_though_its_saver_died_before_it_had_read_all(folder, monkeypatch):
-    """The socket says so once, before what is still there."""
-    with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
-        store.commit_async(noise(1), 1).result(SECONDS_MAX)
-        store.wait()
-        saver = store._handover._saver
-        may_hear = threading.Event()
-        hear = saver._hear
-        monkeypatch.setattr(saver, "_hear", lambda: may_hear.wait(SECONDS_MAX) and hear())
-        pending = store.commit_async(noise(2), 2)
-        until(lambda: len(store.steps()) == 2, "the manifest")
-        time.sleep(0.2)
-        stop(saver.pid)
-        for _ in range(3):
-            saver.hurry()
-            saver.forget_kept()
-        os.kill(saver.pid, signal.SIGKILL)
-        until(lambda: not saver._watch.is_alive, "its death")
-        may_hear.set()
-        # Whoever says something to it takes that word of the socket away.
-        until(lambda: pending.is_done, "the end")
-        assert pending.result().step == 2
+def test_a_saver_takes_what_was_said_by_a_trainer_that_died_without_reading_all(server, monkeypatch):
+    taken = []
+    monkeypatch.setattr(server, "_take", taken.append)
+    server.channel.tell(messages.Leaving())
+    for said in (messages.Forget(), messages.Staged(1)):
+        messages.send(server.trainers_end, said)
+    server.trainers_end.close()
+    assert not server._hear()
+    assert taken == [messages.Forget(), messages.Staged(1)]
+
+
+def test_a_trainer_takes_what_was_said_by_a_saver_that_died_without_reading_all(monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    taken = []
+    saver = SimpleNamespace(_channel=ours, _take=taken.append)
+    with ours:
+        messages.send(ours, messages.Hurry())
+        for said in (messages.Began(1), messages.SlotFree(1)):
+            messages.send(theirs, said)
+        theirs.close()
+        assert not client.Saver._hear(saver)
+    assert taken == [messages.Began(1), messages.SlotFree(1)]
 
 
 def test_a_death_says_whether_a_signal_has_asked_for_it():

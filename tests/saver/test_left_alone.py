@@ -112,6 +112,16 @@ def test_a_state_that_could_not_be_staged_is_let_go_of(folder, no_collector, mon
         assert store.commit_async(state(2), 2).result().step == 2
 
 
+def test_what_fails_when_a_store_is_closed_is_not_to_be_closed_again(savers, folder):
+    store = ckstore.open(folder)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    saver.fail(1, CapacityError("the disk is full", todo="collect"))
+    with pytest.raises(CapacityError, match=r"step 1 failed in the background: the disk is full\. Collect$"):
+        store.close()
+
+
 def test_closing_frees_the_arena_at_once_although_nothing_collects_cycles(folder, no_collector):
     before = arenas()
     with ckstore.open(folder) as store:

@@ -38,6 +38,7 @@ TO_SAVER_SAMPLES = [
     messages.Release(1),
     messages.Forget(),
     messages.Quit(),
+    messages.Quit(is_parting=True),
     messages.Hurry(),
     messages.Warm(2, 12, 1 << 31),
 ]

@@ -162,12 +162,11 @@ class Saver:
             hold_ms: For how long it is to leave all processors to those who copy.
 
         Raises:
-            SaverError: The saver is dead, or was about to end and is dead by now; nothing will be called.
+            SaverError: The saver is dead, or about to end; nothing will be called.
             UsageError: This is a forked child.
         """
         self._check_owner()
         if not self._tickets.add(ticket, callbacks):
-            self.wait(self._dead, None, "end")
             raise self._death()
         try:
             whose = parent, parent_ticket, may_keep, hold_ms, self.lease or ""
@@ -355,9 +354,13 @@ class Saver:
             self._tickets.take(message)
         self._is_leaving = self._is_leaving or isinstance(message, messages.Leaving)
         # What was begun before a signal asked it to end is carried through, and what comes next another one's.
-        if self._is_leaving and not self._tickets.is_closed and self._tickets.close():
-            with contextlib.suppress(SaverError):
-                self._say(messages.Quit())
+        is_end = self._is_leaving and not self._tickets.is_closed and self._tickets.close()
+        # Where a signal has come to who speaks, its handler may wait for what this thread is to hear: then it is said
+        # by whoever starts another saver.
+        if is_end and self._speaking.acquire(blocking=False):
+            with contextlib.suppress(Exception):
+                self._say(messages.Quit(is_parting=True))
+            self._speaking.release()
 
     def _bury(self) -> None:
         """Make sure that it is dead, take its exit code, and tell everybody who waits."""
@@ -381,8 +384,8 @@ class Saver:
 
     def _death(self) -> Exception:
         """Return the error of whoever needs the saver: a new one each time, since each is raised elsewhere."""
-        assert self._why is not None, "a saver is buried with a reason"
-        return messages.error_of(messages.failed_of(0, self._why))
+        why = self._why or SaverError(f"the saver (pid {self.pid}) was told by a signal to end", pid=self.pid)
+        return messages.error_of(messages.failed_of(0, why))
 
     def leave_child(self) -> None:
         """In a forked child: keep nothing that the trainer or the saver could be taken to live by."""

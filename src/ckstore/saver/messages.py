@@ -105,7 +105,9 @@ class Forget(NamedTuple):
 
 
 class Quit(NamedTuple):
-    """Trainer: carry through what has begun, and exit."""
+    """Trainer: carry through what has begun, and exit; a parting where its handle lives on and all was told of."""
+
+    is_parting: bool = False
 
 
 class Ready(NamedTuple):

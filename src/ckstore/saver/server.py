@@ -4,7 +4,8 @@ One thread listens to the trainer and watches it; another one commits, one ticke
 
 Invariants:
 - A ticket that is whole when the trainer dies, and whose lease was held while it lived, is published; another is not.
-- The saver ends when the trainer is dead or has said so, and nothing is left to do; the lease is given up at last.
+- The saver ends when the trainer is dead or has said so, or says nothing to one that a signal asks to, and nothing is
+  left to do; the lease is given up at last.
 - What cannot be understood ends the connection: nothing is guessed. What was whole is published all the same.
 """
 
@@ -69,7 +70,7 @@ class Server:
         self._held_until = 0.0
         self._is_working = False
         self._has_heard = False
-        self._is_asked = self._is_ending = False  # By a signal; and what is begun from now on is too late.
+        self._is_asked = self._has_asked = self._is_ending = False  # By a signal; what is begun now is too late.
         self._leave_at: float | None = None  # When to end that was asked, if the trainer says nothing to it.
         self._is_over = False
         self._tickets: dict[int, Ticket] = {}
@@ -191,7 +192,7 @@ class Server:
             self._add(message)
         elif isinstance(message, messages.Quit):
             self._is_ending = True
-            if not self._is_idle():
+            if not (message.is_parting or self._is_idle()):
                 # Its handle was dropped: another one, of the same process perhaps, must not resume what is older.
                 self._committer.disown()
         elif isinstance(message, messages.Hurry):
@@ -267,11 +268,12 @@ class Server:
         """Where a signal has asked to end: let the trainer say when, who may be about to begin something."""
         if not self._is_asked or self._is_ending:
             return
-        if self._leave_at is None:
-            self.channel.tell(messages.Leaving(), wait_ms=0)
+        self._has_asked = self._has_asked or self.channel.tell(messages.Leaving(), wait_ms=0)
         if self._leave_at is None or not self._is_idle():
             self._leave_at = SYSTEM_CLOCK.monotonic() + LEAVE_SECONDS
-        self._is_ending = SYSTEM_CLOCK.monotonic() >= self._leave_at
+        elif SYSTEM_CLOCK.monotonic() >= self._leave_at:
+            self._hear()
+            self._is_ending = self._is_idle()
 
     def _hurry(self) -> None:
         with self._changed:

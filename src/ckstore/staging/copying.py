@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
@@ -18,13 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore import kernels
+from ckstore.errors import CkstoreError
 from ckstore.kernels import copy_units as gather
 from ckstore.latch import Latch
+from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.checksums import Checksums, Place
 from ckstore.staging.crew import Crew
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
+
+_log = logging.getLogger("ckstore")
 
 _SAMPLE_NBYTES = 8
 """Bytes at either end of each row of the table that are noted before training goes on."""
@@ -126,6 +131,8 @@ class HostCopy:
             elif self.section.unit_count:
                 self._copy(self._table, self.section.firsts, self._marks, self._turn)
         except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, CkstoreError):
+                tell(_log, logging.ERROR, "a state could not be copied", exc_info=True)
             self.stop(without_frames(error))
         self._leave()
 
