@@ -87,3 +87,33 @@ def test_transience_is_a_fact_of_the_medium():
 def test_leaf_type_error_carries_the_path():
     assert LeafTypeError("no", path=("a", 0)).path == ("a", 0)
     assert MissingChunkError("no", pack_id="ab").pack_id == "ab"
+
+
+def test_an_error_that_is_made_anew_says_the_same_and_holds_no_frame():
+    try:
+        try:
+            raise OSError(28, "no room", "/a")
+        except OSError as error:
+            raise BackendError("it failed", where="here", todo="wait", is_transient=True, nbytes=7) from error
+    except BackendError as error:
+        old = error
+    new = errors.anew(old)
+    assert new is not old
+    assert (str(new), new.is_transient, new.nbytes) == (str(old), True, 7)
+    assert (new.__traceback__, new.__cause__.__traceback__) == (None, None)
+    assert (type(new.__cause__), new.__cause__.filename) == (OSError, "/a")
+    assert new.__suppress_context__
+    assert old.__traceback__ is not None, "whoever raised it still knows where"
+
+
+def test_an_error_that_cannot_be_copied_is_kept_as_it_is():
+    class Told(Exception):
+        def __init__(self, name):
+            super().__init__(f"told by {name}")
+
+    class Picky(Exception):
+        def __init__(self, one, two):
+            super().__init__(one)
+
+    for error in (Told("a"), Picky(1, 2)):
+        assert errors.anew(error) is error

@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -156,6 +158,21 @@ def test_tickets_are_closed_only_when_each_was_told_how_it_ended():
     assert not tickets.add(2, callbacks)
     tickets.take(messages.SlotFree(1))
     assert tickets.close()
+
+
+def test_a_trainer_lets_a_saver_go_once_and_as_soon_as_all_was_told_of():
+    said = []
+    saver = SimpleNamespace(_is_leaving=False, _tickets=Tickets(), _speaking=threading.RLock(), _say=said.append)
+    take = partial(client.Saver._take, saver)
+    saver._tickets.add(1, Callbacks(nothing, nothing, nothing))
+    take(messages.Leaving())
+    assert said == []
+    take(messages.failed_of(1, SaverError("it failed")))
+    # Its handle lives on: nobody is to wait for the run.
+    assert said == [messages.Quit(is_parting=True)]
+    take(messages.SlotFree(1))
+    take(messages.Leaving())
+    assert len(said) == 1
 
 
 def test_what_was_said_by_one_who_died_without_reading_all_is_heard():

@@ -245,7 +245,7 @@ class LocalBackend:
             queue.close()
 
     def _path(self, name: str) -> str:
-        # Text, where a Path would do: a commit names a hundred files, and making a Path of each took a tenth of it.
+        # Text, where a Path would do: a commit names many files, and making a Path takes longer than a look at a file.
         if not name:
             return self._root
         if "\0" in name or not _NOWHERE.isdisjoint(name.split("/")):
