@@ -7,6 +7,7 @@ from __future__ import annotations
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
 GROUND |= {"latch"}  # What happens once, for whoever waits for it.
+GROUND |= {"memory_spans"}  # What a capture finds, by address.
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
 GROUND |= {"pool"}  # Threads that ask many things at once; what they ask they do not know.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
@@ -25,9 +26,10 @@ ALLOWED = {
     "values": {"errors", "tree"},
     "tensor": {"errors", "tree", "values"},
     "leaves": {"errors", "tree", "values", "tensor"},
-    "capture": {"errors", "tree", "values", "tensor", "leaves"},
+    "memory_spans": {"errors", "tree", "values", "tensor", "leaves"},
+    "capture": {"errors", "tree", "values", "tensor", "leaves", "memory_spans"},
     "matching": {"errors", "tree", "values", "tensor", "leaves", "capture"},
-    "recapture": {"errors", "tree", "values", "tensor", "leaves", "capture"},
+    "recapture": {"errors", "tree", "values", "tensor", "leaves", "capture", "memory_spans"},
     "placement": GROUND,
     "kernels": GROUND,
     "format": GROUND,

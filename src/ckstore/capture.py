@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any
 
 from ckstore.errors import UsageError
-from ckstore.leaves import BytesAdapter, NumpyAdapter, view_of_memory
-from ckstore.tensor import HostStorage, LeafAdapter, OnDevice, TensorLeaf, TensorSpec
+from ckstore.leaves import BytesAdapter, NumpyAdapter
+from ckstore.memory_spans import MemorySpan
+from ckstore.tensor import HostStorage, LeafAdapter, TensorLeaf, TensorSpec
 from ckstore.tree import (
     DEPTH_MAX,
     FACTORIES,
@@ -63,7 +64,7 @@ class Captured:
     tree: Node
     paths: list[Path]
     tensors: list[TensorSpec]
-    storages: list[HostStorage]
+    storages: Sequence[HostStorage]
     warnings: list[str]
 
     @property
@@ -277,41 +278,6 @@ def _checked_key(key: object, path: Path) -> Key:
         todo="use str or int keys",
         path=path,
     )
-
-
-# Not frozen: hundreds are made in each commit, and that would take three times as long.
-@dataclass(slots=True)
-class MemorySpan:
-    """A span of memory that is to be a storage; ``keep`` lists what keeps each of its leaves alive."""
-
-    start: int
-    nbytes: int
-    element_width: int
-    is_float: bool
-    keep: list[object] = field(repr=False)
-    reader: Callable[[int, int], memoryview] | None
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the bytes lie in host memory."""
-        return self.reader is None
-
-    def read(self, lo: int, hi: int) -> memoryview:
-        """Return bytes ``lo`` to ``hi``."""
-        assert 0 <= lo <= hi <= self.nbytes
-        if self.reader is not None and lo < hi:
-            return self.reader(self.start + lo, self.start + hi)
-        return view_of_memory(self.start + lo, hi - lo, self.keep)
-
-    def there(self, lo: int, hi: int) -> Any:
-        """Return bytes ``lo`` to ``hi`` on their device, as a tensor of bytes; None where there is no way to them."""
-        assert 0 <= lo <= hi <= self.nbytes
-        return self.reader.view(self.start + lo, self.start + hi) if isinstance(self.reader, OnDevice) else None
-
-
-def is_on_device(storage: object) -> TypeGuard[MemorySpan]:
-    """Whether a captured storage lies where those who work on a device can see it."""
-    return isinstance(storage, MemorySpan) and isinstance(storage.reader, OnDevice)
 
 
 def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:

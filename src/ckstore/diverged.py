@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore.capture import Captured, is_on_device
+from ckstore.capture import Captured
 from ckstore.distance import is_finite
 from ckstore.lossy import memory_shape
+from ckstore.memory_spans import is_on_device
 from ckstore.tensor import TensorSpec, byte_strides_of, count_of, extent_of
 
 _PIECE_NBYTES = 4 << 20

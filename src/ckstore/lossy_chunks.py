@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckstore.basing import WHOLE
-from ckstore.capture import is_on_device
 from ckstore.chunks import ChunkWriter
 from ckstore.coding_thread import CodingThread, thread_nbytes
 from ckstore.config import Limits
@@ -32,6 +31,7 @@ from ckstore.lossy import LossyPlan, LossyTensor, Task
 from ckstore.lossy_forms import Errors, quantizing_nbytes
 from ckstore.lossy_target import sample_of, scaled, seek
 from ckstore.lossy_task import Draft, TaskCoder
+from ckstore.memory_spans import is_on_device
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan
 from ckstore.store.known import KnownFrame

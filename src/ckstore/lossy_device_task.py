@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckstore import forms, kernels, lossy_on_device
-from ckstore.capture import is_on_device
 from ckstore.coding_thread import CodingThread
 from ckstore.device_bases import DeviceBases
 from ckstore.distance import Distance
@@ -26,6 +25,7 @@ from ckstore.lossy import LossyTensor, Task
 from ckstore.lossy_methods import ROUNDED_METHOD
 from ckstore.lossy_on_device import DivergedError, MadeThere, Place
 from ckstore.lossy_task import Desk, Draft, TaskCoder, clipped, coded_rounding, is_dropped, kept, needs_base
+from ckstore.memory_spans import is_on_device
 from ckstore.pipeline import BufferPurpose, ByteSource
 from ckstore.plan import CommitPlan
 from ckstore.quant.geometry import KINDS

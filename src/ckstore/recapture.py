@@ -28,14 +28,14 @@ from ckstore.capture import (
     LONG_NBYTES_MIN,
     Asked,
     Captured,
-    MemorySpan,
     Walk,
     allocations_of,
     has_state_dict,
     state_dict_of,
 )
 from ckstore.leaves import BytesAdapter, NumpyAdapter
-from ckstore.tensor import HostStorage, LeafAdapter, Sights, TensorLeaf
+from ckstore.memory_spans import MemorySpan, Spans, SpanShape
+from ckstore.tensor import LeafAdapter, Sights, TensorLeaf
 from ckstore.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
 
@@ -81,12 +81,8 @@ class Recapture:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A storage as it was: its span, and the tensors that keep it alive, the one that reads it first."""
+    """A storage as it was: the tensors that keep it alive, and the one that reads it."""
 
-    start: int
-    nbytes: int
-    element_width: int
-    is_float: bool
     members: tuple[int, ...]
     reader: int
 
@@ -105,17 +101,38 @@ class _Memo:
         self.tree = captured.tree
         self.paths, self.tensors = captured.paths, captured.tensors
         self.warnings = tuple(captured.warnings)
+        self.order: list[int] = []
+        """The number of each tensor in the order of a walk, once for each place where it is."""
+        self.only_tensors: dict[int, tuple[Node, ...]] = {}
+        """Children that are all tensors, by their id."""
+        self._survey(captured.tree)
+        firsts: dict[int, int] = {}
+        for place, number in enumerate(self.order):
+            firsts.setdefault(number, place)
+        # Nearly always each is in one place.
+        self.firsts = [] if len(firsts) == len(self.order) else [firsts[number] for number in range(len(firsts))]
         self.libraries = [adapter.library for adapter in walk.adapters]
         self.converters: Mapping[type[Any], Converter] = registered_converters()
         self.groups = groups
-        self.facts, self.starts = list(sights.facts), list(sights.starts)
+        # There are few kinds of tensors: what is compared with is then in the processor's cache.
+        known: dict[object, tuple[object, ...]] = {}
+        self.facts = [known.setdefault(each, each) for each in sights.facts]
+        self.starts = np.array(sights.starts, np.uint64)
+        spans = [each for each in captured.storages if isinstance(each, MemorySpan)]
+        self.shapes = [SpanShape(each.nbytes, each.element_width, each.is_float) for each in spans]
+        self.span_starts = np.array([each.start for each in spans], np.uint64)
         self.pools = _pools_of(captured, walk.leaves)
+        # Nearly always each tensor has a storage of its own.
+        self.is_simple = all(pool == _Pool((number,), number) for number, pool in enumerate(self.pools))
         # Which allocations no other tensor lies in; where nothing lies, nothing is shared.
         alone = {group[0] for group in allocations_of(walk.leaves) if len(group) == 1}
-        self.is_alone = [number in alone or not leaf.memory.nbytes for number, leaf in enumerate(walk.leaves)]
+        is_alone = [number in alone or not leaf.memory.nbytes for number, leaf in enumerate(walk.leaves)]
+        self.is_alone = np.array(is_alone, np.bool_)
+        self.storage_of = np.array([spec.storage for spec in captured.tensors], np.int64)
         spaces: dict[str, int] = {}
         self.spaces = np.array([spaces.setdefault(leaf.memory.space, len(spaces)) for leaf in walk.leaves], np.int64)
-        self.lengths = [leaf.memory.owner_nbytes if leaf.memory.nbytes else 0 for leaf in walk.leaves]
+        lengths = [leaf.memory.owner_nbytes if leaf.memory.nbytes else 0 for leaf in walk.leaves]
+        self.lengths = np.array(lengths, np.uint64)
 
     @classmethod
     def of(cls, captured: Captured, walk: Walk) -> _Memo | None:
@@ -127,41 +144,59 @@ class _Memo:
         sights = _seen_by(groups, walk.items)
         return None if sights is None else cls(captured, walk, groups, sights)
 
+    def _survey(self, node: Node) -> None:
+        """Note what lies below a node, in the order in which ``_Again`` walks."""
+        if isinstance(node, TensorNode):
+            self.order.append(node.tensor)
+        elif isinstance(node, ConvertedNode):
+            self._survey(node.child)
+        elif isinstance(node, (DictNode, ListNode, TupleNode)):
+            if all(isinstance(child, TensorNode) for child in node.children):
+                self.only_tensors[id(node.children)] = node.children
+            for child in node.children:
+                self._survey(child)
+            if isinstance(node, DictNode) and node.metadata is not None:
+                self._survey(node.metadata)
+
     def is_for(self, libraries: Sequence[LeafAdapter]) -> bool:
         """Whether a walk with these libraries, now, would take the same leaves for the same things."""
         return self.libraries == [adapter.library for adapter in libraries] and (
             self.converters == registered_converters()
         )
 
-    def move(self, moved: Sequence[tuple[int, int]]) -> None:
-        """Take note that allocations lie elsewhere: number of the tensor, and where.
+    def move(self, starts: NDArray[np.uint64]) -> None:
+        """Take note of where the allocations of all tensors lie by now.
 
         Raises:
-            _ChangedError: They share memory with other tensors, or did.
+            _ChangedError: Some lie elsewhere, and share memory with other tensors, or did.
         """
-        if len(moved) > _MOVED_MAX or not all(self.is_alone[number] for number, _ in moved):
+        moved = np.flatnonzero(starts != self.starts)
+        if not moved.size:
+            return
+        if moved.size > _MOVED_MAX or not self.is_alone[moved].all():
             raise _ChangedError
-        for number, start in moved:
-            index = self.tensors[number].storage
-            pool = self.pools[index]
-            shifted = pool.start + start - self.starts[number]
-            self.pools[index] = _Pool(
-                shifted, pool.nbytes, pool.element_width, pool.is_float, pool.members, pool.reader
-            )
-            self.starts[number] = start
-        begins = np.array(self.starts, np.uint64)
-        ends = begins + np.array(self.lengths, np.uint64)
-        for number, start in moved:
-            length = self.lengths[number]
-            if length and _touching(self.spaces == self.spaces[number], begins, ends, start, length) != 1:
+        # Not in place: whoever has had the last capture compares with it.
+        self.span_starts = self.span_starts.copy()
+        self.span_starts[self.storage_of[moved]] += starts[moved] - self.starts[moved]
+        self.starts, ends = starts, starts + self.lengths
+        for number in moved.tolist():
+            start, end = starts[number], ends[number]
+            if start < end and _touching(self.spaces == self.spaces[number], starts, ends, start, end) != 1:
                 raise _ChangedError
+
+    def spans_of(self, sights: Sights) -> Spans:
+        """Return the storages of tensors that were seen just now, and are made as these were."""
+        if self.is_simple:
+            return Spans(self.shapes, self.span_starts, list(zip(sights.keeps, strict=True)), sights.readers)
+        keeps = [tuple(sights.keeps[number] for number in pool.members) for pool in self.pools]
+        return Spans(self.shapes, self.span_starts, keeps, [sights.readers[pool.reader] for pool in self.pools])
 
 
 def _touching(
-    is_there: NDArray[np.bool_], begins: NDArray[np.uint64], ends: NDArray[np.uint64], start: int, nbytes: int
+    is_there: NDArray[np.bool_], begins: NDArray[np.uint64], ends: NDArray[np.uint64], start: np.uint64, end: np.uint64
 ) -> int:
     """Return how many of some ranges, which may be empty, have a byte in common with one."""
-    here = is_there & (begins < ends) & (begins < np.uint64(start + nbytes)) & (ends > np.uint64(start))
+    here = is_there & (begins < ends) & (begins < end) & (ends > start)
     return int(np.count_nonzero(here))
 
 
@@ -170,11 +205,10 @@ def _pools_of(captured: Captured, leaves: Sequence[TensorLeaf]) -> list[_Pool]:
     for number, spec in enumerate(captured.tensors):
         members[spec.storage].append(number)
     pools = []
-    for span, numbers in zip(captured.storages, members, strict=True):
-        assert isinstance(span, MemorySpan)
+    for numbers in members:
         # The same one as when the storage was made, so that it reaches as far.
         first = min(numbers, key=lambda number: (leaves[number].memory.start, leaves[number].memory.owner_start))
-        pools.append(_Pool(span.start, span.nbytes, span.element_width, span.is_float, tuple(numbers), first))
+        pools.append(_Pool(tuple(numbers), first))
     return pools
 
 
@@ -215,8 +249,8 @@ class _Again:
         self._memo = memo
         self._libraries = libraries
         self._asked = asked
-        self._seen: dict[int, int] = {}
-        self._items: list[object] = []
+        self._found: list[object] = []
+        """What stands where the tree has tensors, in the order of the walk."""
 
     def captured(self, state: object) -> Captured:
         """Return the state, taken apart.
@@ -226,35 +260,25 @@ class _Again:
         """
         memo = self._memo
         tree = self._node(state, memo.tree)
-        if len(self._items) != len(memo.starts):
+        # Numbered as in the last capture, each thing has a number of its own if there are as many.
+        numbers: dict[int, int] = {}
+        if list(map(numbers.setdefault, map(id, self._found), memo.order)) != memo.order:
             raise _ChangedError
-        sights = _seen_by(memo.groups, self._items)
+        if len(numbers) != len(memo.starts) or len(self._found) != len(memo.order):
+            raise _ChangedError
+        sights = _seen_by(memo.groups, [self._found[place] for place in memo.firsts] if memo.firsts else self._found)
         if sights is None or list(sights.facts) != memo.facts:
             raise _ChangedError
-        places = zip(sights.starts, memo.starts, strict=True)
-        moved = [(number, start) for number, (start, last) in enumerate(places) if start != last]
-        if moved:
-            memo.move(moved)
+        memo.move(np.array(sights.starts, np.uint64))
         memo.tree = tree
-        keeps, readers = sights.keeps, sights.readers
-        storages: list[HostStorage] = [
-            MemorySpan(
-                pool.start,
-                pool.nbytes,
-                pool.element_width,
-                pool.is_float,
-                [keeps[number] for number in pool.members],
-                readers[pool.reader],
-            )
-            for pool in memo.pools
-        ]
-        return Captured(tree, memo.paths, memo.tensors, storages, list(memo.warnings))
+        return Captured(tree, memo.paths, memo.tensors, memo.spans_of(sights), list(memo.warnings))
 
     def _node(self, item: Any, node: Node) -> Node:
         """Return the node of a part of the state; the one that was there, where it still says the same."""
         form = type(node)
         if form is TensorNode:
-            return self._tensor(item, node)  # type: ignore[arg-type]
+            self._found.append(item)
+            return node
         if form is ValueNode:
             return self._value(item, node)  # type: ignore[arg-type]
         if form is DictNode:
@@ -263,25 +287,30 @@ class _Again:
             return self._converted(item, node)  # type: ignore[arg-type]
         return self._sequence(item, node)  # type: ignore[arg-type]
 
-    def _tensor(self, item: object, node: TensorNode) -> Node:
-        return self._children((item,), (node,))[0]
-
     def _children(self, items: Iterable[object], nodes: tuple[Node, ...]) -> tuple[Node, ...]:
         """Return the nodes of parts of the state; those that were there, if all of them still say the same."""
-        seen, tensors = self._seen, self._items
+        found = self._found
+        if self._memo.only_tensors.get(id(nodes)) is nodes:
+            before = len(found)
+            found.extend(items)
+            if len(found) != before + len(nodes):
+                raise _ChangedError
+            return nodes
         children: list[Node] = []
         # zip tells where there are more or fewer.
         for item, node in zip(items, nodes, strict=True):
-            if type(node) is TensorNode:
-                # Nearly all are. What it is, is looked at when all are known.
-                number = seen.setdefault(id(item), len(tensors))
-                if number == len(tensors):
-                    tensors.append(item)
-                if number != node.tensor:
-                    raise _ChangedError
-                children.append(node)
+            form = type(node)
+            if form is TensorNode:
+                # What it is, is looked at when all are known.
+                found.append(item)
+            elif form is DictNode:
+                # These are one for each parameter in the state of an optimizer.
+                node = self._mapping(item, node)  # type: ignore[arg-type]
+            elif form is ValueNode:
+                node = self._value(item, node)  # type: ignore[arg-type]
             else:
-                children.append(self._node(item, node))
+                node = self._node(item, node)
+            children.append(node)
         return nodes if all(map(is_, children, nodes)) else tuple(children)
 
     def _value(self, item: Any, node: ValueNode) -> Node:
@@ -323,14 +352,15 @@ class _Again:
         if keys != node.keys or not _KEY_TYPES.issuperset(map(type, keys)):
             raise _ChangedError
         children = self._children(item.values(), node.children)
+        if kind is dict:
+            return node if children is node.children else DictNode(node.kind, keys, children)
         metadata = node.metadata
-        if kind is not dict:
-            if tuple(getattr(item, "__dict__", ())) != (() if metadata is None else ("_metadata",)):
-                raise _ChangedError
-            if metadata is not None:
-                metadata = self._node(item._metadata, metadata)
-            if kind is defaultdict and FACTORY_NAMES[item.default_factory] != node.factory:
-                raise _ChangedError
+        if tuple(getattr(item, "__dict__", ())) != (() if metadata is None else ("_metadata",)):
+            raise _ChangedError
+        if metadata is not None:
+            metadata = self._node(item._metadata, metadata)
+        if kind is defaultdict and FACTORY_NAMES[item.default_factory] != node.factory:
+            raise _ChangedError
         if metadata is node.metadata and children is node.children:
             return node
         return DictNode(node.kind, node.keys, children, metadata, node.factory)

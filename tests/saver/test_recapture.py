@@ -222,6 +222,32 @@ def test_without_addresses_these_tests_would_fail(monkeypatch):
         same(recapture, case.state)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([0, 0, 1], [0, 1, 1]),
+        ([0, 0, 1], [1, 0, 0]),
+        ([0, 1, 0], [0, 1, 1]),
+        ([0, 1, 0], [0, 1, 2]),
+        ([0, 1, 2], [0, 1, 1]),
+        ([[0, 1], [2]], [[0], [1, 2]]),
+        ([[0, 1], [0]], [[0], [1, 0]]),
+        ([[0, 1], [2, "word"]], [[0, 1, 2], ["word"]]),
+    ],
+)
+def test_tensors_that_look_alike_are_told_apart_by_where_they_stand(before, after):
+    tensors = [torch.full((3,), float(number)) for number in range(3)]
+
+    def placed(part):
+        if isinstance(part, list):
+            return [placed(each) for each in part]
+        return tensors[part] if isinstance(part, int) else part
+
+    recapture = Remembering()
+    for places in (before, before, after, after, before):
+        same(recapture, {"placed": placed(places)})
+
+
 def test_a_tensor_that_moves_into_its_neighbours_memory_shares_its_storage():
     pool = torch.arange(100.0)
     state, recapture = {"first": pool[:10], "second": torch.ones(100)}, Remembering()

@@ -12,16 +12,16 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
+from operator import add, attrgetter, itemgetter
 from typing import Any
 
 import torch
 
-from ckstore.adapters.torch_state import LAYOUT_OF, PLAIN_KINDS, PLAIN_LAYOUTS
+from ckstore.adapters.torch_state import PLAIN_KINDS, are_strided
 from ckstore.errors import UsageError
 
 _NBYTES_OF, _VERSION_OF = attrgetter("nbytes"), attrgetter("_version")
-_ADDRESS_OF = methodcaller("data_ptr")
+_FIRST_OF = itemgetter(0)
 
 _CALLS = "ckstore_calls"
 """Attribute of our hooks: returns what they call, or None once that is gone."""
@@ -165,23 +165,27 @@ def _remove_left_hooks(hooks: Any) -> None:
             del hooks[number]
 
 
-def versions_of(storages: Sequence[object]) -> list[tuple[int, int]]:
+def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
     """Return how often torch has seen the tensors of each storage change, and where its memory lies.
+
+    Args:
+        keeps: What keeps the tensors of each storage alive.
 
     Fused operations are not counted. What is moved into shared memory, or resized, changes no value, and leaves to
     others the memory that is still to be copied.
     """
-    parts: list[Any] = [getattr(storage, "keep", ()) for storage in storages]
     try:
         # Nearly always each has one tensor, and a trainer waits for this.
-        firsts = [part[0] for part in parts]
-        versions = map(_VERSION_OF, [tensor for tensor, _ in firsts])
-        told = list(zip(versions, map(_ADDRESS_OF, [memory for _, memory in firsts]), strict=True))
+        tensors: Sequence[Any]
+        memories: Sequence[Any]
+        tensors, memories = zip(*map(_FIRST_OF, keeps), strict=True)
+        told = list(zip(map(_VERSION_OF, tensors), map(torch.UntypedStorage.data_ptr, memories), strict=True))
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-        return [_told_by(part) for part in parts]
-    for index, part in enumerate(parts):
-        if len(part) > 1:
-            told[index] = _told_by(part)
+        return [_told_by(part) for part in keeps]
+    if sum(map(len, keeps)) != len(keeps):
+        for index, part in enumerate(keeps):
+            if len(part) > 1:
+                told[index] = _told_by(part)
     return told
 
 
@@ -213,24 +217,26 @@ def _levels(optimizer: object) -> list[Any]:
 
 
 def _spans_of(optimizer: Any) -> list[Span]:
-    tensors: list[torch.Tensor] = []
+    plain: list[Any] = []
     parts: list[object] = [*(group["params"] for group in optimizer.param_groups), optimizer.state]
     while parts:
-        part = parts.pop()
-        if isinstance(part, torch.Tensor):
-            tensors.append(part)
-        elif isinstance(part, dict):
-            parts.extend(part.values())
-        elif isinstance(part, (list, tuple)):
-            parts.extend(part)
-    plain = tensors
-    if not (PLAIN_KINDS.issuperset(map(type, tensors)) and PLAIN_LAYOUTS.issuperset(map(LAYOUT_OF, tensors))):
-        plain = [each for each in tensors if type(each) in PLAIN_KINDS and LAYOUT_OF(each) in PLAIN_LAYOUTS]
+        within: list[object] = []
+        for part in parts:
+            if type(part) in PLAIN_KINDS:
+                plain.append(part)
+            elif isinstance(part, dict):
+                within.extend(part.values())
+            elif isinstance(part, (list, tuple)):
+                within.extend(part)
+        parts = within
+    if not are_strided(plain):
+        plain = [each for each in plain if are_strided((each,))]
     if not all(map(torch.Tensor.is_contiguous, plain)):
         plain = [each for each in plain if _is_dense(each)]
     starts = list(map(torch.Tensor.data_ptr, plain))
+    spans = list(zip(starts, map(add, starts, map(_NBYTES_OF, plain)), strict=True))
     # At no address lies what has no memory: meta tensors, and storages that were let go of.
-    return [(start, start + nbytes) for start, nbytes in zip(starts, map(_NBYTES_OF, plain), strict=True) if start]
+    return [span for span in spans if span[0]] if 0 in starts else spans
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

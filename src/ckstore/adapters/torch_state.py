@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -64,10 +65,10 @@ _FACTS = {dtype: _Facts.of(dtype) for dtype in DTYPES.values()}
 
 
 PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
-PLAIN_LAYOUTS = frozenset(((False, torch.strided),))
-LAYOUT_OF = attrgetter("is_nested", "layout")
+_LAYOUT_OF, _IS_NESTED = attrgetter("layout"), attrgetter("is_nested")
 _FACTS_OF = attrgetter("dtype", "shape", "requires_grad")
-_IS_LEAF_OF = attrgetter("is_leaf")
+_FIRST_OF, _LAST_OF = itemgetter(0), itemgetter(-1)
+_IS_LEAF_OF, _IS_CPU = attrgetter("is_leaf"), attrgetter("is_cpu")
 
 
 class TorchAdapter:
@@ -118,27 +119,30 @@ class TorchAdapter:
         if not PLAIN_KINDS.issuperset(kinds):
             return None
         tensors = cast("Sequence[torch.Tensor]", leaves)
-        if not PLAIN_LAYOUTS.issuperset(map(LAYOUT_OF, tensors)):
+        if not are_strided(tensors) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+        told = list(map(_FACTS_OF, tensors))
+        if any(dtype.is_complex for dtype in set(map(_FIRST_OF, told))) and any(map(torch.Tensor.is_conj, tensors)):
             return None
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         starts = list(map(torch.UntypedStorage.data_ptr, storages))
-        devices = list(map(device_of, tensors))
+        devices: list[torch.device | None] = [None] * len(tensors)
         readers: list[DeviceBytes | None] = [None] * len(tensors)
-        if any(devices):
+        if not all(map(_IS_CPU, tensors)):
+            devices = list(map(device_of, tensors))
             places = zip(storages, starts, devices, strict=True)
             readers = [None if there is None else DeviceBytes(held, start, there) for held, start, there in places]
         facts = (
             kinds,
-            map(_FACTS_OF, tensors),
+            told,
             map(torch.Tensor.stride, tensors),
             map(torch.Tensor.storage_offset, tensors),
             map(torch.UntypedStorage.nbytes, storages),
             devices,
         )
         # A graph is nobody's affair here; what has none need not leave it.
-        plain = tensors if all(map(_IS_LEAF_OF, tensors)) else list(map(torch.Tensor.detach, tensors))
+        wanting = compress(tensors, map(_LAST_OF, told))
+        plain = tensors if all(map(_IS_LEAF_OF, wanting)) else list(map(torch.Tensor.detach, tensors))
         return Sights(
             list(zip(*facts, strict=True)),
             starts,
@@ -262,6 +266,12 @@ def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
         return Memory("cpu", start, storage.nbytes(), origin, nbytes, (plain, storage)), origin
     read = DeviceBytes(storage, start, device)
     return Memory(str(device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+
+
+def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors, of plain kinds, lie in memory in steps: none is sparse, or nested."""
+    # That of a nested tensor may say strided.
+    return [*map(_LAYOUT_OF, tensors)].count(torch.strided) == len(tensors) and not any(map(_IS_NESTED, tensors))
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ckstore import kernels
 from ckstore.capture import Captured
 from ckstore.format.logical import itemsize_of
+from ckstore.memory_spans import Spans
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
 from ckstore.tensor import HostStorage, TensorSpec, byte_strides_of, extent_of
@@ -50,6 +51,8 @@ class DeviceCopies(Protocol):
 
 def starts_of(storages: Sequence[HostStorage]) -> NDArray[np.uint64]:
     """Return the address of each storage in the memory that it lies in."""
+    if isinstance(storages, Spans):
+        return storages.starts
     told = [getattr(storage, "start", None) for storage in storages]
     if None in told:
         told = [_start_of(storage) for storage in storages]
@@ -132,13 +135,17 @@ def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> 
     return _ReadCopies(section, storages, slot)
 
 
-def versions_of(storages: Sequence[HostStorage]) -> list[tuple[int, int]]:
-    """Return two numbers for each storage that differ when its library has seen it changed, or moved it."""
-    if not storages or "torch" not in sys.modules:
-        return [(0, 0)] * len(storages)
+def versions_of(keeps: Sequence[Sequence[object]]) -> list[tuple[int, int]]:
+    """Return two numbers for each storage that differ when its library has seen it changed, or moved it.
+
+    Args:
+        keeps: What keeps the leaves of each alive.
+    """
+    if not keeps or "torch" not in sys.modules:
+        return [(0, 0)] * len(keeps)
     from ckstore.adapters.guarding import versions_of as counted
 
-    return counted(storages)
+    return counted(keeps)
 
 
 def pin(slot: Slot, nbytes: int) -> None:

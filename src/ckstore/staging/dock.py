@@ -43,8 +43,9 @@ class _Stowed:
 
     def is_for(self, captured: Captured, guarded: Sequence[Span], starts: NDArray[np.uint64]) -> bool:
         """Whether this state would be stowed in the same way."""
-        is_same = self.tensors is captured.tensors and self.guarded == tuple(guarded)
-        return is_same and np.array_equal(self.starts, starts)
+        if self.tensors is not captured.tensors or self.guarded != tuple(guarded):
+            return False
+        return self.starts is starts or np.array_equal(self.starts, starts)
 
 
 class Dock:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError, anew
 from ckstore.latch import Latch
+from ckstore.memory_spans import keeps_of
 from ckstore.saver.arena import STAGED, Slot
 from ckstore.staging.checksums import Place
 from ckstore.staging.copying import HostCopy, ignore, looked, without_frames
@@ -246,7 +247,7 @@ class Staging:
             device.cancel(error)
 
     def _versions_now(self, kind: int, captured: Captured) -> list[tuple[int, int]]:
-        return versions_of([captured.storages[index] for index in self._guarded[kind]])
+        return versions_of(keeps_of(captured.storages, self._guarded[kind]))
 
     def _seen_changed(self, kind: int) -> CorruptError | None:
         """Return an error if something was changed that a guard should have protected while it was copied."""
