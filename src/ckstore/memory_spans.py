@@ -99,6 +99,16 @@ class Spans(Sequence[HostStorage]):
         return made
 
 
+def fixed_starts_of(spans: Sequence[HostStorage]) -> NDArray[np.uint64]:
+    """Return where spans of memory begin, as ``Spans`` has it: nobody can change it."""
+    starts = np.empty(len(spans), np.uint64)
+    for index, span in enumerate(spans):
+        assert isinstance(span, MemorySpan)
+        starts[index] = span.start
+    starts.setflags(write=False)
+    return starts
+
+
 def keeps_of(storages: Sequence[HostStorage], indices: Sequence[int]) -> list[Sequence[object]]:
     """Return what keeps the leaves of some storages alive; nothing is told of those of other kinds."""
     if isinstance(storages, Spans):

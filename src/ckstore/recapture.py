@@ -34,7 +34,7 @@ from ckstore.capture import (
     state_dict_of,
 )
 from ckstore.leaves import BytesAdapter, NumpyAdapter
-from ckstore.memory_spans import MemorySpan, Spans, SpanShape
+from ckstore.memory_spans import Spans, SpanShape, fixed_starts_of
 from ckstore.tensor import LeafAdapter, Sights, TensorLeaf
 from ckstore.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
@@ -118,9 +118,8 @@ class _Memo:
         known: dict[object, tuple[object, ...]] = {}
         self.facts = [known.setdefault(each, each) for each in sights.facts]
         self.starts = np.array(sights.starts, np.uint64)
-        spans = [each for each in captured.storages if isinstance(each, MemorySpan)]
-        self.shapes = [SpanShape(each.nbytes, each.element_width, each.is_float) for each in spans]
-        self.span_starts = np.array([each.start for each in spans], np.uint64)
+        self.shapes = [SpanShape(each.nbytes, each.element_width, each.is_float) for each in captured.storages]
+        self.span_starts = fixed_starts_of(captured.storages)
         self.pools = _pools_of(captured, walk.leaves)
         # Nearly always each tensor has a storage of its own.
         self.is_simple = all(pool == _Pool((number,), number) for number, pool in enumerate(self.pools))
@@ -175,9 +174,10 @@ class _Memo:
             return
         if moved.size > _MOVED_MAX or not self.is_alone[moved].all():
             raise _ChangedError
-        # Not in place: whoever has had the last capture compares with it.
-        self.span_starts = self.span_starts.copy()
-        self.span_starts[self.storage_of[moved]] += starts[moved] - self.starts[moved]
+        shifted = self.span_starts.copy()
+        shifted[self.storage_of[moved]] += starts[moved] - self.starts[moved]
+        shifted.setflags(write=False)
+        self.span_starts = shifted
         self.starts, ends = starts, starts + self.lengths
         for number in moved.tolist():
             start, end = starts[number], ends[number]
@@ -353,7 +353,7 @@ class _Again:
             raise _ChangedError
         children = self._children(item.values(), node.children)
         if kind is dict:
-            return node if children is node.children else DictNode(node.kind, keys, children)
+            return node if children is node.children else DictNode(node.kind, node.keys, children)
         metadata = node.metadata
         if tuple(getattr(item, "__dict__", ())) != (() if metadata is None else ("_metadata",)):
             raise _ChangedError

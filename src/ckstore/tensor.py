@@ -200,7 +200,7 @@ another address, every address in the description differs by as much.
 
 
 class Sights(NamedTuple):
-    """What a look at some tensors tells, each part of a ``Sight`` in a list of its own."""
+    """What a look at some tensors tells, each part of a ``Sight`` in a list of its own; facts can be hashed."""
 
     facts: Sequence[tuple[object, ...]]
     starts: Sequence[int]

@@ -12,7 +12,8 @@ from far_states import Staged
 from played_runtime import PlayedRuntime
 
 import ckstore
-from ckstore.adapters import cuda_runtime, staging_cuda
+from ckstore.adapters import cuda_runtime, staging_cuda, torch_state
+from ckstore.adapters.staging_cuda import CudaCopies
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW
 
 STREAM = 0x7F00_0000_0010
@@ -77,6 +78,42 @@ def way(request):
     if request.param == "by the runtime":
         request.getfixturevalue("runtime")
     return request.param
+
+
+@pytest.fixture
+def far(devices, monkeypatch):
+    """Take every tensor for one that lies in a device, wherever that is asked."""
+    monkeypatch.setattr(torch_state, "device_of", lambda tensor: tensor.device)
+    monkeypatch.setattr("ckstore.staging.devices._is_cuda", lambda storage: staging_cuda._held(storage) is not None)
+    return devices
+
+
+@pytest.mark.usefixtures("far")
+def test_each_of_many_commits_is_told_to_the_device(tmp_path, monkeypatch):
+    """A capture that follows another one tells as much of a device's tensors as the first."""
+    told, launch = [], CudaCopies.launch
+
+    def noted(self):
+        told[-1] += len(self._memories)
+        launch(self)
+
+    monkeypatch.setattr(CudaCopies, "launch", noted)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckstore.open(tmp_path / "store") as store:
+        store.attach(optimizer)
+        for step in range(4):
+            model(torch.ones(2, 64)).square().sum().backward()
+            optimizer.step()
+            told.append(0)
+            wanted = {name: part.clone() for name, part in model.state_dict().items()}
+            pending = store.commit_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
+            optimizer.step()
+            pending.result()
+            restored = store.restore(step)["model"]
+            assert all(torch.equal(part, restored[name]) for name, part in wanted.items())
+    assert told == [8, 8, 8, 8], "two parameters, four moments, two counters of steps"
 
 
 @pytest.mark.parametrize("kind", [DEVICE_NOW, DEVICE_LAZY])

@@ -17,6 +17,7 @@ from changing import CHANGES, Case, Holder, Point
 
 import ckstore
 from ckstore import values
+from ckstore.adapters import staging_cuda
 from ckstore.adapters.guarding import Guarded
 from ckstore.adapters.torch_state import TorchAdapter
 from ckstore.capture import capture
@@ -99,7 +100,11 @@ def same(remembering, state):
     before = remembering._memo
     found = remembering.capture(state, [TorchAdapter()])
     lazy = [number for number, path in enumerate(found.paths) if is_lazy(state, path)]
-    assert described(found, lazy) == described(capture(state, [TorchAdapter()]), lazy)
+    anew = capture(state, [TorchAdapter()])
+    assert described(found, lazy) == described(anew, lazy)
+    # The way to a device knows by this what lies there.
+    held = [[staging_cuda._held(each) is not None for each in one.storages] for one in (found, anew)]
+    assert held[0] == held[1]
     spans = remembering.guarded.spans()
     assert spans == spans_of(remembering)
     stowage, starts = remembering.dock.stow(found, spans)

@@ -254,12 +254,23 @@ def test_copies_that_are_over_keep_nothing_of_the_state(arena):
     slot.reserve(stowage.end)
     copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)
     marked, storage = [], weakref.ref(captured.storages[0])
+    copies.fence()
     copies.launch()
     copies.wait(marked.append)
     copies.forget()
     assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
     del captured
     assert storage() is None, "copies lie in what is kept for the next commit"
+
+
+def test_a_thread_that_does_not_know_what_a_device_was_told_does_not_read_it(arena, crew):
+    """Its current stream may be another one: it would see what training has not computed yet."""
+    captured = far(noise(9 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_LAZY])
+    staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert [(type(each), "by a thread" in str(each)) for each in staged.told] == [(BackendError, True)]
+    staged.close()
 
 
 def test_a_device_that_fails_fails_the_commit(arena, crew):

@@ -16,7 +16,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from ckstore.adapters.cuda_runtime import Launcher, forget_error, launcher_for
 from ckstore.adapters.torch_state import device_error, resized_error
+from ckstore.memory_spans import keeps_of
 from ckstore.tensor import HostStorage
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 _PORTABLE = 1
-_KEPT_BY = attrgetter("keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class CudaCopies:
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
         # What lies in a device is kept by one of its tensors and that one's storage. A trainer waits for this.
-        keeps = map(_KEPT_BY, [storages[index] for index in section.storages])
+        keeps: Sequence[Any] = keeps_of(storages, section.storages)
         self._memories: dict[int, torch.UntypedStorage] = {
             index: keep[0][1] for index, keep in zip(section.storages, keeps, strict=True)
         }
@@ -275,7 +274,7 @@ Held = tuple[torch.Tensor, torch.UntypedStorage]
 def _held(storage: HostStorage) -> Held | None:
     """Return the tensor and the storage of torch that a captured storage lies in."""
     keep = getattr(storage, "keep", None)
-    first = keep[0] if isinstance(keep, list) and keep else None
+    first = keep[0] if isinstance(keep, (list, tuple)) and keep else None
     if isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], torch.Tensor):
         return first
     return None

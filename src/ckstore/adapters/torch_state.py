@@ -68,7 +68,7 @@ PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _LAYOUT_OF, _IS_NESTED = attrgetter("layout"), attrgetter("is_nested")
 _FACTS_OF = attrgetter("dtype", "shape", "requires_grad")
 _FIRST_OF, _LAST_OF = itemgetter(0), itemgetter(-1)
-_IS_LEAF_OF, _IS_CPU = attrgetter("is_leaf"), attrgetter("is_cpu")
+_IS_LEAF_OF = attrgetter("is_leaf")
 
 
 class TorchAdapter:
@@ -126,10 +126,9 @@ class TorchAdapter:
             return None
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         starts = list(map(torch.UntypedStorage.data_ptr, storages))
-        devices: list[torch.device | None] = [None] * len(tensors)
+        devices = list(map(device_of, tensors))
         readers: list[DeviceBytes | None] = [None] * len(tensors)
-        if not all(map(_IS_CPU, tensors)):
-            devices = list(map(device_of, tensors))
+        if any(devices):
             places = zip(storages, starts, devices, strict=True)
             readers = [None if there is None else DeviceBytes(held, start, there) for held, start, there in places]
         facts = (

@@ -7,6 +7,7 @@ on. So is what lies in a device without streams that a guard could hold.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from ckstore import kernels
 from ckstore.capture import Captured
+from ckstore.errors import BackendError
 from ckstore.format.logical import itemsize_of
 from ckstore.memory_spans import Spans
 from ckstore.saver.arena import UNIT_NBYTES, Slot
@@ -175,12 +177,23 @@ class _ReadCopies:
         self._storages: Sequence[HostStorage] = storages
         self._slot = slot
         self._unit_count = 0
+        self._thread = 0
 
     def fence(self) -> None:
-        """Do nothing: it begins on the thread that asked for it."""
+        """Take note of who asks for it."""
+        self._thread = threading.get_ident()
 
     def launch(self) -> None:
-        """Copy everything."""
+        """Copy everything.
+
+        Raises:
+            BackendError: This is another thread: it may see what the device has not computed yet.
+        """
+        if threading.get_ident() != self._thread:
+            raise BackendError(
+                "a device was to be read by a thread that does not know what it was told before",
+                todo="report this, with the types of the state's tensors; detach the optimizer until it is repaired",
+            )
         for unit in range(self._section.unit_count):
             for index, offset, place, nbytes in self._section.rows_of(unit):
                 assert nbytes <= UNIT_NBYTES

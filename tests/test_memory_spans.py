@@ -1,0 +1,56 @@
+"""Protects storages that are made when they are asked for: they are what those are that were made at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckstore.memory_spans import MemorySpan, Spans, SpanShape, fixed_starts_of, keeps_of
+
+
+@pytest.fixture
+def arrays():
+    return [np.arange(count, dtype=np.float32) for count in (3, 1, 5)]
+
+
+@pytest.fixture
+def made(arrays):
+    return [MemorySpan(each.ctypes.data, each.nbytes, 4, True, [each], None) for each in arrays]
+
+
+@pytest.fixture
+def spans(arrays, made):
+    shapes = [SpanShape(each.nbytes, 4, True) for each in arrays]
+    return Spans(shapes, fixed_starts_of(made), [(each,) for each in arrays], [None] * len(arrays))
+
+
+def test_spans_are_those_that_were_made_at_once(spans, made):
+    assert len(spans) == len(made) == len(list(spans))
+    for one, other in zip(spans, made, strict=True):
+        assert one == MemorySpan(other.start, other.nbytes, 4, True, tuple(other.keep), None)
+        assert one.read(0, one.nbytes) == other.read(0, other.nbytes)
+        assert one.is_host
+
+
+def test_a_span_is_made_once(spans):
+    assert spans[1] is spans[1] is list(spans)[1] is spans[-2]
+
+
+def test_spans_are_sliced_as_a_list_and_end_where_it_does(spans):
+    assert spans[1:] == [spans[1], spans[2]]
+    assert spans[::-2] == [spans[2], spans[0]]
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            spans[index]
+
+
+def test_what_keeps_storages_alive_is_told_without_making_them(spans, made, arrays):
+    assert [kept[0] for kept in keeps_of(spans, [2, 0])] == [arrays[2], arrays[0]]
+    assert spans._made == [None] * 3
+    assert [kept[0] for kept in keeps_of(made, [2, 0])] == [arrays[2], arrays[0]]
+    assert keeps_of([object()], [0]) == [()]
+
+
+def test_where_spans_begin_cannot_be_changed(spans):
+    with pytest.raises(ValueError, match="read-only"):
+        spans.starts[0] = 1
