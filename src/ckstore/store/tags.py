@@ -85,7 +85,8 @@ class Tags:
         """Point a tag at a checkpoint, durably; then look whether that is being dropped.
 
         Looked at before, too, so that a tag hardly ever leaves what it protects for something that is refused; only the
-        look after it was written is what no drop can slip past.
+        look after it was written is what no drop can slip past. For the milliseconds until such a tag is put back it
+        protects nothing: a drop that looks just then, at what the tag has left, lets that go, and the tag names it.
 
         Raises:
             ConflictError: The checkpoint is being dropped or demoted; the tag is as it was before.
