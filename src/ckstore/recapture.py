@@ -109,8 +109,9 @@ class _Memo:
         firsts: dict[int, int] = {}
         for place, number in enumerate(self.order):
             firsts.setdefault(number, place)
-        # Nearly always each is in one place.
-        self.firsts = [] if len(firsts) == len(self.order) else [firsts[number] for number in range(len(firsts))]
+        # Nearly always each is in one place, and they are numbered as they come.
+        is_plain = self.order == list(range(len(self.order)))
+        self.firsts = [] if is_plain else [firsts[number] for number in range(len(firsts))]
         self.libraries = [adapter.library for adapter in walk.adapters]
         self.converters: Mapping[type[Any], Converter] = registered_converters()
         self.groups = groups

@@ -192,7 +192,7 @@ class _ReadCopies:
         if threading.get_ident() != self._thread:
             raise BackendError(
                 "a device was to be read by a thread that does not know what it was told before",
-                todo="report this, with the types of the state's tensors; detach the optimizer until it is repaired",
+                todo="report this, with the types of the state's tensors; until then, do not attach the optimizer",
             )
         for unit in range(self._section.unit_count):
             for index, offset, place, nbytes in self._section.rows_of(unit):
