@@ -8,11 +8,9 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +20,6 @@ import ckstore
 from ckstore import automatic_demotion, automatic_gc
 from ckstore.io.engine_choice import choose_engine
 from ckstore.io.memory import MemoryBackend
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("fast", max_examples=25, stateful_step_count=20, **_COMMON)

@@ -3,7 +3,7 @@
 ``threading.Event`` is made of Python code: a signal whose handler raises right after its lock was taken, before the
 ``with`` around it has begun, leaves that lock locked. Whoever sets the event then waits for it for ever, and so does
 whoever waits for the event. Of waits that a signal comes to as they begin it happens to some in a thousand
-(``tests/test_latch.py`` counts them).
+(``tests/unit/test_latch.py`` counts them).
 
 Invariants:
 - No lock is held but by somebody who waits, and that one is his own: nobody ever waits for one that was left locked.

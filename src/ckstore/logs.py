@@ -2,7 +2,8 @@
 
 Filters and handlers are the user's, and Python lets what they raise through to whoever logs. And each handler has a
 lock that Python code takes: Ctrl-C in the middle of a trainer's own ``log.info`` can leave it with the main thread for
-ever (``tests/test_logs.py`` counts how often), and every other thread that logs by that handler then waits for ever.
+ever (``tests/unit/test_logs.py`` counts how often), and every other thread that logs by that handler then waits for
+ever.
 On the threads that copy a state, or hear of a saver's end, either would leave somebody waiting who needs them.
 
 So all threads but the main one have a thread of its own say what they have to say, and wait a little for it at most.

@@ -2,7 +2,7 @@
 
 A collector writes down what it is about to remove, *then* looks at all manifests, and removes only what none of them
 names; whoever makes a pack live again publishes, *then* reads all such lists, *then* looks at the packs. One of the two
-must see the other. ``tests/gc/bucket_rules.py`` is the model of it.
+must see the other. ``tests/support/gc_bucket_rules.py`` is the model of it.
 
 Invariants:
 - Nothing is removed that does not stand in a list which was there before manifests were looked at.

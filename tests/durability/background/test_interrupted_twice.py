@@ -1,0 +1,126 @@
+"""Ctrl-C twice, at any moment of a background commit: where it hits only time tells, also in what Python is made of.
+
+The second one may hit whoever is giving up what the first one interrupted. Nothing hangs then, the next commit works,
+and what is published of a step is the state of that step.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import random
+import signal
+import statistics
+import time
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import SaverError
+from ckstore.saver.arena import UNIT_NBYTES
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW
+from support.interrupts import STEPS, Witness, check_seen, filled
+
+# Limits of time by a thread: there is one such timer, and it is wanted here.
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.slow, pytest.mark.timeout(300, method="thread")]
+
+COUNT = 500
+
+
+class Interrupts:
+    """Raises Ctrl-C after some time, and once more, but only within what is called; a signal itself may come later.
+
+    Args:
+        first: Seconds until the first one.
+        second: From there to the second one.
+    """
+
+    def __init__(self, first, second):
+        self._seconds = first, second
+        self.count = 0
+
+    def within(self, call, *given):
+        first, second = self._seconds
+
+        def hear(_, frame):
+            while frame is not None and frame.f_code is not call.__code__:
+                frame = frame.f_back
+            if frame is not None and self.count < 2:
+                self.count += 1
+                signal.setitimer(signal.ITIMER_REAL, second if self.count == 1 else 0)
+                raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, hear)
+        # What a collection ends that runs just then drops what is raised.
+        gc.disable()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, first)
+            with contextlib.suppress(KeyboardInterrupt):
+                call(*given)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            gc.enable()
+
+
+@pytest.fixture
+def alarm():
+    """Put back who is told when the timer has run out."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def commit(store, state, step):
+    """Commit; where the last one was interrupted twice, this one may be told, and nothing else."""
+    try:
+        return store.commit_async(filled(state, step), step)
+    except SaverError as error:
+        if "was interrupted" not in str(error):
+            raise
+        return store.commit_async(filled(state, step), step)
+
+
+@pytest.mark.parametrize("kind", [NOW, LAZY, DEVICE_NOW, DEVICE_LAZY], ids=["now", "lazy", "far now", "far lazy"])
+def test_at_any_two_moments_of_a_commit(witnesses, folder, device, lying, alarm, tell, kind):
+    far, near = ({"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)} for _ in range(2))
+    choice, counts = random.Random(kind), collections.Counter()
+
+    def commit_and_train(step):
+        lying.kind = kind
+        pending = commit(store, far, step)
+        train(step + 1)
+        pending.result(60)
+
+    def train(step):
+        store._handover.guard()
+        device.wait_held()
+        filled(far, step)
+
+    with ckstore.open(folder) as store:
+        store._guarded = lying
+        store.prewarm(near)
+        taken = []
+        for _ in range(10):
+            began = time.perf_counter()
+            commit_and_train(0)
+            taken.append(time.perf_counter() - began)
+        seconds = statistics.median(taken)
+        Witness.seen.clear()
+        for number in range(COUNT):
+            step = STEPS * number
+            second = choice.choice([choice.uniform(1e-5, 1e-4), choice.uniform(1e-5, 1e-3)])
+            interrupts = Interrupts(choice.uniform(1e-5, 1.2 * seconds), second)
+            interrupts.within(commit_and_train, step + 5)
+            counts[interrupts.count] += 1
+            # The machine may be slower or faster by now: some come too late, and not too many.
+            seconds *= 1.05 if interrupts.count else 0.9
+            train(step + 6)
+            lying.kind = NOW
+            assert commit(store, near, step + 7).result(60).step == step + 7
+            filled(near, step + 8)
+    tell(f"{COUNT} commits: {counts[1]} interrupted once, {counts[2]} twice, and none has become another one")
+    check_seen(range(COUNT))
+    assert counts[1] + counts[2] > COUNT // 4

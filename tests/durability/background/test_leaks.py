@@ -1,0 +1,158 @@
+"""Many commits in a row leave neither memory nor descriptors, threads or processes behind, on either side."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore import handover
+from ckstore.config import MIB
+from ckstore.receipt import Receipt
+from support.fake_saver import PretendSaver
+
+SOURCE = Path(ckstore.__file__).parent.parent
+
+PROGRAM = f"""
+import gc, json, os, sys
+from pathlib import Path
+sys.path.insert(0, {str(SOURCE)!r})
+import numpy as np
+import ckstore
+
+folder, count, every, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+
+def look(pid):
+    place = Path(f"/proc/{{pid}}")
+    rollup = dict(line.split(":") for line in (place / "smaps_rollup").read_text().splitlines()[1:])
+    return {{
+        "anonymous": int(rollup["Pss_Anon"].split()[0]) << 10,
+        "shared": int(rollup["Pss_Shmem"].split()[0]) << 10,
+        "descriptors": len(list((place / "fd").iterdir())),
+        "threads": len(list((place / "task").iterdir())),
+        "children": len((place / "task" / str(pid) / "children").read_text().split()),
+    }}
+
+
+def numbers():
+    # A state without torch, and what changes it.
+    state = {{"w": np.random.default_rng(0).standard_normal(60_000).astype(np.float32), "b": [np.zeros(9), 0]}}
+
+    def train(step):
+        state["w"][step % 1000 :: 1000] += 1e-3
+        state["b"][1] = step
+
+    return state, train
+
+
+def training(store):
+    # The state of a model whose optimizer is attached, and a step of it.
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.BatchNorm1d(128), torch.nn.Linear(128, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    store.attach(optimizer)
+
+    def train(step):
+        optimizer.zero_grad()
+        model(torch.randn(8, 128)).square().mean().backward()
+        optimizer.step()
+
+    return {{"model": model, "optimizer": optimizer}}, train
+
+
+policy = ckstore.Policy(
+    base_cache="memory" if kind == "memory" else "none", threads=2, saver_nice=0, debug_guard=kind == "checked"
+)
+store = ckstore.open(folder, policy=policy)
+state, train = training(store) if kind in ("guarded", "checked") else numbers()
+measured, pids = [], set()
+for step in range(count):
+    train(step)
+    store.commit_async(state, step, metrics={{"loss": 1 / (step + 1)}})
+    if kind == "turns" and step % 20 == 19:
+        # The lease comes home, and goes to the saver again.
+        store.wait()
+        store.commit(state, step)
+    if step % every == every - 1:
+        for pending in store._handover._lying.going:
+            pending.wait_over()
+        gc.collect()
+        saver = store._handover.saver_pid or 0
+        pids.add(saver)
+        measured.append([look(os.getpid()), look(saver)])
+assert len(pids) == 1
+store.close()
+print(json.dumps(measured))
+"""
+
+
+def measured(folder, count, every, kind="plain"):
+    """Return what trainer and saver had, every so many commits."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), str(count), str(every), kind],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        # What the C library keeps of large pieces for the next time comes and goes by megabytes, and hides leaks.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def growth(samples, name, side):
+    """Return by how much the least of the last third exceeds the least of the first: what comes and goes is no leak."""
+    third = len(samples) // 3
+    early, late = samples[:third], samples[-third:]
+    return min(sample[side][name] for sample in late) - min(sample[side][name] for sample in early)
+
+
+def check(samples, anonymous_nbytes):
+    for side in (0, 1):
+        for name in ("descriptors", "threads", "children"):
+            assert growth(samples, name, side) <= 0, (name, samples)
+        assert growth(samples, "shared", side) <= MIB // 4, samples
+        assert growth(samples, "anonymous", side) <= anonymous_nbytes, samples
+
+
+@pytest.mark.parametrize("kind", ["plain", "turns", "checked"])
+def test_sixty_commits_leave_nothing_behind(fast_folder, kind):
+    # The first are left out: they fill what stays.
+    check(measured(fast_folder / "store", 60, 5, kind)[3:], 3 * MIB)
+
+
+def test_receipts_that_nobody_asks_for_are_not_kept(folder, monkeypatch):
+    PretendSaver.started = []
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+
+    def receipts():
+        gc.collect()
+        return sum(type(thing) is Receipt for thing in gc.get_objects())
+
+    before = receipts()
+    with ckstore.open(folder) as store:
+        for step in range(30):
+            store.commit_async({"a": step}, step)
+            # Only the pretended saver keeps these.
+            PretendSaver.started[0].begun.clear()
+        # Who measures what commits cost looks at the last few.
+        assert receipts() <= before + 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["plain", "memory", "guarded"])
+def test_a_thousand_commits_leave_nothing_behind(fast_folder, tell, kind):
+    samples = measured(fast_folder / "store", 1000, 25, kind)[4:]
+    grown = [growth(samples, "anonymous", side) / MIB for side in (0, 1)]
+    tell(f"1,000 commits ({kind}) after the first 100: trainer {grown[0]:+.2f} MiB, saver {grown[1]:+.2f} MiB")
+    check(samples, 3 * MIB)

@@ -1,0 +1,147 @@
+"""Protects the check of the guard: a thread that changes tensors outside of it is always found out.
+
+Whether a change comes before the copy, while it is being made or after it is up to chance; in each round it comes, so
+a check that misses one of these would have to be lucky in all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import ckstore
+from ckstore.errors import CorruptError
+from support.fake_saver import HeldCrew
+
+pytestmark = pytest.mark.usefixtures("no_threads_left", "quiet_log")
+
+ROUNDS = 16
+SECONDS_MAX = 60.0
+
+
+@pytest.fixture
+def store(folder):
+    with ckstore.open(folder, policy=ckstore.Policy(debug_guard=True, compression="none", saver_nice=0)) as opened:
+        yield opened
+
+
+class Training:
+    """Three parameters of more than one unit each, and what is theirs."""
+
+    def __init__(self, store):
+        torch.manual_seed(0)
+        self.parameters = [torch.nn.Parameter(torch.randn(1100, 1000)) for _ in range(3)]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1e-3)
+        store.attach(self.optimizer)
+
+    @property
+    def state(self):
+        return {"parameters": list(self.parameters)}
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+
+class Meddler:
+    """A thread that keeps changing one element, outside of the guard; it changes it back only by chance of 2**32."""
+
+    def __init__(self, parameter, place):
+        self.changes = 0
+        self._element = parameter.detach().view(-1)[place : place + 1]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meddler")
+
+    def __enter__(self):
+        self._thread.start()
+        self.wait()
+        return self
+
+    def __exit__(self, *error):
+        self._stop.set()
+        self._thread.join()
+
+    def wait(self):
+        """Wait until it has changed something once more."""
+        seen, deadline = self.changes, time.monotonic() + SECONDS_MAX
+        while self.changes == seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.0002)
+
+    def _run(self):
+        while not self._stop.is_set():
+            self._element += 1
+            self.changes += 1
+            time.sleep(0.0005)
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request):
+    """Where the parameters lie: in the host's memory, or as if in a device's, whose copies come at any time."""
+    if request.param == "device":
+        device, choice = request.getfixturevalue("on_device"), random.Random(7)
+        wait = device.wait
+
+        def wait_a_while(self, mark):
+            time.sleep(choice.choice([0, 0.001, 0.01, 0.03]))
+            wait(self, mark)
+
+        request.getfixturevalue("monkeypatch").setattr(device, "wait", wait_a_while)
+        device.may_come.set()
+    return request.param
+
+
+def test_a_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, tell):
+    seed = 4
+    choice = random.Random(seed)
+    training = Training(store)
+    changes = 0
+    for number in range(ROUNDS):
+        which = choice.randrange(3)
+        with Meddler(training.parameters[which], choice.randrange(1_100_000)) as meddler:
+            pending = store.commit_async(training.state, number)
+            time.sleep(choice.choice([0, 0, 0.001, 0.01]))
+            # At least one change lies between the end of the call and the guard.
+            meddler.wait()
+            training.step()
+            changes += meddler.changes
+        with pytest.raises(CorruptError, match="was changed between commit_async and the guard") as caught:
+            pending.result()
+        assert caught.value.path == ("parameters", which)
+    assert store.steps() == []
+    # And whoever is left in peace is not accused.
+    assert store.commit_async(training.state, ROUNDS).result().step == ROUNDS
+    caught_count = f"{ROUNDS} of {ROUNDS} commits with {changes} changes from outside"
+    tell(f"guard race, memory of a {place}, seed {seed}: {caught_count} were caught")
+
+
+def test_rounds_in_which_nobody_meddles_are_all_stored_as_they_were(place, store):
+    training = Training(store)
+    for number in range(ROUNDS // 2):
+        wanted = [parameter.detach().clone() for parameter in training.parameters]
+        pending = store.commit_async(training.state, number)
+        training.step()
+        assert pending.result().step == number
+        for one, other in zip(store.restore()["parameters"], wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_change_between_the_call_and_the_copy_is_found_too(store, monkeypatch):
+    # One change only, before anything behind the guard was copied: source and copy agree, and both are wrong.
+    held = HeldCrew(monkeypatch)
+    training = Training(store)
+    pending = store.commit_async(training.state, 1)
+    assert held.held
+    with torch.no_grad():
+        training.parameters[1][700, 3] += 1
+    training.step()
+    with pytest.raises(CorruptError, match=r"parameters\.1|parameters\[1\]") as caught:
+        pending.result()
+    assert caught.value.path == ("parameters", 1)
+    store.commit_async(training.state, 2).result()
+    assert store.steps() == [2]

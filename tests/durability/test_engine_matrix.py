@@ -1,0 +1,104 @@
+"""Protects every way a pack can be moved: each engine, with and without O_DIRECT, on each kind of folder.
+
+Where rings are refused, the bytes come back all the same, and the fallback is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from support import crash_scenarios
+from support.strace_harness import ChildServer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with contextlib.closing(ChildServer()) as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "tmpfs", "overlay"])
+def folder(request, tmp_path, unmount):
+    if request.param == "disk":
+        yield tmp_path
+    elif request.param == "tmpfs":
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("no /dev/shm")
+        place = Path("/dev/shm") / f"ckstore-{time.monotonic_ns()}"
+        place.mkdir(mode=0o700)
+        yield place
+        shutil.rmtree(place)
+    else:
+        with overlay(tmp_path, unmount) as place:
+            yield place
+
+
+@contextlib.contextmanager
+def overlay(base, unmount):
+    """Mount an overlay over the folder; skip where that is refused."""
+    parts = {name: base / name for name in ("lower", "upper", "work", "merged")}
+    for part in parts.values():
+        part.mkdir()
+    options = f"lowerdir={parts['lower']},upperdir={parts['upper']},workdir={parts['work']}"
+    command = ["mount", "-t", "overlay", "overlay", "-o", options, str(parts["merged"])]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount an overlay here")
+    try:
+        yield parts["merged"]
+    finally:
+        unmount(parts["merged"])
+
+
+def run_child(server, folder, **job):
+    """Commit and restore in a child; return its exit code, the engine used, and what it logged."""
+    acks = folder / f"acks-{time.monotonic_ns()}"
+    place = folder / f"store-{time.monotonic_ns()}"
+    server.start(scenario="large", place=str(place), acks=str(acks), **job)
+    server.go()
+    code = server.wait()
+    lines = crash_scenarios.read_acks(acks)
+    error = Path(f"{acks}.error")
+    return (
+        code,
+        {line.split()[1] for line in lines if line.startswith("engine ")},
+        [line for line in lines if line.startswith("log ") and "io_uring" in line],
+        error.read_text() if error.exists() else "",
+    )
+
+
+@pytest.mark.parametrize("try_direct", [True, False])
+@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
+def test_each_engine_brings_bytes_back(server, folder, engine, try_direct):
+    code, engines, _, error = run_child(server, folder, engine=engine, try_direct=try_direct)
+    assert (code, engines) == (0, {engine}), error
+
+
+@pytest.mark.uring
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+def test_refused_ring_falls_back_and_says_so_once(server, folder, number):
+    code, engines, said, error = run_child(server, folder, engine="auto", refuse=number)
+    assert (code, engines) == (0, {"pwrite"}), error
+    assert len(said) == 1
+    assert errno.errorcode[number] in said[0]
+
+
+def test_refused_ring_that_was_asked_for_is_an_error(server, tmp_path):
+    code, _, _, error = run_child(server, tmp_path, engine="uring", refuse=errno.EPERM)
+    assert code == 3
+    assert "UnsupportedError" in error
+
+
+def test_ordinary_memlock_limit_is_enough(server, tmp_path):
+    code, engines, said, error = run_child(server, tmp_path, engine="auto", memlock_nbytes=8 << 20)
+    assert code == 0, error
+    assert engines == {"uring"} or said

@@ -1,0 +1,144 @@
+"""Protects commits from media that fail: every call in turn, once and for ever, with every errno of the programme.
+
+A commit succeeds or raises an error of ckstore; in either case what was acknowledged stays, with and without a
+power cut right afterwards, and the next commit works. The loops end only when a run passes untouched.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from ckstore.errors import CkstoreError
+from ckstore.testing.cuts import crash_states
+from ckstore.testing.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
+from ckstore.testing.simfs import SimFS
+from support import crash_scenarios
+from support.failing_calls import Run, die_then_go_on_then_cut, fail_each_call
+
+THOROUGH = (errno.EIO, errno.ENOSPC)
+"""What is on the disk afterwards differs little between errnos: one of each kind is looked at from all sides."""
+
+POINTS_MIN = {"commit": 40, "recommit": 70, "maintain": 100, "repack": 280, "read": 40}
+"""How many calls each verb makes at least; each is failed with every errno, once and for ever."""
+
+ERRNOS = {"repack": THOROUGH}
+POINTS_MIN_ALL = sum(2 * count * len(ERRNOS.get(verb, WRITE_ERRNOS)) for verb, count in POINTS_MIN.items())
+assert POINTS_MIN_ALL >= 5000, "the fault programme asks for 3,000"
+
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    disk = SimFS()
+    acks = crash_scenarios.prepare(disk)
+    return disk.settled().base, acks
+
+
+@pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
+def test_failing_call_in_a_commit_loses_nothing(prepared, number, for_ever):
+    runs = fail_each_call(prepared, "commit", number, for_ever=for_ever, cuts=False)
+    assert len(runs) > 20
+
+
+def test_lost_answer_of_a_link_is_recognized_or_loud(prepared):
+    fail_each_call(prepared, "commit", errno.EIO, sites=frozenset({"link", "rename", "rename_new"}), is_late=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("for_ever", [False, True])
+@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.parametrize("scenario", POINTS_MIN)
+def test_every_failing_call_of_every_verb_loses_nothing(prepared, tell, scenario, for_ever):
+    points, errnos = 0, ERRNOS.get(scenario, WRITE_ERRNOS)
+    for number in errnos:
+        # A repack makes hundreds of calls; power cuts during one have a programme of their own.
+        is_thorough = number in THOROUGH[:1] if scenario == "repack" else number in THOROUGH
+        cuts = is_thorough and scenario != "repack"
+        runs = fail_each_call(prepared, scenario, number, for_ever=for_ever, cuts=cuts, goes_on=is_thorough)
+        points += len(runs) - 1
+    how = "for ever" if for_ever else "once"
+    tell(f"failing calls, {scenario}, {how}: {len(errnos)} errnos, {points} points; {POINTS_MIN_ALL} at least in all")
+    assert points >= POINTS_MIN[scenario] * len(errnos)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
+def test_every_failing_call_of_making_a_store_leaves_one_that_can_be_made(prepared, number, for_ever):
+    fail_each_call(prepared, "first", number, for_ever=for_ever, cuts=False)
+
+
+def test_sync_that_fails_once_leads_to_a_new_pack_or_is_loud(prepared):
+    for run in fail_each_call(prepared, "commit", errno.EIO, sites=SYNC_SITES):
+        is_pack = any(struck.startswith("pack.finish") for struck in run.struck)
+        if is_pack:
+            assert run.error is None, f"{run.struck}: the commit did not take a new pack"
+            failed = run.struck[0].split()[1]
+            assert failed not in {op.path for op in run.disk.log if op.kind == "sync data" and op.path == failed}
+        else:
+            assert run.error is None or not run.new_acks
+
+
+def test_syncs_that_fail_for_ever_are_loud(prepared):
+    for run in fail_each_call(prepared, "commit", errno.EIO, sites=SYNC_SITES, for_ever=True):
+        if any(struck.startswith("pack.finish") for struck in run.struck):
+            assert run.error is not None
+            assert not run.new_acks
+
+
+def test_handle_commits_again_after_a_failed_commit(prepared):
+    tree, acks = prepared
+    for at in range(1, 400):
+        disk = SimFS(tree)
+        backend = FaultyBackend(disk)
+        with crash_scenarios.open_store(backend) as store:
+            new_acks: list[str] = []
+            backend.fault = Fault(at)
+            try:
+                crash_scenarios.commit(store, 101, 50, new_acks.append)
+            except CkstoreError:
+                backend.fault = None
+                crash_scenarios.commit(store, 101, 50, new_acks.append)
+            backend.fault = None
+            crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*acks, *new_acks]))
+        if not backend.struck:
+            return
+    raise AssertionError("no run passed untouched")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "stride"),
+    [
+        ("commit", 3),
+        pytest.param("commit", 1, marks=pytest.mark.slow),
+        pytest.param("recommit", 1, marks=pytest.mark.slow),
+        pytest.param("maintain", 1, marks=pytest.mark.slow),
+        pytest.param("repack", 7, marks=pytest.mark.slow),
+        ("first", 4),
+        pytest.param("first", 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("nothing_aside")
+def test_what_a_dead_process_left_unsynced_costs_the_next_one_nothing(prepared, tell, scenario, stride):
+    points, states, lost = die_then_go_on_then_cut(prepared, scenario, stride=stride)
+    tell(f"deaths and then power cuts, {scenario}: {points} deaths, {states} states, {len(lost)} lost")
+    assert not lost, "\n".join(lost[:20])
+
+
+def test_store_that_a_dead_process_did_not_sync_is_made_durable_by_the_next(prepared):
+    calls = Run(prepared, "first", None).backend.calls
+    # The probe links twice; the third link makes store.json, and a sync of the root follows.
+    after_link = [number for number, call in enumerate(calls, start=1) if call == "link"][2] + 1
+    assert calls[after_link - 1] == "sync_folder"
+    run = Run(prepared, "first", Fault(after_link, for_ever=True, forgets=False))
+    acks: list[str] = []
+    with crash_scenarios.open_store(run.disk) as store:
+        crash_scenarios.commit(store, 300, 300, acks.append)
+    for state in crash_states(run.disk, seed=1, points={len(run.disk.log)}):
+        with crash_scenarios.open_store(state.disk) as store:
+            crash_scenarios.check_kept(store, crash_scenarios.Promises.of(acks))

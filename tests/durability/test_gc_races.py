@@ -1,0 +1,254 @@
+"""Protects what is published while a collection is between two of its steps: each meeting, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+import ckstore
+from ckstore import history
+from ckstore.errors import NotFoundError
+from ckstore.format.manifest import republished
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.gc_marks import Marker
+from ckstore.store.trash import Trash
+from ckstore.testing.model import difference
+from support.gc_histories import (
+    HOUR,
+    LAST_ONE,
+    check_restores,
+    commit_all,
+    keeper,
+    once,
+    pack_of,
+    packs_in_place,
+    state_of,
+)
+
+
+@pytest.fixture
+def backend(clock):
+    return MemoryBackend(clock=clock)
+
+
+@pytest.fixture
+def store(backend, clock):
+    with ckstore.open(backend, clock=clock) as opened:
+        commit_all(opened, [0, 1, 2])
+        clock.now += 2 * HOUR
+        yield opened
+
+
+def publish_again(store, manifest):
+    """Publish an entry that names packs which nobody names any more, as a writer does that knew them before."""
+    manifests = store._parts.manifests
+    seq = manifests.claim(manifests.listing().claimed_max + 1)
+    again = republished(manifest, seq=seq, time_ns=store._parts.clock.now_ns(), is_archival=False)
+    manifests.publish(again)
+    return again
+
+
+def same(store, ref, number):
+    found = difference(store.restore(ref), state_of(number))
+    assert found is None, found
+
+
+@pytest.fixture
+def dropped(store):
+    """The manifest of step 1, which is dropped: its own pack is garbage now."""
+    manifest = store._parts.manifests.load(store._parts.manifests.listing().names[1])
+    store.delete(1)
+    return manifest
+
+
+def test_manifest_published_before_the_move_keeps_its_pack(store, backend, dropped, monkeypatch):
+    looks = []
+    look = Marker.look
+
+    def publish_at_the_second(marker):
+        looks.append(1)
+        if len(looks) == 3:
+            publish_again(store, dropped)
+        return look(marker)
+
+    monkeypatch.setattr(Marker, "look", publish_at_the_second)
+    report = keeper(store).gc(now=True)
+    assert report.done.moved_packs == 0, "the second look before the move has seen it"
+    assert len(report.plan.moves) == 1
+    same(store, 1, 1)
+
+
+def test_manifest_published_after_the_move_gets_its_pack_back_before_the_purge(store, backend, dropped, monkeypatch):
+    once(monkeypatch, Trash, "move_packs", before=lambda: publish_again(store, dropped))
+    report = keeper(store).gc(now=True)
+    assert (report.done.moved_packs, report.done.rescued) == (1, 1)
+    same(store, 1, 1)
+    assert store.verify("decode").is_clean
+
+
+def test_manifest_published_after_the_last_look_is_rescued_by_its_writer(store, backend, dropped, monkeypatch):
+    """A writer looks for its packs after it has published, and takes them out of the trash before they go."""
+    published = []
+
+    def publish_and_verify():
+        published.append(publish_again(store, dropped))
+        assert store._parts.lost_packs(published[0].packs) == set()
+
+    once(monkeypatch, Trash, "unlink", before=publish_and_verify)
+    report = keeper(store).gc(now=True)
+    assert published
+    assert report.done.freed_files <= 1, "a manifest in the trash at most"
+    same(store, 1, 1)
+
+
+def test_writer_that_is_later_than_the_purge_is_told(store, backend, dropped):
+    keeper(store).gc(now=True)
+    again = publish_again(store, dropped)
+    assert store._parts.lost_packs(again.packs), "then it withdraws, and nothing was acknowledged"
+
+
+def test_commit_whose_packs_are_collected_before_it_is_published_writes_them_again(store, backend, monkeypatch):
+    """To a collector, the unpublished packs of a writer that was stopped for long are garbage like any other."""
+    manifests = type(store._parts.manifests)
+    once(monkeypatch, manifests, "publish", before=lambda: keeper(store).gc(now=True, min_age=0))
+    receipt = store.commit(state_of(7), 7)
+    same(store, 7, 7)
+    assert receipt.seq == 4, "what was published first is withdrawn, and its seq never given again"
+    assert store.verify("decode").is_clean
+
+
+def test_commit_whose_packs_are_in_the_trash_brings_them_back(store, backend, monkeypatch):
+    manifests = type(store._parts.manifests)
+    once(monkeypatch, manifests, "publish", before=lambda: keeper(store).gc(min_age=0))
+    assert store.commit(state_of(7), 7).seq == 3
+    same(store, 7, 7)
+    assert store.verify("decode").is_clean
+
+
+def test_reader_that_has_opened_its_packs_reads_on_while_they_are_freed(folder):
+    with ckstore.open(folder) as store:
+        commit_all(store, [0, 1])
+        file = store._parts.backend.open_read(pack_of(store, 0))
+        size = file.nbytes
+        keeper(store).gc(LAST_ONE, now=True, repack_nbytes_max=1 << 30)
+        assert file.read_at(0, 8) == b"CKPACK\x00\x01"
+        assert file.nbytes == size
+        file.close()
+
+
+def test_two_collections_that_take_turns_lose_nothing(store, backend, monkeypatch):
+    once(monkeypatch, Trash, "move_packs", before=lambda: keeper(store).gc(LAST_ONE, now=True))
+    report = keeper(store).gc(LAST_ONE, now=True)
+    assert report.done.moved_packs == 0, "the other one was faster"
+    check_restores(store, [2])
+    assert keeper(store).gc(LAST_ONE, now=True).plan.is_empty
+
+
+def test_collection_that_was_killed_in_the_trash_is_finished_by_the_next(store, backend, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die():
+        raise Killed
+
+    once(monkeypatch, Trash, "move_packs", after=die)
+    with pytest.raises(Killed):
+        keeper(store).gc(LAST_ONE, now=True)
+    packs = packs_in_place(backend)
+    report = keeper(store).gc(now=True)
+    assert report.done.freed_files >= 1
+    assert packs_in_place(backend) == packs
+    check_restores(store, [2])
+
+
+def test_run_that_is_begun_during_a_look_is_seen(store, backend, clock, monkeypatch):
+    once(monkeypatch, type(store._parts), "runs", before=None, after=lambda: begin(backend, clock))
+    look = Marker(store._parts).look()
+    assert "late" in look.dropped
+    assert any(name.run == "late" for name in look.manifests)
+
+
+def begin(backend, clock):
+    with ckstore.open(backend, run="late", clock=clock) as late:
+        commit_all(late, [5])
+
+
+def test_manifest_that_vanishes_between_listing_and_reading_is_looked_for_again(store, backend, monkeypatch):
+    from dataclasses import replace
+
+    manifest = store._parts.manifests.load(store._parts.manifests.listing().names[1])
+    following = replace(manifest, header=replace(manifest.header, generation=1))
+
+    def replace_it():
+        name = store._parts.manifests.publish(following)
+        store._parts.manifests.move_lower_to_trash(name)
+
+    once(monkeypatch, Marker, "_mark", before=replace_it)
+    look = Marker(store._parts).look()
+    assert sorted((name.seq, name.generation) for name in look.manifests) == [(0, 0), (1, 1), (2, 0)]
+
+
+def test_other_bytes_under_the_same_name_are_read_again(store, backend):
+    """A generation that was withdrawn leaves its name to another replacer, who has other packs."""
+    from dataclasses import replace
+
+    manifest = store._parts.manifests.load(store._parts.manifests.listing().names[1])
+    other_pack = replace(manifest.packs[-1], pack_id=bytes(range(16)))
+    one = replace(manifest, header=replace(manifest.header, generation=1))
+    other = replace(one, packs=(*one.packs[:-1], other_pack))
+    name = store._parts.manifests.publish(one)
+    marker = Marker(store._parts)
+    assert bytes(range(16)) not in marker.look().named
+    store._parts.manifests.withdraw(name)
+    store._parts.manifests.publish(other)
+    assert bytes(range(16)) in marker.look().named
+
+
+def test_nothing_is_dropped_for_the_sake_of_one_whose_pack_is_freed_meanwhile(store, backend, monkeypatch):
+    """A manifest whose pack lies in the trash counts as whole, since the pack comes back: unless it does not."""
+    path, gc_id = pack_of(store, 2), store._parts.trash.new_packs_folder()
+    trashed = f"trash/{gc_id}/packs/{path.rsplit('/')[-1]}"
+    backend.rename(path, trashed)
+    once(monkeypatch, Trash, "rescue_pack", before=lambda: backend.unlink(trashed))
+    report = keeper(store).gc(LAST_ONE)
+    assert [name.step for name in report.plan.drops] == [0, 1]
+    assert report.done.dropped == []
+    assert all("was freed" in why for why in report.done.spared.values())
+    same(store, 1, 1)
+
+
+def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store, monkeypatch):
+    """A collector that frees at once takes the folder with what was moved so far; the rest goes to one of its own."""
+    commit_all(disk_store, [1, 2])
+    parts, taken = disk_store._parts, []
+    rename = parts.backend.rename
+
+    def freed_after_the_first(source, target):
+        if taken:
+            rename(source, target)
+            return
+        rename(source, target)
+        taken.append(target)
+        parts.backend.unlink(target)
+        assert parts.trash.remove_if_empty(target.split("/")[1])
+
+    parts.manifests.mark_dropped(0, 1)
+    with monkeypatch.context() as patches:
+        patches.setattr(parts.backend, "rename", freed_after_the_first)
+        assert parts.manifests.move_to_trash(frozenset({0, 1})) == 2
+    assert len(taken) == 1
+    assert disk_store.steps() == []
+
+
+def test_delete_of_what_was_dropped_the_moment_before_says_so(store, monkeypatch):
+    """Found by a storm of 15,000 commits: the collector comes between finding the checkpoint and listing its step."""
+    resolve = history.resolve
+
+    def dropped_meanwhile(parts, reference):
+        name = resolve(parts, reference)
+        keeper(store).gc(LAST_ONE)
+        return name
+
+    monkeypatch.setattr(history, "resolve", dropped_meanwhile)
+    with pytest.raises(NotFoundError, match="dropped meanwhile"):
+        store.delete(0)
+    check_restores(store, [2])

@@ -1,0 +1,229 @@
+"""Protects a checkpoint from a replacement that was killed before it looked for its packs, and whose packs were freed.
+
+A lower generation is in place then, and whole: whoever asks for the checkpoint gets that one. And protects packs that
+others move to the trash and back from being taken for missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import ckstore
+from ckstore.errors import MissingChunkError, NotFoundError
+from ckstore.ids import PackId
+from ckstore.io.memory import MemoryBackend
+from ckstore.retention.policy import Retention
+from ckstore.store.references import load_whole, newest_whole, resolve
+from ckstore.store.shelf import Shelf
+from ckstore.store.trash import Trash
+from ckstore.testing.model import difference
+from support.gc_histories import (
+    LAST_ONE,
+    PLAIN,
+    check_restores,
+    commit_all,
+    commit_half_needed,
+    damage,
+    keeper,
+    once,
+    pack_of,
+    parts_state,
+)
+
+
+class Killed(BaseException):
+    """Ends a collector as SIGKILL does."""
+
+
+@pytest.fixture
+def backend(clock):
+    return MemoryBackend(clock=clock)
+
+
+@pytest.fixture
+def store(backend, clock):
+    with ckstore.open(backend, clock=clock, policy=PLAIN) as opened:
+        yield opened
+
+
+STATES = {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})}
+
+
+@pytest.fixture
+def torn(store, clock, monkeypatch):
+    """A store whose step 1 shows a generation of which a pack is gone, above the one that was acknowledged."""
+    commit_half_needed(store, clock)
+    tear(store, monkeypatch)
+    return store
+
+
+def tear(store, monkeypatch):
+    """Rewrite a pack for step 1, have another collector free what was written, publish, and die."""
+
+    def die():
+        raise Killed
+
+    def free():
+        keeper(store).gc(now=True, min_age=0, repack_nbytes_max=0)
+
+    once(monkeypatch, type(store._parts.manifests), "publish", before=free, after=die)
+    with pytest.raises(Killed):
+        keeper(store).gc(Retention(keep_last=2), now=True)
+
+
+def generations(store, step):
+    listing = store._parts.manifests.listing()
+    return sorted(name.generation for name in (*listing.names, *listing.lower) if name.step == step)
+
+
+def restores(store):
+    assert store.steps() == [1, 2]
+    for step, state in STATES.items():
+        found = difference(store.restore(step), state)
+        assert found is None, found
+
+
+def test_whoever_asks_for_it_gets_what_was_acknowledged_and_is_warned(torn, caplog):
+    assert generations(torn, 1) == [0, 1]
+    torn_one = resolve(torn._parts, 1)
+    assert torn_one.generation == 1
+    assert torn._parts.packs_nowhere({pack.pack_id: pack.nbytes for pack in load(torn, torn_one).packs})
+    assert load_whole(torn._parts, torn_one, takes_lower=True).header.generation == 0
+    assert "generation 1 was passed over for generation 0: pack" in caplog.text
+    restores(torn)
+
+
+@pytest.mark.parametrize("replace_it", ["repack", "demote", "push"])
+def test_who_replaces_it_is_told_what_is_wrong_with_it(torn, tmp_path, replace_it):
+    acts = {
+        "repack": torn.repack,
+        "demote": lambda: torn.demote("seq:1"),
+        "push": lambda: torn.push(str(tmp_path / "there")),
+    }
+    with pytest.raises(MissingChunkError, match="seq 1"):
+        acts[replace_it]()
+    assert generations(torn, 1) == [0, 1]
+    restores(torn)
+
+
+def test_generation_that_cannot_be_read_does_not_hide_the_one_below(torn, backend):
+    damage(backend, resolve(torn._parts, 1).path)
+    assert difference(torn.restore(1), STATES[1]) is None
+
+
+def load(store, name):
+    return store._parts.manifests.load(name)
+
+
+def test_newest_is_not_passed_over_for_its_sake(torn):
+    torn.delete(2)
+    manifest, passed_over = newest_whole(torn._parts)
+    assert (manifest.header.step, manifest.header.generation, passed_over) == (1, 0, [])
+    assert difference(torn.restore(), STATES[1]) is None
+
+
+def test_nothing_of_the_run_goes_until_it_is_repaired(torn):
+    torn.commit(parts_state(3, {0, 1, 2, 3}), 3)
+    report = keeper(torn).gc(LAST_ONE, now=True)
+    assert "missing" in report.runs[0].blocked
+    assert generations(torn, 1) == [0, 1]
+    assert difference(torn.restore(1), STATES[1]) is None
+    torn.repair(dry_run=False)
+    assert keeper(torn).gc(LAST_ONE, now=True).runs[0].blocked == ""
+    assert torn.steps() == [3]
+
+
+def test_one_torn_above_another_costs_nothing_either(torn):
+    first = load(torn, resolve(torn._parts, 1))
+    gone = replace(first.packs[0], pack_id=PackId(bytes(range(16))))
+    header = replace(first.header, generation=2)
+    torn._parts.manifests.publish(replace(first, header=header, packs=(gone, *first.packs[1:])))
+    restores(torn)
+
+
+def test_what_is_withdrawn_while_it_is_looked_at_is_not_asked_for_again(torn, monkeypatch):
+    torn_one = resolve(torn._parts, 1)
+    parts = type(torn._parts)
+    once(monkeypatch, parts, "require_packs", before=lambda: torn._parts.manifests.withdraw(torn_one))
+    assert load_whole(torn._parts, torn_one).header.generation == 0
+
+
+def test_dropped_while_it_is_looked_at_is_said_to_be_dropped(torn, monkeypatch):
+    torn_one = resolve(torn._parts, 1)
+    once(monkeypatch, type(torn._parts), "require_packs", before=lambda: torn.delete(1))
+    with pytest.raises(NotFoundError, match="dropped while"):
+        load_whole(torn._parts, torn_one)
+
+
+def test_marked_while_it_is_looked_at_is_dropped_although_it_is_still_in_place(torn, monkeypatch):
+    torn_one = resolve(torn._parts, 1)
+    once(
+        monkeypatch, type(torn._parts), "require_packs", before=lambda: torn._parts.manifests.mark_dropped(torn_one.seq)
+    )
+    with pytest.raises(NotFoundError, match="dropped while"):
+        load_whole(torn._parts, torn_one, takes_lower=True)
+
+
+def test_repair_heals_it_from_what_is_whole(torn):
+    report = torn.repair(dry_run=False)
+    assert [entry.action for entry in report.entries] == ["heal"]
+    assert report.partial == ()
+    restores(torn)
+    assert torn.verify("decode").is_clean
+
+
+def test_where_no_generation_is_whole_it_is_said_and_nothing_goes(torn, backend):
+    lowest = min(name for name in names_of(torn) if name.step == 1)
+    pack = load(torn, lowest).packs[-1]
+    backend.unlink(f"packs/{pack.pack_id.hex()[:2]}/{pack.pack_id.hex()}.pack")
+    with pytest.raises(MissingChunkError, match="seq 1"):
+        torn.restore(1)
+    report = keeper(torn).gc(LAST_ONE, now=True)
+    assert "missing" in report.runs[0].blocked
+    assert generations(torn, 1) == [0, 1]
+
+
+def names_of(store):
+    listing = store._parts.manifests.listing()
+    return (*listing.names, *listing.lower)
+
+
+# A pack that is brought back between two looks lies in neither place
+
+
+@pytest.fixture
+def trashed(store, backend, clock):
+    """A store of which the pack of step 2 lies in the trash, and what brings it back when the trash is looked into."""
+    commit_all(store, [0, 1, 2])
+    path = pack_of(store, 2)
+    backend.rename(path, f"trash/{store._parts.trash.new_packs_folder()}/packs/{path.rsplit('/')[-1]}")
+    return store
+
+
+def bring_back(store):
+    pack_ids = [pack.pack_id for pack in load(store, resolve(store._parts, 2)).packs]
+    assert sum(store._parts.trash.rescue_pack(pack_id) for pack_id in pack_ids) == 1
+
+
+LOOKS = {
+    "restore": lambda store: check_restores(store, [0, 1, 2]),
+    "newest": lambda store: store.restore() and None,
+    "whole": lambda store: load_whole(store._parts, resolve(store._parts, 2)) and None,
+    "verify": lambda store: store.verify("quick").damage or None,
+    "repair": lambda store: store.repair().packs,
+    "gc": lambda store: keeper(store).gc(dry_run=True).runs[0].blocked or None,
+}
+
+
+def test_repair_finds_a_pack_that_is_brought_back_before_it_is_opened(trashed, monkeypatch):
+    once(monkeypatch, Shelf, "look_into", before=lambda: bring_back(trashed))
+    assert trashed.repair().is_clean
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_pack_that_is_brought_back_between_two_looks_is_not_missing(trashed, monkeypatch, look):
+    once(monkeypatch, Trash, "find_pack", before=lambda: bring_back(trashed))
+    assert not LOOKS[look](trashed)
+    assert trashed.restored is None or trashed.restored.step == 2

@@ -1,0 +1,154 @@
+"""Protects checkpoints that are being demoted: wherever it ends, each is there in its exact or in its new form."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.config import DemotePolicy
+from ckstore.errors import ConflictError
+from ckstore.io.memory import MemoryBackend
+from ckstore.testing.cuts import Checked, crash_states
+from ckstore.testing.faults import ForgetfulBackend
+from ckstore.testing.invariants import order_violations
+from ckstore.testing.simfs import SimFS
+from ckstore.testing.states import difference
+from support import crash_scenarios
+
+SEED = 515
+COUNT = 5
+WANTED = DemotePolicy(keep_newest=2, keep_every=0)
+
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
+
+
+@functools.lru_cache(maxsize=32)
+def state_of(step):
+    """Return the state of a step: weights that move, moments, and something that stays."""
+    rng = np.random.default_rng(step)
+    weights = np.random.default_rng(0).standard_normal((64, 70))
+    moves = [np.random.default_rng(number).standard_normal((64, 70)) * 1e-3 for number in range(step)]
+    second = np.exp(rng.standard_normal((64, 70)))
+    entry = {"exp_avg": (rng.standard_normal((64, 70)) * np.sqrt(second) / 3).astype(np.float32)}
+    entry["exp_avg_sq"] = second.astype(np.float32)
+    groups = [{"betas": (0.9, 0.999), "params": [0]}]
+    return {
+        "model": {"w": (weights + sum(moves)).astype(np.float32), "bias": np.arange(9.0) + step},
+        "optimizer": {"state": {0: entry}, "param_groups": groups},
+        "step": step,
+    }
+
+
+def filled(place):
+    with crash_scenarios.open_store(place) as store:
+        for step in range(COUNT):
+            store.commit(state_of(step), step, policy=replace(crash_scenarios.QUIET_POLICY, compression="none"))
+    return place
+
+
+@functools.lru_cache(maxsize=1)
+def demoted_states():
+    """Return what every step holds when the demotion was not disturbed."""
+    with crash_scenarios.open_store(filled(MemoryBackend())) as store:
+        report = store.demote(policy=WANTED)
+        assert [entry.is_done for entry in report.entries] == [False, False, True, True, True]
+        return [store.restore(step) for step in range(COUNT)]
+
+
+def check(place):
+    """Every checkpoint is as it was or as it becomes, and the two newest are as they were."""
+    with crash_scenarios.open_store(place) as store:
+        by_step = {info.step: info for info in store.log()}
+        assert sorted(by_step) == list(range(COUNT))
+        for step, info in by_step.items():
+            found = store.restore(step)
+            wanted = state_of(step) if info.fidelity == "exact" else demoted_states()[step]
+            assert difference(found, wanted) is None, f"step {step}, {info.fidelity}"
+            assert (info.fidelity == "small") == (info.origin_id is not None)
+            assert step < COUNT - 2 or info.fidelity == "exact"
+        assert difference(store.restore(), state_of(COUNT - 1)) is None
+
+
+def finish(place):
+    """What was interrupted can be done again, and then everything is as it was to be."""
+    with crash_scenarios.open_store(place) as store:
+        store.demote(policy=WANTED)
+        for step in range(COUNT):
+            wanted = state_of(step) if step >= COUNT - 2 else demoted_states()[step]
+            assert difference(store.restore(step), wanted) is None
+        assert store.verify("decode").damage == []
+        store.commit(state_of(COUNT), COUNT)
+        assert difference(store.restore(exact=True), state_of(COUNT)) is None
+
+
+def recorded(wrap=lambda disk: disk):
+    disk = filled(SimFS()).settled()
+    with crash_scenarios.open_store(wrap(disk)) as store:
+        store.demote(policy=WANTED)
+    return disk
+
+
+def test_a_demotion_that_ends_anywhere_leaves_every_checkpoint(tell):
+    disk = recorded()
+    points = set(range(0, len(disk.log) + 1, 11))
+    count, checked = 0, Checked()
+    for state in crash_states(disk, seed=SEED, samples=2, points=points, singles_max=4):
+        is_finished = count % 5 == 0
+        count += 1
+        if not checked.is_new(state, level=is_finished):
+            continue
+        check(state.disk)
+        if is_finished:
+            finish(state.disk)
+            assert order_violations(state.disk.log) == []
+    tell(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
+    assert count > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_demotion_that_ends_at_any_step_leaves_every_checkpoint(tell):
+    disk = recorded()
+    count, checked = 0, Checked()
+    for state in crash_states(disk, seed=SEED, samples=60):
+        count += 1
+        if checked.is_new(state):
+            check(state.disk)
+    tell(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
+    assert count > 1000
+
+
+def test_a_demotion_keeps_the_order_of_syncs():
+    assert order_violations(recorded().log) == []
+
+
+@pytest.mark.parametrize("skips", ["pack data", "folder packs", "folder manifests"])
+def test_a_demotion_without_one_sync_breaks_the_ordering_rules(skips):
+    disk = recorded(lambda disk: ForgetfulBackend(disk, [skips]))
+    assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
+
+
+def test_a_tag_that_is_set_while_a_checkpoint_is_demoted_is_refused_or_keeps_it_exact():
+    class TaggedMeanwhile(MemoryBackend):
+        """Lets another handle tag every checkpoint of step 1 as soon as its demotion is declared."""
+
+        seen: ClassVar[list[str]] = []
+
+        def create(self, name, content, **options):
+            super().create(name, content, **options)
+            if ".intent-" in name and f"{1:08d}.intent" in name:
+                with ckstore.open(self, run=crash_scenarios.RUN) as other, pytest.raises(ConflictError):
+                    other.tag(1, "late")
+                self.seen.append(name)
+
+    backend = filled(TaggedMeanwhile())
+    with crash_scenarios.open_store(backend) as store:
+        store.demote(policy=WANTED)
+        assert store.tags() == {}
+        assert store.info(1).fidelity == "small"
+    assert backend.seen

@@ -1,0 +1,52 @@
+"""Protects payloads that were once written: every golden one is read, by each twin of the plane coder."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from ckstore import kernels
+from ckstore.codec import chain
+from ckstore.ids import digest_of
+from ckstore.kernels import on_numpy
+
+FOLDER = Path(__file__).parent / "codec"
+HEAD = struct.Struct("<BBBBI")
+DIGESTS = json.loads((FOLDER / "digests.json").read_text())
+
+
+def parsed(name: str) -> tuple[int, bytes, int, int, memoryview]:
+    content = (FOLDER / name).read_bytes()
+    codec_id, config_nbytes, width, _, plain_nbytes = HEAD.unpack_from(content)
+    payload = HEAD.size + config_nbytes
+    return codec_id, content[HEAD.size : payload], width, plain_nbytes, memoryview(content)[payload:]
+
+
+@pytest.mark.parametrize("twin", ["chosen", "numpy"])
+@pytest.mark.parametrize("name", DIGESTS)
+def test_golden_payloads_are_read_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if twin == "numpy":
+        monkeypatch.setattr(kernels, "decode_plane", on_numpy.decode_plane)
+        monkeypatch.setattr(kernels, "decode_sparse", on_numpy.decode_sparse)
+    codec_id, config, width, plain_nbytes, payload = parsed(name)
+    destination = memoryview(bytearray(plain_nbytes))
+    scratch = chain.Scratch(1 << 20)
+    chain.decode(payload, ((codec_id, config),), width=width, destination=destination, scratch=scratch)
+    assert digest_of(destination).hex() == DIGESTS[name]
+
+
+def test_every_golden_file_is_listed_and_there() -> None:
+    assert {file.name for file in FOLDER.glob("*.bin")} == set(DIGESTS)
+
+
+def test_goldens_cover_every_mode_of_the_plane_coder() -> None:
+    modes = set()
+    for name in DIGESTS:
+        codec_id, _, width, _, payload = parsed(name)
+        if codec_id == 2:
+            rows = [struct.unpack_from("<BI", payload, 5 * plane) for plane in range(width)]
+            modes |= {mode for mode, _ in rows}
+    assert modes == {0, 1, 2, 3, 4}

@@ -1,0 +1,73 @@
+"""Protects lossy frames that were once written: every golden one gives its bits, by each twin of the loops."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from ckstore import forms, kernels, lossy_forms
+from ckstore.codec.base import CodecStep
+from ckstore.ids import digest_of
+from ckstore.kernels import on_numpy
+from ckstore.quant.layout import read_layout
+
+FOLDER = Path(__file__).parent / "quant"
+HEAD = struct.Struct("<BBHIII")
+DIGESTS = json.loads((FOLDER / "digests.json").read_text())
+
+
+def parsed(name: str) -> tuple[int, tuple[CodecStep, ...], int, bytes, bytes]:
+    """Return width, steps, length of the chunk, base and payload."""
+    content = (FOLDER / name).read_bytes()
+    width, step_count, _, plain_nbytes, base_nbytes, payload_nbytes = HEAD.unpack_from(content)
+    at, steps = HEAD.size, []
+    for _ in range(step_count):
+        codec_id, config_nbytes = content[at : at + 2]
+        steps.append((codec_id, content[at + 2 : at + 2 + config_nbytes]))
+        at += 2 + config_nbytes
+    assert len(content) == at + base_nbytes + payload_nbytes
+    return width, tuple(steps), plain_nbytes, content[at : at + base_nbytes], content[at + base_nbytes :]
+
+
+@pytest.mark.parametrize("twin", ["chosen", "numpy"])
+@pytest.mark.parametrize("name", DIGESTS)
+def test_golden_lossy_frames_are_reconstructed_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if twin == "numpy":
+        for loop in kernels.IMPLEMENTATION:
+            monkeypatch.setattr(kernels, loop, getattr(on_numpy, loop))
+    width, steps, plain_nbytes, base, payload = parsed(name)
+    assert forms.base_nbytes(steps, plain_nbytes) == len(base)
+    destination = bytearray(plain_nbytes)
+    forms.decode(
+        memoryview(payload),
+        steps,
+        width=width,
+        destination=memoryview(destination),
+        scratch=forms.Scratch(1 << 20),
+        base=memoryview(base) if base else None,
+    )
+    assert digest_of(destination).hex() == DIGESTS[name]
+
+
+def test_every_golden_file_is_listed_and_there() -> None:
+    assert {file.name for file in FOLDER.glob("*.bin")} == set(DIGESTS)
+
+
+def test_goldens_cover_every_step_kind_and_mode() -> None:
+    steps_found, modes, stream_counts, escapes = set(), set(), set(), 0
+    for name in DIGESTS:
+        width, steps, plain_nbytes, _, payload = parsed(name)
+        steps_found.add((steps[0][0], steps[0][1][0]))
+        is_second = steps[0][0] == lossy_forms.MOMENT2
+        layout, _ = read_layout(memoryview(payload), plain_nbytes // width, is_second=is_second)
+        sections = [layout.rows, layout.cols, *(stream.section for stream in layout.streams)]
+        modes |= {section.mode for section in sections}
+        stream_counts.add(len(layout.streams) > 1)
+        escapes += layout.escape_count
+    assert steps_found == {*((step, kind) for step in (7, 8, 9) for kind in (0, 1, 2)), (10, 0)}
+    assert modes >= {0, 1, 2, 3}
+    assert stream_counts == {False, True}
+    assert escapes

@@ -1,0 +1,101 @@
+"""Every store that a released format ever wrote is read for ever: protects those who upgrade."""
+
+from __future__ import annotations
+
+import importlib.util
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.distance import distance_of
+from ckstore.testing.states import difference
+
+GOLDEN = Path(__file__).parent
+STORES = sorted(GOLDEN.glob("v*/store.tar"))
+
+
+def _maker() -> object:
+    spec = importlib.util.spec_from_file_location("make_golden_store", GOLDEN / "make_golden_store.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=STORES, ids=lambda path: path.parent.name)
+def golden(request, tmp_path):
+    with tarfile.open(request.param) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (tmp_path / "store").chmod(0o700)
+    return tmp_path / "store"
+
+
+def test_there_is_a_golden_store_of_the_current_format():
+    from ckstore.format.version import FORMAT_VERSION
+
+    assert GOLDEN / f"v{FORMAT_VERSION}" / "store.tar" in STORES
+
+
+def test_every_checkpoint_of_a_golden_store_restores_bit_for_bit(golden):
+    golden_state = _maker().golden_state
+    with ckstore.open(golden, create=False) as store:
+        assert [(info.seq, info.step) for info in store.log()] == [(4, 1), (2, 2), (1, 1), (0, 0)]
+        for info in store.log():
+            assert difference(store.restore(f"seq:{info.seq}"), golden_state(info.step)) is None
+        assert store.tags() == {"kept": 1}
+        assert store.info("best:loss").step == 2
+    with ckstore.open(golden, run="other", create=False) as store:
+        assert difference(store.restore(), golden_state(0)) is None
+
+
+def test_differences_and_roundings_of_a_golden_store_restore_bit_for_bit(golden):
+    with ckstore.open(golden, run="moving", create=False) as store:
+        if "moving" not in store.runs():
+            assert store._parts.record.format_version == 1, "later versions have bases"
+            return
+        for step in range(3):
+            assert difference(store.restore(step), _maker().moving_state(step)) is None
+        assert store._parts.manifests.load(store._parts.manifests.listing().names[-1]).header.depth_max >= 2
+
+
+def test_codes_of_a_golden_store_restore_as_far_off_as_was_recorded(golden):
+    with ckstore.open(golden, run="lossy", create=False) as store:
+        if "lossy" not in store.runs():
+            assert store._parts.record.format_version < 3, "later versions can lose something"
+            return
+        methods = set()
+        for step in store.steps():
+            found, committed = store.restore(step), _maker().lossy_state(step)
+            flat, losses = dict(_arrays(found)), store.contents(step).losses
+            for path, array in _arrays(committed):
+                lost = next((loss for loss in losses if loss.path == path), None)
+                made = distance_of(array, flat[path])
+                assert made.max_abs == pytest.approx(0.0 if lost is None else lost.max_abs, rel=1e-5)
+            methods.update(loss.method for loss in losses)
+        assert methods >= {"grid", "log", "ternary", "rank1", "dropped", "codebook", "rounded"}
+
+
+def _arrays(state, path=""):
+    if isinstance(state, dict):
+        for key, part in state.items():
+            yield from _arrays(part, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, np.ndarray):
+        yield path, state
+
+
+def test_a_golden_store_verifies_clean(golden):
+    with ckstore.open(golden, create=False) as store:
+        report = store.verify("decode")
+        assert report.damage == []
+        assert report.checkpoint_count == 5 + 3 * ("moving" in store.runs()) + 6 * ("lossy" in store.runs())
+
+
+def test_a_golden_store_can_be_written_on(golden):
+    with ckstore.open(golden) as store:
+        receipt = store.commit(_maker().golden_state(0), 9)
+        assert receipt.seq == 5
+        assert receipt.bytes_written == 0, "chunks of the golden store were not recognised"

@@ -1,0 +1,58 @@
+"""Protects the way from a full disk to an empty one: push, then an ordinary collection, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+import ckstore
+from ckstore.io.address import backend_for
+from support.push_states import assert_restores, state_of
+
+
+def filled(folder, count):
+    store = ckstore.open(folder)
+    for step in range(1, count + 1):
+        store.commit(state_of(step), step)
+    return store
+
+
+def packs_in(folder):
+    return {file.stem for file in folder.glob("packs/*/*.pack")}
+
+
+def test_collection_frees_what_was_pushed_and_nothing_else(folder, address):
+    with filled(folder, 4) as store:
+        before = packs_in(folder)
+        assert store.gc(now=True).freed_nbytes == 0
+        store.push(address, keep_local=1)
+        report = store.gc(now=True)
+        assert report.freed_nbytes > 3 * 200_000
+        assert len(before) - len(packs_in(folder)) == 3
+        assert_restores(store, 1, 2, 3, 4)
+        store.pull(2)
+        assert store.gc(now=True).dropped_count == 0
+        assert_restores(store, 1, 2, 3, 4)
+
+
+def test_collection_keeps_what_lies_here_when_the_bucket_was_emptied(folder, address, monkeypatch):
+    """A push was killed after it had published, and then someone emptied the bucket."""
+    from ckstore import push as story
+
+    with filled(folder, 2) as store:
+        monkeypatch.setattr(story, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.push(address, keep_local=1)
+        there = backend_for(address)
+        for pack in store.contents(1).packs:
+            there.unlink(f"packs/{pack.pack_id[:2]}/{pack.pack_id}.pack")
+        store.gc(now=True)
+        assert_restores(store, 1, 2)
+
+
+def test_dropped_checkpoint_of_a_tier_is_gone_here(folder, address):
+    with filled(folder, 3) as store:
+        store.push(address, keep_local=1)
+        store.delete(1)
+        store.gc(now=True)
+        assert store.steps() == [2, 3]
+        assert_restores(store, 2, 3)

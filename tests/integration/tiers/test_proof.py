@@ -1,0 +1,146 @@
+"""Protects what lies here from a tier that someone else changes: it is freed only after it was just seen there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import ckstore
+from ckstore.cli.main import run
+from ckstore.errors import CorruptError
+from ckstore.io.address import backend_for
+from support.push_states import assert_restores, pack_of, packs_here, state_of
+
+
+def other_bytes(there, name):
+    content = bytearray(there.read_bytes(name, nbytes_max=1 << 30))
+    content[-300:] = bytes(300)
+    return bytes(content)
+
+
+def shorter_bytes(there, name):
+    return there.read_bytes(name, nbytes_max=1 << 30)[:-4096]
+
+
+def change_there(place, name, how):
+    """Do to a pack in the tier what only somebody else does."""
+    there = backend_for(place)
+    content = None if how == "gone" else (other_bytes if how == "other bytes" else shorter_bytes)(there, name)
+    there.unlink(name)
+    if content is not None:
+        there.create(name, content, sync=True)
+
+
+@pytest.mark.parametrize("how", ["gone", "other bytes", "another size"])
+def test_pack_that_the_tier_lacks_is_not_let_go_of_here(pushed, folder, place, how, quiet_log):
+    name, before = pack_of(pushed, 1), packs_here(folder)
+    change_there(place, name, how)
+    planned = pushed.gc(now=True, dry_run=True)
+    report = pushed.gc(now=True)
+    assert [each.is_damage for each in report.unproven.values()] == [True]
+    assert planned.plan == report.plan
+    assert len(before) - len(packs_here(folder)) == 1, "what was proven is freed"
+    assert_restores(pushed, 1, 2, 3)
+    # What is here counts again after a pull, and can be pushed anew once the other is removed there.
+    pushed.pull(1)
+    assert pushed.gc(now=True).unproven == {}
+    assert_restores(pushed, 1, 2, 3)
+
+
+def test_pack_in_the_trash_goes_back_when_the_tier_has_lost_it_meanwhile(pushed, folder, place, quiet_log):
+    name, before = pack_of(pushed, 2), packs_here(folder)
+    assert pushed.gc().done.moved_packs == 2
+    change_there(place, name, "gone")
+    report = pushed.gc(trash_for=0)
+    assert len(report.unproven) == report.done.rescued == 1
+    assert len(before) - len(packs_here(folder)) == 1
+    assert_restores(pushed, 1, 2, 3)
+
+
+def test_purge_of_the_trash_asks_the_tier_too(pushed, folder, place):
+    name = pack_of(pushed, 2)
+    pushed.gc()
+    change_there(place, name, "gone")
+    with pytest.raises(CorruptError, match="does not have what was pushed"):
+        pushed.purge()
+    assert (folder / name).exists()
+    assert_restores(pushed, 1, 2, 3)
+
+
+def test_packs_stay_when_a_manifest_was_removed_there(pushed, folder, place, quiet_log):
+    there, before = backend_for(place), packs_here(folder)
+    gone = there.list_names("manifests/main")[0]
+    there.unlink(f"manifests/main/{gone}")
+    report = pushed.gc(now=True)
+    assert "manifest of seq 0" in next(iter(report.unproven.values())).problem
+    assert len(before) - len(packs_here(folder)) == 1
+
+
+def test_rewound_checkpoint_needs_no_manifest_there(pushed, folder):
+    pushed.rewind(1)
+    before = packs_here(folder)
+    report = pushed.gc(now=True)
+    assert report.unproven == {}
+    assert len(before) - len(packs_here(folder)) == 2
+
+
+def test_command_says_so_and_fails(pushed, folder, place, capsys, quiet_log):
+    name = pack_of(pushed, 1)
+    change_there(place, name, "gone")
+    assert run(["gc", str(folder), "--now", "--json"]) == CorruptError.exit_code
+    said = capsys.readouterr()
+    assert "does not have what was pushed there" in said.err
+    assert len(json.loads(said.out)["done"]["unproven"]) == 1
+    assert (folder / name).exists()
+
+
+# A tier that does not answer
+
+
+def interrupted(folder, place, monkeypatch):
+    """A push that was killed after it had published, and garbage that has nothing to do with it."""
+    from ckstore import push as story
+
+    with ckstore.open(folder) as store:
+        for step in (1, 2, 3):
+            store.commit(state_of(step), step)
+        with monkeypatch.context() as patches:
+            patches.setattr(story, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                store.push(place, keep_local=2)
+        store.delete(2)
+
+
+def test_silent_tier_stops_only_what_depends_on_it(folder, address, hasty, monkeypatch, capsys, quiet_log):
+    interrupted(folder, address, monkeypatch)
+    before = packs_here(folder)
+    endpoint = "http://127.0.0.1:9"
+    with monkeypatch.context() as patches, ckstore.open(folder) as store:
+        patches.setenv("AWS_ENDPOINT_URL", endpoint)
+        report = store.gc(now=True)
+        assert list(report.done.waits) == ["remote"]
+        assert len(before) - len(packs_here(folder)) == 1, "the checkpoint that was dropped is freed"
+        assert_restores(store, 1, 3)
+        assert run(["gc", str(folder), "--now"]) == 0
+        said = capsys.readouterr().out
+        assert "Tier remote does not answer, and what depends on it waits" in said
+    with ckstore.open(folder) as store:
+        assert store.gc(now=True).done.superseded == 1
+        assert len(before) - len(packs_here(folder)) == 2
+        assert_restores(store, 1, 3)
+
+
+def test_packs_wait_in_the_trash_while_their_tier_is_silent(folder, address, hasty, monkeypatch, quiet_log):
+    with ckstore.open(folder) as store:
+        for step in (1, 2):
+            store.commit(state_of(step), step)
+        store.push(address, keep_local=1)
+        assert store.gc().done.moved_packs == 1
+        with monkeypatch.context() as patches, ckstore.open(folder) as other:
+            patches.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+            report = other.gc(trash_for=0)
+            assert (report.done.freed_files, report.done.rescued) == (1, 0), "the superseded manifest and no pack"
+            assert [tier for tier, _ in report.waits] == ["remote"]
+        assert store.gc(trash_for=0).freed_nbytes > 200_000
+        assert_restores(store, 1, 2)

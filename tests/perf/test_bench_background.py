@@ -1,0 +1,372 @@
+"""The bench of background commits measures what it says: copies are whole, rivals save what they got, all cases run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from bench import (  # noqa: E402
+    background,
+    beside,
+    cases_async,
+    cases_device,
+    cases_gpu,
+    cases_stall,
+    cases_training,
+    histories,
+    run,
+)
+from bench.cases import CASES  # noqa: E402
+from bench.floor import Floor  # noqa: E402
+from bench.measure import Result, Sample  # noqa: E402
+from bench.spinning import Reading, Spinning  # noqa: E402
+from bench.workbench import Bench  # noqa: E402
+
+NBYTES = 1_500_000
+FACTS = {"held_up_share": 0, "saver_cpu_seconds": 0, "taken_seconds": 0, "lost_shares": [0], "lost_seconds": [0]}
+
+
+@pytest.fixture
+def state():
+    return histories.gpt_state(NBYTES, donors=histories.synthetic_donors())
+
+
+def bytes_of(state):
+    return b"".join(tensor.detach().numpy().tobytes() for _, tensor in histories.tensors_of(state))
+
+
+@pytest.mark.parametrize("way", ["_by_numpy", "_by_torch"])
+def test_both_reference_copies_copy_everything(state, way):
+    copies = background.Copies(state, threads=2)
+    assert copies.copied != bytes_of(state)
+    assert getattr(copies, way)() > 0
+    assert copies.copied == bytes_of(state)
+    copies.close()
+
+
+def test_a_changed_state_is_new_nearly_everywhere(state):
+    before = [tensor.clone() for _, tensor in histories.tensors_of(state)]
+    background.change(state)
+    pairs = zip(before, (tensor for _, tensor in histories.tensors_of(state)), strict=True)
+    changed = [(old != new).float().mean().item() for old, new in pairs]
+    assert min(changed) > 0.9
+
+
+def test_rivals_save_what_the_state_was_when_they_returned(state, tmp_path):
+    found, reasons = background.find(state, tmp_path, None)
+    assert {rival.name.split()[0] for rival in found} >= {"DCP", "clone,"}, reasons
+    assert list(tmp_path.iterdir()) == []
+    wanted = bytes_of(state)
+    rival = next(rival for rival in found if rival.name.startswith("clone"))
+    finish = rival.begin(state, tmp_path)
+    for _, tensor in histories.tensors_of(state):
+        tensor.zero_()
+    finish()
+    assert bytes_of(torch.load(tmp_path / "state.pt", weights_only=True)) == wanted
+
+
+def test_a_rival_that_is_not_there_has_a_reason(state, tmp_path, monkeypatch):
+    def missing():
+        raise ImportError("not installed")
+
+    monkeypatch.setitem(background.MAKERS, "DCP", missing)
+    found, reasons = background.find(state, tmp_path, ["DCP"])
+    assert (found, reasons) == ([], {"DCP": "ImportError: not installed"})
+
+
+def test_the_training_loop_is_of_the_size_and_learns():
+    loop = background.Loop(3_000_000, tokens=16)
+    nbytes = histories.nbytes_of([loop.model.state_dict(), loop.optimizer.state_dict()])
+    assert 2_000_000 < nbytes < 9_000_000
+    before = bytes_of(loop.model.state_dict())
+    loop.train_one_step()
+    assert (loop.step, loop.state["step"]) == (2, 2)
+    assert bytes_of(loop.model.state_dict()) != before
+
+
+def test_memory_of_another_process_is_seen_while_it_has_it(monkeypatch):
+    say, hear = "print(flush=True)", "sys.stdin.readline()"
+    program = "\n".join(["import sys", say, hear, "x = bytearray(50_000_000)", say, hear])
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        own_nbytes, looks = cases_async._own_nbytes, []
+        before = own_nbytes(other.pid)
+        monkeypatch.setattr(cases_async, "_own_nbytes", lambda pid: (looks.append(pid), own_nbytes(pid))[1])
+
+        def let_it_grow():
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            other.stdout.readline()
+            seen = len(looks)
+            # A look at each of the two may have begun before.
+            while len(looks) < seen + 4:
+                time.sleep(0.005)
+
+        peaks = cases_async.peaks_while(let_it_grow, {"other": other.pid, "me": os.getpid()})
+        assert 48_000_000 < peaks["other"] - before < 60_000_000
+        assert peaks["me"] > 10_000_000
+        other.stdin.write(b"\n")
+
+
+GROWING = """
+import subprocess, sys, threading
+print(flush=True)
+sys.stdin.readline()
+file, is_over = open("/dev/null"), threading.Event()
+threading.Thread(target=is_over.wait, daemon=True).start()
+child = subprocess.Popen(["sleep", "600"])
+print(flush=True)
+sys.stdin.readline()
+child.kill()
+child.wait()
+"""
+
+
+def test_what_a_process_has_is_counted():
+    # In a process of its own: what other tests have left in this one may end at any time.
+    with subprocess.Popen([sys.executable, "-c", GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        before = dict(background.usage_of(process.pid))
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = dict(background.usage_of(process.pid))
+        process.stdin.write(b"\n")
+    grown = {name: after[name] - before[name] for name in ("descriptors", "Threads", "children")}
+    assert grown == {"descriptors": 1, "Threads": 1, "children": 1}
+    assert after["RssAnon"] > 1_000_000
+
+
+def test_a_loop_beside_what_is_over_already_has_a_speed():
+    assert background.count_in_python(lambda: True) > 0
+
+
+def test_the_floor_of_a_commit_copies_all_tensors_and_waits_for_the_process_that_hashes():
+    tensors = [
+        torch.arange(5_000_000, dtype=torch.float32),
+        torch.tensor(3.0),
+        torch.zeros(0),
+        torch.ones(7).bfloat16(),
+    ]
+    with Floor(tensors) as floor:
+        computed = background.cpu_seconds(floor.pid)
+        for turn in range(20):
+            tensors[0] += turn
+            assert floor.begin()() == 0
+            wanted = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+            assert floor.copied == wanted
+            assert floor.nbytes == len(wanted)
+        assert background.cpu_seconds(floor.pid) > computed
+    with pytest.raises(ProcessLookupError):
+        os.kill(floor.pid, 0)
+
+
+def test_the_floor_of_a_durable_commit_writes_every_byte_and_removes_its_file(tmp_path):
+    path = tmp_path / "floor"
+    with Floor([torch.ones(3_000_001)], path=path) as floor:
+        assert floor.writes_by in ("O_DIRECT", "page cache")
+        assert floor.begin()() == 0
+        assert path.read_bytes() == bytes(beside.held_bytes(path.stat().st_size))
+        assert floor.nbytes <= path.stat().st_size < floor.nbytes + 4096
+    assert not path.exists()
+
+
+def test_the_floor_of_a_durable_commit_that_codes_writes_as_many_bytes_as_that_leaves(tmp_path):
+    path = tmp_path / "floor"
+    with Floor([torch.ones(3_000_001)], is_coded=True, path=path) as floor:
+        assert floor.begin()() == 0
+        held, code = beside.held_bytes(path.stat().st_size), beside.coding(4 << 20)
+        pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
+        left = b"".join(bytes(piece[: -(-code(piece, 0).nbytes // 4096) * 4096]) for piece in pieces)
+        assert len(left) < 0.95 * len(held)
+        assert path.read_bytes() == left + bytes(len(held) - len(left))
+
+
+def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
+    with Spinning(0.3) as spinning:
+        spinning.begin()()
+        before = background.cpu_seconds(spinning.pid)
+        finish = spinning.begin()
+        assert not spinning.is_over()
+        assert finish() == 0
+        assert 0.25 <= background.cpu_seconds(spinning.pid) - before < 1
+        assert os.getpriority(os.PRIO_PROCESS, spinning.pid) == 19
+    with pytest.raises(ProcessLookupError):
+        os.kill(spinning.pid, 0)
+
+
+def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_cache():
+    seconds = []
+    for room_nbytes in (512 << 20, 256 << 10):
+        with Reading(4 << 30, room_nbytes) as reading:
+            reading.begin()()
+            computed = [background.cpu_seconds(reading.pid)]
+            for _ in range(3):
+                assert reading.begin()() == 0
+                computed.append(background.cpu_seconds(reading.pid))
+        # The fastest of three: others may be at work beside it.
+        seconds.append(min(after - before for before, after in itertools.pairwise(computed)))
+    assert seconds[0] > seconds[1] > 0
+
+
+def test_a_loop_that_shares_its_processor_is_known_to_wait_and_one_that_does_not_is_not():
+    allowed = os.sched_getaffinity(0)
+    shares = []
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        for program in ("while True: pass", "input()"):
+            with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as beside_it:
+                began = time.perf_counter() - 10
+                counted = background.count_delayed(lambda began=began: time.perf_counter() - began > 10.5, began)
+                beside_it.kill()
+            assert counted.rate > 0
+            assert counted.seconds > 10.5
+            shares.append(counted.delayed_share)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert 0.2 < shares[0] < 1
+    assert shares[1] < shares[0]
+
+
+def test_the_floor_of_a_coded_commit_works_longer_than_one_that_only_hashes():
+    tensors = [torch.ones(4_000_000)]
+    with Floor(tensors, is_coded=False) as hashing, Floor(tensors, is_coded=True) as coding:
+        computed: list[list[float]] = [[], []]
+        for _ in range(21):
+            for floor, seconds in zip((hashing, coding), computed, strict=True):
+                before = on_processor_seconds(floor.pid)
+                floor.begin()()
+                seconds.append(on_processor_seconds(floor.pid) - before)
+    # The shortest but for the first, taken in turns: the machine's clock changes by the second.
+    assert min(computed[1][1:]) > 1.5 * min(computed[0][1:])
+
+
+def on_processor_seconds(pid):
+    """Return what all threads of a process have computed: in nanoseconds, where the kernel's own count has ticks."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def test_what_a_floor_codes_repeats_no_bytes_and_gets_shorter():
+    held = beside.held_bytes(48 << 20)
+    pieces = [held[begin : begin + (4 << 20)] for begin in range(0, len(held), 4 << 20)]
+    assert len({bytes(piece) for piece in pieces}) == len(pieces)
+    code = beside.coding(4 << 20)
+    assert all(0.5 * len(piece) < code(piece, 0).nbytes < 0.95 * len(piece) for piece in pieces)
+
+
+def test_the_floor_of_a_commit_is_over_when_its_process_is():
+    with Floor([torch.ones(1000)]) as floor:
+        os.kill(floor.pid, signal.SIGSTOP)
+        finish = floor.begin()
+        time.sleep(0.05)
+        assert not floor.is_over()
+        os.kill(floor.pid, signal.SIGCONT)
+        while not floor.is_over():
+            time.sleep(0.001)
+        assert finish() == 0
+
+
+def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
+    result = Result("stall_blocking", "s", is_higher_better=False)
+    stalls = {"copy": [(1.0, None)] * 2, "rival": [(1.2, 1.0), (1.1, 0.5)], "mine": [(0.9, 1.0), (1.2, 1.5)]}
+    for name, samples in stalls.items():
+        result.samples[name] = [Sample(stall, {"copy_seconds": copied} if copied else {}) for stall, copied in samples]
+    result.add_ratios(["mine"], ["copy", "rival"])
+    cases_stall.note_stalls(result, ["mine"], ["copy", "rival", "not there"])
+    assert result.notes == [
+        "mine: 1.03 times the stall of copy; shorter in 1 of 2 rounds",
+        "mine: 0.89 times the stall of rival; shorter in 1 of 2 rounds",
+        "mine: 0.85 times a copy right before (0.80 to 0.90); less of it than rival in 2 of 2 rounds",
+        "rival: 1.70 times a copy right before (1.20 to 2.20)",
+    ]
+
+
+@pytest.mark.parametrize(("tools", "count"), [(None, 7), ([], 0), (["one copy, one hash"], 1)])
+def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatch):
+    monkeypatch.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
+    bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
+    names = CASES["stall_accumulation"](bench).samples
+    assert sum(name.endswith(tuple(cases_training.FLOORS)) for name in names) == count
+    assert len(names) == count + 3
+
+
+@pytest.mark.parametrize(("over_after", "steps"), [(0, 1), (2, 2), (9, cases_training.STEPS_MAX)])
+def test_steps_beside_a_commit_end_when_it_is_written(over_after, steps):
+    loop = background.Loop(3_000_000, tokens=16)
+    begun = loop.step
+    assert cases_training._steps_until(loop, lambda: loop.step - begun >= over_after, cases_training.STEPS_MAX) == steps
+    assert loop.step - begun == steps
+
+
+def test_a_step_of_many_batches_adds_up_their_gradients_and_steps_once(monkeypatch):
+    loop = background.Loop(3_000_000, tokens=16, batches=3)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: None)
+    steps, forward, batches, begun = [], loop.model.forward, [], loop.step
+    monkeypatch.setattr(loop.optimizer, "step", lambda: steps.append(loop.step))
+    monkeypatch.setattr(loop.model, "forward", lambda *given: batches.append(given) or forward(*given))
+    loop.train_one_step()
+    assert (len(batches), steps, loop.step) == (3, [begun], begun + 1)
+    added = [parameter.grad.clone() for parameter in loop.model.parameters()]
+    loop.optimizer.zero_grad()
+    sum(forward(*given) for given in batches).backward()
+    for parameter, gradient in zip(loop.model.parameters(), added, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
+    with Floor([torch.ones(1000)]) as floor:
+        floor.begin()()
+        os.kill(floor.pid, signal.SIGKILL)
+        with pytest.raises((RuntimeError, BrokenPipeError)):
+            floor.begin()()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("stall_", "async_"))])
+def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.measure.machine, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
+    # What is measured on a GPU is the same programme anywhere.
+    monkeypatch.setattr(cases_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(cases_device, "no_gpu_reason", lambda: "")
+    # A saver with more niceness than that starves where others are at work too.
+    monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
+    (tmp_path / "work").mkdir()
+    tools = ["torch.save", *cases_training.FLOORS]
+    bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
+    result = CASES[case](bench)
+    assert result.unusable == {}
+    assert sum("ckstore" in name or "saver" in name or "commit" in name for name in result.samples) >= 2
+    assert all(sample.value > 0 for samples in result.samples.values() for sample in samples)
+    assert not any((tmp_path / "work").iterdir())
+
+
+def test_note_says_after_what_part_of_a_synchronous_commit_a_call_has_returned():
+    result = Result("async_wall", "s", is_higher_better=False)
+    for name, walls, returns in (("commit", (1.0, 2.0, 4.0), (9, 9, 9)), ("async", (7, 7, 7), (0.5, 0.5, 0.4))):
+        pairs = zip(walls, returns, strict=True)
+        result.samples[name] = [Sample(wall, {cases_async.RETURNED: returned}) for wall, returned in pairs]
+    assert cases_async._share_waited(result, "async", "commit") == 0.25
+
+
+def test_note_says_how_long_the_call_and_then_the_disk_take_beside_a_synchronous_commit():
+    result = Result("async_wall", "s", is_higher_better=False)
+    for name, walls in (("commit none", (1.0, 2.0)), ("commit_async none", (1.5, 1.5)), (cases_async.DISK, (0.9, 0.9))):
+        result.samples[name] = [Sample(wall, {cases_async.RETURNED: 0.3}) for wall in walls]
+    result.samples["guarded commit_async none"] = result.samples["commit_async none"]
+    cases_async._note_walls(result, [("", "none")])
+    (note,) = [note for note in result.notes if "the disk alone" in note]
+    assert "takes 0.90 times (0.60 to 1.20) as long as a synchronous commit" in note

@@ -1,0 +1,226 @@
+"""The laws of style, as a test: who imports whom, one door a library, limits, a charter in every module.
+
+A number in here changes only in the commit that explains why.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from support.import_rules import ALLOWED
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "ckstore"
+FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 400, 120
+
+DOORS = {
+    "blake3": {"ids.py"},
+    "xxhash": {"format/wire.py"},
+    "msgspec": {"format/records.py"},
+    "zstandard": {"codec/zstd.py"},
+    "lz4": {"codec/lz4.py"},
+    "liburing": {"io/engine_uring.py"},
+    "obstore": {"io/remote.py"},
+    "typer": {"cli/"},
+    "rich": {"cli/output.py"},
+    "torch": {"adapters/", "kernels/on_gpu.py", "kernels/directions_on_gpu.py"},
+    "safetensors": {"adapters/"},
+    "time": {"clock.py"},
+    # obstore takes its patience as timedeltas; nobody looks at a clock there.
+    "datetime": {"cli/", "io/remote.py"},
+    "pickle": set(),
+    "marshal": set(),
+    "shelve": set(),
+    "dill": set(),
+    "cloudpickle": set(),
+    "asyncio": set(),
+}
+LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
+LAZY.add(("lossy_chunks", "lossy_device_task"))  # That loads torch, which the saver never does.
+"""Imports that may stand inside functions only."""
+
+
+def modules():
+    """Return every module of the package but the shipped test tools, by its path below ``ckstore``."""
+    return [path for path in sorted(SRC.rglob("*.py")) if path.relative_to(SRC).parts[0] != "testing"]
+
+
+def everything():
+    """Return every Python file that the limits hold for."""
+    places = ("src", "tests", "bench", "examples")
+    return [path for place in places for path in sorted((ROOT / place).rglob("*.py")) if ".venv" not in path.parts]
+
+
+def tree_of(path):
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def at(path, line, what):
+    return f"{path.relative_to(ROOT)}:{line}: {what}"
+
+
+def check(breaches):
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+def part_of(path):
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports_of(tree):
+    """Yield line, dotted name and whether it stands in a function, of every import that runs."""
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    for_types_only = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test).endswith("TYPE_CHECKING")
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in found:
+            yield node.lineno, name, id(node) in inside, id(node) in for_types_only
+
+
+def import_breaches(path, tree):
+    """Yield every import that the table or a door forbids."""
+    here, part = path.relative_to(SRC).as_posix(), part_of(path)
+    assert part in ALLOWED, f"{here} has no row in the import table"
+    for line, name, is_lazy, is_for_types in imports_of(tree):
+        top, *rest = name.split(".")
+        if top == "ckstore" and rest:
+            if rest[0] == "_native":
+                if here != "kernels/on_native.py":
+                    yield line, f"imports {name}; its door is kernels/on_native.py"
+            elif rest[0] == "testing":
+                yield line, "imports ckstore.testing"
+            elif rest[0] in ALLOWED and rest[0] != part and rest[0] not in ALLOWED[part]:
+                if not is_for_types:
+                    yield line, f"{part} may not import {rest[0]}"
+            elif (part, rest[0]) in LAZY and not (is_lazy or is_for_types):
+                yield line, f"{part} may import {rest[0]} only inside a function"
+        elif top in DOORS and not is_at_door(here, DOORS[top]):
+            yield line, f"imports {top}; its doors are {sorted(DOORS[top])}"
+
+
+def is_at_door(here, doors):
+    return any(here == door or (door.endswith("/") and here.startswith(door)) for door in doors)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(SRC).as_posix())
+def test_imports_follow_the_table_and_the_doors(path):
+    check([at(path, line, what) for line, what in import_breaches(path, tree_of(path))])
+
+
+def test_import_rules_find_a_breach():
+    tree = ast.parse("import time\nfrom ckstore.codec import chain\nfrom ckstore.io.local import LocalBackend")
+    found = [what for _, what in import_breaches(SRC / "store" / "known.py", tree)]
+    assert found == ["imports time; its doors are ['clock.py']", "store may not import codec"]
+
+
+def test_functions_and_files_keep_their_limits():
+    breaches = []
+    for path in everything():
+        lines = path.read_text().splitlines()
+        if len(lines) > FILE_LINES_MAX:
+            breaches.append(at(path, len(lines), f"a file has at most {FILE_LINES_MAX} lines"))
+        breaches += [
+            at(path, number, f"a line has at most {COLUMNS_MAX} columns")
+            for number, line in enumerate(lines, 1)
+            if len(line) > COLUMNS_MAX
+        ]
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION_LINES_MAX:
+                    breaches.append(at(path, node.lineno, f"{node.name} has {length} lines"))
+    check(breaches)
+
+
+def test_every_module_begins_with_its_charter():
+    breaches = []
+    for path in everything():
+        charter = ast.get_docstring(tree_of(path)) or ""
+        first = charter.split("\n\n")[0].replace("\n", " ")
+        if not re.match(r"[A-Za-z`].{15,}[.:?]$", first, re.DOTALL):
+            breaches.append(at(path, 1, "a module begins with a sentence that says what it is for"))
+    check(breaches)
+
+
+def test_nothing_prints_but_the_command_line():
+    breaches = [
+        at(path, node.lineno, "print belongs to cli")
+        for path in modules()
+        if part_of(path) != "cli"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    check(breaches)
+
+
+def test_nothing_is_left_for_later():
+    mark = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
+    breaches = [
+        at(path, number, "nothing is left for later")
+        for path in everything()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if mark.search(line)
+    ]
+    check(breaches)
+
+
+FORBIDDEN_WORDS = re.compile(r"(?i)(snapshot|blob|manager|handler|helper|util)")
+
+
+def test_names_use_the_words_of_the_glossary():
+    breaches = []
+    for path in modules():
+        for node in ast.walk(tree_of(path)):
+            name = getattr(node, "name", None) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+            if name and FORBIDDEN_WORDS.search(name):
+                breaches.append(at(path, node.lineno, f"{name} uses a word that is not ours"))
+    check(breaches)
+
+
+def test_public_functions_have_docstrings():
+    breaches = []
+    for path in modules():
+        for node in tree_of(path).body:
+            is_public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            if is_public and ast.get_docstring(node) is None:
+                breaches.append(at(path, node.lineno, f"{node.name} has no docstring"))
+    check(breaches)
+
+
+def test_code_runs_on_the_oldest_python():
+    # Names that are younger than Python 3.10, and have been written by mistake elsewhere.
+    young = {"Self", "ExceptionGroup", "BaseExceptionGroup", "tomllib", "StrEnum", "assert_never", "LiteralString"}
+    breaches = []
+    for path in modules():
+        tree = ast.parse(path.read_text(), feature_version=(3, 10))
+        for line, name, *_ in imports_of(tree):
+            if name.split(".")[-1] in young and not name.startswith("typing_extensions"):
+                breaches.append(at(path, line, f"{name} is younger than Python 3.10"))
+        breaches += [
+            at(path, node.lineno, "except* is younger than Python 3.10")
+            for node in ast.walk(tree)
+            if type(node).__name__ == "TryStar"
+        ]
+    check(breaches)

@@ -1,0 +1,199 @@
+"""What those that stage, hand over and commit in a saver begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore import handover
+from ckstore.saver import messages
+from ckstore.saver.arena import Arena
+from ckstore.saver.server import Server
+from ckstore.staging import device_copy, dock
+from ckstore.staging.crew import Crew
+from ckstore.staging.stowage import DEVICE_LAZY, LAZY
+from ckstore.store.processes import process_started
+from support.fake_device import Lying, PlayedDevice, SlowDevice
+from support.fake_saver import HeldCrew, Noted, PretendSaver
+from support.interrupts import Witness
+from support.saver_desk import Child, Desk, links, until
+
+
+@pytest.fixture(autouse=True)
+def no_arena_left():
+    """Fail a test that leaves the descriptor of an arena behind: else one of another file would find it, by luck."""
+    before = arena_count()
+    yield
+    # Savers of handles that were dropped are waited for by nobody.
+    until(lambda: arena_count() <= before, "the end of the arenas")
+
+
+def arena_count():
+    return sum("ckstore-arena" in link for link in links())
+
+
+@pytest.fixture
+def fast_folder(tmp_path):
+    """Where no disk is waited for: what survives SIGKILL does not depend on the file system."""
+    memory = Path("/dev/shm")
+    base = memory / f"ckstore-{tmp_path.name}-{time.monotonic_ns()}" if memory.is_dir() else tmp_path / "fast"
+    base.mkdir(mode=0o700)
+    yield base
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+def arena():
+    """An arena of one slot."""
+    made = Arena.create()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def crew():
+    """Two threads that copy."""
+    made = Crew(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def address(folder):
+    """A store on disk with nothing in it."""
+    ckstore.open(folder).close()
+    return str(folder)
+
+
+@pytest.fixture
+def child(address):
+    """Make trainers, each a process of its own that runs some code; they end with the test."""
+    children = []
+
+    def make(code):
+        children.append(Child(address, code))
+        return children[-1]
+
+    yield make
+    for each in children:
+        each.close()
+
+
+@pytest.fixture
+def desk(address):
+    """A trainer's desk before that store."""
+    made = Desk(address)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def savers(monkeypatch):
+    """The pretended savers that were started: from now on all are."""
+    PretendSaver.started = []
+    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    return PretendSaver.started
+
+
+@pytest.fixture
+def witnesses(savers, monkeypatch):
+    """The same, of those that look at what is staged."""
+    Witness.started, Witness.seen = savers, []
+    monkeypatch.setattr(handover, "Saver", Witness)
+    return savers
+
+
+@pytest.fixture
+def lying(monkeypatch):
+    """What says where states lie from now on: in the host's memory at first."""
+    found = Lying()
+    monkeypatch.setattr(dock, "kinds_of", found.kinds_of)
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device that is a thread, wherever states are said to lie in one."""
+    played = PlayedDevice()
+    monkeypatch.setattr(device_copy, "copies_of", played.copies_of)
+    # What it sends too late is there when somebody looks.
+    monkeypatch.setattr(Witness, "wait_for_others", lambda _: played.finish())
+    yield played
+    played.close()
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Take what is guarded for memory of a slow device, but for what is as small as a counter of steps."""
+    kinds_of = dock.kinds_of
+
+    def kinds_there(captured, storages, guarded):
+        kinds = kinds_of(captured, storages, guarded)
+        is_large = [captured.storages[index].nbytes > 4096 for index in range(len(kinds))]
+        return [DEVICE_LAZY if kind == LAZY and large else kind for kind, large in zip(kinds, is_large, strict=True)]
+
+    SlowDevice.may_come, SlowDevice.may_be_told = threading.Event(), threading.Event()
+    SlowDevice.may_be_told.set()
+    monkeypatch.setattr(dock, "kinds_of", kinds_there)
+    monkeypatch.setattr(device_copy, "copies_of", SlowDevice)
+    return SlowDevice
+
+
+@pytest.fixture
+def pretended_store(savers, folder):
+    """A store on disk with pretended savers, which end by themselves what was staged."""
+    with ckstore.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Copy nothing behind a guard before somebody waits."""
+    return HeldCrew(monkeypatch)
+
+
+@pytest.fixture
+def handing_store(savers, folder):
+    """A store on disk with pretended savers, which end what they have begun before it closes."""
+    opened = ckstore.open(folder)
+    yield opened
+    for saver in savers:
+        saver.is_quick = True
+        for ticket in list(saver.begun):
+            saver.finish(ticket)
+    opened.close()
+
+
+@pytest.fixture
+def policy(handing_store):
+    """Return a function that sets fields of that store's policy."""
+
+    def choose(**fields):
+        handing_store._policy = dataclasses.replace(handing_store._policy, **fields)
+
+    return choose
+
+
+@pytest.fixture
+def server(address):
+    """Return a server that nobody runs, and that only notes its priority."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    arena = Arena.create(slot_count=1)
+    hello = messages.Hello(str(address), "main", "auto", os.getpid(), process_started(os.getpid()), 7, 30)
+    found = Server(theirs, bell, arena, hello, Noted())
+    found.trainers_end = ours
+    yield found
+    for end in (ours, theirs):
+        end.close()
+    os.close(bell)
+    found._trainer.close()
+    arena.close()

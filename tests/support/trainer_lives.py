@@ -1,0 +1,277 @@
+"""Lives of trainers in one store, one after the other, each ended by a stroke of fate; and what must hold of them all.
+
+What a trainer said before its death is what it was promised: what is durable is there bit for bit, what was staged is
+published although it died, and whatever else is visible is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import ckstore
+from ckstore.format import layout
+from ckstore.store.processes import is_stopped, process_started
+from support.trainer_child import digest
+from support.trainer_processes import SECONDS_MAX, Life, Trainers
+
+FATAL = {"SIGKILL", "SIGSTOP", "SIGTERM", "out of memory"}
+
+
+class Lane:
+    """A store, the lives in it, and the count of what was done to them.
+
+    Args:
+        base: A folder of its own.
+        task: What is trained: ``numpy`` or ``torch``.
+        seed: What decides everything but time.
+    """
+
+    def __init__(self, base, task, seed):
+        self.place = base / "store"
+        self.task, self.seed = task, seed
+        self.choice = random.Random(seed)
+        self.trainers = Trainers(task, base)
+        self.lives = []
+        self.kills = Counter()
+        self.counts = Counter()
+        self.noticed = []
+        """Seconds from a saver's death until the trainer was told."""
+        self.floor = -1
+        """The step that a restart must find at least."""
+        self._known = {}
+        ckstore.open(self.place).close()
+
+    # Lives
+
+    def live(self, **options):
+        """Let a trainer be born; the one before is dead, and its saver may still be at work."""
+        number = len(self.lives) + 1
+        choice = self.choice
+        policy = {
+            "on_busy": choice.choice(["wait", "wait", "wait", "replace", "skip"]),
+            "base_cache": choice.choice(["none", "memory"]),
+            "compression": choice.choice(["none", "fast"]),
+            "debug_guard": choice.random() < 0.25,
+            "saver_nice": 0,
+            "threads": 2,
+        }
+        job = {
+            "life": number,
+            "seed": choice.randrange(1 << 30),
+            "place": str(self.place),
+            "task": self.task,
+            # Torch fills tensors that are there: their shapes stay.
+            "nbytes": choice.choice([1, 5, 9]) << 20 if self.task == "numpy" else 6 << 20,
+            "policy": policy | options.pop("policy", {}),
+            "steps": 100_000,
+            "waits": ["staged", "staged", "result", "none"],
+            "pause": choice.choice([0, 0, 0.01]),
+            "patience": 10.0,
+            "loaders": [choice.randrange(3)] if choice.random() < 0.15 else [],
+            "limit_at": -1,
+            "exit_at": -1,
+            "exit_how": "",
+        }
+        assert options.keys() <= job.keys()
+        life = Life(number, job | options)
+        self.lives.append(life)
+        self.trainers.start(life)
+        return life
+
+    def bury(self, life):
+        """See a trainer dead; learn what it was promised, and end the data loaders that outlived it."""
+        self.wait(lambda: life.is_over, f"the end of life {life.number}")
+        for step, its in life.facts("begin"):
+            self._known[life.number, int(step)] = its
+        for step, owner, its in life.facts("restored"):
+            self._check_restored(life, int(step), int(owner), its)
+        durable, staged = life.kept_steps()
+        self.counts["acknowledged"] += len(durable)
+        self.counts["staged"] += len(life.steps("staged"))
+        self.counts["orphaned"] += len(set(staged) - set(durable))
+        self.floor = max([self.floor, *durable, *staged])
+
+    def _check_restored(self, life, step, owner, its):
+        assert step >= self.floor, f"life {life.number} resumed step {step}, and {self.floor} was promised"
+        assert step == -1 or self._known[owner, step] == its, f"life {life.number} resumed a wrong step {step}"
+        self.floor = step
+        self.counts["resumed"] += 1
+
+    def wait(self, has_come, what, seconds=SECONDS_MAX, error=None):
+        self.trainers.wait(has_come, what, seconds, error)
+
+    def wait_said(self, life, word, count=1):
+        """Wait until a life has said a word so often, or is over."""
+        self.wait(lambda: life.is_over or len(life.facts(word)) >= count, f"{count} times {word!r}")
+
+    def pause(self):
+        """Wait for a random time, mostly a short one."""
+        time.sleep(10 ** self.choice.uniform(-4, -0.4))
+
+    # Strokes
+
+    @property
+    def killed(self):
+        """How often somebody was killed, stopped, told to end, or left without memory."""
+        return sum(count for kind, count in self.kills.items() if kind.partition(" ")[2] in FATAL)
+
+    def strike(self, life, number):
+        """Send a signal to the trainer."""
+        self.kills[f"trainer {signal.Signals(number).name}"] += 1
+        os.kill(life.pid, number)
+
+    def interrupt(self, life):
+        """Send what Ctrl-C sends to the group of a trainer, and to its saver, which is in no such group."""
+        assert os.getpgid(life.pid) == life.pid
+        before = len(life.facts("interrupted"))
+        pid = self.saver_of(life)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                assert os.getpgid(pid) != life.pid
+                os.kill(pid, signal.SIGINT)
+        while len(life.facts("interrupted")) == before:
+            # Python loses it where it cannot raise: in hooks of fork, and of collecting garbage.
+            os.killpg(life.pid, signal.SIGINT)
+            self.kills["trainer SIGINT"] += 1
+            with contextlib.suppress(TimeoutError):
+                self.wait(lambda: len(life.facts("interrupted")) > before, "a stop", 5, TimeoutError)
+
+    def steps(self):
+        """Return the steps that are published."""
+        with ckstore.open(self.place) as store:
+            return store.steps()
+
+    def saver_of(self, life):
+        """Return the saver that a trainer has now, from its first moment on; None: it has none."""
+        children = []
+        with contextlib.suppress(OSError):
+            # A child is its thread's until that ends, and then another one's: it may be missed in between.
+            for task in Path(f"/proc/{life.pid}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    children += map(int, (task / "children").read_text().split())
+        for pid in sorted(children, reverse=True):
+            with contextlib.suppress(OSError):
+                if b"ckstore.saver" in Path(f"/proc/{pid}/cmdline").read_bytes() and process_started(pid):
+                    return pid
+        return None
+
+    def strike_saver(self, life, number):
+        """Send a signal to the saver of a trainer that lives; return its pid, or None if there is none."""
+        pid = self.saver_of(life)
+        if pid is None:
+            return None
+        if number == signal.SIGKILL:
+            life.struck.add(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            self.kills[f"saver {signal.Signals(number).name}"] += 1
+            return pid
+        return None
+
+    def stop_saver(self, life):
+        """Stop the saver of a trainer that has one; return its pid when it stands still."""
+        pids = []
+        self.wait(lambda: pids.append(self.strike_saver(life, signal.SIGSTOP)) or pids[-1], "a saver")
+        self.wait(lambda: is_stopped(pids[-1]), "the stop")
+        return pids[-1]
+
+    def kill_saver(self, life):
+        """Kill a saver, and measure how long the trainer does not know."""
+        before = len(life.facts("failed"))
+        # The same clock in every process of this machine, and one that is never set.
+        begun = time.monotonic()
+        pid = self.strike_saver(life, signal.SIGKILL)
+        if pid is None:
+            return
+        self.wait(lambda: life.is_over or pid in self.trainers.dead or not Path(f"/proc/{pid}").exists(), "a death")
+        self.wait_said(life, "handed", len(life.facts("handed")) + 1)
+        for step, kind, when, text in life.facts("failed")[before:]:
+            if kind == "SaverError" and f"(pid {pid}) was killed by SIGKILL" in text:
+                self.noticed.append((float(when) - begun, step))
+
+    # What must hold
+
+    def wait_alone(self, seconds=SECONDS_MAX):
+        """Wait until nobody is left whom a trainer has started but data loaders, and end those."""
+        deadline = time.monotonic() + seconds
+        while others := self.trainers.others().keys() - (loaders := self._loaders()):
+            assert time.monotonic() < deadline, f"left behind: {others}, {self.trainers.others()}"
+            time.sleep(0.01)
+        for pid in loaders & self.trainers.others().keys():
+            assert "ckstore-arena" not in Path(f"/proc/{pid}/maps").read_text()
+            assert not [link for link in links_of(pid) if "ckstore-arena" in link]
+            self.counts["loaders that outlived their trainer"] += 1
+            os.kill(pid, signal.SIGKILL)
+        assert not (self.place / layout.lease_name("main")).exists() or self._lease_is_free()
+
+    def _loaders(self):
+        return {int(pid) for life in self.lives for (pid,) in life.facts("loader")}
+
+    def _lease_is_free(self):
+        with ckstore.open(self.place) as store:
+            holder = store._parts.lease.holder()
+            return holder is None or process_started(holder.pid) != holder.process_started
+
+    def check(self):
+        """Look at all that is there, once nobody works on it any more."""
+        durable = {(life.number, step) for life in self.lives for step in life.steps("durable")}
+        with ckstore.open(self.place) as store:
+            entries = [(info.seq, info.step, int(info.metrics["life"])) for info in reversed(store.log())]
+            steps = [step for _, step, _ in entries]
+            assert steps == sorted(set(steps)), f"an older state was resumed and then overtaken: {entries}"
+            assert max(steps, default=-1) >= self.floor, f"step {self.floor} was promised; there are {steps}"
+            lost = durable - {(life, step) for _, step, life in entries}
+            assert not lost, f"acknowledged and not there: {lost}"
+            for seq, step, life in entries:
+                assert digest(store.restore(f"seq:{seq}")) == self._known[life, step], f"step {step} is wrong"
+            report = store.verify("decode")
+            assert not report.damage, report.damage
+        self.counts["half-staged and not visible"] += sum(self._is_left_out(life, entries) for life in self.lives)
+        self.counts["checked"] += len(entries)
+        self.counts["published without being heard"] += len(entries) - len(durable)
+
+    @staticmethod
+    def _is_left_out(life, entries):
+        """Whether the last thing of a life was a state that never got whole."""
+        begun = life.steps("begin")
+        was_told = {*life.steps("refused"), *life.steps("failed"), *life.steps("staged")}
+        return (
+            bool(begun)
+            and begun[-1] not in was_told
+            and all(entry[1:] != (begun[-1], life.number) for entry in entries)
+        )
+
+    def check_next(self):
+        """The next trainer takes the lease and commits, without any repair."""
+        life = self.live(steps=2, waits=["result"], pause=0, loaders=[])
+        self.bury(life)
+        assert life.facts("closed"), (life.said[-8:], self.trainers.errors()[-2000:])
+        assert len(life.steps("durable")) == 2
+
+    def __str__(self):
+        kills = ", ".join(f"{kind}: {count}" for kind, count in sorted(self.kills.items()))
+        counts = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        slowest = max((seconds for seconds, _ in self.noticed), default=0.0)
+        return (
+            f"{self.task}, seed {self.seed}: {len(self.lives)} lives, {self.kills.total()} strokes ({kills}), "
+            f"{self.killed} of them fatal; {counts}; "
+            f"{len(self.noticed)} deaths of savers noticed within {slowest:.2f} s"
+        )
+
+    def close(self):
+        self.trainers.close()
+
+
+def links_of(pid):
+    found = []
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(str(path.readlink()))
+    return found

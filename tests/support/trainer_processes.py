@@ -1,0 +1,157 @@
+"""Trainers that are forked to be killed: what each was told to do and said, and the process that they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ckstore
+
+FOLDER = Path(__file__).parents[1]
+SOURCE = Path(ckstore.__file__).parent.parent
+
+SECONDS_MAX = 100.0
+"""Longer than anything here takes, on a machine that others use too."""
+
+
+class Life:
+    """One trainer: what it was told to do, what it said, and what was done to it."""
+
+    def __init__(self, number, job):
+        self.number, self.job = number, job
+        self.said = []
+        self.struck = set()
+        """Savers that were killed or kept from memory."""
+        self.is_over = False
+
+    def facts(self, word):
+        """Return the facts of each line with this word, in order."""
+        return [facts for said, *facts in self.said if said == word]
+
+    def steps(self, word):
+        """Return the steps that a word was said of."""
+        return [int(facts[0]) for facts in self.facts(word)]
+
+    @property
+    def pid(self):
+        return int(self.facts("born")[0][0])
+
+    def saver_of(self):
+        """Return for each step the saver that it was handed to."""
+        return {int(step): int(pid) for step, pid in self.facts("handed")}
+
+    def kept_steps(self):
+        """Return the steps that were promised to survive, whatever happens to the trainer."""
+        durable, failed, begun = self.steps("durable"), set(self.steps("failed")), self.steps("begin")
+        savers = self.saver_of()
+        staged = [
+            step
+            for step in self.steps("staged")
+            if step not in failed
+            and savers.get(step) not in self.struck
+            # A later state may have replaced it, as the policy wants.
+            and (self.job["policy"].get("on_busy") != "replace" or step == begun[-1])
+        ]
+        return durable, staged
+
+
+class Trainers:
+    """The process that forks trainers, and a thread that hears what all of them say."""
+
+    def __init__(self, task, base):
+        self.token = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.lives = {}
+        self.dead = {}
+        self._changed = threading.Condition()
+        self._errors = base / "stderr"
+        path = os.pathsep.join([str(SOURCE), str(FOLDER)])
+        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"CKSTORE_TEST_TOKEN": self.token, "PYTHONFAULTHANDLER": "1"}
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "support.trainer_child", task],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+            )
+        self.pid = self._process.pid
+        self.is_ready = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        assert self.is_ready.wait(SECONDS_MAX), self.errors()
+
+    def start(self, life):
+        """Let a trainer be born."""
+        self.lives[life.number] = life
+        self._process.stdin.write(json.dumps(life.job).encode() + b"\n")
+        self._process.stdin.flush()
+        self.wait(lambda: life.facts("born"), "the birth of a trainer")
+
+    def wait(self, has_come, what, seconds=SECONDS_MAX, error=None):
+        """Wait until something was said; whatever does not come hangs, which is a fault."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not has_come():
+                # Not all that is waited for is said.
+                self._changed.wait(0.01)
+                if time.monotonic() > deadline and error is not None:
+                    raise error(what)
+                if time.monotonic() > deadline:
+                    last = [life.said[-12:] for life in list(self.lives.values())[-2:]]
+                    raise AssertionError(f"{what} did not come; last said: {last}; stderr: {self.autopsy()}")
+
+    def autopsy(self):
+        """Let everybody say where its threads are, and die."""
+        for pid in self.others():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(1)
+        return self.errors()[-20000:]
+
+    def errors(self):
+        return self._errors.read_text(errors="replace")
+
+    def others(self):
+        """Return every process that came from this one: pid to command line."""
+        found = {}
+        for place in Path("/proc").iterdir():
+            if not place.name.isdecimal() or int(place.name) == self.pid:
+                continue
+            with contextlib.suppress(OSError):
+                if self.token.encode() in (place / "environ").read_bytes():
+                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def close(self):
+        """End all of it, whatever lives."""
+        for pid in self.others():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.stdin.close()
+        self._process.wait(SECONDS_MAX)
+        self._listener.join(SECONDS_MAX)
+        self._process.stdout.close()
+
+    def _listen(self):
+        for line in self._process.stdout:
+            number, word, *facts = line.decode(errors="replace").rstrip("\n").split(" ", 5)
+            if word == "ready":
+                self.is_ready.set()
+                continue
+            with self._changed:
+                if word == "dead":
+                    self.dead[int(facts[0])] = int(facts[1])
+                if int(number):
+                    life = self.lives[int(number)]
+                    life.said.append((word, *facts))
+                    life.is_over = life.is_over or word == "dead"
+                self._changed.notify_all()

@@ -1,0 +1,5 @@
+"""The fixtures of tests that stage, hand over and commit in a saver."""
+
+from __future__ import annotations
+
+from support.saver_fixtures import *  # noqa: F403 - fixtures are found by their names

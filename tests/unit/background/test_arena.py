@@ -1,0 +1,377 @@
+"""Protects the memory that trainer and saver share: what one writes the other sees, and nobody is ever killed by it.
+
+A slot that grew over another one, a mark before its bytes, a page that is not there when it is written: each would
+publish a wrong checkpoint or end a training run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.config import MIB
+from ckstore.errors import CapacityError, MalformedError
+from ckstore.saver import arena as arena_module
+from ckstore.saver.arena import DATA_OFFSET, FREE, STAGED, STAGING, UNIT_NBYTES, Arena, units_of
+from support.saver_desk import links
+
+SOURCE = str(Path(ckstore.__file__).parent.parent)
+
+
+@pytest.fixture
+def arena():
+    made = Arena.create(slot_count=2)
+    yield made
+    made.close()
+
+
+def run_python(code, *fds):
+    """Run code in a process that has these descriptors; return what it printed."""
+    program = f"import sys; sys.path.insert(0, {SOURCE!r})\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, fds)], pass_fds=fds, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def mappings():
+    """Return the lines of this process's memory map that belong to an arena."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "ckstore-arena" in line]
+
+
+def descriptors():
+    """Return how many descriptors of arenas this process has; others come and go with other threads."""
+    return sum("ckstore-arena" in link for link in links())
+
+
+def test_another_process_sees_bytes_marks_and_facts(arena):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.start(7, 2 * UNIT_NBYTES)
+    slot.view(UNIT_NBYTES - 3, 6)[:] = b"abcdef"
+    slot.mark(0, UNIT_NBYTES)
+    seen = run_python(
+        """
+from ckstore.saver.arena import Arena, UNIT_NBYTES
+slot = Arena.attach(int(sys.argv[1])).slots[0]
+print(slot.ticket, slot.state, slot.nbytes == 2 * UNIT_NBYTES, bytes(slot.view(UNIT_NBYTES - 3, 6)))
+print(slot.is_staged(0, UNIT_NBYTES), slot.is_staged(0, UNIT_NBYTES + 1))
+slot.view(0, 3)[:] = b"xyz"
+""",
+        arena.fd,
+    )
+    assert seen.splitlines() == [f"7 {STAGING} True b'abcdef'", "True False"]
+    assert bytes(slot.view(0, 3)) == b"xyz"
+
+
+def test_growing_keeps_bytes_and_old_views_and_the_other_side_follows(arena):
+    slot = arena.slots[0]
+    slot.reserve(100)
+    other = Arena.attach(os.dup(arena.fd))
+    view = slot.view(0, 5)
+    view[:] = b"early"
+    assert other.slots[0].nbytes == slot.nbytes == UNIT_NBYTES
+
+    slot.reserve(3 * UNIT_NBYTES + 1)
+    slot.view(3 * UNIT_NBYTES, 4)[:] = b"late"
+    other.slots[0].refresh()
+
+    assert other.slots[0].nbytes == slot.nbytes == 4 * UNIT_NBYTES
+    assert bytes(other.slots[0].view(3 * UNIT_NBYTES, 4)) == b"late"
+    view[:] = b"still"
+    assert bytes(other.slots[0].view(0, 5)) == bytes(slot.view(0, 5)) == b"still"
+    other.close()
+
+
+def test_a_slot_never_shrinks(arena):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    before = os.fstat(arena.fd).st_size
+    slot.reserve(10)
+    assert slot.nbytes == 2 * UNIT_NBYTES
+    assert os.fstat(arena.fd).st_size == before
+
+
+def test_slots_share_no_byte_however_they_grow(arena):
+    first, second = arena.slots
+    for units in (1, 3, 9):
+        for slot, pattern in ((first, 0x11), (second, 0x22)):
+            slot.reserve(units * UNIT_NBYTES)
+            np.asarray(slot.view(0, slot.nbytes))[:] = pattern
+            slot.start(units, slot.nbytes)
+            slot.mark(0, pattern)
+    assert set(bytes(first.view(0, first.nbytes))) == {0x11}
+    assert set(bytes(second.view(0, second.nbytes))) == {0x22}
+    assert list(first.marks) == list(second.marks) == [1] + [0] * 8
+    assert first.nbytes == second.nbytes == 9 * UNIT_NBYTES
+
+
+def test_a_new_ticket_finds_nothing_staged(arena):
+    slot = arena.slots[1]
+    assert (slot.state, slot.ticket) == (FREE, 0)
+    slot.reserve(4 * UNIT_NBYTES)
+    slot.start(1, 4 * UNIT_NBYTES)
+    slot.mark(0, 4 * UNIT_NBYTES)
+    slot.state = STAGED
+    slot.start(2, 3 * UNIT_NBYTES + 1)
+    assert (slot.state, slot.ticket) == (STAGING, 2)
+    assert not slot.marks.any()
+
+
+@pytest.mark.parametrize(("nbytes", "units"), [(0, 0), (1, 1), (UNIT_NBYTES, 1), (UNIT_NBYTES + 1, 2)])
+def test_every_byte_belongs_to_a_unit(nbytes, units):
+    assert units_of(nbytes) == units
+
+
+def test_a_range_is_staged_when_all_its_units_are(arena):
+    slot = arena.slots[0]
+    slot.reserve(4 * UNIT_NBYTES)
+    slot.start(1, 4 * UNIT_NBYTES)
+    slot.mark(UNIT_NBYTES + 5, 1)
+    assert slot.is_staged(UNIT_NBYTES, 2 * UNIT_NBYTES)
+    assert not slot.is_staged(UNIT_NBYTES - 1, 2 * UNIT_NBYTES)
+    assert not slot.is_staged(UNIT_NBYTES, 2 * UNIT_NBYTES + 1)
+
+
+def test_data_lie_on_huge_pages_of_the_file_and_after_all_marks(arena):
+    slot = arena.slots[0]
+    slot.reserve(1)
+    assert slot.address % 4096 == 0
+    assert DATA_OFFSET % (2 * MIB) == 0
+
+
+def test_an_arena_on_its_own_takes_no_memory_and_a_populated_one_does(arena):
+    slot = arena.slots[0]
+    slot.reserve(64 * MIB)
+    assert os.fstat(arena.fd).st_blocks * 512 < MIB
+    assert not slot.is_populated(0, 64 * MIB)
+    slot.populate(5, 8 * MIB - 5)
+    assert slot.is_populated(0, 8 * MIB)
+    assert not slot.is_populated(0, 8 * MIB + 1)
+    assert 8 * MIB <= os.fstat(arena.fd).st_blocks * 512 < 9 * MIB
+
+
+def test_memory_that_was_taken_stays_so_when_the_slot_grows(arena):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    slot.reserve(4 * UNIT_NBYTES)
+    blocks = os.fstat(arena.fd).st_blocks
+    assert arena.nbytes_taken == slot.nbytes_taken == 2 * UNIT_NBYTES
+    slot.populate(0, 2 * UNIT_NBYTES)
+    assert os.fstat(arena.fd).st_blocks == blocks
+    slot.populate(0, 3 * UNIT_NBYTES)
+    assert arena.nbytes_taken == 3 * UNIT_NBYTES
+
+
+@pytest.mark.parametrize("problem", [errno.ENOMEM, errno.EFAULT])
+def test_memory_that_cannot_be_taken_is_an_error_and_no_signal(arena, monkeypatch, problem):
+    def refuse(*_):
+        ctypes.set_errno(problem)
+        return -1
+
+    slot = arena.slots[0]
+    slot.reserve(UNIT_NBYTES)
+    monkeypatch.setattr(arena_module.libc, "madvise", refuse)
+    with pytest.raises(CapacityError, match="use commit, which needs no second copy") as caught:
+        slot.populate(0, 1)
+    assert caught.value.errno == problem
+    assert not slot.is_populated(0, 1)
+
+
+def test_old_kernels_that_cannot_populate_allocate_instead(arena, monkeypatch):
+    def is_unknown(*_):
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    slot = arena.slots[0]
+    slot.reserve(UNIT_NBYTES)
+    monkeypatch.setattr(arena_module.libc, "madvise", is_unknown)
+    slot.populate(0, UNIT_NBYTES)
+    assert slot.is_populated(0, UNIT_NBYTES)
+    assert os.fstat(arena.fd).st_blocks * 512 >= UNIT_NBYTES
+
+
+def test_a_limit_on_addresses_is_an_error_and_leaves_the_slot_as_it_was():
+    told = run_python(
+        """
+import resource
+from ckstore.errors import CapacityError
+from ckstore.saver.arena import Arena, UNIT_NBYTES
+arena = Arena.create(UNIT_NBYTES)
+slot = arena.slots[0]
+slot.view(0, 4)[:] = b"here"
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+try:
+    slot.reserve(1 << 30)
+except CapacityError as error:
+    print(slot.nbytes == UNIT_NBYTES, bytes(slot.view(0, 4)), error.errno)
+"""
+    )
+    assert told == f"True b'here' {errno.ENOMEM}"
+
+
+def test_a_limit_on_file_sizes_is_an_error():
+    told = run_python(
+        """
+import resource
+from ckstore.errors import CapacityError
+from ckstore.saver.arena import Arena
+arena = Arena.create()
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20,) * 2)
+try:
+    arena.slots[0].reserve(1 << 30)
+except CapacityError as error:
+    print(error.errno)
+"""
+    )
+    assert told == str(errno.EFBIG)
+
+
+def test_more_than_a_slot_can_mark_is_refused(arena):
+    with pytest.raises(CapacityError):
+        arena.slots[0].reserve(1 << 45)
+
+
+def test_a_slot_that_claims_more_than_there_is_is_refused(arena):
+    arena.slots[0].reserve(UNIT_NBYTES)
+    other = Arena.attach(os.dup(arena.fd))
+    field = np.flatnonzero(arena.facts == UNIT_NBYTES)
+    arena.facts[field] = 1000 * UNIT_NBYTES
+    with pytest.raises(MalformedError, match="claims more than there is"):
+        other.slots[0].refresh()
+    assert other.slots[0].nbytes == UNIT_NBYTES
+    other.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * (4 * MIB), b"ckarena1" + b"\xff" * (4 * MIB)])
+def test_a_descriptor_that_is_no_arena_is_refused(content):
+    fd = os.memfd_create("something-else")
+    try:
+        os.write(fd, content)
+        with pytest.raises(MalformedError, match="no arena"):
+            Arena.attach(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_forked_child_has_neither_the_memory_nor_the_descriptor(arena):
+    arena.slots[0].reserve(UNIT_NBYTES)
+    fd = arena.fd
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            is_gone = not Path(f"/proc/self/fd/{fd}").exists() and not mappings()
+            # Ends the mappings' owners, which must not unmap what the child has in their place.
+            arena.close()
+            gc.collect()
+            code = 0 if is_gone and arena.fd == -1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    arena.slots[0].view(0, 2)[:] = b"ok"
+
+
+def test_nothing_is_left_when_the_last_view_goes():
+    gc.collect()
+    descriptors_before, mappings_before = descriptors(), len(mappings())
+    for _ in range(20):
+        made = Arena.create(UNIT_NBYTES, slot_count=2)
+        made.slots[0].reserve(2 * UNIT_NBYTES)
+        view = made.slots[0].view(0, 3)
+        made.close()
+        made.close()
+        assert len(mappings()) > mappings_before
+        view[:] = b"end"
+        del view, made
+        gc.collect()
+        assert len(mappings()) == mappings_before
+    assert descriptors() == descriptors_before
+
+
+def test_memory_that_is_given_back_is_taken_anew(arena):
+    slot = arena.slots[0]
+    slot.reserve(4 * UNIT_NBYTES)
+    slot.populate(0, 3 * UNIT_NBYTES)
+    slot.view(0, 5)[:] = b"bytes"
+    before = os.fstat(arena.fd).st_blocks * 512
+    assert slot.give_back() == 3 * UNIT_NBYTES
+    assert os.fstat(arena.fd).st_blocks * 512 == before - 3 * UNIT_NBYTES
+    assert (slot.nbytes_taken, slot.is_populated(0, 1), slot.give_back()) == (0, False, 0)
+    assert slot.nbytes_wanting(2 * UNIT_NBYTES) == 2 * UNIT_NBYTES
+    slot.populate(0, 1)
+    assert bytes(slot.view(0, 5)) == bytes(5)
+    assert slot.nbytes_taken == UNIT_NBYTES
+
+
+def test_memory_is_counted_once_however_often_a_slot_grows(arena):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(UNIT_NBYTES, UNIT_NBYTES)
+    slot.reserve(9 * UNIT_NBYTES)
+    assert slot.nbytes_taken == UNIT_NBYTES
+    assert slot.nbytes_wanting(3 * UNIT_NBYTES) == 2 * UNIT_NBYTES
+    slot.populate(0, 3 * UNIT_NBYTES)
+    assert slot.nbytes_taken == 3 * UNIT_NBYTES
+
+
+def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_there(arena, monkeypatch):
+    slot = arena.slots[0]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    punch = arena_module.libc.fallocate
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(ctypes.CDLL(None), name)
+
+        def fallocate(self, *place):
+            assert punch(*place) == 0
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module, "libc", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            slot.give_back()
+    assert not slot.is_populated(0, 2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    assert os.fstat(arena.fd).st_blocks * 512 >= 2 * UNIT_NBYTES
+
+
+def test_room_that_found_no_memory_for_its_marks_is_no_room(arena, monkeypatch):
+    slot = arena.slots[0]
+
+    def refuse(slot, begin, nbytes):
+        raise CapacityError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module.Slot, "_take_memory", refuse)
+        with pytest.raises(CapacityError):
+            slot.reserve(2 * UNIT_NBYTES)
+    assert slot.nbytes == 0
+    slot.reserve(2 * UNIT_NBYTES)
+    other = Arena.attach(os.dup(arena.fd))
+    assert other.slots[0].nbytes == slot.nbytes == 2 * UNIT_NBYTES
+    other.close()
+
+
+def test_an_idle_arena_that_is_closed_is_gone_whoever_has_its_slots(arena):
+    slot = arena.slots[0]
+    slot.reserve(UNIT_NBYTES)
+    before = len(mappings())
+    arena.close(is_idle=True)
+    # The slot's memory and the page of facts: either of them keeps the whole memfd.
+    assert len(mappings()) == before - 2
+    assert slot.nbytes == 0

@@ -1,0 +1,94 @@
+"""Protects what becomes of a state while an earlier one is still being written: what was promised is kept."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckstore.errors import SaverError
+from support.fake_saver import OwnerOfAll, slow, state
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.fixture
+def store(handing_store):
+    return handing_store
+
+
+def test_skip_leaves_the_state_out_and_says_so(store, savers, policy, caplog):
+    policy(on_busy="skip")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(1), 1)
+    second = store.commit_async(state(2), 2)
+    assert "step 2 is left out: step 1 is still being written" in caplog.text
+    assert second.is_skipped
+    assert second.is_done
+    assert not second.is_staged
+    assert not second.wait_staged()
+    with pytest.raises(SaverError, match="step 2 was left out"):
+        second.result()
+    saver.finish(1)
+    third = store.commit_async(state(3), 3)
+    assert not third.is_skipped
+    assert list(saver.begun) == [1, 2]
+    saver.finish(2)
+
+
+def test_replace_keeps_one_state_waiting_and_replaces_it(store, savers, policy, caplog):
+    policy(on_busy="replace")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pendings = [store.commit_async(state(step), step) for step in (1, 2, 3, 4)]
+    assert saver.aborted == [2, 3]
+    assert [each.is_skipped for each in pendings] == [False, True, True, False]
+    assert [room.index for room, _, _ in saver.begun.values()] == [0, 1, 1, 1]
+    assert saver.parents == [(None, 0), (None, 1), (None, 1), (None, 1)]
+    assert "step 3 replaces that of step 2" in caplog.text
+    with pytest.raises(SaverError, match="step 2 was left out: that of step 1"):
+        pendings[1].result()
+    saver.finish(1)
+    saver.finish(4)
+    store.wait()
+    assert pendings[3].result().step == 4
+    store.commit_async(state(5), 5)
+    assert saver.parents[-1] == (104, 0)
+    saver.finish(5)
+
+
+@pytest.mark.parametrize("ask", [lambda pending: pending.wait_staged(), lambda pending: pending.is_staged])
+def test_replace_leaves_what_was_said_to_be_staged_and_waits(store, savers, policy, ask):
+    policy(on_busy="replace")
+    store.prewarm(state(0))
+    saver = slow(savers)
+    pendings = [store.commit_async(state(step), step) for step in (1, 2)]
+    assert ask(pendings[1])
+    ending = threading.Timer(0.2, saver.finish, (1,))
+    ending.start()
+    pendings.append(store.commit_async(state(3), 3))
+    ending.join()
+    assert saver.aborted == []
+    saver.finish(2)
+    assert pendings[1].result().step == 2
+    # Of the third nobody was told so.
+    pendings.append(store.commit_async(state(4), 4))
+    store.commit_async(state(5), 5)
+    assert saver.aborted == [4]
+    assert pendings[3].is_skipped
+    saver.finish(3)
+    saver.finish(5)
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "replace"])
+def test_a_commit_that_nobody_waits_for_is_checked_by_the_next(store, savers, policy, on_busy):
+    policy(on_busy=on_busy, debug_guard=True)
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store._guarded = OwnerOfAll()
+    pending = store.commit_async(state(1), 1)
+    assert not pending.is_staged
+    store.commit_async(state(2), 2)
+    assert pending.is_staged
+    saver.finish(1)

@@ -1,0 +1,335 @@
+"""The trainer's end: every ticket ends once, a dead saver is noticed at once, and nothing is left behind.
+
+Forked children have no part in a saver, and keep nothing of it alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore.errors import MalformedError, SaverError, UsageError
+from ckstore.format import layout
+from ckstore.saver import client, messages
+from ckstore.saver.arena import Arena
+from ckstore.saver.client import Saver
+from ckstore.saver.process import Watch
+from ckstore.saver.tickets import Callbacks, Tickets
+from ckstore.store.processes import process_started
+from support.saver_desk import SECONDS_MAX, Desk, fork, links, noise, stop, until
+
+
+def steps(address):
+    with ckstore.open(address) as store:
+        return store.steps()
+
+
+# Death
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["staging", "staged"])
+def test_killed_saver_is_noticed_at_once_and_the_next_one_works(desk, address, caplog, is_staged):
+    desk.commit(noise(1), 1)
+    handed = desk.begin(noise(2, 64 << 20), 2).stage(4)
+    assert handed.began.wait(SECONDS_MAX)
+    if is_staged:
+        stop(desk.saver.pid)
+        handed.stage().finish()
+    assert desk.saver._watch.timeout_ms is None, "its death wakes the trainer, which looks for it at no interval"
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    with caplog.at_level(logging.ERROR, "ckstore"), pytest.raises(SaverError, match="was killed by SIGKILL") as caught:
+        handed.wait()
+    assert handed.events == ["began", "failed", "free"]
+    assert (caught.value.pid, caught.value.saver_exit_code, caught.value.todo.split(":")[0]) == (
+        desk.saver.pid,
+        -signal.SIGKILL,
+        "commit again",
+    )
+    assert "killed by SIGKILL" in caplog.text
+    assert not desk.saver.is_alive
+    with pytest.raises(SaverError):
+        desk.begin(noise(2), 2)
+    assert steps(address) == [1]
+    desk.start()
+    # The dead one's lease is no obstacle, and its slot is as good as before.
+    assert desk.commit(noise(3), 3).seq == 1
+
+
+def test_dead_saver_is_no_zombie_and_holds_no_lease(desk):
+    desk.commit(noise(1), 1)
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    until(lambda: not desk.saver.is_alive)
+    assert not Path(f"/proc/{desk.saver.pid}").exists()
+    assert desk.saver.release_lease()
+    assert desk.saver.quit()
+
+
+def test_saver_that_cannot_start_is_an_error_of_the_ticket(address, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    desk = Desk(address)
+    try:
+        with pytest.raises(SaverError, match="ended with code 1"):
+            desk.commit(noise(1), 1)
+    finally:
+        desk.close()
+
+
+def test_no_interpreter_is_told_at_once(address, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = len(links())
+    arena = Arena.create()
+    with pytest.raises(SaverError, match="no saver can be started"):
+        Saver.start(address, "main", arena)
+    arena.close()
+    gc.collect()
+    assert len(links()) <= before
+
+
+def test_what_the_saver_said_before_it_died_counts(desk):
+    handed = desk.begin(noise(1), 1).stage().finish()
+    # The listener is kept busy while the saver publishes, says so, and dies.
+    blocked = threading.Event()
+    old = handed.callbacks()
+    desk.saver._tickets._callbacks[1] = Callbacks(
+        old.on_done, old.on_failed, old.on_free, lambda: (old.on_began(), blocked.wait(SECONDS_MAX))
+    )
+    # The thread that publishes gives up the lease after that: then it has said all of it.
+    assert not desk.saver.release_lease(0)
+    until(lambda: steps(desk.address) == [1] and not (Path(desk.address) / layout.lease_name("main")).exists())
+    os.kill(desk.saver.pid, signal.SIGKILL)
+    blocked.set()
+    assert handed.wait().seq == 0
+    assert handed.events[-2:] == ["done", "free"]
+
+
+def test_stopped_saver_is_waited_for_and_talked_of(desk, caplog, monkeypatch):
+    monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.1)
+    desk.saver.wait_ready(SECONDS_MAX)
+    stop(desk.saver.pid)
+    handed = desk.begin(noise(1), 1).stage().finish()
+    waiter = threading.Thread(target=desk.saver.wait, args=(handed.free, SECONDS_MAX, "publish step 1"), daemon=True)
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        waiter.start()
+        until(lambda: "to publish step 1; it is stopped" in caplog.text, "the word of it")
+    assert "still waiting for the saver" in caplog.text
+    assert not handed.ended.is_set()
+    assert desk.saver.is_alive
+    os.kill(desk.saver.pid, signal.SIGCONT)
+    waiter.join(SECONDS_MAX)
+    assert not waiter.is_alive()
+    assert handed.wait().seq == 0
+
+
+def test_bells_and_messages_never_wait_for_a_stopped_saver(desk):
+    desk.saver.wait_ready(SECONDS_MAX)
+    stop(desk.saver.pid)
+    begun = time.monotonic()
+    for _ in range(10_000):
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(desk.saver.bell, 1)
+    for number in range(10_000):
+        desk.saver.abort(number)
+    # Whoever waited for it would wait for ever, and longer than this with a pause for each that finds no room.
+    assert time.monotonic() - begun < SECONDS_MAX
+    os.kill(desk.saver.pid, signal.SIGCONT)
+
+
+def test_saver_that_says_what_nobody_understands_is_killed(address, caplog):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        watch = Watch(other.pid, process_started(other.pid))
+        saver = Saver(other, ours, os.eventfd(0), watch, ckstore.clock.SYSTEM_CLOCK)
+        with caplog.at_level(logging.ERROR, "ckstore"):
+            saver._listener.start()
+            theirs.send(b"\xffnonsense")
+            assert saver.quit(SECONDS_MAX)
+        assert other.returncode == -signal.SIGKILL
+    theirs.close()
+    assert "cannot be understood" in caplog.text
+    with pytest.raises(MalformedError):
+        saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
+
+
+def test_process_that_closed_its_socket_and_lives_on_is_killed(monkeypatch):
+    monkeypatch.setattr(client, "GRACE_SECONDS", 0.05)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        saver = Saver(
+            other, ours, os.eventfd(0), Watch(other.pid, process_started(other.pid)), ckstore.clock.SYSTEM_CLOCK
+        )
+        saver._listener.start()
+        theirs.close()
+        assert saver.quit(SECONDS_MAX)
+        assert other.returncode == -signal.SIGKILL
+
+
+# The end
+
+
+def test_quit_carries_through_what_has_begun(desk, address):
+    handed = desk.begin(noise(1), 1).stage(1)
+    assert handed.began.wait(SECONDS_MAX)
+    assert not desk.saver.quit(0.1)
+    handed.stage().finish()
+    assert desk.saver.quit(SECONDS_MAX)
+    assert handed.receipt.seq == 0
+    assert handed.events == ["began", "done", "free"]
+    assert not (Path(address) / layout.lease_name("main")).exists()
+
+
+def test_quit_that_is_not_waited_for_leaves_no_zombie(desk, address):
+    desk.commit(noise(1), 1)
+    desk.saver.quit(is_waited=False)
+    until(lambda: not Path(f"/proc/{desk.saver.pid}").exists(), "the end of the saver")
+    assert steps(address) == [1]
+
+
+def test_many_savers_leave_no_descriptor_thread_or_process(address):
+    def count():
+        gc.collect()
+        return len(links()), threading.active_count()
+
+    Desk(address).close()
+    before = count()
+    pids = []
+    for step in range(4):
+        desk = Desk(address)
+        desk.commit(noise(step, 1 << 20), step)
+        pids.append(desk.saver.pid)
+        if step % 2:
+            os.kill(desk.saver.pid, signal.SIGKILL)
+        desk.close()
+        del desk
+    until(lambda: all(map(int.__le__, count(), before)), "the end of threads and descriptors")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_many_commits_leave_no_descriptor_in_either_process(desk):
+    desk.commit(noise(0, 1 << 20), 0)
+
+    def count():
+        gc.collect()
+        return len(links()), len(links(desk.saver.pid))
+
+    before = count()
+    for step in range(1, 30):
+        desk.commit(noise(step, 1 << 20), step)
+    # Fewer is well: what earlier tests left may be collected meanwhile. A beat of the lease has one for a moment.
+    until(lambda: all(map(int.__le__, count(), before)), "the end of descriptors")
+
+
+def test_callback_that_raises_is_logged_and_nothing_more(desk, caplog):
+    handed = desk.begin(noise(1), 1)
+    old = handed.callbacks()
+
+    def fail():
+        raise ValueError("a fault of the caller")
+
+    desk.saver._tickets._callbacks[1] = Callbacks(old.on_done, old.on_failed, old.on_free, fail)
+    with caplog.at_level(logging.ERROR, "ckstore"):
+        handed.stage().finish().wait()
+    assert "a fault of the caller" in caplog.text
+    assert desk.commit(noise(2), 2).seq == 1
+
+
+def test_ticket_that_was_not_given_is_malformed():
+    tickets = Tickets()
+    with pytest.raises(MalformedError):
+        tickets.take(messages.SlotFree(1))
+    told = []
+    assert tickets.add(1, Callbacks(told.append, told.append, lambda: told.append("free")))
+    tickets.end(lambda: SaverError("dead"))
+    assert [str(each) for each in told] == ["dead", "free"]
+    assert not tickets.add(2, Callbacks(print, print, print))
+
+
+# Forked children
+
+
+def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk, tmp_path):
+    desk.commit(noise(1), 1)
+    told = tmp_path / "held"
+    bell = Path(f"/proc/self/fd/{desk.saver.bell}")
+    assert bell.exists()
+
+    def child():
+        # Other tests may have left eventfds of their own.
+        held = [link for link in links() if "arena" in link or "pidfd" in link] + [bell] * bell.exists()
+        held += [line for line in Path("/proc/self/maps").read_text().splitlines() if "arena" in line]
+        told.write_text(f"{held}, saver alive: {desk.saver.is_alive}")
+        if held or desk.saver.is_alive or not desk.saver.quit():
+            return 3
+        try:
+            desk.saver.begin(9, 0, 0, 1, Callbacks(print, print, print))
+        except UsageError:
+            return 7
+        return 4
+
+    _, end = fork(child)
+    assert end() == 7, told.read_text()
+    assert desk.commit(noise(2), 2).seq == 1
+
+
+def test_forked_child_does_not_hide_the_saver_s_death(desk):
+    desk.commit(noise(1), 1)
+    handed = desk.begin(noise(2), 2).stage(1)
+    assert handed.began.wait(SECONDS_MAX)
+    _, end = fork(lambda: 0)
+    try:
+        # The child lives until the test lets it go, so what tells is not the end of a socket.
+        assert desk.saver._watch.timeout_ms is None
+        os.kill(desk.saver.pid, signal.SIGKILL)
+        with pytest.raises(SaverError):
+            handed.wait()
+    finally:
+        end()
+
+
+# Watching a process
+
+
+def test_watch_sees_death_by_descriptor_and_by_start_time():
+    with subprocess.Popen(["sleep", "600"]) as other:
+        started = process_started(other.pid)
+        watch, blind, wrong = Watch(other.pid, started), Watch(other.pid, started), Watch(other.pid, "1")
+        blind.close()
+        assert (watch.is_alive, blind.is_alive, wrong.is_alive) == (True, True, False)
+        assert (watch.timeout_ms, blind.timeout_ms) == (None, 500)
+        os.kill(other.pid, signal.SIGSTOP)
+        assert watch.is_alive
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        # Not yet waited for: a zombie is dead.
+        assert (watch.is_alive, blind.is_alive) == (False, False)
+    watch.close()
+    wrong.close()
+    gone = Watch(other.pid, started)
+    assert not gone.is_alive
+    gone.close()
+
+
+def test_system_without_pidfds_is_watched_all_the_same(address, monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    desk = Desk(address)
+    try:
+        assert desk.commit(noise(1), 1).seq == 0
+        handed = desk.begin(noise(2), 2).stage(1)
+        assert handed.began.wait(SECONDS_MAX)
+        os.kill(desk.saver.pid, signal.SIGKILL)
+        with pytest.raises(SaverError):
+            handed.wait()
+    finally:
+        desk.close()

@@ -1,0 +1,372 @@
+"""Protects the promise of the guard: what is saved is the state at ``commit_async``, whatever training does next.
+
+The saver is a pretended one. What a guard protects is copied when somebody waits for it and not a moment earlier, so
+a test that passes has been saved by the guard and not by a fast copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import ckstore
+from ckstore.errors import CorruptError, UsageError
+from support.fake_saver import PretendSaver, without_hooks
+from support.guarded_trainer import Trainer, commit_and
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.fixture
+def store(pretended_store):
+    return pretended_store
+
+
+ADAMS = {
+    "for each": {"foreach": True},
+    "fused": {"fused": True},
+    "one by one": {"foreach": False, "fused": False},
+}
+
+
+@pytest.fixture
+def checked(store):
+    """Let the policy ask for the check of the guard."""
+    store._policy = ckstore.Policy(debug_guard=True)
+
+
+@pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
+def test_a_step_after_the_commit_changes_nothing_of_it(store, held, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    for step in range(3):
+        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        assert staged == wanted
+    assert held.held == 3
+
+
+@pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
+def test_without_the_guard_these_tests_would_fail(store, held, monkeypatch, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    trainer.step = partial(without_hooks, trainer.optimizer)
+    # What torch counts would tell, and what is sampled: these have tests of their own.
+    monkeypatch.setattr("ckstore.staging.copying.HostCopy.sampled_change", lambda copy: None)
+    monkeypatch.setattr("ckstore.staging.state.versions_of", lambda storages: [0] * len(storages))
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged != wanted
+    assert staged[-1] == wanted[-1], "the average belongs to no optimizer and was copied before"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # Of torch, of itself.
+def test_a_compiled_step_changes_nothing_of_it_either(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    trainer.step = torch.compile(trainer.optimizer.step, backend="eager")
+    for step in range(3):
+        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        assert staged == wanted
+    assert held.held == 3
+
+
+def test_an_optimizer_that_was_not_attached_is_copied_before_the_call_returns(store, held):
+    trainer = Trainer()
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 0
+
+
+def test_buffers_change_in_forward_and_are_copied_before(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    before = trainer.model[1].running_mean.clone()
+
+    def forward():
+        trainer.model(torch.randn(8, 96))
+
+    wanted, staged = commit_and(store, trainer.state(), forward)
+    assert staged == wanted
+    assert not torch.equal(before, trainer.model[1].running_mean)
+    assert held.held == 1
+
+
+def test_gradients_accumulate_between_commit_and_step(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+
+    def accumulate():
+        for _ in range(4):
+            trainer.backward()
+        trainer.optimizer.step()
+
+    state = {**trainer.state(), "gradients": [each.grad for each in trainer.model.parameters()]}
+    wanted, staged = commit_and(store, state, accumulate)
+    assert staged == wanted
+
+
+def test_either_of_two_optimizers_guards_both(store, held):
+    one, other = Trainer(), Trainer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    store.attach(one.optimizer)
+    store.attach(other.optimizer)
+    for steps in ((one.train, other.train), (other.train, one.train), (other.train,)):
+        state = {"a": one.state(), "b": other.state()}
+        wanted, staged = commit_and(store, state, lambda steps=steps: [step() for step in steps])
+        assert staged == wanted
+
+
+def test_one_attached_optimizer_of_two_protects_what_is_its_own(store, held):
+    one, other = Trainer(), Trainer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    store.attach(one.optimizer)
+    wanted, staged = commit_and(store, {"a": one.state(), "b": other.state()}, lambda: (other.train(), one.train()))
+    assert staged == wanted
+
+
+def test_a_parameter_that_no_optimizer_owns_may_be_changed_at_once(store, held):
+    trainer = Trainer()
+    frozen = nn.Parameter(torch.randn(300, 300), requires_grad=False)
+    store.attach(trainer.optimizer)
+
+    def change():
+        with torch.no_grad():
+            frozen.add_(1)
+        trainer.train()
+
+    wanted, staged = commit_and(store, {**trainer.state(), "frozen": frozen}, change)
+    assert staged == wanted
+
+
+def test_a_parameter_that_shares_its_memory_with_something_else_is_copied_before(store, held):
+    flat = torch.randn(1 << 16)
+    parameter = nn.Parameter(flat[: 1 << 15])
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    store.attach(optimizer)
+
+    def change():
+        flat[-1] += 1
+        with torch.no_grad():
+            parameter.add_(1)
+
+    wanted, staged = commit_and(store, {"parameter": parameter, "flat": flat}, change)
+    assert staged == wanted
+    assert held.held == 0
+
+
+def test_what_lies_between_the_elements_of_parameters_is_copied_before(store, held):
+    first, middle, last = torch.randn(500, 3 * 64).chunk(3, dim=1)
+    optimizer = torch.optim.SGD([nn.Parameter(first), nn.Parameter(last)], lr=0.1)
+    store.attach(optimizer)
+    wanted, staged = commit_and(store, {"a": first, "b": middle, "c": last}, lambda: middle.fill_(7.0))
+    assert (staged, held.held) == (wanted, 0)
+
+
+def test_parameters_that_share_one_flat_memory_are_guarded_with_their_padding(store, held):
+    flat = torch.randn(3 << 16)
+    parameters = [nn.Parameter(flat[begin : begin + 60_000]) for begin in range(0, flat.numel(), 1 << 16)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    store.attach(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    wanted, staged = commit_and(store, parameters, optimizer.step)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_state_that_an_optimizer_makes_anew_is_found(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_the_guard_by_hand_protects_whatever_happens_inside(store, held):
+    trainer = Trainer()
+
+    def change():
+        with store.guard(trainer.optimizer), torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(0.5)
+
+    with store.guard(trainer.optimizer):
+        trainer.optimizer.step()
+    wanted, staged = commit_and(store, trainer.state(), change)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_attaching_twice_guards_once(store, held):
+    trainer = Trainer()
+    for _ in range(3):
+        store.attach(trainer.optimizer)
+    assert len(trainer.optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_a_wrapped_optimizer_is_guarded_where_it_steps(store, held):
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    trainer = Trainer()
+    store.attach(Wrapper(trainer.optimizer))
+    wanted, staged = commit_and(store, trainer.state(), trainer.train)
+    assert staged == wanted
+    assert held.held == 1
+
+
+def test_a_scheduler_on_top_changes_nothing(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.9**step)
+
+    def step():
+        trainer.train()
+        scheduler.step()
+
+    wanted, staged = commit_and(store, {**trainer.state(), "scheduler": scheduler.state_dict()}, step)
+    assert staged == wanted
+
+
+@pytest.mark.parametrize("thing", [None, nn.Linear(2, 2), {"state": {}, "param_groups": []}])
+def test_what_is_no_optimizer_is_refused(store, thing):
+    with pytest.raises(UsageError, match="is no optimizer"):
+        store.attach(thing)
+
+
+def test_an_optimizer_without_hooks_is_refused_and_told_what_to_do(store):
+    class Bare:
+        def __init__(self):
+            self.param_groups, self.state = [], {}
+
+    with pytest.raises(UsageError, match="cannot tell when it is going to step"):
+        store.attach(Bare())
+
+
+def test_optimizers_are_not_kept_alive(store):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    gone = weakref.ref(trainer.optimizer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+    assert store._guarded.spans() == []
+
+
+def test_a_closed_store_guards_no_longer(savers, folder):
+    trainer = Trainer()
+    store = ckstore.open(folder)
+    store.attach(trainer.optimizer)
+    store.commit_async(trainer.state(), 1)
+    store.close()
+    assert not trainer.optimizer._optimizer_step_pre_hooks
+    assert not trainer.optimizer._optimizer_step_post_hooks
+    trainer.train()
+
+
+def test_a_forgotten_store_does_not_hold_up_a_step(savers, folder):
+    trainer = Trainer()
+    store = ckstore.open(folder)
+    store.attach(trainer.optimizer)
+    store.commit_async(trainer.state(), 1).result()
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+    trainer.train()
+
+
+def test_stores_that_were_forgotten_leave_no_more_than_one_pair_of_hooks(savers, folder):
+    trainer = Trainer()
+    optimizer = trainer.optimizer
+
+    def hooks():
+        return len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+    before = hooks()
+    with ckstore.open(folder, run="other") as other:
+        other.attach(optimizer)
+        for _ in range(5):
+            store = ckstore.open(folder)
+            store.attach(optimizer)
+            assert hooks() == (before[0] + 2, before[1] + 2)
+            trainer.train()
+            del store
+            gc.collect()
+        trainer.train()
+    with ckstore.open(folder) as store:
+        store.attach(optimizer)
+        assert hooks() == (before[0] + 1, before[1] + 1)
+    assert hooks() == before
+
+
+def test_a_forked_child_steps_without_the_guard(store, held):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with torch.no_grad():
+                store._handover.guard()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pending.wait_staged()
+
+
+# The check
+
+
+def test_the_check_finds_nothing_where_the_guard_was_kept(store, held, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    for step in range(3):
+        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        assert staged == wanted
+
+
+def test_the_check_finds_a_parameter_that_was_changed_outside_of_its_optimizer(store, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    store._handover._lying.going[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
+    with torch.no_grad():
+        trainer.model[3].weight[5, 7] += 1
+    trainer.train()
+    with pytest.raises(CorruptError, match=r"model\.3\.weight") as caught:
+        pending.result()
+    assert caught.value.path == ("model", "3.weight")
+    saver = PretendSaver.started[-1]
+    assert "staged" not in saver.calls
+    assert saver.aborted == [1]
+    store.commit_async(trainer.state(), 2).result()
+
+
+def test_the_check_tells_the_next_commit_if_nobody_asks(store, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    store.commit_async(trainer.state(), 1)
+    store._handover._lying.going[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
+    with torch.no_grad():
+        trainer.model[0].bias += 1
+    trainer.train()
+    with pytest.raises(CorruptError, match=r"step 1 failed in the background.*changed between"):
+        store.commit_async(trainer.state(), 2)
+    store.commit_async(trainer.state(), 2).result()
+
+
+def test_checked_commits_are_staged_when_somebody_waits_even_without_a_step(store, checked):
+    trainer = Trainer()
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    assert not pending.is_staged
+    assert pending.result().step == 1

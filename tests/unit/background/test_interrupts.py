@@ -1,0 +1,120 @@
+"""Ctrl-C at bad moments of the trainer's own work: it is raised, and costs at most the commit that it hits.
+
+What was being handed over is either given up, which the saver is told, or carried through; a state that changes after
+an interrupted call is never taken for the state of that call.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+import ckstore
+from ckstore import workers
+from ckstore.staging import copying
+from ckstore.staging import crew as crews
+from support.fake_saver import HeldCrew, OwnerOfAll, PretendSaver
+from support.saver_desk import SECONDS_MAX, noise
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+
+@pytest.mark.parametrize(
+    "place", ["ckstore.staging.state.Staging.copy_now", "ckstore.interval.Costs.watch"], ids=["nothing", "something"]
+)
+def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers, folder, monkeypatch, place):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    HeldCrew(monkeypatch)
+    state = noise(1)
+    with ckstore.open(folder) as store:
+        store._guarded = OwnerOfAll()
+        with monkeypatch.context() as context:
+            context.setattr(place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.commit_async(state, 1)
+        # The state goes on; nothing of it may ever be taken for that of step 1.
+        state["w0"][:] = 0
+        assert savers[0].aborted == [1]
+        store.commit_async(state, 2).result()
+        assert "staged" not in savers[0].calls[: savers[0].calls.index("abort")]
+        assert savers[0].calls.count("staged") == 1
+
+
+def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeypatch):
+    begin = PretendSaver.begin
+    main = threading.main_thread().ident
+
+    def slow_begin(saver, *facts, **options):
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        begin(saver, *facts, **options)
+
+    with ckstore.open(folder) as store:
+        with monkeypatch.context() as context:
+            context.setattr(PretendSaver, "begin", slow_begin)
+            with pytest.raises(KeyboardInterrupt):
+                store.commit_async(noise(1), 1)
+        assert savers[0].aborted == [1]
+        for step in (2, 3, 4):
+            store.commit_async(noise(step), step).result()
+        assert len(savers) == 1
+        assert len(store._handover._lying.going) <= 1
+
+
+def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeypatch):
+    begun = []
+
+    class LateThread(threading.Thread):
+        def start(self):
+            late = threading.Timer(0.05, super().start)
+            late.start()
+            begun.append(late)
+            raise KeyboardInterrupt
+
+    ran, interrupts = [], []
+    with monkeypatch.context() as context:
+        context.setattr(workers.threading, "Thread", LateThread)
+        with pytest.raises(KeyboardInterrupt):
+            workers.run_aside(lambda: ran.append(1), on_interrupt=interrupts.append)
+    begun[0].join()
+    time.sleep(0.05)
+    assert ran == interrupts == []
+
+
+def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
+    ran, interrupts = [], []
+    main = threading.main_thread().ident
+
+    def step():
+        for _ in range(3):
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.05)
+        ran.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        workers.run_aside(step, on_interrupt=interrupts.append)
+    assert ran == [1]
+    assert len(interrupts) == 1
+
+
+def test_threads_that_copy_all_end_also_one_whose_start_was_interrupted():
+    crew = copying.Crew(2)
+    crew.start()
+    strays = [threading.Thread(target=crews._serve, args=(crew._work,), daemon=True) for _ in range(3)]
+    for stray in strays:
+        stray.start()
+    closing = threading.Thread(target=crew.close, daemon=True)
+    closing.start()
+    for thread in (closing, *strays):
+        thread.join(SECONDS_MAX)
+        assert not thread.is_alive()
+    # And it can be used again.
+    done = threading.Event()
+    crew.send(done.set, 1)
+    assert done.wait(SECONDS_MAX)
+    crew.close()

@@ -1,0 +1,105 @@
+"""A commit that comes while another is being written: with another niceness, or without room beside it; no listener."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+
+import pytest
+
+import ckstore
+from ckstore.config import MIB
+from ckstore.errors import CapacityError, SaverError
+from support.fake_saver import slow, state
+from support.saver_desk import SECONDS_MAX, until
+
+
+@pytest.fixture
+def replacing(savers, folder):
+    """A store with pretended savers that replaces what waits; the policy's other words are given."""
+    opened = []
+
+    def make(**words):
+        opened.append(ckstore.open(folder, policy=ckstore.Policy(on_busy="replace", **words)))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        for saver in savers:
+            saver.is_quick = True
+            for ticket in list(saver.begun):
+                saver.finish(ticket)
+        store.close()
+
+
+def test_another_priority_has_nobody_wait_for_what_is_being_written(replacing, savers):
+    store = replacing()
+    store.prewarm(state(0))
+    saver = slow(savers)
+    store.commit_async(state(0), 0)
+    # The last commit before the end has the store's policy, whatever that of the others was.
+    pending = store.commit_async(state(1), 1, policy=ckstore.Policy(on_busy="replace", saver_nice=5))
+    assert pending.wait_staged(SECONDS_MAX)
+    assert (len(savers), "quit" in saver.calls) == (1, False)
+
+
+def test_the_next_commit_after_it_has_the_priority_that_it_asks_for(replacing, savers):
+    store = replacing()
+    store.commit_async(state(0), 0).result()
+    store.wait()
+    store.commit_async(state(1), 1, policy=ckstore.Policy(on_busy="replace", saver_nice=5)).result()
+    assert [saver.options["nice"] for saver in savers] == [19, 5]
+
+
+def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, savers, caplog):
+    store = replacing(arena_nbytes_max=60 * MIB)
+    store.prewarm(state(0, 40 * MIB))
+    saver = slow(savers)
+    store.commit_async(state(0, 40 * MIB), 0)
+    handed = []
+    thread = threading.Thread(target=lambda: handed.append(store.commit_async(state(1, 40 * MIB), 1)), daemon=True)
+    thread.start()
+    until(lambda: "no room for a second state" in caplog.text, "the word that it waits")
+    time.sleep(0.2)
+    assert not handed, "there is no room for it yet"
+    saver.finish(1)
+    thread.join(SECONDS_MAX)
+    assert handed[0].wait_staged(SECONDS_MAX)
+    assert caplog.text.count("no room for a second state in the arena: the next waits until step 0 is written") == 1
+
+
+def test_a_state_that_finds_no_room_at_all_says_so(replacing, savers):
+    store = replacing(arena_nbytes_max=60 * MIB)
+    store.prewarm(state(0, 40 * MIB))
+    saver = slow(savers)
+    pending = store.commit_async(state(0, 40 * MIB), 0)
+    with pytest.raises(CapacityError, match="the policy allows"):
+        store.commit_async(state(1, 80 * MIB), 1)
+    assert not pending.is_done, "nobody waits for what does not help"
+    saver.finish(1)
+
+
+def test_a_saver_that_nobody_could_listen_to_is_ended_and_told_of(folder, monkeypatch):
+    started = []
+    popen, start = subprocess.Popen, threading.Thread.start
+
+    class Noted(popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            started.append(self)
+
+    def refuse(thread):
+        if thread.name == "ckstore-saver":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    with ckstore.open(folder) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(SaverError, match="no saver can be listened to"):
+                store.commit_async(state(0), 0)
+        assert [process.poll() is not None for process in started] == [True]
+        assert store.commit_async(state(0), 0).result(SECONDS_MAX).step == 0
+    until(lambda: all(process.poll() is not None for process in started))

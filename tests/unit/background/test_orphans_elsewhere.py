@@ -1,0 +1,230 @@
+"""The trainer is started again on another node that shares the file system, where /proc says nothing of its saver.
+
+Then the lease tells: a saver says there that its trainer is gone, and its heartbeat that it lives itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import ckstore
+from ckstore.errors import BackendError
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord, encode_record
+from ckstore.store.lease import STALE_SECONDS, Lease
+from ckstore.store.lease_record import GONE, SaverPurpose
+from ckstore.store.processes import boot_identity, process_started
+from support.saver_desk import SECONDS_MAX, noise, until
+
+PATH = layout.lease_name("main")
+LEFT = LeaseRecord(
+    host="node-a",
+    boot_id="machine-a/boot/namespace",
+    pid=4711,
+    process_started="17",
+    token="ab" * 16,
+    acquired_ns=1,
+    heartbeat_ns=1,
+    purpose=SaverPurpose(4710, GONE, 5).text,
+)
+"""Of a saver on another node whose trainer is gone."""
+
+
+@pytest.fixture
+def run(store, backend, monkeypatch):
+    """The place of a run with a checkpoint, which nobody writes."""
+    monkeypatch.setattr("ckstore.store.orphans._silent", {})
+    store.commit({"a": 1}, 1)
+    store._parts.lease.release()
+    return backend
+
+
+def put(backend, record):
+    if backend.stat(PATH) is not None:
+        backend.unlink(PATH)
+    backend.create(PATH, encode_record(record), sync=False)
+
+
+@pytest.fixture
+def on_another_node(monkeypatch):
+    """Let this process be on another node than the savers that it starts."""
+    for module in ("orphans", "lease", "processes"):
+        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "machine-b/boot/namespace")
+
+
+def in_thread(step):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(step()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+@pytest.mark.parametrize("asks", ["restore", "latest", "steps", "commit"])
+def test_who_starts_the_run_again_waits_for_a_saver_that_still_publishes(desk, address, caplog, request, asks):
+    desk.commit(noise(0), 0)
+    handed = desk.begin(noise(1), 1)
+    assert handed.began.wait(SECONDS_MAX)
+    with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
+        lease = store._parts.lease
+        desk.saver.quit(is_waited=False)
+        until(lambda: SaverPurpose.of(lease.holder().purpose).trainer_started == GONE)
+        request.getfixturevalue("on_another_node")
+        calls = {"restore": store.restore, "latest": store.latest, "steps": store.steps}
+        thread, results = in_thread(calls.get(asks, lambda: store.commit(noise(2), 2)))
+        until(lambda: "waiting for the saver" in caplog.text)
+        time.sleep(0.2)
+        assert not results, "nobody goes on while the saver may still publish"
+        handed.stage().finish().wait()
+        thread.join(SECONDS_MAX)
+        assert results
+        expected = f"(pid {desk.saver.pid} on host {socket.gethostname()}) of the trainer that died to publish step 1"
+        assert expected in caplog.text
+        assert store.steps() == ([0, 1, 2] if asks == "commit" else [0, 1])
+        if asks == "restore":
+            assert np.array_equal(results[0]["w0"], noise(1)["w0"])
+
+
+def test_a_saver_elsewhere_whose_heart_stops_is_waited_for_once(run, clock, caplog):
+    put(run, LEFT)
+    lease = Lease(run, "main", clock)
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        assert lease.wait_for_orphan()
+    assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
+    assert "waiting for the saver (pid 4711 on host node-a) of the trainer that died to publish step 5" in caplog.text
+    assert "its heartbeat has stopped" in caplog.text
+    # Nor by whoever asks again, by another handle too, nor by who takes the lease after all.
+    slept = clock.slept
+    assert not lease.wait_for_orphan()
+    lease = Lease(run, "main", clock)
+    assert not lease.wait_for_orphan()
+    lease.take()
+    assert clock.slept == slept
+    lease.release()
+
+
+def test_a_saver_elsewhere_whose_heart_beats_is_waited_for_without_a_bound(run, clock):
+    put(run, LEFT)
+
+    def beat():
+        if clock.slept > 20 * STALE_SECONDS:
+            run.unlink(PATH)
+        elif round(clock.slept) % 5 == 0:
+            put(run, replace(LEFT, heartbeat_ns=round(clock.slept)))
+
+    clock.on_sleep = beat
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept > 20 * STALE_SECONDS
+
+
+def test_a_medium_that_does_not_always_answer_ends_no_wait(run, clock, monkeypatch):
+    put(run, LEFT)
+    read, asked = run.read_bytes, []
+
+    def seldom(*words, **more):
+        asked.append(clock.slept)
+        if clock.slept < STALE_SECONDS / 2 and len(asked) % 3 == 2:
+            raise BackendError("a stale file handle")
+        return read(*words, **more)
+
+    monkeypatch.setattr(run, "read_bytes", seldom)
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
+
+
+def test_a_medium_that_answers_no_more_ends_the_wait_as_a_heart_does_that_stops(run, clock, monkeypatch):
+    put(run, LEFT)
+    lease = Lease(run, "main", clock)
+    read = run.read_bytes
+
+    def once(*words, **more):
+        if clock.slept:
+            raise BackendError("gone")
+        return read(*words, **more)
+
+    monkeypatch.setattr(run, "read_bytes", once)
+    assert lease.wait_for_orphan()
+    assert STALE_SECONDS <= clock.slept < STALE_SECONDS + 2
+
+
+def test_a_medium_that_does_not_answer_ends_no_wait_for_an_orphan_of_this_boot(run, clock, monkeypatch):
+    # As if a saver of a dead trainer: this process's parent, which lives.
+    parent = os.getppid()
+    here = {"boot_id": boot_identity(), "pid": parent, "process_started": process_started(parent)}
+    put(run, replace(LEFT, **here))
+    read = run.read_bytes
+
+    def seldom(*words, **more):
+        if 0 < clock.slept < 1:
+            raise BackendError("a stale file handle")
+        if clock.slept > 2:
+            run.unlink(PATH)
+        return read(*words, **more)
+
+    monkeypatch.setattr(run, "read_bytes", seldom)
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept > 2
+
+
+def test_a_saver_does_not_wait_for_itself_where_the_system_says_nothing_of_boots(run, clock, monkeypatch):
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": process_started(os.getpid())}
+    for module in ("orphans", "lease", "processes"):
+        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "")
+    put(run, replace(LEFT, boot_id="", **me))
+    assert not Lease(run, "main", clock).wait_for_orphan()
+    put(run, replace(LEFT, boot_id=""))
+    clock.on_sleep = lambda: run.unlink(PATH)
+    assert Lease(run, "main", clock).wait_for_orphan(), "others tell by their heartbeats only"
+
+
+def test_one_that_beats_again_is_waited_for_again(run, clock):
+    put(run, LEFT)
+    lease = Lease(run, "main", clock)
+    assert lease.wait_for_orphan()
+    put(run, replace(LEFT, heartbeat_ns=2))
+    assert lease.wait_for_orphan()
+
+
+def test_a_saver_elsewhere_that_leaves_is_not_waited_for_any_longer(run, clock):
+    put(run, LEFT)
+    clock.on_sleep = lambda: run.unlink(PATH)
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept < 1
+
+
+def test_a_lease_that_another_has_by_now_is_not_waited_for(run, clock):
+    put(run, LEFT)
+    clock.on_sleep = lambda: put(run, replace(LEFT, token="cd" * 16, purpose=""))
+    assert Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept < 1
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"purpose": ""},
+        {"purpose": SaverPurpose(4710, "16", 5).text},
+        {"boot_id": boot_identity(), "pid": 4_000_000},
+    ],
+    ids=["trainer", "saver-of-a-trainer-that-is-not-known-to-be-gone", "died-here"],
+)
+def test_nobody_else_is_waited_for(run, clock, facts):
+    put(run, replace(LEFT, **facts))
+    assert not Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept == 0
+
+
+def test_a_saver_of_this_machine_before_a_reboot_is_not_waited_for(run, clock, monkeypatch):
+    put(run, LEFT)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-a")
+    for module in ("orphans", "processes"):
+        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "machine-a/later/namespace")
+    assert not Lease(run, "main", clock).wait_for_orphan()
+    assert clock.slept == 0

@@ -1,0 +1,367 @@
+"""Protects what is remembered from one capture to the next: it must never show, but in the time that a capture takes.
+
+Each test changes a state in one way, and compares what is told of it with a capture that remembers nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+import ckstore
+from ckstore import values
+from ckstore.adapters import staging_cuda
+from ckstore.adapters.guarding import Guarded
+from ckstore.adapters.torch_state import TorchAdapter
+from ckstore.capture import capture
+from ckstore.config import Limits
+from ckstore.errors import LeafTypeError, UsageError
+from ckstore.recapture import Recapture
+from ckstore.saver.head import HeadWriter
+from ckstore.staging.dock import Dock
+from ckstore.staging.stowage import LAZY, NOW
+from ckstore.tree import ConvertedNode
+from ckstore.values import LONG_TEXT
+from support.changing_states import CHANGES, Case, Holder, Point
+
+
+def copies_in(node):
+    """Yield the tensors that each capture makes a copy of: texts."""
+    if isinstance(node, ConvertedNode) and node.name == LONG_TEXT:
+        yield node.child.tensor
+    for child in getattr(node, "children", ()) or [getattr(node, "child", None)]:
+        yield from () if child is None else copies_in(child)
+
+
+def described(captured, lazy=()):
+    """Return everything that a capture tells, bytes included, and where they lie."""
+    copied = {captured.tensors[number].storage for number in (*copies_in(captured.tree), *lazy)}
+    storages = [
+        (
+            None if number in copied else each.start,
+            (each.nbytes, each.element_width, each.is_float, each.is_host),
+            bytes(each.read(0, each.nbytes)),
+        )
+        for number, each in enumerate(captured.storages)
+    ]
+    return captured.tree, captured.paths, captured.tensors, storages, captured.warnings
+
+
+def is_lazy(part, path):
+    """Whether what lies at a path is resolved by each capture anew."""
+    for key in path:
+        if not isinstance(part, (dict, list, tuple)):
+            return False
+        part = part[key]
+    return isinstance(part, torch.Tensor) and (part.is_conj() or part.is_neg())
+
+
+class Remembering(Recapture):
+    """All that remembers something of the last commit, on the way from a state to a slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.guarded, self.dock, self.writer = Guarded(lambda: None), Dock(Limits()), HeadWriter()
+
+    def attach(self, optimizer):
+        self.guarded.attach(optimizer)
+        return self
+
+
+def spans_of(remembering):
+    """Return what the optimizers own, as one that remembers nothing tells it."""
+    fresh = Guarded(lambda: None)
+    for optimizer in remembering.guarded._hooks:
+        fresh.attach(optimizer)
+    spans = fresh.spans()
+    fresh.release()
+    return spans
+
+
+def head_by(writer, captured, stowage):
+    told = {"step": 3, "metrics": {"loss": 1.5}, "tags": ["best"], "policy": ckstore.Policy()}
+    return writer.encode(writer.head_of(captured, stowage.places, samples=stowage.samples, **told))
+
+
+def laid_out(stowage):
+    """Return all that a layout says."""
+    sections = [(each.begin, each.firsts.tolist(), each.rows.tolist(), each.storages) for each in stowage.sections]
+    return stowage.places, stowage.samples, sections, stowage.end
+
+
+def same(remembering, state):
+    """Compare what is told of a state with what is told by those who remember nothing; return if it was remembered."""
+    before = remembering._memo
+    found = remembering.capture(state, [TorchAdapter()])
+    lazy = [number for number, path in enumerate(found.paths) if is_lazy(state, path)]
+    anew = capture(state, [TorchAdapter()])
+    assert described(found, lazy) == described(anew, lazy)
+    # The way to a device knows by this what lies there.
+    held = [[staging_cuda._held(each) is not None for each in one.storages] for one in (found, anew)]
+    assert held[0] == held[1]
+    spans = remembering.guarded.spans()
+    assert spans == spans_of(remembering)
+    stowage, starts = remembering.dock.stow(found, spans)
+    fresh, fresh_starts = Dock(Limits()).stow(found, spans)
+    assert laid_out(stowage) == laid_out(fresh)
+    assert starts.tolist() == fresh_starts.tolist() == [storage.start for storage in found.storages]
+    assert head_by(remembering.writer, found, stowage) == head_by(HeadWriter(), found, fresh)
+    return before is not None and remembering._memo is before
+
+
+@pytest.fixture
+def points():
+    before = dict(values._BY_TYPE), dict(values._BY_NAME)
+    ckstore.register_converter(Point, "point", lambda point: {"x": point.x}, lambda state: Point(state["x"]))
+    yield
+    for table, kept in zip((values._BY_TYPE, values._BY_NAME), before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
+@pytest.mark.usefixtures("points")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_changes_a_capture_tells_the_same_as_one_that_remembers_nothing(change):
+    case = Case()
+    recapture = Remembering().attach(case.optimizer)
+    same(recapture, case.state)
+    case.state["rng"] = torch.get_rng_state()
+    assert same(recapture, case.state), "nothing has changed but an allocation"
+    change(case)
+    same(recapture, case.state)
+    # What was remembered of the change is right too.
+    assert same(recapture, case.state) or is_lazy(case.state, ("views", "far"))
+
+
+@pytest.mark.usefixtures("points")
+@pytest.mark.parametrize("seed", range(8))
+def test_many_changes_in_a_row_never_show(seed):
+    draw, case = random.Random(seed), Case()
+    recapture = Remembering().attach(case.optimizer)
+    same(recapture, case.state)
+    for _ in range(30):
+        for change in draw.sample(list(CHANGES.values()), draw.randrange(3)):
+            try:
+                change(case)
+            except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError):
+                # Another change has taken what this one wanted.
+                continue
+        same(recapture, case.state)
+
+
+FACTS = ("type", "dtype", "shape", "requires_grad", "strides", "offset")
+TOLD_BY = {
+    "type": "a tensor is a parameter",
+    "dtype": "the same bytes get another dtype",
+    "shape": "a view ends elsewhere",
+    "strides": "strides are others",
+    "offset": "a view begins elsewhere",
+    "requires_grad": "a tensor wants a gradient",
+}
+
+
+def blind_to(number, facts):
+    """Return what is seen of a tensor without one of its facts."""
+    kind, (dtype, shape, requires_grad), *rest = facts
+    flat = [kind, dtype, shape, requires_grad, *rest]
+    flat[number] = None
+    return tuple(flat)
+
+
+@pytest.mark.usefixtures("points")
+@pytest.mark.parametrize("fact", TOLD_BY)
+def test_without_a_fact_these_tests_would_fail(monkeypatch, fact):
+    glances, number = TorchAdapter.glances, FACTS.index(fact)
+
+    def blind(self, leaves):
+        seen = glances(self, leaves)
+        return seen and seen._replace(facts=[blind_to(number, each) for each in seen.facts])
+
+    monkeypatch.setattr(TorchAdapter, "glances", blind)
+    case = Case()
+    recapture = Remembering().attach(case.optimizer)
+    same(recapture, case.state)
+    CHANGES[TOLD_BY[fact]](case)
+    with pytest.raises(AssertionError):
+        same(recapture, case.state)
+
+
+@pytest.mark.usefixtures("points")
+def test_guards_follow_what_an_optimizer_owns_now():
+    """Memory that left the optimizer is copied at once from then on, though the capture has not changed at all."""
+    case = Case()
+    recapture = Remembering().attach(case.optimizer)
+    same(recapture, case.state)
+    parameter = case.optimizer.param_groups[0]["params"].pop()
+    del case.optimizer.state[parameter]
+    case.state["optimizer"] = 1
+    same(recapture, case.state)
+    found = recapture.capture(case.state, [TorchAdapter()])
+    stowage, _ = recapture.dock.stow(found, recapture.guarded.spans())
+    now, lazy = (stowage.sections[kind].storages for kind in (NOW, LAZY))
+    left = found.tensors[found.paths.index(("model", "2.bias"))].storage
+    assert left in now
+    assert found.tensors[found.paths.index(("model", "2.weight"))].storage in lazy
+
+
+@pytest.mark.usefixtures("points")
+def test_without_addresses_these_tests_would_fail(monkeypatch):
+    glances = TorchAdapter.glances
+
+    def blind(self, leaves):
+        seen = glances(self, leaves)
+        return seen and seen._replace(starts=[64] * len(leaves))
+
+    monkeypatch.setattr(TorchAdapter, "glances", blind)
+    case = Case()
+    recapture = Remembering().attach(case.optimizer)
+    same(recapture, case.state)
+    CHANGES["a tensor is another one of the same kind"](case)
+    with pytest.raises(AssertionError):
+        same(recapture, case.state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([0, 0, 1], [0, 1, 1]),
+        ([0, 0, 1], [1, 0, 0]),
+        ([0, 1, 0], [0, 1, 1]),
+        ([0, 1, 0], [0, 1, 2]),
+        ([0, 1, 2], [0, 1, 1]),
+        ([[0, 1], [2]], [[0], [1, 2]]),
+        ([[0, 1], [0]], [[0], [1, 0]]),
+        ([[0, 1], [2, "word"]], [[0, 1, 2], ["word"]]),
+    ],
+)
+def test_tensors_that_look_alike_are_told_apart_by_where_they_stand(before, after):
+    tensors = [torch.full((3,), float(number)) for number in range(3)]
+
+    def placed(part):
+        if isinstance(part, list):
+            return [placed(each) for each in part]
+        return tensors[part] if isinstance(part, int) else part
+
+    recapture = Remembering()
+    for places in (before, before, after, after, before):
+        same(recapture, {"placed": placed(places)})
+
+
+def test_a_tensor_that_moves_into_its_neighbours_memory_shares_its_storage():
+    pool = torch.arange(100.0)
+    state, recapture = {"first": pool[:10], "second": torch.ones(100)}, Remembering()
+    same(recapture, state)
+    state["second"] = torch.ones(100)
+    assert same(recapture, state), "alone before and alone now"
+    state["second"] = pool
+    assert not same(recapture, state)
+
+
+def test_what_moves_is_followed_as_long_as_it_moves():
+    state, recapture = {"fixed": torch.ones(5), "step": 0}, Remembering()
+    kept = []
+    same(recapture, {**state, "rng": torch.zeros(9)})
+    for step in range(20):
+        kept.append(torch.full((9,), float(step)))
+        assert same(recapture, {**state, "rng": kept[-1], "step": step})
+
+
+def test_nothing_is_kept_alive_between_captures():
+    tensor = torch.ones(1000)
+    state, recapture = {"tensor": tensor, "array": (array := np.ones(1000))}, Remembering()
+    watched = [weakref.ref(tensor), weakref.ref(array)]
+    for _ in range(3):
+        recapture.capture(state, [TorchAdapter()])
+    del tensor, array, state
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
+
+
+def test_a_capture_keeps_alive_what_it_tells_of():
+    recapture = Remembering()
+    state = {"tensor": torch.full((1000,), 1.0)}
+    recapture.capture(state, [TorchAdapter()])
+    captured = recapture.capture(state, [TorchAdapter()])
+    watched = weakref.ref(state["tensor"])
+    del state
+    gc.collect()
+    assert watched() is not None
+    assert bytes(captured.storages[0].read(0, 4)) == np.float32(1).tobytes()
+    del captured
+    assert watched() is None
+
+
+def test_an_object_is_asked_for_its_state_once_a_capture():
+    holder, recapture = Holder(torch.ones(3)), Remembering()
+    state = {"holder": holder, "again": holder, "step": 0, "last": 1}
+    for asked in (2, 4):
+        recapture.capture(state, [TorchAdapter()])
+        assert holder.asked == asked
+    state["last"] = torch.ones(2)
+    same(recapture, state)
+    assert holder.asked == 8, "twice by this capture, though the first walk was given up, twice by the other one"
+
+
+@pytest.mark.usefixtures("points")
+def test_a_converter_that_is_registered_later_counts():
+    state, recapture = {"point": {"x": 1}, "tensor": torch.ones(2)}, Remembering()
+    same(recapture, state)
+    assert same(recapture, state)
+    ckstore.register_converter(Holder, "holder", lambda one: [one.tensor], lambda state: Holder(state[0]))
+    assert not same(recapture, state)
+    state["point"] = Holder(torch.ones(1))
+    same(recapture, state)
+    assert same(recapture, state)
+
+
+def test_attributes_that_are_not_stored_are_warned_of_each_time():
+    odd = OrderedDict(a=1)
+    state, recapture = {"odd": odd, "tensor": torch.ones(2)}, Remembering()
+    same(recapture, state)
+    odd.note = "lost"
+    for _ in range(2):
+        assert not same(recapture, state)
+        assert "not stored: note" in recapture.capture(state, [TorchAdapter()]).warnings[0]
+
+
+def test_what_cannot_be_stored_is_refused_as_ever():
+    state, recapture = {"a": [torch.ones(2), 1]}, Remembering()
+    same(recapture, state)
+    state["a"][1] = object()
+    with pytest.raises(LeafTypeError, match=r"a\.1"):
+        recapture.capture(state, [TorchAdapter()])
+    state["a"][1] = state["a"]
+    with pytest.raises(UsageError, match="holds itself"):
+        recapture.capture(state, [TorchAdapter()])
+    state["a"][1] = {True: 1}
+    with pytest.raises(UsageError, match="neither a str nor an int"):
+        recapture.capture(state, [TorchAdapter()])
+    state["a"][1] = 1
+    same(recapture, state)
+
+
+def test_a_truth_as_a_key_is_refused_where_a_number_was():
+    state, recapture = {"a": {1: torch.ones(2)}}, Remembering()
+    same(recapture, state)
+    state["a"] = {True: torch.ones(2)}
+    with pytest.raises(UsageError, match="neither a str nor an int"):
+        recapture.capture(state, [TorchAdapter()])
+
+
+def test_a_library_that_is_loaded_later_counts():
+    state, recapture = {"array": np.ones(3)}, Remembering()
+    recapture.capture(state)
+    assert same(recapture, state) is False
+    assert same(recapture, state)
+
+
+def test_warnings_of_one_commit_do_not_reach_the_next():
+    state, recapture = {"tensor": torch.ones(2)}, Remembering()
+    recapture.capture(state, [TorchAdapter()]).warnings.append("for this one")
+    assert recapture.capture(state, [TorchAdapter()]).warnings == []

@@ -1,0 +1,315 @@
+"""Protects the copy of one state: whole or given up, never half; and its sources live exactly as long as they must.
+
+Also what surrounds it: memory that runs out, Ctrl-C, the check of the guard.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from ckstore import forms
+from ckstore.config import KIB, MIB, Limits
+from ckstore.errors import BackendError, CapacityError, CorruptError
+from ckstore.plan import plan_commit
+from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES, Slot
+from ckstore.staging import copying
+from support.staged_state import Staged, noise
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_samples_are_those_that_a_commit_takes(arena, crew, width):
+    state = [noise(9 * MIB + 3 * width).view(f"f{width}"), noise(700 * KIB, 1).view(f"u{width}")]
+    staged = Staged(arena, crew, state)
+    staged.staging.copy_now()
+    room = memoryview(bytearray(forms.SAMPLE_NBYTES))
+    sampled = [row for row in staged.stowage.samples if row.width]
+    chunks = plan_commit(staged.captured.storages, Limits()).chunks
+    assert len(sampled) == len(chunks)
+    for row in sampled:
+        plain = staged.captured.storages[row.storage].read(row.offset, row.offset + row.nbytes)
+        nbytes = forms.sample_of(plain, row.width, room)
+        assert bytes(staged.slot.view(row.place, row.sample_nbytes)) == bytes(room[:nbytes])
+    staged.close()
+
+
+def test_the_middle_of_possible_roundings_is_copied_first(arena, crew):
+    state = {"master": np.arange(500_000, dtype=np.float32), "half": np.arange(500_000, dtype=np.float16)}
+    staged = Staged(arena, crew, state)
+    staged.staging.copy_now()
+    excerpts = [row for row in staged.stowage.samples if not row.width]
+    assert {row.storage for row in excerpts} == {0, 1}
+    for row in excerpts:
+        plain = staged.captured.storages[row.storage].read(row.offset, row.offset + row.nbytes)
+        assert bytes(staged.slot.view(row.place, row.nbytes)) == bytes(plain)
+        assert row.offset + row.nbytes // 2 == staged.captured.storages[row.storage].nbytes // 2
+    staged.close()
+
+
+def test_what_a_guard_protects_is_copied_when_the_guard_returns(arena, crew):
+    state = [noise(9 * MIB, 1), noise(9 * MIB, 2)]
+    before = [bytes(array) for array in state]
+    staged = Staged(arena, crew, state, lazy=(1,))
+    staged.staging.copy_now()
+    state[0][:] = 0
+    staged.staging.guard()
+    state[1][:] = 0
+    staged.staging.finish()
+    assert staged.content() == before
+    staged.close()
+
+
+def test_sources_live_until_they_were_copied_and_not_longer(arena, crew, monkeypatch):
+    loop, proceed = copying.kernels.copy_units, threading.Event()
+
+    def slow(*args):
+        proceed.wait(60)
+        return loop(*args)
+
+    monkeypatch.setattr(copying.kernels, "copy_units", slow)
+    array = noise(9 * MIB, 4)
+    expected, gone = bytes(array), weakref.ref(array)
+    staged = Staged(arena, crew, [array], lazy=(0,))
+    staging, slot, place = staged.staging, staged.slot, staged.stowage.places[0]
+    staging.copy_now()
+    staged.captured = None
+    del array
+    gc.collect()
+    assert gone() is not None
+    proceed.set()
+    staging.finish()
+    assert bytes(slot.view(place, len(expected))) == expected
+    deadline = time.monotonic() + 60
+    while gone() is not None and time.monotonic() < deadline:
+        # The thread that copied lets go of its call a moment later.
+        gc.collect()
+    assert gone() is None
+    staged.close()
+
+
+def test_no_memory_fails_the_commit_once_and_is_raised_to_the_caller(arena, crew, monkeypatch):
+    def refuse(slot, offset, nbytes):
+        raise CapacityError("no memory")
+
+    monkeypatch.setattr(Slot, "populate", refuse)
+    staged = Staged(arena, crew, [noise(9 * MIB), noise(9 * MIB, 1)], lazy=(1,))
+    with pytest.raises(CapacityError, match="no memory"):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert [type(each) for each in staged.told] == [CapacityError]
+    assert staged.slot.state == STAGING
+    staged.staging.finish()
+    staged.staging.guard()
+    assert len(staged.told) == 1
+    staged.close()
+
+
+def test_no_memory_behind_the_guard_fails_the_commit_and_not_the_step(arena, crew, monkeypatch):
+    populate = Slot.populate
+
+    def refuse(slot, offset, nbytes):
+        if offset:
+            raise CapacityError("no memory")
+        populate(slot, offset, nbytes)
+
+    monkeypatch.setattr(Slot, "populate", refuse)
+    staged = Staged(arena, crew, [noise(1 * MIB), noise(9 * MIB, 1)], lazy=(1,))
+    staged.staging.copy_now()
+    staged.staging.guard()
+    staged.staging.finish()
+    assert [type(each) for each in staged.told] == [CapacityError]
+    assert staged.slot.state == STAGING
+    staged.close()
+
+
+def test_an_interrupt_while_it_waits_gives_the_state_up(arena, crew, monkeypatch):
+    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        proceed.wait(60)
+        return loop(*args)
+
+    class Interrupted(threading.Event):
+        is_first = True
+
+        def wait(self, timeout=None):
+            if self.is_first:
+                self.is_first = False
+                entered.wait(60)
+                proceed.set()
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(copying.kernels, "copy_units", slow)
+    staged = Staged(arena, crew, [noise(64 * MIB, 7), noise(9 * MIB)], lazy=(1,))
+    staged.staging._host[0].is_over = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
+    assert staged.slot.state == STAGING
+    staged.close()
+
+
+@pytest.mark.parametrize("lazy", [(), (0,)])
+def test_what_was_interrupted_before_it_was_copied_is_given_up_by_whoever_waits_for_it(arena, crew, lazy):
+    staged = Staged(arena, crew, [noise(9 * MIB, 7)], lazy=lazy)
+    # By now the sources may be those of a later step.
+    staged.staging.guard()
+    staged.staging.finish()
+    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
+    assert staged.slot.state == STAGING
+    staged.close()
+
+
+def test_a_guard_that_is_interrupted_ends_no_copying(arena, crew, monkeypatch):
+    loop, proceed = copying.kernels.copy_units, threading.Event()
+    monkeypatch.setattr(copying.kernels, "copy_units", lambda *args: proceed.wait(60) and loop(*args))
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            if not proceed.is_set():
+                proceed.set()
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    content = noise(9 * MIB)
+    arena.slots[0].reserve(20 * MIB)
+    arena.slots[0].populate(0, 20 * MIB)
+    staged = Staged(arena, crew, [content], lazy=(0,))
+    # Its first and last bytes are noted by the same loop.
+    monkeypatch.setattr(copying.HostCopy, "note", lambda copy: None)
+    staged.staging.copy_now()
+    staged.staging._host[1].is_over = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        staged.staging.guard()
+    staged.staging.guard()
+    staged.staging.finish()
+    assert staged.told == ["staged"]
+    assert staged.content() == [content.tobytes()]
+    staged.close()
+
+
+def test_a_state_that_is_given_up_is_not_copied_any_further(arena, crew, monkeypatch):
+    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        proceed.wait(60)
+        return loop(*args)
+
+    monkeypatch.setattr(copying.kernels, "copy_units", slow)
+    arena.slots[0].reserve(80 * MIB)
+    arena.slots[0].populate(0, 80 * MIB)
+    staged = Staged(arena, crew, [noise(64 * MIB, 7)], lazy=(0,))
+    staged.staging.copy_now()
+    assert entered.wait(60)
+    staged.staging.cancel(CapacityError("given up"))
+    assert not staged.staging.is_over.is_set()
+    proceed.set()
+    assert staged.staging.is_over.wait(60)
+    assert not staged.slot.marks[: staged.stowage.end // UNIT_NBYTES].any()
+    assert [str(each) for each in staged.told] == ["given up"]
+    staged.close()
+
+
+def test_checked_and_unchanged_is_staged_when_the_guard_has_compared(arena, crew):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1)]}, lazy=(0, 1), is_checked=True)
+    staged.staging.copy_now()
+    for copy in staged.staging._host:
+        copy.join(crew)
+    assert staged.told == []
+    assert staged.slot.state == STAGING
+    staged.staging.guard()
+    assert staged.told == ["staged"]
+    assert staged.slot.state == STAGED
+    staged.close()
+
+
+def test_checked_and_changed_fails_and_names_the_tensor(arena, crew):
+    state = {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1), noise(5 * MIB, 2)]}
+    staged = Staged(arena, crew, state, lazy=(0, 1, 2), is_checked=True)
+    staged.staging.copy_now()
+    staged.staging._host[1].join(crew)
+    state["b"][1][4_500_000] ^= 1
+    staged.staging.guard()
+    (error,) = staged.told
+    assert isinstance(error, CorruptError)
+    assert error.path == ("b", 1)
+    assert "b.1" in str(error)
+    assert staged.slot.state == STAGING
+    staged.staging.finish()
+    assert len(staged.told) == 1
+    staged.close()
+
+
+def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
+    staged.staging.copy_now()
+    for copy in staged.staging._host:
+        copy.join(crew)
+    assert not staged.staging.is_over.is_set()
+    staged.staging.give_up(BackendError("the saver has died"))
+    assert staged.staging.is_over.is_set()
+    staged.staging.guard()
+    staged.staging.finish()
+    assert [str(each) for each in staged.told] == ["the saver has died"]
+    staged.close()
+
+
+def test_ctrl_c_between_the_error_and_its_threads_leaves_the_end_to_whoever_waits(arena, crew, monkeypatch):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
+    staged.staging.copy_now()
+    for copy in staged.staging._host:
+        copy.join(crew)
+    with monkeypatch.context() as context:
+        context.setattr(crew, "send_one", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            staged.staging.cancel(BackendError("the saver has died"))
+    staged.staging.finish()
+    assert [str(each) for each in staged.told] == ["the saver has died"]
+    assert staged.slot.state == STAGING
+    staged.close()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_is_given_up_while_checksums_are_taken_raises_nothing_there(arena, crew):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
+    staged.staging.copy_now()
+    copy = staged.staging._host[1]
+    copy.join(crew)
+    copy.forget()
+    copy.note()
+    assert copy.changed_place() is None
+    staged.staging.give_up(BackendError("the saver has died"))
+    staged.close()
+
+
+def test_who_waits_for_a_state_that_another_thread_is_copying_does_not_give_it_up(arena, crew, monkeypatch):
+    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        copying.kernels, "copy_units", lambda *args: entered.set() or (proceed.wait(60) and loop(*args))
+    )
+    staged = Staged(arena, crew, [noise(9 * MIB)])
+    threads = [threading.Thread(target=each) for each in (staged.staging.copy_now, staged.staging.finish)]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert staged.told == []
+    proceed.set()
+    for thread in threads:
+        thread.join(60)
+    assert staged.told == ["staged"]
+    staged.close()

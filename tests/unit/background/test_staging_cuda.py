@@ -1,0 +1,332 @@
+"""Protects copies from CUDA devices: in order with what training computes before and after, whole, and pinned.
+
+What needs a GPU is skipped where there is none; how copies are cut is tested everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckstore
+from ckstore.adapters import staging_cuda
+from ckstore.adapters.torch_state import TorchAdapter
+from ckstore.capture import capture
+from ckstore.config import MIB
+from ckstore.plan import SHARED_NBYTES_MAX
+from ckstore.saver.arena import UNIT_NBYTES, Arena
+from ckstore.staging.devices import kinds_of, pin, starts_of
+from ckstore.staging.runs import LEAD_NBYTES, RUN_NBYTES_MAX
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW, stow
+from support.device_states import Staged
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+
+
+class Shape:
+    def __init__(self, nbytes):
+        self.nbytes, self.element_width, self.is_float = nbytes, 4, True
+
+
+LENGTHS = st.one_of(st.integers(0, 40 * MIB), st.integers(0, 3000), st.integers(0, 2 * MIB))
+
+
+def section_of(lengths):
+    return stow([Shape(nbytes) for nbytes in lengths], [DEVICE_NOW] * len(lengths), []).sections[DEVICE_NOW]
+
+
+@given(st.lists(LENGTHS, max_size=30))
+def test_runs_are_the_rows_of_a_section_each_once_and_tell_when_units_are_complete(lengths):
+    section = section_of(lengths)
+    runs = section.runs
+    assert all(0 < run.nbytes <= RUN_NBYTES_MAX for run in runs)
+    cuts = {(row[0], row[1]): row for unit in range(section.unit_count) for row in section.rows_of(unit)}
+    for run in runs:
+        offset, place = run.offset, run.place
+        while offset < run.offset + run.nbytes:
+            row = cuts.pop((run.storage, offset))
+            assert row[2] == place
+            offset, place = offset + row[3], place + row[3]
+        assert offset == run.offset + run.nbytes
+    assert not cuts
+    assert sorted(unit for run in runs for unit in run.units) == list(range(section.unit_count))
+    done = {unit: number for number, run in enumerate(runs) for unit in run.units}
+    for number, run in enumerate(runs):
+        first = (run.place - section.begin) // UNIT_NBYTES
+        last = (run.place + run.nbytes - 1 - section.begin) // UNIT_NBYTES
+        assert all(done[unit] >= number for unit in range(first, last + 1))
+
+
+@given(st.lists(LENGTHS, max_size=30))
+def test_a_device_is_told_of_some_large_copies_then_of_all_small_ones(lengths):
+    sizes = [run.nbytes for run in section_of(lengths).runs]
+    larges = [nbytes for nbytes in lengths if nbytes >= SHARED_NBYTES_MAX]
+    smalls = sum(0 < nbytes < SHARED_NBYTES_MAX for nbytes in lengths)
+    lead = next((number for number, nbytes in enumerate(sizes) if nbytes < SHARED_NBYTES_MAX), len(sizes))
+    if smalls and larges:
+        assert sum(sizes[:lead]) >= min(LEAD_NBYTES, sum(larges))
+        assert sum(sizes[: lead - 1]) < LEAD_NBYTES
+        assert max(sizes[lead : lead + smalls]) < SHARED_NBYTES_MAX
+
+
+def test_a_large_tensor_is_few_copies():
+    assert len(section_of([200 * MIB]).runs) == 4
+
+
+def test_pinning_without_a_device_does_nothing():
+    arena = Arena.create(UNIT_NBYTES)
+    if not torch.cuda.is_available():
+        pin(arena.slots[0], UNIT_NBYTES)
+        assert not torch.cuda.is_initialized()
+    arena.close()
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Pretend that there is a device, and note what its runtime is told: bytes that are pinned, or "let go"."""
+    calls: list[object] = []
+
+    class Runtime:
+        problem = 0
+
+        def cudaHostRegister(self, address, nbytes, flags):
+            calls.append(nbytes)
+            return self.problem
+
+        def cudaHostUnregister(self, address):
+            calls.append("let go")
+            return 0
+
+    runtime = Runtime()
+    monkeypatch.setattr(staging_cuda, "_has_devices", lambda: True)
+    monkeypatch.setattr(staging_cuda, "_device_in_use", lambda: 0)
+    monkeypatch.setattr(staging_cuda, "forget_error", lambda device: None)
+    monkeypatch.setattr(staging_cuda, "_cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return calls, runtime
+
+
+def test_as_much_is_pinned_as_a_state_takes_and_not_the_room_to_spare(told):
+    calls, _ = told
+    arena = Arena.create(10 * UNIT_NBYTES)
+    slot = arena.slots[0]
+    slot.start(1, 6 * UNIT_NBYTES + 5)
+    pin(slot, slot.nbytes_begun)
+    pin(slot, 3 * UNIT_NBYTES)
+    assert calls == [7 * UNIT_NBYTES]
+    assert slot.nbytes_taken == 7 * UNIT_NBYTES, "what is pinned is in memory"
+    # A longer one, which may grow on; and what is given back is not in memory any more.
+    pin(slot, 8 * UNIT_NBYTES)
+    pin(slot, 9 * UNIT_NBYTES)
+    assert calls == [7 * UNIT_NBYTES, "let go", 9 * UNIT_NBYTES]
+    assert slot.give_back() == 9 * UNIT_NBYTES
+    pin(slot, UNIT_NBYTES)
+    assert calls[3:] == ["let go", UNIT_NBYTES]
+    arena.close(is_idle=True)
+    assert calls[5:] == ["let go"]
+
+
+def test_what_cannot_be_pinned_is_said_once_and_not_tried_again(told, caplog):
+    calls, runtime = told
+    runtime.problem = 2
+    arena = Arena.create(2 * UNIT_NBYTES)
+    pin(arena.slots[0], UNIT_NBYTES)
+    pin(arena.slots[0], 2 * UNIT_NBYTES)
+    assert calls == [UNIT_NBYTES]
+    assert caplog.text.count("cannot be pinned (CUDA error 2)") == 1
+    arena.close(is_idle=True)
+
+
+def test_memory_of_the_host_lies_in_no_device():
+    captured = capture([torch.ones(5), np.ones(5)], [TorchAdapter()])
+    assert [staging_cuda.device_of(storage) for storage in captured.storages] == [None, None]
+    assert kinds_of(captured, starts_of(captured.storages), ()) == [NOW, NOW]
+
+
+def bytes_of(tensor):
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def spans_of(*tensors):
+    return sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+
+
+@needs_gpu
+def test_a_state_in_a_gpu_and_in_the_host_arrives_whole():
+    state = [torch.randn(3_000_000, device="cuda"), torch.randn(99), torch.arange(77, device="cuda"), np.ones(9)]
+    staged = Staged(state)
+    assert staged.kinds == [DEVICE_NOW, NOW, DEVICE_NOW, NOW]
+    staged.staging.copy_now()
+    assert staged.content() == [bytes_of(torch.as_tensor(each)) for each in state]
+    staged.close()
+
+
+@needs_gpu
+def test_copies_come_after_what_was_computed_before_and_before_what_comes_after():
+    weight, buffer = torch.zeros(8_000_000, device="cuda"), torch.zeros(1_000_000, device="cuda")
+    # The device is busy: neither of these has happened yet when the copies are launched.
+    torch.cuda._sleep(200_000_000)
+    weight += 1
+    buffer += 2
+    staged = Staged([weight, buffer], spans_of(weight))
+    assert staged.kinds == [DEVICE_LAZY, DEVICE_NOW]
+    staged.staging.copy_now()
+    buffer += 5
+    staged.staging.guard()
+    weight += 5
+    content = staged.content()
+    assert content[0] == bytes_of(torch.ones(8_000_000))
+    assert content[1] == bytes_of(torch.full((1_000_000,), 2.0))
+    assert (float(weight[0]), float(buffer[0])) == (6.0, 7.0)
+    staged.close()
+
+
+@needs_gpu
+def test_copies_come_after_what_the_stream_of_the_trainer_was_told(monkeypatch):
+    weight = torch.zeros(8_000_000, device="cuda")
+    later = []
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        weight += 1
+        staged = Staged([weight], spans_of(weight))
+        # Whoever tells the device of the copies has another current stream, and comes late.
+        with monkeypatch.context() as patch:
+            patch.setattr(staged.crew, "send_one", later.append)
+            patch.setattr(staged.crew.waiters, "send_one", later.append)
+            patch.setattr(staged.crew.waiters, "see_through", lambda step: step())
+            staged.staging.copy_now()
+        for work in later:
+            staged.crew.waiters.send_one(work)
+        staged.staging.guard()
+        weight += 5
+    assert staged.content() == [bytes_of(torch.ones(8_000_000))]
+    staged.close()
+
+
+@needs_gpu
+def test_the_guard_lets_the_device_wait_and_not_the_host():
+    weight = torch.zeros(8_000_000, device="cuda")
+    torch.cuda.synchronize()
+    staged = Staged([weight], spans_of(weight))
+    # What is done for the first time may wait for the device: memory is pinned, and a stream made.
+    pin(staged.slot, staged.slot.nbytes)
+    staging_cuda._lane_of(weight.device)
+    torch.cuda._sleep(3_000_000_000)
+    staged.staging.copy_now()
+    staged.staging.guard()
+    assert not torch.cuda.current_stream().query()
+    assert staged.told == []
+    staged.content()
+    staged.close()
+
+
+@needs_gpu
+def test_the_arena_is_pinned_once_and_let_go(caplog):
+    torch.cuda.init()
+    arena = Arena.create(UNIT_NBYTES)
+    slot = arena.slots[0]
+    pin(slot, UNIT_NBYTES)
+    pin(slot, UNIT_NBYTES)
+    view = torch.from_numpy(np.frombuffer(slot.view(0, 4096), np.uint8))
+    assert view.is_pinned()
+    assert caplog.text == ""
+    assert slot.release_devices()
+    assert not view.is_pinned()
+    del view
+    arena.close()
+
+
+@needs_gpu
+@pytest.mark.parametrize("is_on_a_stream", [False, True])
+def test_a_trainer_on_a_gpu_commits_each_step_as_it_was(tmp_path, is_on_a_stream):
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 512)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    wanted = {}
+    stream = torch.cuda.Stream() if is_on_a_stream else torch.cuda.current_stream()
+    with ckstore.open(tmp_path / "store") as store, torch.cuda.stream(stream):
+        store.attach(optimizer)
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            store.commit_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
+            wanted[step] = [parameter.detach().clone() for parameter in model.state_dict().values()]
+        store.wait()
+        for step, values in wanted.items():
+            found = store.restore(step)["model"].values()
+            assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, values, strict=True)), step
+
+
+@needs_gpu
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_the_check_of_the_guard_finds_what_was_changed_on_a_gpu_and_accuses_nobody_else(tmp_path, is_changed):
+    model = torch.nn.Linear(2048, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with ckstore.open(tmp_path / "store", policy=ckstore.Policy(debug_guard=True)) as store:
+        store.attach(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+            wanted = model.weight.detach().clone()
+            pending = store.commit_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step)
+            if is_changed:
+                model.weight.data[5, 7] += 1
+            optimizer.step()
+            if is_changed:
+                with pytest.raises(ckstore.CorruptError, match=r"model\.weight"):
+                    pending.result()
+            else:
+                assert pending.result().step == step
+                assert torch.equal(store.restore(step)["model"]["weight"].cpu(), wanted.cpu())
+
+
+@needs_gpu
+def test_views_of_one_storage_and_odd_offsets_arrive_whole():
+    whole = torch.randn(1_000_001, device="cuda", dtype=torch.bfloat16)
+    state = [whole[3:500_000], whole[400_000:], whole[::2]]
+    staged = Staged(state)
+    staged.staging.copy_now()
+    content = staged.content()
+    for spec, tensor in zip(staged.captured.tensors, state, strict=True):
+        stored = torch.frombuffer(bytearray(content[spec.storage]), dtype=torch.bfloat16)
+        again = torch.as_strided(stored, spec.shape, spec.strides, spec.offset // 2)
+        assert torch.equal(again, tensor.cpu())
+    staged.close()
+
+
+@given(st.lists(st.tuples(LENGTHS, st.booleans()), max_size=12))
+def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_device(storages):
+    section = section_of([nbytes for nbytes, _ in storages])
+    runs, marked_by, units = [], {}, []
+    covered = {False: -1, True: -1}
+    for device, stretch in itertools.groupby(section.runs, lambda run: storages[run.storage][1]):
+        its = list(stretch)
+        for run, is_told in zip(its, staging_cuda._are_told(its), strict=True):
+            runs.append((run, device))
+            units += run.units
+            if is_told:
+                # Whoever has waited for this event has waited for all before it.
+                covered[device] = len(runs) - 1
+                marked_by |= {unit: dict(covered) for unit in units}
+                units = []
+    assert not units
+    assert len(marked_by) == section.unit_count
+    for number, (run, device) in enumerate(runs):
+        first = (run.place - section.begin) // UNIT_NBYTES
+        last = (run.place + run.nbytes - 1 - section.begin) // UNIT_NBYTES
+        for unit in range(first, last + 1):
+            assert marked_by[unit][device] >= number
+
+
+def test_many_small_tensors_are_told_of_once_a_unit():
+    section = section_of([1000] * 9000)
+    told = list(staging_cuda._are_told(section.runs))
+    assert (len(told), sum(told)) == (9000, section.unit_count)

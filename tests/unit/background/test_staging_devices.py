@@ -1,0 +1,284 @@
+"""Protects copies from devices: whole, told of at once, and ended whatever they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from ckstore.capture import Captured
+from ckstore.config import MIB
+from ckstore.errors import BackendError
+from ckstore.saver.arena import STAGED
+from ckstore.staging.devices import copies_of
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
+from ckstore.tensor import TensorSpec
+from ckstore.tree import TensorNode
+from support.staged_state import Staged, noise
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+class FarStorage:
+    """A storage in a device without streams."""
+
+    is_host, element_width, is_float = False, 4, True
+
+    def __init__(self, content):
+        self.content, self.nbytes = content, len(content)
+        self.is_broken = False
+        self.readers = set()
+
+    def read(self, lo, hi):
+        self.readers.add(threading.get_ident())
+        if self.is_broken:
+            raise BackendError("the device has failed")
+        return memoryview(self.content)[lo:hi]
+
+
+def far(*contents):
+    storages = [FarStorage(bytes(content)) for content in contents]
+    specs = [TensorSpec("numpy", "<u1", (each.nbytes,), (1,), index, 0) for index, each in enumerate(storages)]
+    return Captured(TensorNode(0), [(index,) for index in range(len(storages))], specs, storages, [])
+
+
+def test_memory_of_devices_is_read_before_training_goes_on(arena, crew):
+    captured = far(noise(9 * MIB), noise(100, 1))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
+    staged.staging.copy_now()
+    assert staged.told == ["staged"]
+    assert staged.content() == [storage.content for storage in captured.storages]
+    # Another thread may be on another of the library's streams, and read what is not computed yet.
+    assert [storage.readers for storage in captured.storages] == [{threading.get_ident()}] * 2
+    assert os.eventfd_read(staged.bell) >= staged.stowage.sections[DEVICE_NOW].unit_count, "the saver looks at once"
+    staged.close()
+
+
+class ToldCopies:
+    """Copies that note what they are told, and by whom."""
+
+    said = ()
+
+    def __init__(self, section, storages, slot):
+        self.what = sum(storages[index].nbytes for index in section.storages)
+        self.units = range(section.unit_count)
+
+    def say(self, word):
+        self.said.append((word, self.what))
+
+    def fence(self):
+        assert threading.current_thread() is threading.main_thread(), "others may be on another stream"
+        self.say("fence")
+
+    def launch(self):
+        self.say("launch")
+
+    def hold(self):
+        self.say("hold")
+
+    def wait(self, mark):
+        self.say("wait")
+        for unit in self.units:
+            mark(unit)
+
+    def forget(self):
+        self.say("forget")
+
+
+@pytest.fixture
+def told_copies(monkeypatch):
+    class Copies(ToldCopies):
+        said: ClassVar[list] = []
+
+    monkeypatch.setattr("ckstore.staging.device_copy.copies_of", Copies)
+    return Copies
+
+
+def test_a_device_is_told_of_all_copies_without_waiting_for_any(arena, crew, told_copies, monkeypatch):
+    is_told = threading.Event()
+
+    def launch(self):
+        self.say("launch")
+        if self.what == 2 * MIB:
+            is_told.set()
+
+    wait_one = told_copies.wait
+
+    def wait(self, mark):
+        assert is_told.wait(60)
+        wait_one(self, mark)
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    monkeypatch.setattr(told_copies, "wait", wait)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert staged.told == ["staged"]
+    assert told_copies.said[:3] == [("fence", MIB), ("fence", 2 * MIB), ("launch", MIB)]
+    assert [each for each in told_copies.said[3:] if each[0] != "forget"] == [
+        ("launch", 2 * MIB),
+        ("wait", MIB),
+        ("wait", 2 * MIB),
+    ]
+    staged.close()
+
+
+def test_a_guard_lets_nobody_pass_before_the_device_was_told_of_all_copies(arena, crew, told_copies, monkeypatch):
+    may_launch, is_launching = threading.Event(), threading.Event()
+
+    def launch(self):
+        if self.what == 2 * MIB:
+            is_launching.set()
+            assert may_launch.wait(60)
+        self.say("launch")
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    staged.staging.copy_now()
+    assert is_launching.wait(60), "and the call has returned"
+    guard = threading.Thread(target=staged.staging.guard)
+    guard.start()
+    guard.join(0.1)
+    assert guard.is_alive()
+    may_launch.set()
+    guard.join(60)
+    assert staged.staging.is_over.wait(60)
+    assert told_copies.said.index(("launch", 2 * MIB)) < told_copies.said.index(("hold", 2 * MIB))
+    assert told_copies.said.count(("launch", 2 * MIB)) == 1
+    staged.close()
+
+
+@pytest.mark.parametrize("missing", [DEVICE_NOW, DEVICE_LAZY])
+def test_what_a_device_has_not_sent_is_never_said_to_be_staged(arena, crew, told_copies, monkeypatch, missing):
+    wait_one, which = told_copies.wait, {DEVICE_NOW: MIB, DEVICE_LAZY: 9 * MIB}[missing]
+
+    def wait(self, mark):
+        self.units = self.units[:-1] if self.what == which else self.units
+        wait_one(self, mark)
+
+    monkeypatch.setattr(told_copies, "wait", wait)
+    captured = far(noise(MIB), noise(9 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    with contextlib.suppress(BackendError):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert [type(each) for each in staged.told] == [BackendError]
+    assert staged.slot.state != STAGED
+    staged.close()
+
+
+def test_ctrl_c_while_a_device_is_told_is_raised_where_no_thread_can_be_started(arena, crew, told_copies, monkeypatch):
+    def launch(self):
+        if self.what == 2 * MIB:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    with monkeypatch.context() as patch:
+        patch.setattr(crew, "send_one", lambda work: work())
+        with pytest.raises(KeyboardInterrupt):
+            staged.staging.copy_now()
+    assert staged.staging.is_over.is_set()
+    assert [type(each) for each in staged.told] == [KeyboardInterrupt]
+    staged.close()
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["nobody guards", "a guard comes"])
+def test_copies_of_which_a_device_cannot_be_told_fail_the_commit(arena, crew, told_copies, monkeypatch, is_guarded):
+    def launch(self):
+        if self.what == 2 * MIB:
+            raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(told_copies, "launch", launch)
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    staged.staging.copy_now()
+    if is_guarded:
+        staged.staging.guard()
+    assert staged.staging.is_over.wait(60)
+    assert [str(error) for error in staged.told] == ["the device has failed"]
+    staged.close()
+
+
+def test_a_device_is_not_told_of_what_was_given_up_before(arena, crew, told_copies, monkeypatch):
+    captured = far(noise(MIB), noise(2 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_LAZY])
+    later = []
+    with monkeypatch.context() as patch:
+        # All threads have something else to do until after it was given up; what must be copied now is copied here.
+        patch.setattr(crew, "send_one", later.append)
+        patch.setattr(crew.waiters, "send_one", later.append)
+        patch.setattr(crew.waiters, "see_through", lambda step: step())
+        staged.staging.copy_now()
+    assert len(later) == 2
+    staged.staging.give_up(ValueError("not wanted"))
+    for work in later:
+        work()
+    assert ("launch", 2 * MIB) not in told_copies.said
+    assert [str(error) for error in staged.told] == ["not wanted"]
+    staged.close()
+
+
+@pytest.mark.parametrize("is_far", [False, True], ids=["host", "device"])
+def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, monkeypatch, is_far):
+    class Short:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def zeros(self, *given):
+            raise MemoryError("to let go of marks")
+
+    captured = far(noise(MIB)) if is_far else None
+    staged = Staged(arena, crew, [noise(MIB)], captured=captured, kinds=[DEVICE_NOW] if is_far else None)
+    monkeypatch.setattr("ckstore.staging.device_copy.np" if is_far else "ckstore.staging.copying.np", Short())
+    with contextlib.suppress(MemoryError):
+        staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert len(staged.told) == 1
+    monkeypatch.undo()
+    staged.close()
+
+
+def test_copies_that_are_over_keep_nothing_of_the_state(arena):
+    captured = far(noise(9 * MIB))
+    stowage = stow(captured.storages, [DEVICE_NOW], [])
+    slot = arena.slots[0]
+    slot.reserve(stowage.end)
+    copies = copies_of(stowage.sections[DEVICE_NOW], captured.storages, slot)
+    marked, storage = [], weakref.ref(captured.storages[0])
+    copies.fence()
+    copies.launch()
+    copies.wait(marked.append)
+    copies.forget()
+    assert len(marked) == stowage.sections[DEVICE_NOW].unit_count == 3
+    del captured
+    assert storage() is None, "copies lie in what is kept for the next commit"
+
+
+def test_a_thread_that_does_not_know_what_a_device_was_told_does_not_read_it(arena, crew):
+    """Its current stream may be another one: it would see what training has not computed yet."""
+    captured = far(noise(9 * MIB))
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_LAZY])
+    staged.staging.copy_now()
+    assert staged.staging.is_over.wait(60)
+    assert [(type(each), "by a thread" in str(each)) for each in staged.told] == [(BackendError, True)]
+    staged.close()
+
+
+def test_a_device_that_fails_fails_the_commit(arena, crew):
+    captured = far(noise(9 * MIB), noise(100, 1))
+    captured.storages[1].is_broken = True
+    staged = Staged(arena, crew, None, captured=captured, kinds=[DEVICE_NOW, DEVICE_NOW])
+    with pytest.raises(BackendError):
+        staged.staging.copy_now()
+    assert [type(each) for each in staged.told] == [BackendError]
+    assert staged.staging.is_over.is_set()
+    staged.close()

@@ -1,0 +1,272 @@
+"""Protects what is found of changes beside the guard: torch counts nearly all of them, and says so at no cost."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckstore
+from ckstore.errors import CorruptError, SaverError
+from ckstore.staging import state as staging_state
+from support.fake_device import SlowDevice
+from support.fake_saver import PretendSaver, without_hooks
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.fixture
+def store(pretended_store):
+    return pretended_store
+
+
+class Trainer:
+    def __init__(self, **options):
+        self.model = nn.Sequential(nn.Linear(96, 700), nn.ReLU(), nn.Linear(700, 96))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.step = None
+        self.train()
+
+    def train(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 96)).square().mean().backward()
+        (self.step or self.optimizer.step)()
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_a_step_that_no_guard_held_up_fails_the_commit(store, held, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    trainer.step = partial(without_hooks, trainer.optimizer)
+    trainer.train()
+    with pytest.raises(CorruptError, match="was changed between"):
+        pending.result()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_steps_behind_the_guard_are_not_taken_for_changes(store, options):
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    for step in range(20):
+        pending = store.commit_async(trainer.state(), step)
+        trainer.train()
+        assert pending.result().step == step
+
+
+def test_a_parameter_that_is_changed_before_it_was_copied_fails_the_commit(store, held):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+    trainer.train()
+    with pytest.raises(CorruptError, match=r"model\.2\.weight") as caught:
+        pending.result()
+    assert caught.value.path == ("model", "2.weight")
+    saver = PretendSaver.started[-1]
+    assert "staged" not in saver.calls
+    # It waits for the slot, which is free when the saver has given the first one up.
+    store.commit_async(trainer.state(), 2).result()
+    assert saver.aborted == [1]
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
+def test_weights_that_are_swapped_through_data_fail_the_commit(store, held, options):
+    """No counter sees it; some bytes of each tensor do."""
+    trainer = Trainer(**options)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    trainer.model[2].weight.data.copy_(torch.randn(96, 700))
+    with pytest.raises(CorruptError, match=r"model\.2\.weight"):
+        pending.result()
+    assert "staged" not in PretendSaver.started[-1].calls
+
+
+def test_weights_that_are_swapped_when_all_was_copied_are_no_matter(store):
+    trainer = Trainer(fused=True)
+    store.attach(trainer.optimizer)
+    for step in range(20):
+        pending = store.commit_async(trainer.state(), step)
+        with store.guard(trainer.optimizer):
+            trainer.model[2].weight.data.copy_(torch.randn(96, 700))
+        assert pending.result().step == step
+
+
+def test_a_commit_inside_of_a_guard_is_copied_before_it_returns(store, held):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    with store.guard(trainer.optimizer):
+        pending = store.commit_async(trainer.state(), 1)
+        assert pending.is_staged
+        trainer.model[2].weight.data.zero_()
+    assert pending.result().step == 1
+    assert not store.commit_async(trainer.state(), 2).is_staged
+
+
+def test_memory_that_moves_before_it_was_copied_fails_the_commit(store, held):
+    """No value changes, and no counter: the memory that was to be copied belongs to others from then on."""
+    weight = nn.Parameter(torch.randn(8, 8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    store.attach(optimizer)
+    pending = store.commit_async({"w": weight}, 1)
+    address = weight.data_ptr()
+    weight.share_memory_()
+    assert weight.data_ptr() != address
+    with pytest.raises(CorruptError, match="share_memory_"):
+        pending.result()
+
+
+def test_a_look_that_fails_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+
+    def broken(storages):
+        raise MemoryError("to compare with")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", broken)
+        trainer.train()
+    with pytest.raises(MemoryError, match="to compare with"):
+        pending.result()
+    assert store.commit_async(trainer.state(), 2).result().step == 2
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_look_that_ends_a_thread_that_copies_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch, kind):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    store._policy = ckstore.Policy(staging_threads=1)
+    pending = store.commit_async(trainer.state(), 1)
+
+    def ended(storages):
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", ended)
+        trainer.train()
+    with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
+        pending.result()
+    assert store.commit_async(trainer.state(), 2).result().step == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes(store, on_device, threads):
+    """What is told to a device after the guard has let it pass comes after the copies, as often as it likes."""
+    one, other = Trainer(foreach=True), Trainer(foreach=False)
+    store._policy = ckstore.Policy(staging_threads=threads)
+    for trainer in (one, other):
+        store.attach(trainer.optimizer)
+    pending = store.commit_async([one.state(), other.state()], 1)
+    for trainer in (one, other, one, other):
+        trainer.train()
+    assert not pending.is_staged, "no step has waited for the device"
+    SlowDevice.may_come.set()
+    assert pending.result().step == 1
+
+
+@pytest.fixture
+def changed(store, on_device):
+    """A trainer that has changed a weight before its guard, and its commit, which a device still copies.
+
+    An embedding with ``max_norm`` does that in its forward pass.
+    """
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+    return trainer, pending
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["when all has come", "by the guard"])
+def test_a_change_before_the_guard_is_found_while_a_device_copies(changed, is_guarded):
+    trainer, pending = changed
+    if is_guarded:
+        trainer.train()
+    SlowDevice.may_come.set()
+    with pytest.raises(CorruptError, match="was changed between"):
+        pending.result()
+    assert not pending.is_staged
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_look_that_ends_the_thread_that_waits_for_a_device_fails_the_commit(changed, store, monkeypatch, kind):
+    trainer, pending = changed
+
+    def ended(storages):
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", ended)
+        SlowDevice.may_come.set()
+        with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
+            pending.result()
+    assert store.commit_async(trainer.state(), 2).result().step == 2
+
+
+def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(changed, monkeypatch):
+    trainer, pending = changed
+    versions_of = staging_state.versions_of
+
+    def interrupted(storages):
+        # Ctrl-C comes to no other thread, and those that copy may look at the same time.
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return versions_of(storages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_state, "versions_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.optimizer.step()
+    SlowDevice.may_come.set()
+    with pytest.raises(CorruptError, match="was changed between"):
+        pending.result()
+
+
+def test_a_parameter_may_be_changed_when_all_is_staged(store):
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    assert pending.wait_staged()
+    with torch.no_grad():
+        trainer.model[2].weight[5, 7] += 1
+    assert pending.result().step == 1
+
+
+def test_what_a_capture_warns_of_goes_to_the_saver(store):
+    store.commit_async({"w": np.zeros(5_000_000)[::1000]}, 1)
+    [warning] = PretendSaver.started[-1].head(1).warnings
+    assert "w is a sparse view" in warning
+
+
+def test_numpy_states_need_no_optimizer(store):
+    state = {"a": np.arange(100_000), "b": [np.ones(5)]}
+    wanted = [state["a"].tobytes(), state["b"][0].tobytes()]
+    pending = store.commit_async(state, 1)
+    state["a"].fill(0)
+    assert pending.wait_staged()
+    assert PretendSaver.started[-1].content(1) == wanted
+
+
+def test_inside_a_guard_a_device_has_copied_all(store, on_device):
+    """What is changed there may be told to another stream than the one that waits for the copies."""
+    trainer = Trainer(foreach=True)
+    store.attach(trainer.optimizer)
+    pending = store.commit_async(trainer.state(), 1)
+    waiting = threading.Timer(0.2, SlowDevice.may_come.set)
+    waiting.start()
+    with store.guard(trainer.optimizer):
+        assert SlowDevice.may_come.is_set()
+        with torch.no_grad():
+            trainer.model[2].weight[5, 7] += 1
+    waiting.join()
+    assert pending.result().step == 1

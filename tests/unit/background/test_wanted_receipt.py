@@ -1,0 +1,152 @@
+"""Protects when a saver begins that somebody waits for: at once if the receipt is wanted, else when all is copied."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from ckstore.pending import Pending
+from ckstore.receipt import Receipt
+from ckstore.staging.copying import HostCopy
+from support.fake_saver import OwnerOfAll, slow, state
+from support.saver_desk import SECONDS_MAX, until
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Threads that copy what a guard protects; they go on when the event says so."""
+    work, may_go_on = HostCopy.work, threading.Event()
+    entered = set()
+
+    def held(copy):
+        if copy.section.unit_count:
+            entered.add(threading.get_ident())
+            assert may_go_on.wait(SECONDS_MAX)
+        work(copy)
+
+    monkeypatch.setattr(HostCopy, "work", held)
+    yield entered, may_go_on
+    may_go_on.set()
+
+
+@pytest.fixture
+def begun(handing_store, policy, copying, monkeypatch):
+    """Return a function that begins a commit, all of it guarded, on a machine of so many processors."""
+
+    def begin(processor_count):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processor_count)))
+        policy(staging_threads=4)
+        handing_store._guarded = OwnerOfAll()
+        return handing_store.commit_async(state(1, 64 << 20), 1)
+
+    return begin
+
+
+def waiting(ask):
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def test_who_wants_the_receipt_has_the_saver_begin_beside_half_of_the_crew(begun, savers, copying):
+    entered, may_go_on = copying
+    pending = begun(4)
+    asking = waiting(pending.result)
+    until(lambda: "hurry" in savers[-1].calls, "the saver being hurried")
+    until(lambda: len(entered) == 2, "half of the crew")
+    asking.join(0.2)
+    assert (len(entered), savers[-1].calls[-2:]) == (2, ["begin", "hurry"])
+    may_go_on.set()
+    asking.join(SECONDS_MAX)
+    assert pending.result().step == 1
+
+
+@pytest.mark.parametrize("ask", [Pending.wait_staged, lambda pending: pending.result(SECONDS_MAX)])
+def test_who_wants_it_staged_or_has_a_limit_has_the_whole_crew_copy_first(begun, savers, copying, ask):
+    entered, may_go_on = copying
+    pending = begun(4)
+    asking = waiting(lambda: ask(pending))
+    until(lambda: len(entered) == 4, "the whole crew")
+    assert "hurry" not in savers[-1].calls
+    may_go_on.set()
+    asking.join(SECONDS_MAX)
+    assert pending.result().step == 1
+
+
+@pytest.mark.parametrize("processor_count", [5, 2], ids=["the whole crew leaves some", "half of the crew leaves none"])
+def test_where_half_of_the_crew_would_change_nothing_all_of_it_copies(begun, savers, copying, processor_count):
+    entered, may_go_on = copying
+    pending = begun(processor_count)
+    asking = waiting(pending.result)
+    until(lambda: len(entered) == 4, "the whole crew")
+    assert "hurry" not in savers[-1].calls
+    may_go_on.set()
+    asking.join(SECONDS_MAX)
+    assert pending.result().step == 1
+
+
+def test_who_wants_the_receipt_disturbs_nobody_who_has_the_whole_crew_copy(begun, savers, copying):
+    entered, may_go_on = copying
+    pending = begun(4)
+    threads = [waiting(pending.wait_staged)]
+    until(lambda: len(entered) == 4, "the whole crew")
+    threads.append(waiting(pending.result))
+    threads[1].join(0.2)
+    assert "hurry" not in savers[-1].calls
+    may_go_on.set()
+    for thread in threads:
+        thread.join(SECONDS_MAX)
+    assert pending.result().step == 1
+
+
+def test_a_store_that_waits_wants_the_receipts(begun, handing_store, savers, copying):
+    entered, may_go_on = copying
+    begun(4)
+    waits = waiting(handing_store.wait)
+    until(lambda: "hurry" in savers[-1].calls, "the saver being hurried")
+    waits.join(0.2)
+    assert len(entered) == 2
+    may_go_on.set()
+    waits.join(SECONDS_MAX)
+    assert not waits.is_alive()
+
+
+def test_what_is_staged_already_is_waited_for_as_ever(begun, handing_store, savers, copying):
+    _, may_go_on = copying
+    may_go_on.set()
+    handing_store.prewarm(state(1, 64 << 20))
+    saver = slow(savers)
+    pending = begun(4)
+    until(lambda: pending.is_staged, "half of the crew, which nobody rushes")
+    asking = waiting(pending.result)
+    asking.join(0.2)
+    assert "hurry" not in saver.calls
+    saver.finish(1)
+    asking.join(SECONDS_MAX)
+    assert pending.result().step == 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda pending: pending.result(), [True]),
+        (lambda pending: pending.result(1), [False]),
+        (lambda pending: pending.result(0), []),
+        (lambda pending: pending.wait_staged(), [False]),
+        (lambda pending: pending.wait_staged(0), []),
+    ],
+)
+def test_copying_is_told_whether_the_receipt_is_wanted(ask, told):
+    found = []
+
+    def end(*waited_for, is_urgent=False):
+        pending.note_done(Receipt(3, 7, "00" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ()))
+        return True
+
+    pending = Pending(3, finish=found.append, wait=end)
+    ask(pending)
+    assert found == told

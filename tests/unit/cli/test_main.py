@@ -1,0 +1,254 @@
+"""Protects how the command line starts, ends and complains: imports, exit codes, hostile names, terminals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.cli import main, output
+from ckstore.cli.parser import COMMANDS
+from support.cli_stores import ckstore_command, environment, make_store, on_terminal
+
+ESCAPE = "\x1b[31mred\x1b[0m\nsecond line\u202e"
+
+PROBE = """
+import sys
+from ckstore.cli.main import run
+code = run(sys.argv[1:])
+loaded = [name for name in ("torch", "numpy", "typer", "rich", "safetensors") if name in sys.modules]
+print("\\nLOADED", code, *loaded, file=sys.stderr)
+"""
+
+
+def loaded_by(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *map(str, arguments)],
+        capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    code, *names = done.stderr.split("LOADED ")[1].split()
+    assert code == "0", done.stderr
+    return set(names)
+
+
+def test_no_command_loads_torch_and_ls_loads_next_to_nothing(store, tmp_path):
+    assert loaded_by("ls", store) == set()
+    assert loaded_by("ls", store, "--json", "-n", 1, "--run", "main") == set()
+    assert loaded_by("ls", "--run=main", store) == {"typer"}
+    calls = {
+        "init": [tmp_path / "new"],
+        "show": [store, "--codec"],
+        "stats": [store],
+        "verify": [store, "--level", "decode"],
+        "restore": [store, "-o", tmp_path / "x.npz"],
+        "export": [store, "latest", "-o", tmp_path / "x.safetensors"],
+        "import": [tmp_path / "imported", tmp_path / "x.safetensors", "--step", "1"],
+        "tag": [store, "latest", "x"],
+        "untag": [store, "x"],
+        "delete": [store, "100", "--yes"],
+        "rewind": [store, "200"],
+        "repack": [store],
+        "diff": [store, "200"],
+        "demote": [store],
+        "gc": [store, "--keep-last", "2"],
+        "trash": ["ls", store],
+        "undelete": [store, "100"],
+        "push": [store, tmp_path / "tier"],
+        "pull": [store],
+        "mirror": [store, tmp_path / "copy"],
+        "quarantine": [store],
+        "repair": [store],
+        "report": [store, "-o", tmp_path / "x.html"],
+        "doctor": [store],
+        "bench": [tmp_path, "--size", "16"],
+    }
+    assert set(calls) == set(COMMANDS) - {"ls"}
+    for name, arguments in calls.items():
+        assert loaded_by(name, *arguments) & {"torch", "rich", "safetensors"} == set(), name
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_help_fits_eighty_columns_and_cuts_no_sentence(call, name):
+    code, out, err = call(*[name] if name else [], "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Usage: ckstore{' ' if name else ''}{name}")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\\b" not in out
+    assert "..." not in out.split("Commands:")[-1] or name in ("delete", "demote", "pull", "trash", "undelete")
+
+
+def test_no_arguments_print_help_and_fail(call):
+    code, out, _ = call()
+    assert code == 2
+    assert "Commands:" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["frobnicate"], ["ls"], ["ls", "x", "--colour"], ["show", "a", "b", "c", "d"], ["ls", "x", "-n", "-1"]],
+)
+def test_mistakes_are_one_line_on_stderr_and_exit_2(call, arguments):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("ckstore: ")
+    assert err.count("\n") == 1
+    assert "--help" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ckstore.NotFoundError("x"), 10),
+        (ckstore.CapacityError("x"), 14),
+        (ckstore.BackendError("x"), 15),
+        (RuntimeError(ESCAPE), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(call, monkeypatch, error, code):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(main, "_dispatch", fail)
+    found, out, err = call("ls", "x")
+    assert (found, out) == (code, "")
+    assert err.count("\n") == 1
+    assert "\x1b" not in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_where_an_error_came_from(call, tmp_path):
+    code, _, err = call("--debug", "ls", tmp_path / "nowhere")
+    assert code == 10
+    assert "Traceback" in err
+
+
+def test_a_closed_pipe_is_no_error_message(shelf):
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m ckstore ls '{shelf}' --json | head -c 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)
+
+
+@pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"]])
+@pytest.mark.parametrize("as_terminal", [False, True])
+def test_what_comes_from_a_store_cannot_steer_the_terminal(tmp_path, command, as_terminal):
+    path = tmp_path / "store"
+    with ckstore.open(path) as store:
+        store.commit({ESCAPE: np.arange(9), "[bold]x": np.arange(3.0)}, 1, metrics={ESCAPE: 1.0})
+    if as_terminal:
+        code, out = on_terminal(200, *command, path)
+        assert "\x1b[31mred" not in out
+    else:
+        done = ckstore_command(*command, path)
+        code, out = done.returncode, done.stdout
+        assert "\x1b" not in out
+    assert code == 0
+    assert "\u202e" not in out
+    assert "\nsecond" not in out
+    if command == ["show"]:
+        assert "[bold]x" in out
+
+
+def test_hostile_names_survive_as_json(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit({"a": np.arange(9)}, 1, metrics={ESCAPE: float("nan")})
+    done = ckstore_command("ls", tmp_path / "store", "--json")
+    assert "\x1b" not in done.stdout
+    assert json.loads(done.stdout)["runs"][0]["entries"][0]["metrics"] == {ESCAPE: "nan"}
+
+
+def test_foreign_files_in_a_store_are_passed_over(store):
+    for name in ("manifests/main/\x1b[31m.ckm", "manifests/\x1b[31m/x", "tags/main/\x1b[2J", "claims/main/x y"):
+        (store / name).parent.mkdir(exist_ok=True)
+        (store / name).write_text("x")
+    done = ckstore_command("ls", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140, 200])
+@pytest.mark.parametrize("command", ["ls", "show", "doctor"])
+def test_tables_fit_the_terminal(shelf, columns, command):
+    code, out = on_terminal(columns, command, shelf)
+    assert code == 0
+    drawn = [line for line in out.splitlines() if "│" in line or "─" in line]
+    assert all(len(line) <= columns + len("\x1b[1m\x1b[0m") * line.count("\x1b") for line in drawn)
+    if command == "ls":
+        assert "300" in out
+        assert "good" in out
+
+
+def test_a_terminal_gets_a_short_list_and_a_pipe_the_whole(tmp_path):
+    path = make_store(tmp_path / "store", steps=range(35))
+    code, out = on_terminal(120, "ls", path, "--run", "main")
+    assert code == 0
+    assert "... and 5 older; --limit 0 shows all" in out
+    assert len(ckstore_command("ls", path, "--run", "main").stdout.splitlines()) == 37
+    assert "older" not in on_terminal(120, "ls", path, "-n", "0")[1]
+
+
+def test_delete_asks_on_a_terminal(store, monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    answers = iter([False, True])
+    monkeypatch.setattr("typer.confirm", lambda question: next(answers))
+    assert main.run(["delete", str(store), "100"]) == 1
+    with ckstore.open(store, create=False) as opened:
+        assert opened.steps() == [100, 200, 300]
+    assert main.run(["delete", str(store), "100"]) == 0
+    with ckstore.open(store, create=False) as opened:
+        assert opened.steps() == [200, 300]
+
+
+def test_sizes_rates_and_times_are_for_people():
+    assert [output.size(n) for n in (0, 999, 1024, 10 << 20, 1023 << 20, 5 << 40)] == [
+        "0 B", "999 B", "1.00 KiB", "10.0 MiB", "1.00 GiB", "5.00 TiB",
+    ]  # fmt: skip
+    assert output.size(None) == "-"
+    assert output.rate(1 << 30, 2.0) == "512 MiB/s"
+    assert [output.duration(s) for s in (0.314, 42.4, 200.0)] == ["0.31 s", "42 s", "3 min 20 s"]
+    assert (output.ratio(310, 100), output.ratio(5, 0)) == ("3.10x", "-")
+    assert output.local_time(1 << 80) == f"{1 << 80} ns"
+    assert output.iso_time(0) == "1970-01-01T00:00:00.000+00:00"
+
+
+def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypatch):
+    path = make_store(tmp_path / "store")
+    from ckstore.io.local import LocalBackend
+    from ckstore.listing import log_of_store
+
+    heads = []
+    read_head = LocalBackend.read_head
+    monkeypatch.setattr(LocalBackend, "read_head", lambda self, name, n: heads.append(name) or read_head(self, name, n))
+    (log,) = log_of_store(path, run="main")
+    assert (len(log.entries), len(heads)) == (3, 3)
+    heads.clear()
+    (log,) = log_of_store(path, run="main", limit=1)
+    assert (log.count, len(log.entries), len(heads)) == (3, 1, 1)
+
+
+def test_columns_of_least_worth_go_first_and_elastic_ones_are_cut():
+    columns = [
+        output.Column("a"),
+        output.Column("b", worth=1),
+        output.Column("c", worth=2),
+        output.Column("d", worth=3, is_elastic=True),
+    ]
+    needs = [5, 5, 5, 40]
+    has_content = [False] * 4
+    assert output.fit(columns, needs, has_content, 61) == {0: 5, 1: 5, 2: 5, 3: 40}
+    assert output.fit(columns, needs, has_content, 60) == {0: 5, 1: 5, 2: 5, 3: 39}
+    assert output.fit(columns, needs, has_content, 37) == {0: 5, 1: 5, 2: 5, 3: 16}
+    assert output.fit(columns, needs, has_content, 36) == {0: 5, 2: 5, 3: 22}
+    assert output.fit(columns, needs, [False, False, True, False], 36) == {0: 5, 1: 5, 3: 22}
+    assert output.fit(columns, needs, has_content, 4) == {0: 5}

@@ -1,0 +1,399 @@
+"""Protects collections: they take what nobody needs, after everything that speaks against it was looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+import ckstore
+from ckstore.errors import LockHeldError, NotFoundError, UsageError
+from ckstore.format import layout
+from ckstore.io.local import LocalBackend
+from ckstore.io.memory import MemoryBackend
+from ckstore.retention.policy import Retention
+from ckstore.store.gc_marks import Marker
+from support.gc_histories import (
+    LAST_ONE,
+    check_restores,
+    commit_all,
+    damage,
+    files_of,
+    keeper,
+    pack_of,
+    packs_in_place,
+)
+
+HOUR = 3600
+
+
+@pytest.fixture
+def backend(clock):
+    return MemoryBackend(clock=clock)
+
+
+@pytest.fixture
+def store(backend, clock):
+    with ckstore.open(backend, clock=clock) as opened:
+        yield opened
+
+
+@pytest.fixture
+def history(store, clock):
+    """Steps 0 to 5, a minute apart, two hours ago."""
+    for step in range(6):
+        commit_all(store, [step], metrics={"loss": 1.0 / (step + 1)})
+        clock.now += 60
+    clock.now += 2 * HOUR
+    return store
+
+
+def test_rules_drop_checkpoints_and_their_packs_go_to_the_trash(history, backend):
+    before = packs_in_place(backend)
+    report = keeper(history).gc(Retention(keep_last=2, keep_every=3))
+    assert [name.step for name in report.done.dropped] == [1, 2]
+    check_restores(history, [0, 3, 4, 5])
+    gone = before - packs_in_place(backend)
+    assert len(gone) == report.done.moved_packs == 2
+    assert report.done.freed_nbytes == 0
+    assert report.later_nbytes >= report.done.moved_nbytes > 0
+    assert history.verify("decode").is_clean
+
+
+def test_dry_run_changes_nothing_and_its_plan_is_carried_out(history, backend):
+    before = files_of(backend)
+    dry = keeper(history).gc(Retention(keep_last=2), dry_run=True)
+    assert files_of(backend) == before
+    assert dry.is_dry_run
+    assert dry.done is None
+    real = keeper(history).gc(Retention(keep_last=2))
+    assert (real.runs, real.plan) == (dry.runs, dry.plan)
+    assert tuple(real.done.dropped) == dry.plan.drops
+    assert real.done.moved_packs == len(dry.plan.moves)
+    assert real.done.moved_nbytes == dry.plan.moved_nbytes
+
+
+def test_second_collection_has_nothing_left_to_do(history, backend):
+    keeper(history).gc(Retention(keep_last=2))
+    after = files_of(backend)
+    report = keeper(history).gc(Retention(keep_last=2))
+    assert report.plan.is_empty
+    assert files_of(backend) == after
+
+
+def test_now_frees_at_once(history, backend):
+    before = sum(filter(None, files_of(backend).values()))
+    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    assert report.done.freed_nbytes >= report.done.moved_nbytes > 0
+    assert before - sum(filter(None, files_of(backend).values())) == report.done.freed_nbytes
+    assert not [name for name in files_of(backend) if name.startswith("trash/")]
+    check_restores(history, [4, 5])
+
+
+def test_without_rules_only_garbage_goes(history, backend):
+    history.delete(2)
+    before = packs_in_place(backend)
+    report = keeper(history).gc()
+    assert report.done.dropped == []
+    assert len(before - packs_in_place(backend)) == 1
+    check_restores(history, [0, 1, 3, 4, 5])
+
+
+def test_chunks_that_others_share_stay(history, backend):
+    shared = pack_of(history, 0)
+    keeper(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
+    assert shared in packs_in_place(backend), "step 5 needs what step 0 wrote"
+    check_restores(history, [5])
+
+
+def test_runs_do_not_evict_each_other(history, backend, clock):
+    with ckstore.open(backend, run="other", clock=clock) as other:
+        commit_all(other, [7, 8])
+        clock.now += 2 * HOUR
+        keeper(history).gc(LAST_ONE, now=True)
+        check_restores(other, [7, 8])
+        check_restores(history, [5])
+        report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
+        assert [plan.run for plan in report.runs] == ["main", "other"]
+        check_restores(other, [8])
+        check_restores(history, [5])
+
+
+def test_packs_that_other_runs_need_stay(history, backend, clock):
+    with ckstore.open(backend, run="other", clock=clock) as other:
+        commit_all(other, [3])
+        clock.now += 2 * HOUR
+        keeper(history).gc(LAST_ONE, now=True)
+        check_restores(other, [3])
+
+
+def test_young_packs_that_nobody_ever_named_are_spared(history, backend, clock):
+    backend.create("packs/ab/" + "ab" * 16 + ".pack", b"x" * 4096, sync=True)
+    report = keeper(history).gc()
+    assert (report.plan.young_nbytes, report.done.moved_packs) == (4096, 0)
+    clock.now += HOUR + 1
+    assert keeper(history).gc().done.moved_packs == 1
+
+
+def test_young_packs_of_dropped_checkpoints_are_not_spared(store, backend):
+    commit_all(store, [0, 1, 2])
+    assert keeper(store).gc(Retention(keep_every=2), now=True).done.moved_packs == 1
+    commit_all(store, [3])
+    store.delete(2)
+    assert keeper(store).gc(now=True).done.moved_packs == 1, "the trash still knows who had named it"
+    check_restores(store, [0, 3])
+
+
+def test_packs_whose_time_lies_far_ahead_are_not_spared_for_ever(history, backend, clock):
+    path = "packs/ab/" + "ab" * 16 + ".pack"
+    backend.create(path, b"x" * 4096, sync=True)
+    backend._files[path].modified_ns += 10**6 * 10**9
+    assert keeper(history).gc().done.moved_packs == 1
+
+
+def test_named_pack_in_the_trash_is_brought_back(history, backend):
+    path, folder = pack_of(history, 3), history._parts.trash.new_packs_folder()
+    backend.rename(path, f"trash/{folder}/packs/{path.rsplit('/')[-1]}")
+    report = keeper(history).gc(now=True)
+    assert report.done.rescued == 1
+    assert report.done.freed_files == 0
+    assert path in packs_in_place(backend)
+
+
+def test_missing_pack_blocks_its_run_and_no_other(history, backend, clock):
+    with ckstore.open(backend, run="other", clock=clock) as other:
+        commit_all(other, [17, 18])
+    backend.unlink(pack_of(history, 3))
+    clock.now += 2 * HOUR
+    report = keeper(history).gc(LAST_ONE, all_runs=True)
+    assert "is missing" in report.runs[0].blocked
+    assert [name.run for name in report.done.dropped] == ["other"]
+    assert report.done.moved_packs == 1
+    assert history.steps() == list(range(6))
+
+
+def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history, backend, clock):
+    with ckstore.open(backend, run="other", clock=clock) as other:
+        commit_all(other, [17, 18])
+    clock.now += 2 * HOUR
+    damage(backend, next(name for name in files_of(backend) if name.startswith("manifests/main/00000003")))
+    packs = packs_in_place(backend)
+    report = keeper(history).gc(LAST_ONE, all_runs=True, now=True)
+    assert "cannot be read" in report.runs[0].blocked
+    assert "may name any pack" in report.done.stop
+    assert ["left alone" in line or "nothing of run main" in line for line in report.obstacles] == [True, True]
+    assert [name.run for name in report.done.dropped] == ["other"]
+    assert packs_in_place(backend) == packs
+    assert report.done.freed_nbytes == 0
+    history.delete("seq:3")
+    again = keeper(history).gc(now=True)
+    assert again.done.moved_packs > 0, "an operator has taken the damaged one away"
+    assert again.obstacles == ()
+
+
+def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, backend, monkeypatch):
+    packs, looks = packs_in_place(backend), []
+    look = Marker.look
+
+    def damaging_look(marker):
+        looks.append(1)
+        if len(looks) == 2:
+            damage(backend, next(name for name in files_of(backend) if name.startswith("manifests/main/00000005")))
+            marker._cache.clear()
+        return look(marker)
+
+    monkeypatch.setattr(Marker, "look", damaging_look)
+    report = keeper(history).gc(LAST_ONE)
+    assert report.plan.stop == "" != report.stop == report.done.stop
+    assert "may name any pack" in report.stop
+    assert packs_in_place(backend) == packs
+
+
+def test_damaged_tag_blocks_its_run(history, backend):
+    history.tag(1, "good")
+    damage(backend, "tags/main/good", at=5)
+    report = keeper(history).gc(LAST_ONE)
+    assert "tag" in report.runs[0].blocked
+    assert report.done.dropped == []
+
+
+def test_tagged_checkpoint_stays_and_says_so(history):
+    history.tag(1, "good")
+    report = keeper(history).gc(LAST_ONE)
+    check_restores(history, [1, 5])
+    assert next(verdict for verdict in report.runs[0].verdicts if verdict.step == 1).reasons == ("tag good",)
+
+
+def test_checkpoint_that_is_tagged_after_the_plan_is_spared(history, monkeypatch):
+    tags = type(history._parts.tags)
+    declare_all = tags.declare_all
+
+    def tag_first(self, seqs, purpose):
+        monkeypatch.setattr(tags, "declare_all", declare_all)
+        history.tag(2, "late")
+        return declare_all(self, seqs, purpose)
+
+    monkeypatch.setattr(tags, "declare_all", tag_first)
+    report = keeper(history).gc(LAST_ONE, now=True)
+    assert [name.step for name in report.done.spared] == [2]
+    assert [name.step for name in report.done.dropped] == [0, 1, 3, 4]
+    check_restores(history, [2, 5])
+
+
+def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeypatch):
+    commit_all(store, [1, 1, 2])
+    tags = type(store._parts.tags)
+    declare_all = tags.declare_all
+
+    def tag_first(self, seqs, purpose):
+        monkeypatch.setattr(tags, "declare_all", declare_all)
+        store.tag("seq:0", "late")
+        return declare_all(self, seqs, purpose)
+
+    monkeypatch.setattr(tags, "declare_all", tag_first)
+    report = keeper(store).gc(LAST_ONE)
+    assert report.done.dropped == []
+    assert sorted(name.seq for name in report.done.spared) == [0, 1]
+
+
+def test_more_than_max_delete_is_refused_before_anything_is_changed(history, backend):
+    before = files_of(backend)
+    with pytest.raises(UsageError, match="5 checkpoints would be dropped, and max_delete is 4"):
+        keeper(history).gc(LAST_ONE, max_delete=4)
+    assert files_of(backend) == before
+    assert keeper(history).gc(LAST_ONE, max_delete=4, dry_run=True).refused
+    assert len(keeper(history).gc(LAST_ONE, max_delete=5).done.dropped) == 5
+
+
+def test_rules_for_a_run_that_is_not_there_are_refused_or_do_nothing(history, backend):
+    assert keeper(history, run="none").gc(LAST_ONE).runs == ()
+    check_restores(history, range(6))
+    from ckstore.collection import GcLimits, collect_store
+
+    with pytest.raises(NotFoundError, match="no run 'none'"):
+        collect_store(history._parts, LAST_ONE, runs=["none"], limits=GcLimits(), dry_run=True)
+
+
+def test_quarantined_manifest_keeps_its_packs_even_if_it_is_damaged(history, backend):
+    name = next(name for name in history._parts.manifests.listing().names if name.step == 1)
+    pack = pack_of(history, 1)
+    content = bytearray(backend.read_bytes(name.path, nbytes_max=1 << 20))
+    content[150] ^= 1
+    history.delete(1)
+    backend.make_folder(layout.quarantine_manifests_folder("main"))
+    backend.create(f"{layout.quarantine_manifests_folder('main')}/{name.file}", bytes(content), sync=True)
+    keeper(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
+    assert pack in packs_in_place(backend)
+    backend.unlink(f"{layout.quarantine_manifests_folder('main')}/{name.file}")
+    keeper(history).gc(now=True)
+    assert pack not in packs_in_place(backend)
+
+
+def test_leftover_drafts_go_and_young_or_foreign_files_stay(history, backend, clock):
+    old, foreign = "tmp/" + "1" * 32 + ".ckm", "tmp/notes.txt"
+    for path in (old, foreign):
+        backend.create(path, b"x", sync=True)
+    clock.now += 2 * HOUR
+    young = "tmp/" + "2" * 32 + ".lease"
+    backend.create(young, b"x", sync=True)
+    report = keeper(history).gc()
+    assert report.done.drafts == 1
+    assert {"tmp/notes.txt", young} <= set(files_of(backend))
+    assert old not in files_of(backend)
+
+
+def test_intents_of_dead_makers_go_and_those_of_living_ones_stay(history, backend):
+    mine = history._parts.tags.declare(1, "test")
+    dead = layout.intent_name("main", 2, "3" * 32)
+    backend.create(dead, b"torn", sync=True)
+    assert keeper(history).gc().done.intents == 1
+    assert mine in files_of(backend)
+    assert dead not in files_of(backend)
+
+
+def test_store_without_any_commit_is_collected(store):
+    report = keeper(store).gc(LAST_ONE, all_runs=True)
+    assert report.plan.is_empty
+    assert report.runs == ()
+
+
+def test_stored_policy_applies_where_none_is_given(history, backend):
+    keeping = keeper(history)
+    assert keeping.retention is None
+    keeping.set_retention(Retention(keep_last=2))
+    assert keeper(history).retention == Retention(keep_last=2)
+    keeper(history).gc()
+    check_restores(history, [4, 5])
+    keeper(history).gc(LAST_ONE)
+    check_restores(history, [5])
+    keeping.set_retention(None)
+    assert keeper(history).retention is None
+    assert history.verify().is_clean
+
+
+def test_stored_policy_with_a_typo_is_refused_and_drops_nothing(history, backend):
+    from ckstore.format.records import ConfigRecord
+    from ckstore.store.config_file import change_config
+
+    change_config(backend, lambda record: ConfigRecord(retention={"keep_lats": 1}))
+    with pytest.raises(UsageError, match="Did you mean 'keep_last'"):
+        keeper(history).gc()
+    check_restores(history, range(6))
+
+
+def test_policy_is_kept_beside_what_else_the_configuration_says(history, backend):
+    from ckstore.format.records import ConfigRecord
+    from ckstore.store.config_file import change_config, read_config
+
+    change_config(backend, lambda record: ConfigRecord(tiers={"cold": "s3://bucket/x"}))
+    keeper(history).set_retention(LAST_ONE)
+    assert read_config(backend).tiers == {"cold": "s3://bucket/x"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_age": "soon"}, {"trash_for": -1}, {"waste_max": 0}, {"repack_nbytes_max": -1}, {"max_delete": -1}],
+)
+def test_limits_that_cannot_be_are_refused(history, options):
+    with pytest.raises(UsageError):
+        keeper(history).gc(**options)
+
+
+def test_one_collection_at_a_time(folder):
+    with ckstore.open(folder) as store:
+        commit_all(store, [1])
+        lock = LocalBackend(folder).try_lock("gc.lock")
+        with pytest.raises(LockHeldError):
+            keeper(store).gc()
+        keeper(store).gc(dry_run=True)
+        lock.close()
+        keeper(store).gc()
+
+
+def test_packs_stay_in_the_trash_for_their_time(folder, clock):
+    import time
+
+    clock.now = time.time()
+    with ckstore.open(folder, clock=clock) as store:
+        commit_all(store, [1, 2])
+        clock.now += 2 * HOUR
+        first = keeper(store).gc(LAST_ONE)
+        assert first.done.freed_nbytes == 0
+        assert first.plan.free_ns == pytest.approx(clock.now_ns() + 24 * HOUR * 10**9)
+        clock.now += 20 * HOUR
+        assert keeper(store).gc().done.freed_nbytes == 0
+        clock.now += 5 * HOUR
+        report = keeper(store).gc()
+        assert report.done.freed_nbytes >= first.done.moved_nbytes
+        assert keeper(store).trash() == []
+        check_restores(store, [2])
+
+
+def test_trash_of_a_clock_that_was_ahead_waits(folder, clock):
+    import time
+
+    clock.now = time.time() + 2 * HOUR
+    with ckstore.open(folder, clock=clock) as store:
+        commit_all(store, [1, 2])
+        keeper(store).gc(LAST_ONE)
+        clock.now -= 1000 * HOUR
+        assert keeper(store).gc().done.freed_nbytes == 0
+        assert keeper(store).gc(now=True).done.freed_nbytes > 0

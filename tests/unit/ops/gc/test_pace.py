@@ -1,0 +1,148 @@
+"""Protects commits from collections beside them: these rest while someone writes, and sync and free little."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+import ckstore
+from ckstore import collection
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord, encode_record
+from ckstore.io.local import LocalBackend
+from ckstore.store import gc_pace
+from ckstore.store.gc_pace import PacedBackend, paced, someone_writes
+from ckstore.store.processes import boot_identity, process_started
+from support.gc_histories import LAST_ONE, check_restores, commit_all, keeper
+
+
+class Wrist:
+    """A clock that goes on by itself with every look, and notes how long it was made to wait."""
+
+    def __init__(self, step=0.001):
+        self.step, self.now, self.slept = step, 0.0, []
+
+    def now_ns(self):
+        return 10**18
+
+    def monotonic(self):
+        self.now += self.step
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+
+
+def put_lease(backend, run="main", **changes):
+    """Write the lease of a process that lives: of the one that has started this one."""
+    pid = os.getppid()
+    facts = {
+        "host": socket.gethostname(),
+        "boot_id": boot_identity(),
+        "pid": pid,
+        "process_started": process_started(pid),
+        "token": "ab" * 16,
+        "acquired_ns": 1,
+        "heartbeat_ns": 1,
+        "purpose": "",
+    }
+    name = layout.lease_name(run)
+    if backend.stat(name) is not None:
+        backend.unlink(name)
+    backend.create(name, encode_record(LeaseRecord(**{**facts, **changes})), sync=False)
+
+
+@pytest.fixture
+def backend(folder):
+    ckstore.open(folder).close()
+    return LocalBackend(folder)
+
+
+def test_rests_follow_what_keeps_the_disk_busy_and_nothing_else(backend):
+    clock = Wrist()
+    slow = PacedBackend(backend.root, clock)
+    slow.create("tmp/a", b"1", sync=False)
+    slow.link("tmp/a", "tmp/b")
+    slow.rename("tmp/b", "tmp/c")
+    assert clock.slept == []
+    slow.create("tmp/d", b"1", sync=True)
+    slow.sync_file("tmp/a")
+    slow.sync_folder("tmp")
+    slow.unlink("tmp/a")
+    assert clock.slept == pytest.approx([gc_pace.REST * clock.step] * 4)
+    with pytest.raises(FileNotFoundError):
+        slow.unlink("tmp/a")
+    assert len(clock.slept) == 4
+
+
+def test_rests_end(backend):
+    clock = Wrist(step=50.0)
+    slow = PacedBackend(backend.root, clock)
+    slow.sync_folder("tmp")
+    assert clock.slept == [gc_pace.REST_SECONDS_MAX]
+    slow._left_seconds = 0.05
+    slow.sync_folder("tmp")
+    slow.sync_folder("tmp")
+    assert clock.slept[1:] == [0.05]
+
+
+def test_only_others_that_live_are_given_way_to(backend):
+    clock = Wrist()
+    assert not someone_writes(backend, clock)
+    with ckstore.open(backend, run="own") as store:
+        commit_all(store, [1])
+        assert not someone_writes(backend, clock), "who collects in its own process waits for it"
+        put_lease(backend)
+        assert someone_writes(backend, clock)
+    put_lease(backend, process_started="1")
+    assert not someone_writes(backend, clock)
+    put_lease(backend, boot_id="m/b/n", host="elsewhere", heartbeat_ns=clock.now_ns() - 10**9)
+    assert someone_writes(backend, clock)
+    put_lease(backend, boot_id="m/b/n", host="elsewhere", heartbeat_ns=clock.now_ns() - 10**12)
+    assert not someone_writes(backend, clock)
+    assert paced(backend, clock) is backend
+
+
+def test_collection_beside_a_writer_does_the_same_in_leisure(disk_store, monkeypatch):
+    commit_all(disk_store, range(5))
+    put_lease(disk_store._parts.backend, "other")
+    acted = []
+    collect = collection.collect
+    monkeypatch.setattr(collection, "collect", lambda parts, *rest: acted.append(parts) or collect(parts, *rest))
+    done = keeper(disk_store).gc(LAST_ONE, now=True, min_age=0).done
+    assert [type(parts.backend) for parts in acted] == [PacedBackend]
+    assert len(done.dropped) == 4
+    assert done.freed_files >= 7
+    check_restores(disk_store, [4])
+
+
+def test_intents_of_many_drops_are_synced_once(disk_store, monkeypatch):
+    commit_all(disk_store, range(20))
+    made = []
+    create = LocalBackend.create
+
+    def noting(backend, name, content, *, sync):
+        made.extend([name] if sync else [])
+        create(backend, name, content, sync=sync)
+
+    monkeypatch.setattr(LocalBackend, "create", noting)
+    keeper(disk_store).gc(LAST_ONE, now=True, min_age=0)
+    assert len([name for name in made if ".intent-" in name]) == 1
+    check_restores(disk_store, [19])
+    assert not [name for name in disk_store._parts.backend.list_names("claims/main") if "intent" in name]
+
+
+def test_intents_are_written_where_a_file_has_one_name_only(disk_store, monkeypatch):
+    tags, backend = disk_store._parts.tags, disk_store._parts.backend
+    commit_all(disk_store, range(3))
+
+    def refused(source, target):
+        raise ckstore.UnsupportedError("the file system makes no hard links")
+
+    monkeypatch.setattr(backend, "link", refused)
+    paths = tags.declare_all([0, 1, 2], "delete")
+    assert [len(tags.intents_on(seq)) for seq in (0, 1, 2)] == [1, 1, 1]
+    for path in paths:
+        tags.retract(path)

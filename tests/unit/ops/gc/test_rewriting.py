@@ -1,0 +1,229 @@
+"""Protects packs that are rewritten because little of them is needed: checkpoints stay, bytes go, damage is left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import CapacityError
+from ckstore.format import layout
+from ckstore.io.memory import MemoryBackend
+from ckstore.retention.policy import Retention
+from ckstore.store import gc_repack
+from ckstore.store.references import load_whole, resolve
+from ckstore.testing.model import difference
+from support.gc_histories import (
+    HOUR,
+    LAST_ONE,
+    PLAIN,
+    commit_half_needed,
+    files_of,
+    keeper,
+    packs_in_place,
+    parts_state,
+)
+
+
+@pytest.fixture
+def backend(clock):
+    return MemoryBackend(clock=clock)
+
+
+@pytest.fixture
+def store(backend, clock):
+    with ckstore.open(backend, clock=clock, policy=PLAIN) as opened:
+        yield opened
+
+
+@pytest.fixture
+def history(store, clock):
+    commit_half_needed(store, clock)
+    return store
+
+
+def restores(store, expected):
+    for step, state in expected.items():
+        found = difference(store.restore(step), state)
+        assert found is None, found
+
+
+def test_half_empty_pack_is_rewritten_and_checkpoints_stay_what_they_are(history, backend):
+    ids = {info.step: info.checkpoint_id for info in history.log()}
+    before = sum(filter(None, files_of(backend).values()))
+    dry = keeper(history).gc(Retention(keep_last=2), dry_run=True, now=True)
+    (rewrite,) = dry.plan.rewrites
+    assert rewrite.packed_nbytes < 0.3 * rewrite.nbytes
+    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    assert report.plan == dry.plan
+    assert report.done.repacked.nbytes_written == rewrite.packed_nbytes
+    assert report.done.repacked.manifests == 1
+    assert layout.pack_name(rewrite.pack_id) not in packs_in_place(backend)
+    assert before - sum(filter(None, files_of(backend).values())) > 0.6 * rewrite.nbytes
+    assert {info.step: info.checkpoint_id for info in history.log()} == {step: ids[step] for step in (1, 2)}
+    assert history.info(1).generation == 1
+    restores(history, {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})})
+    assert history.verify("decode").is_clean
+    assert keeper(history).gc(Retention(keep_last=2), now=True).plan.is_empty
+
+
+def test_budget_of_nothing_frees_whole_packs_only(history, backend):
+    report = keeper(history).gc(Retention(keep_last=2), now=True, repack_nbytes_max=0)
+    assert report.plan.rewrites == ()
+    assert history.info(1).generation == 0
+
+
+def test_budget_and_threshold_bound_what_is_rewritten(history):
+    assert keeper(history).gc(Retention(keep_last=2), dry_run=True, repack_nbytes_max=200_000).plan.rewrites == ()
+    assert keeper(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.8).plan.rewrites == ()
+    assert len(keeper(history).gc(Retention(keep_last=2), dry_run=True, waste_max=0.7).plan.rewrites) == 1
+
+
+def test_several_manifests_that_name_a_pack_are_all_replaced(history, clock, backend):
+    for step in (3, 4):
+        history.commit(parts_state(step, {1, 2, 3}), step)
+    with ckstore.open(backend, run="other", clock=clock, policy=PLAIN) as other:
+        other.commit(parts_state(9, {1, 2, 3}), 9)
+        clock.now += 2 * HOUR
+        report = keeper(history).gc(Retention(keep_last=2), now=True)
+        assert report.done.repacked.manifests == 3
+        restores(other, {9: parts_state(9, {1, 2, 3})})
+        restores(history, {3: parts_state(3, {1, 2, 3}), 4: parts_state(4, {1, 2, 3})})
+        assert other.verify("decode").is_clean
+        (shared,) = {
+            manifest.packs[manifest.frames[0].pack].pack_id
+            for handle in (history, other)
+            for name in handle._parts.manifests.listing().names
+            if (manifest := handle._parts.manifests.load(name))
+        }
+    assert layout.pack_name(shared) in packs_in_place(backend), "what they shared, they share still"
+
+
+def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
+    history.commit(parts_state(3, {1, 2, 3}), 3)
+    with ckstore.open(backend, run="other", clock=clock, policy=PLAIN) as other:
+        other.commit(parts_state(9, {1, 2, 3}), 9)
+        other.commit({"x": np.arange(80_000)}, 10)
+        backend.unlink(layout.pack_name(other._parts.manifests.load(resolve(other._parts, 10)).packs[0].pack_id))
+    report = keeper(history).gc(Retention(keep_last=2), now=True, all_runs=True)
+    assert report.plan.rewrites == ()
+    assert [bool(plan.blocked) for plan in report.runs] == [False, True]
+
+
+def test_damaged_frame_is_told_and_its_pack_left_as_it_is(history, backend):
+    (rewrite,) = keeper(history).gc(Retention(keep_last=2), dry_run=True).plan.rewrites
+    path = layout.pack_name(rewrite.pack_id)
+    manifest = history._parts.manifests.load(resolve(history._parts, 1))
+    frame = next(f for f in manifest.frames if manifest.packs[f.pack].pack_id == rewrite.pack_id)
+    backend._files[path].content[frame.offset + 1000] ^= 1
+    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    assert "checksum" in report.done.repacked.troubles[0]
+    assert report.done.repacked.pack_ids == []
+    assert path in packs_in_place(backend)
+    assert history.info(1).generation == 0
+
+
+def test_full_disk_leaves_packs_as_they_are(history, backend, monkeypatch):
+    def full(*args, **options):
+        raise CapacityError("the disk is full")
+
+    packs = packs_in_place(backend)
+    monkeypatch.setattr(backend, "create_pack", full)
+    report = keeper(history).gc(Retention(keep_last=3), now=True, waste_max=0.01)
+    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    assert "full" in report.done.repacked.troubles[0]
+    assert packs_in_place(backend) == packs
+    restores(history, {1: parts_state(1, {1, 2, 3})})
+
+
+def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend, monkeypatch):
+    located_anew = gc_repack.located_anew
+
+    def another_first(manifest, moved):
+        monkeypatch.setattr(gc_repack, "located_anew", located_anew)
+        keeper(history).gc(now=True)
+        return located_anew(manifest, moved)
+
+    monkeypatch.setattr(gc_repack, "located_anew", another_first)
+    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    assert "another writer has published" in report.done.repacked.troubles[0]
+    assert history.info(1).generation == 1
+    restores(history, {1: parts_state(1, {1, 2, 3}), 2: parts_state(2, {0, 1, 2, 3})})
+    assert history.verify("decode").is_clean
+
+
+def test_checkpoint_that_is_dropped_while_it_is_replaced_stays_dropped(history, monkeypatch):
+    located_anew = gc_repack.located_anew
+
+    def dropped_first(manifest, moved):
+        history.delete(1)
+        return located_anew(manifest, moved)
+
+    monkeypatch.setattr(gc_repack, "located_anew", dropped_first)
+    keeper(history).gc(Retention(keep_last=2), now=True)
+    assert history.steps() == [2]
+    keeper(history).gc(now=True)
+    assert history.verify("decode").is_clean
+
+
+def test_writer_that_knows_the_old_pack_commits_all_the_same(store, clock):
+    """A handle remembers where chunks lie; what it remembers may be freed between two of its commits."""
+    store.commit(parts_state(0, {0, 1, 2, 3}), 0)
+    store.commit(parts_state(1, {1, 2, 3}), 1)
+    clock.now += 2 * HOUR
+    assert keeper(store).gc(LAST_ONE, now=True).done.repacked.manifests == 1
+    store.commit(parts_state(1, {1, 2, 3}), 2)
+    restores(store, {1: parts_state(1, {1, 2, 3}), 2: parts_state(1, {1, 2, 3})})
+    assert store.verify("decode").is_clean
+
+
+def test_writer_whose_bases_are_freed_commits_all_the_same(backend, clock):
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(100_000).astype(np.float32)
+    with ckstore.open(backend, clock=clock) as store:
+        for step in range(4):
+            store.commit({"w": weights + np.float32(1e-4) * step, "n": step}, step)
+        store.delete(3)
+        clock.now += 2 * HOUR
+        keeper(store).gc(LAST_ONE, now=True)
+        store.commit({"w": weights + np.float32(5e-4), "n": 9}, 9)
+        assert store.restore(9)["n"] == 9
+        assert store.restore(2)["n"] == 2
+        assert store.verify("decode").is_clean
+
+
+def test_differences_keep_their_bases(backend, clock):
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(100_000).astype(np.float32)
+    with ckstore.open(backend, clock=clock) as store:
+        states = {}
+        for step in range(5):
+            weights = weights + np.float32(1e-5) * rng.standard_normal(100_000).astype(np.float32)
+            states[step] = {"w": weights, "own": rng.integers(0, 255, 300_000, dtype=np.uint8)}
+            store.commit(states[step], step)
+        assert store.info(4).depth_max >= 1
+        clock.now += 2 * HOUR
+        report = keeper(store).gc(LAST_ONE, now=True)
+        assert report.done.repacked.pack_ids, "the base lies in a pack of which the rest is needed by nobody"
+        restores(store, {4: states[4]})
+        assert store.verify("decode").is_clean
+
+
+def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkeypatch):
+    name = resolve(history._parts, 1)
+    require_packs = type(history._parts).require_packs
+
+    def rewritten_first(parts, manifest):
+        monkeypatch.setattr(type(history._parts), "require_packs", require_packs)
+        keeper(history).gc(Retention(keep_last=2), now=True)
+        return require_packs(parts, manifest)
+
+    monkeypatch.setattr(type(history._parts), "require_packs", rewritten_first)
+    assert load_whole(history._parts, name).header.generation == 1
+
+
+def test_generations_run_out_and_the_pack_stays(history, monkeypatch):
+    monkeypatch.setattr(gc_repack, "GENERATION_MAX", 0)
+    report = keeper(history).gc(Retention(keep_last=2), now=True)
+    assert report.done.repacked.manifests == 0
+    restores(history, {1: parts_state(1, {1, 2, 3})})

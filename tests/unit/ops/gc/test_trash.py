@@ -1,0 +1,338 @@
+"""Protects the trash: what lies there can be brought back until it is freed, and what is needed is never freed."""
+
+from __future__ import annotations
+
+import pytest
+
+import ckstore
+from ckstore.errors import (
+    ConflictError,
+    CorruptError,
+    MissingChunkError,
+    NotFoundError,
+    UsageError,
+)
+from ckstore.format import layout
+from ckstore.io.memory import MemoryBackend
+from ckstore.retention.policy import Retention
+from ckstore.store.drop import drop
+from ckstore.testing.model import difference
+from support.gc_histories import (
+    LAST_ONE,
+    check_restores,
+    commit_all,
+    damage,
+    files_of,
+    keeper,
+    pack_of,
+    packs_in_place,
+    state_of,
+)
+
+HOUR = 3600
+
+
+@pytest.fixture
+def backend(clock):
+    return MemoryBackend(clock=clock)
+
+
+@pytest.fixture
+def store(backend, clock):
+    with ckstore.open(backend, clock=clock) as opened:
+        commit_all(opened, [0, 1, 2, 3])
+        clock.now += 2 * HOUR
+        yield opened
+
+
+def same(store, ref, number):
+    found = difference(store.restore(ref), state_of(number))
+    assert found is None, found
+
+
+# Undelete
+
+
+def test_undeleted_checkpoint_comes_back_bit_for_bit_as_a_new_entry(store):
+    store.delete(1)
+    info = keeper(store).undelete(1)
+    assert (info.seq, info.step, info.is_archival) == (4, 1, True)
+    same(store, 1, 1)
+    same(store, "seq:4", 1)
+    assert store.verify("decode").is_clean
+
+
+def test_undelete_rescues_packs_that_were_collected(store, backend):
+    pack = pack_of(store, 1)
+    keeper(store).gc(LAST_ONE)
+    assert pack not in packs_in_place(backend)
+    keeper(store).undelete(1)
+    assert pack in packs_in_place(backend)
+    same(store, 1, 1)
+    keeper(store).gc(now=True)
+    same(store, 1, 1)
+
+
+def test_latest_skips_what_was_undeleted(store):
+    store.delete(1)
+    keeper(store).undelete(1)
+    assert store.latest().step == 3
+    assert store.restore()["number"] == 3
+    same(store, 3, 3)
+
+
+def test_retention_keeps_what_was_undeleted(store):
+    keeper(store).gc(LAST_ONE)
+    keeper(store).undelete("seq:2")
+    report = keeper(store).gc(LAST_ONE, now=True)
+    check_restores(store, [2, 3])
+    assert report.runs[0].verdicts[0].reasons == ("brought back by undelete",)
+
+
+def test_undelete_needs_no_lease_and_the_writer_goes_on(store, backend):
+    store.commit(state_of(4), 4)
+    store.delete(1)
+    info = keeper(store).undelete(1)
+    receipt = store.commit(state_of(6), 6)
+    assert receipt.seq == info.seq + 1
+    check_restores(store, [0, 1, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize("ref", [1, "1", "seq:1"])
+def test_dropped_checkpoint_is_named_by_step_or_seq(store, ref):
+    store.delete(1)
+    assert keeper(store).undelete(ref).step == 1
+
+
+def test_dropped_checkpoint_is_named_by_its_id(store):
+    prefix = store.info(1).checkpoint_id[:8]
+    store.delete(1)
+    assert keeper(store).undelete(f"id:{prefix}").step == 1
+    with pytest.raises(NotFoundError):
+        keeper(store).undelete("id:ffffffffffff")
+
+
+def test_step_means_its_newest_dropped_entry(store):
+    store.commit(state_of(9), 1)
+    store.delete(1)
+    assert keeper(store).undelete(1).origin_id is not None
+    same(store, 1, 9)
+
+
+@pytest.mark.parametrize("ref", ["latest", "seq:x", "id:z", True, 1.5, "best:loss"])
+def test_other_references_mean_nothing_in_the_trash(store, ref):
+    with pytest.raises(UsageError):
+        keeper(store).undelete(ref)
+
+
+def test_what_was_never_dropped_is_not_in_the_trash(store):
+    store.delete(2)
+    with pytest.raises(NotFoundError, match=r"it has 2 \(seq:2\)|It has 2 \(seq:2\)"):
+        keeper(store).undelete(1)
+
+
+def test_what_was_freed_cannot_come_back(store):
+    store.delete(1)
+    keeper(store).gc(now=True)
+    with pytest.raises(NotFoundError, match="none of this run"):
+        keeper(store).undelete(1)
+
+
+def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, backend):
+    store.delete(1)
+    saved = {path: bytes(backend._files[path].content) for path in files_of(backend) if path.startswith("trash/")}
+    keeper(store).gc(now=True)
+    for path, content in saved.items():
+        backend.make_folder(path.rsplit("/", 1)[0])
+        backend.create(path, content, sync=True)
+    with pytest.raises(MissingChunkError):
+        keeper(store).undelete(1)
+    assert store.steps() == [0, 2, 3]
+
+
+def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monkeypatch):
+    keeper(store).gc(LAST_ONE)
+    parts = type(store._parts)
+    lost_packs = parts.lost_packs
+
+    def freed_first(self, packs):
+        for path in [path for path in files_of(backend) if path.startswith("trash/") and path.endswith(".pack")]:
+            backend.unlink(path)
+        return lost_packs(self, packs)
+
+    monkeypatch.setattr(parts, "lost_packs", freed_first)
+    with pytest.raises(MissingChunkError, match="freed meanwhile"):
+        keeper(store).undelete(1)
+    assert store.steps() == [3]
+    assert store.verify("decode").is_clean
+
+
+def test_damaged_manifest_in_the_trash_is_not_published(store, backend):
+    store.delete(1)
+    damage(backend, next(path for path in files_of(backend) if path.startswith("trash/")))
+    with pytest.raises(CorruptError):
+        keeper(store).undelete(1)
+
+
+# The trash itself
+
+
+def test_trash_lists_what_lies_there(store):
+    assert keeper(store).trash() == []
+    keeper(store).gc(Retention(keep_last=2))
+    entries = keeper(store).trash()
+    assert sum(entry.pack_count for entry in entries) == 1, "what they share is needed still"
+    assert [entry.manifests for entry in entries if entry.manifests] == [(("main", 0, 0, 0), ("main", 1, 1, 0))]
+    assert all(entry.nbytes > 0 for entry in entries)
+
+
+def test_restored_folder_of_the_trash_brings_back_packs_and_checkpoints(store, backend):
+    before = packs_in_place(backend)
+    keeper(store).gc(Retention(keep_last=2))
+    assert len(before - packs_in_place(backend)) == 1
+    keeping = keeper(store)
+    restored = [keeping.restore_from_trash(entry.trash_id[:10]) for entry in keeping.trash()]
+    assert packs_in_place(backend) == before
+    assert sorted(info.step for each in restored for info in each.undeleted) == [0, 1]
+    check_restores(store, [0, 1, 2, 3])
+
+
+def test_folder_that_is_not_there_or_not_one_is_refused(store):
+    keeper(store).gc(LAST_ONE)
+    with pytest.raises(NotFoundError):
+        keeper(store).restore_from_trash("zz")
+    with pytest.raises(NotFoundError):
+        keeper(store).restore_from_trash("")
+    twin = keeper(store).trash()[0].trash_id
+    store._parts.backend.make_folder(layout.trash_folder(twin[:5] + "0" * 27))
+    with pytest.raises(UsageError, match="more letters"):
+        keeper(store).purge(twin[:5])
+
+
+def test_purge_frees_one_folder_or_all(store, backend):
+    keeper(store).gc(LAST_ONE)
+    keeping = keeper(store)
+    first, *others = keeping.trash()
+    assert keeping.purge(first.trash_id) == first.nbytes
+    assert keeping.purge() == sum(entry.nbytes for entry in others)
+    assert keeping.trash() == []
+    check_restores(store, [3])
+
+
+def test_purge_brings_back_what_something_names(store, backend):
+    path, gc_id = pack_of(store, 2), store._parts.trash.new_packs_folder()
+    backend.rename(path, f"{layout.trash_packs_folder(gc_id)}/{path.rsplit('/')[-1]}")
+    assert keeper(store).purge() == 0
+    assert path in packs_in_place(backend)
+
+
+def test_purge_is_refused_while_a_manifest_cannot_be_read(store, backend):
+    store.delete(1)
+    damage(backend, next(path for path in files_of(backend) if path.startswith("manifests/")))
+    with pytest.raises(ConflictError, match="may name any pack"):
+        keeper(store).purge()
+    assert len(keeper(store).trash()) == 1
+
+
+def trash_of(store, *names):
+    """Move files to a trash folder of their own, as a power cut in the middle of things may leave them."""
+    parts, gc_id = store._parts, store._parts.trash.new_packs_folder()
+    for path in names:
+        target = layout.trash_packs_folder(gc_id)
+        if path.startswith("manifests/"):
+            target = layout.trash_manifests_folder(gc_id, "main")
+            parts.backend.make_folder(target)
+        parts.backend.rename(path, f"{target}/{path.rsplit('/')[-1]}")
+    return gc_id
+
+
+def test_purge_of_one_folder_brings_back_a_manifest_and_its_packs(store):
+    name = store._parts.manifests.listing().names[1]
+    gc_id = trash_of(store, pack_of(store, 1), name.path)
+    assert keeper(store).purge(gc_id) == 0
+    check_restores(store, [0, 1, 2, 3])
+
+
+def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
+    """A higher generation in another folder supersedes the lower one in this: it is the one that goes back."""
+    lower = store._parts.manifests.listing().names[1]
+    higher = store._parts.manifests.publish(next_generation(store, 1))
+    trash_of(store, higher.path)
+    gc_id = trash_of(store, lower.path)
+    assert keeper(store).purge(gc_id) > 0
+    assert store.info(1).generation == 1
+    check_restores(store, [0, 1, 2, 3])
+
+
+# What interrupted drops and replacements leave
+
+
+def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
+    store._parts.manifests.mark_dropped(1, 2)
+    report = keeper(store).gc()
+    assert report.done.superseded == 2
+    assert store._parts.manifests._names_in_place() == set(store._parts.manifests.listing().names)
+    assert report.done.moved_packs == 2
+
+
+def next_generation(store, step):
+    from dataclasses import replace
+
+    name = next(name for name in store._parts.manifests.listing().names if name.step == step)
+    manifest = store._parts.manifests.load(name)
+    return replace(manifest, header=replace(manifest.header, generation=manifest.header.generation + 1))
+
+
+def test_superseded_generation_goes_once_the_packs_of_the_higher_were_seen(store):
+    store._parts.manifests.publish(next_generation(store, 1))
+    report = keeper(store).gc()
+    assert (len(report.plan.superseded), report.done.superseded) == (1, 1)
+    assert store.info(1).generation == 1
+
+
+def test_superseded_generation_stays_while_a_pack_of_the_higher_is_missing(store, backend):
+    from dataclasses import replace
+
+    manifest = next_generation(store, 1)
+    elsewhere = replace(manifest.packs[-1], pack_id=bytes(16))
+    store._parts.manifests.publish(replace(manifest, packs=(*manifest.packs[:-1], elsewhere)))
+    report = keeper(store).gc(LAST_ONE, now=True)
+    assert "missing" in report.runs[0].blocked
+    assert report.done.superseded == 0
+    assert len(store._parts.manifests.listing().lower) == 1
+
+
+def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend):
+    name = store._parts.manifests.listing().names[1]
+    folder = layout.trash_manifests_folder("5" * 32, "main")
+    backend.make_folder(folder)
+    backend.rename(name.path, f"{folder}/{name.file}")
+    assert store.steps() == [0, 2, 3]
+    report = keeper(store).gc(now=True)
+    assert report.done.rescued == 1
+    check_restores(store, [0, 1, 2, 3])
+
+
+def test_superseded_manifest_in_the_trash_is_freed(store, backend):
+    store._parts.manifests.publish(next_generation(store, 1))
+    keeper(store).gc()
+    assert keeper(store).gc(now=True).done.freed_files == 1
+    check_restores(store, [0, 1, 2, 3])
+
+
+def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatch):
+    store.commit(state_of(8), 1)
+    store.commit(state_of(9), 1)
+    manifests, batches = type(store._parts.manifests), []
+    mark_dropped = manifests.mark_dropped
+
+    def noting(self, *seqs):
+        batches.append(seqs)
+        mark_dropped(self, *seqs)
+
+    monkeypatch.setattr(manifests, "mark_dropped", noting)
+    names = store._parts.manifests.listing().names
+    done = drop(store._parts, [names[5], names[4], names[1], names[0]], "test")
+    assert batches == [(0, 1), (4,), (5,)], "marks of one batch may reach the disk in any order"
+    assert [name.seq for name in done.names] == [0, 1, 4, 5]
+    assert store._parts.tags.intents_on(0) == []

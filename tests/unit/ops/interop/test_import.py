@@ -1,0 +1,280 @@
+"""What other tools have saved comes back from the store bit for bit, under the right step, in the right order."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file as save_numpy
+from safetensors.torch import save_file
+
+import ckstore
+from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnsupportedError, UsageError
+from ckstore.testing.states import difference
+from support import foreign_checkpoints
+
+
+def check_restored(store, states):
+    for step, state in states.items():
+        assert difference(store.restore(step), state) is None, f"step {step}"
+
+
+def test_nanogpt_files_become_a_history_in_step_order(store, tmp_path):
+    # By name 1000 would come before 250, as ls sorts them.
+    states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(0, 250, 1000))
+    report = store.import_from(tmp_path / "out")
+    assert [(entry.step, entry.seq, entry.action) for entry in report.entries] == [
+        (0, 0, "import"), (250, 1, "import"), (1000, 2, "import")
+    ]  # fmt: skip
+    assert store.latest().step == 1000
+    assert store.log()[0].parent == 1
+    check_restored(store, states)
+    assert store.verify("decode").is_clean
+
+
+def test_import_says_how_much_smaller_the_history_became(store, tmp_path):
+    foreign_checkpoints.write_nanogpt(tmp_path / "out")
+    report = store.import_from(tmp_path / "out")
+    files = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    assert report.bytes_before == files
+    assert report.bytes_stored == sum(info.bytes_written for info in store.log())
+    assert report.ratio == files / report.bytes_stored
+
+
+def test_step_and_metric_are_found_in_the_content_of_a_file(store, tmp_path):
+    states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(750,), name="ckpt.pt")
+    entry = store.import_from(tmp_path / "out").entries[0]
+    assert (entry.step, entry.reason) == (750, "iter_num in its content")
+    assert entry.metrics == {"best_val_loss": pytest.approx(float(states[750]["best_val_loss"]))}
+    assert store.info("best:best_val_loss").step == 750
+
+
+def test_lightning_checkpoints_are_taken_once_with_the_metric_in_their_name(store, tmp_path):
+    states = foreign_checkpoints.write_lightning(tmp_path / "checkpoints")
+    report = store.import_from(tmp_path / "checkpoints")
+    assert [(entry.name, entry.action) for entry in report.entries] == [
+        ("epoch=1-step=100-val_loss=0.100.ckpt", "import"),
+        ("epoch=2-step=200-val_loss=0.200.ckpt", "import"),
+        ("last.ckpt", "skip"),
+    ]
+    assert store.info("best:val_loss").step == 100
+    check_restored(store, states)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_trainer_folders_become_states_with_a_key_for_each_file(store, tmp_path, shards):
+    states = foreign_checkpoints.write_trainer(tmp_path / "out", shards=shards)
+    # The Trainer leaves the final model beside the folders of its checkpoints.
+    save_file({"w": torch.ones(2)}, tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "trainer_state.json").write_text("{}")
+    report = store.import_from(tmp_path / "out")
+    assert [(entry.step, entry.name) for entry in report.entries] == [
+        (500, "checkpoint-500"), (1000, "checkpoint-1000")
+    ]  # fmt: skip
+    assert [dict(entry.left_out).keys() for entry in report.entries] == [{"training_args.bin"}] * 2
+    for step, state in states.items():
+        restored = store.restore(step)
+        assert set(restored) == {"model", "optimizer", "scheduler", "rng_state", "trainer_state"}
+        for key, wanted in state.items():
+            if key == "model":
+                assert restored[key].keys() == wanted.keys()
+                assert all(torch.equal(restored[key][name], wanted[name]) for name in wanted)
+            else:
+                assert difference(restored[key], wanted) is None, key
+        assert isinstance(restored["rng_state"]["numpy"][1], np.ndarray)
+    assert store.info(500).metrics.keys() == {"loss", "eval_loss"}
+
+
+def test_distributed_checkpoints_come_back_nested_as_they_were_saved(store, tmp_path):
+    states = foreign_checkpoints.write_dcp(tmp_path / "dcp")
+    report = store.import_from(tmp_path / "dcp")
+    assert [(entry.step, entry.kinds) for entry in report.entries] == [(10, ("dcp",)), (20, ("dcp",))]
+    restored = store.restore(20)
+    for key in ("model", "history", "step"):
+        assert difference({key: restored[key]}, {key: _plain(states[20][key])}) is None, key
+    # torch.distributed.checkpoint itself makes text of the numbers that are keys of a dict.
+    assert set(restored["optimizer"]["state"]) == {str(key) for key in states[20]["optimizer"]["state"]}
+
+
+def _plain(state):
+    return dict(state) if isinstance(state, dict) else state
+
+
+def test_distributed_checkpoint_of_several_ranks_is_put_together(store, tmp_path):
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    whole = torch.arange(40.0).reshape(8, 5)
+    _write_split_dcp(tmp_path / "ranks", whole, ChunkStorageMetadata)
+    store.import_from(tmp_path / "ranks", step=3)
+    assert torch.equal(store.restore(3)["w"], whole)
+
+
+def _write_split_dcp(folder, whole, chunk_type, *, cut=(0, 3, 8)):
+    """Write a tensor in two parts, as two ranks of which each has some of its rows."""
+    import pickle
+
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.metadata import (
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    folder.mkdir()
+    chunks, places = [], {}
+    for rank, (begin, end) in enumerate(pairwise(cut)):
+        offset = torch.Size((begin, 0))
+        chunks.append(chunk_type(offset, torch.Size((end - begin, whole.shape[1]))))
+        file = folder / f"__{rank}_0.distcp"
+        torch.save(whole[begin:end].clone(), file)
+        places[MetadataIndex("w", offset, rank)] = filesystem._StorageInfo(file.name, 0, file.stat().st_size)
+    properties = TensorProperties(dtype=whole.dtype)
+    entry = TensorStorageMetadata(properties, whole.shape, chunks)
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(Metadata({"w": entry}, None, places), file)
+
+
+@pytest.mark.parametrize("cut", [(0, 3, 7), (0, 3)])
+def test_distributed_checkpoint_with_a_missing_part_is_refused(store, tmp_path, cut):
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    _write_split_dcp(tmp_path / "ranks", torch.ones(8, 5), ChunkStorageMetadata, cut=cut)
+    with pytest.raises(CorruptError, match="leave a gap"):
+        store.import_from(tmp_path / "ranks", step=3)
+    assert store.log() == []
+
+
+def test_safetensors_are_read_without_torch_and_in_the_library_they_were_written_for(store, tmp_path):
+    bf16 = torch.randn(7, 300).to(torch.bfloat16)
+    save_file({"w": bf16, "b": torch.zeros(0, 3)}, tmp_path / "step_5.safetensors", metadata={"format": "pt"})
+    array = np.arange(12, dtype=">i4").reshape(3, 4).astype("<i4")
+    save_numpy({"a": array}, tmp_path / "step_6.safetensors", metadata={"format": "np"})
+    store.import_from(tmp_path, exclude=["store"])
+    restored = store.restore(5)
+    assert torch.equal(restored["w"], bf16)
+    assert restored["b"].shape == (0, 3)
+    assert isinstance(store.restore(6)["a"], np.ndarray)
+    assert np.array_equal(store.restore(6)["a"], array)
+
+
+def test_exported_safetensors_come_back_with_their_tied_tensors(store, tmp_path):
+    from ckstore.adapters.safetensors import export_safetensors
+
+    embedding = torch.randn(50, 4)
+    export_safetensors({"head": embedding, "embed": embedding}, tmp_path / "step_1.safetensors")
+    store.import_from(tmp_path / "step_1.safetensors")
+    restored = store.restore(1)
+    assert restored["head"].data_ptr() == restored["embed"].data_ptr()
+    assert torch.equal(restored["head"], embedding)
+
+
+def test_second_import_skips_what_is_there_and_goes_on(store, tmp_path):
+    foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2))
+    first = store.import_from(tmp_path / "out")
+    foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2, 3))
+    report = store.import_from(tmp_path / "out")
+    assert [entry.action for entry in report.entries] == ["skip", "skip", "import"]
+    assert report.bytes_before > first.bytes_before
+    assert [info.step for info in store.log()] == [3, 2, 1]
+
+
+def test_dry_run_changes_nothing_and_tells_the_same_plan(store, tmp_path):
+    foreign_checkpoints.write_nanogpt(tmp_path / "out", name="model{step}.pt")
+    planned = store.import_from(tmp_path / "out", dry_run=True)
+    assert store.log() == []
+    done = store.import_from(tmp_path / "out")
+    plans = [
+        [(entry.name, entry.step, entry.action, entry.reason) for entry in report.entries] for report in (planned, done)
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_older_steps_never_become_the_latest_of_a_run(store, tmp_path):
+    store.commit({"a": np.arange(3)}, 400)
+    foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(300, 500))
+    with pytest.raises(UsageError, match="step 300 would come behind step 400"):
+        store.import_from(tmp_path / "out")
+    assert store.latest().step == 400
+
+
+def test_interrupted_import_keeps_what_was_committed(store, tmp_path):
+    states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2, 3))
+    broken = tmp_path / "out" / "ckpt_3.pt"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CorruptError, match=r"ckpt_3\.pt \(step 3\)"):
+        store.import_from(tmp_path / "out")
+    assert store.steps() == [1, 2]
+    broken.write_bytes(whole)
+    store.import_from(tmp_path / "out")
+    check_restored(store, states)
+
+
+def test_next_commit_follows_the_last_imported_checkpoint(store, tmp_path):
+    states = foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1, 2))
+    store.import_from(tmp_path / "out")
+    receipt = store.commit(states[2], 3)
+    assert receipt.chunks_new == 0
+    assert store.info(3).parent == store.info(2).seq
+
+
+def test_step_that_nothing_tells_is_asked_for(store, tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match="neither name nor content"):
+        store.import_from(tmp_path / "weights.pt")
+    store.import_from(tmp_path / "weights.pt", step=9)
+    assert store.steps() == [9]
+
+
+def test_numbered_import_gives_steps_in_the_natural_order_of_names(store, tmp_path):
+    for name in ("b10", "b9", "a"):
+        torch.save({"name": name}, tmp_path / f"{name}.pt")
+    store.import_from(tmp_path, numbered=True, exclude=["store"])
+    assert [store.restore(step)["name"] for step in store.steps()] == ["a", "b9", "b10"]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda path: path.mkdir(), NotFoundError, "no checkpoint in the folder"),
+        (lambda path: path.with_suffix(".txt").write_text("x"), NotFoundError, "no such file"),
+    ],
+)
+def test_sources_without_checkpoints_are_refused(store, tmp_path, make, kind, words):
+    make(tmp_path / "source")
+    with pytest.raises(kind, match=words):
+        store.import_from(tmp_path / "source")
+
+
+def test_folder_named_too_high_up_is_told_the_right_one(store, tmp_path):
+    foreign_checkpoints.write_lightning(tmp_path / "logs" / "version_0" / "checkpoints")
+    with pytest.raises(NotFoundError, match=r"[Dd]id you mean .*logs/version_0/checkpoints\?"):
+        store.import_from(tmp_path / "logs")
+
+
+def test_missing_shard_is_found_before_anything_is_committed(store, tmp_path):
+    foreign_checkpoints.write_trainer(tmp_path / "out", shards=3)
+    (tmp_path / "out" / "checkpoint-1000" / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CorruptError, match="shard 2 of 3"):
+        store.import_from(tmp_path / "out")
+    assert store.log() == []
+
+
+def test_import_waits_for_nobody_and_refuses_a_run_with_another_live_writer(tmp_path, store):
+    store.commit({"a": 1}, 0)
+    foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(1,))
+    with ckstore.open(tmp_path / "store") as other, pytest.raises(ConflictError):
+        other.import_from(tmp_path / "out")
+
+
+def test_unsupported_is_raised_for_a_torch_that_runs_code_of_files(monkeypatch):
+    from ckstore.adapters.foreign_torch import check_torch
+
+    for version in ("2.5.1", "2.9.1+cu128", "1.13", "nightly"):
+        with pytest.raises(UnsupportedError, match="CVE-2026-24747"):
+            check_torch(version)
+    for version in ("2.10.0", "2.13.0+cpu", "3.0.0a0+git1"):
+        check_torch(version)

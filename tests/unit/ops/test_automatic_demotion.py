@@ -1,0 +1,179 @@
+"""Protects demotion by itself: by rules that are given or stored, elsewhere, and told when it fails."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import Residual
+from ckstore import demote as demoting
+from ckstore.automatic_demotion import AutomaticDemotion
+from ckstore.config import DemotePolicy, Policy
+from ckstore.demote_policy import rules_of
+from ckstore.errors import CorruptError, UsageError
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.config_file import change_config, read_config
+from support.demotion_histories import SECONDS_MAX, check_exact_or_near, fidelities, filled, states
+
+ALL = DemotePolicy(keep_newest=1, keep_every=0)
+
+
+def test_a_store_opened_with_rules_demotes_by_itself_while_its_saver_lives(tmp_path):
+    held = states(9)
+    rules = {"keep_newest": 2, "keep_every": 3}
+    with ckstore.open(tmp_path / "store", demotion=rules, demote_every=4) as store:
+        for step, state in enumerate(held[:8]):
+            store.commit_async(state, step).result()
+            if step == 6:
+                # It began with the fifth commit; one that is busy after the eighth would leave that to a later one.
+                store._aging.wait(SECONDS_MAX)
+        store.wait()
+        assert store._handover.saver_pid is not None
+        store._aging.wait(SECONDS_MAX)
+        store.commit(held[8], 8)
+        assert fidelities(store) == ["exact", "exact", "exact", "small", "small", "exact", "small", "small", "exact"]
+        check_exact_or_near(store, held, newest=8)
+
+
+def test_what_is_stored_with_the_store_is_applied_as_it_is_then(tmp_path):
+    with ckstore.open(tmp_path / "store", demotion="stored", demote_every=2) as store:
+        held = states(6)
+        for step in (0, 1):
+            store.commit(held[step], step)
+        store._aging.wait(SECONDS_MAX)
+        assert set(fidelities(store)) == {"exact"}
+        with ckstore.open(tmp_path / "store") as operator:
+            operator.set_demotion({"keep_newest": 1, "keep_every": 0, "fidelity": "near"})
+        for step in (2, 3):
+            store.commit(held[step], step)
+        store._aging.wait(SECONDS_MAX)
+        assert fidelities(store) == ["exact", "near", "near", "near"]
+
+
+def test_what_came_to_nothing_is_not_tried_after_every_commit(store, monkeypatch):
+    tried = []
+    stored = demoting._Demoter._stored
+    monkeypatch.setattr(
+        demoting._Demoter, "_stored", lambda self, *args: tried.append(args[0].header.seq) or stored(self, *args)
+    )
+    automatic = AutomaticDemotion(store._parts, ALL, Policy())
+    for step in range(4):
+        store.commit({"counts": np.arange(9000) + step}, step)
+        automatic.after_commit(step)
+    assert tried == [0, 1, 2]
+
+
+def test_what_came_to_nothing_is_remembered_from_another_process(disk_store):
+    automatic = AutomaticDemotion(disk_store._parts, ALL, Policy())
+    for step in range(3):
+        disk_store.commit({"counts": np.arange(9000) + step}, step)
+    automatic.after_commit(2)
+    automatic.wait(SECONDS_MAX)
+    assert automatic._tried == {0, 1}
+    automatic.close()
+
+
+def test_a_demotion_that_fails_is_told_and_raises_nothing(disk_store, caplog):
+    filled_steps = states(3)
+    for step, state in enumerate(filled_steps):
+        disk_store.commit(state, step)
+    change_config(disk_store._parts.backend, lambda record: type(record)(policy={"demotion": {"keep_newst": 1}}))
+    automatic = AutomaticDemotion(disk_store._parts, "stored", Policy())
+    with caplog.at_level(logging.WARNING, logger="ckstore"):
+        automatic.after_commit(2)
+        automatic.wait(SECONDS_MAX)
+    assert "the demotion after a commit ended with code 2" in caplog.text
+    assert "keep_newest" in caplog.text
+
+
+# The rules, as they are stored
+
+
+def test_a_policy_is_stored_with_the_store_and_read_again(tmp_path):
+    own = replace(Residual.small(), max_rel_rms=0.5, rules=(("model.*", "exact"),))
+    with ckstore.open(tmp_path / "store") as store:
+        assert store.demotion is None
+        for policy in (ALL, DemotePolicy(fidelity=Residual.near()), DemotePolicy(fidelity=own, saving_min=0.25)):
+            store.set_demotion(policy)
+            with ckstore.open(tmp_path / "store") as other:
+                assert other.demotion == policy
+        store.set_retention({"keep_last": 3})
+        assert store.demotion is not None
+        store.set_demotion(None)
+        assert (store.demotion, store.retention) == (None, ckstore.Retention(keep_last=3))
+
+
+def test_the_stored_form_is_the_one_of_the_format(store):
+    backend = store._parts.backend
+    change_config(backend, lambda record: type(record)(policy={"other": {"x": 1}}))
+    store.set_demotion(ALL)
+    demotion = {"keep_newest": 1, "keep_every": 0, "fidelity": "small", "compression": "fast", "saving_min": 0.03}
+    assert read_config(backend).policy == {"other": {"x": 1}, "demotion": demotion}
+    store.set_demotion(None)
+    assert read_config(backend).policy == {"other": {"x": 1}}
+    assert rules_of(DemotePolicy(fidelity=Residual.excp()))["fidelity"]["kind"] == "Residual"
+
+
+def test_demotions_without_rules_go_by_those_that_are_stored():
+    store, _ = filled(MemoryBackend(), 4)
+    store.set_demotion({"keep_newest": 2, "keep_every": 0, "fidelity": "near"})
+    store.demote()
+    assert fidelities(store) == ["exact", "exact", "near", "near"]
+    store.demote(policy={"keep_newest": 1, "keep_every": 0})
+    assert fidelities(store) == ["exact", "small", "near", "near"]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_newst": 1},
+        {"keep_newest": "3"},
+        {"keep_newest": 0},
+        {"fidelity": "exact"},
+        {"fidelity": {"kind": "Policy"}},
+        {"fidelity": {"name": "x"}},
+        {"fidelity": {"kind": "Residual", "depth": 3}},
+        {"fidelity": {"kind": ["Residual"]}},
+        {"compression": "none"},
+    ],
+)
+def test_rules_that_are_none_are_refused_wherever_they_are_met(tmp_path, rules):
+    with pytest.raises(UsageError):
+        ckstore.open(tmp_path / "new", demotion=rules)
+    assert not (tmp_path / "new").exists()
+    store, _ = filled(MemoryBackend(), 2)
+    for verb in (store.set_demotion, lambda rules: store.demote(policy=rules)):
+        with pytest.raises(UsageError):
+            verb(rules)
+    change_config(store._parts.backend, lambda record: type(record)(policy={"demotion": rules}))
+    with pytest.raises(UsageError):
+        store.demote()
+    change_config(store._parts.backend, lambda record: type(record)(policy={"demotion": 3}))
+    with pytest.raises(UsageError):
+        store.demote()
+    assert set(fidelities(store)) == {"exact"}
+
+
+def test_the_nearest_rule_is_named():
+    store, _ = filled(MemoryBackend(), 1)
+    with pytest.raises(UsageError, match="'keep_newest'"):
+        store.demote(policy={"keep_newst": 1})
+
+
+def test_a_damaged_configuration_demotes_nothing():
+    store, _ = filled(MemoryBackend(), 3)
+    store.set_demotion(ALL)
+    store._parts.backend._files["config.json"].content[30] ^= 1
+    with pytest.raises(CorruptError):
+        store.demote()
+    assert set(fidelities(store)) == {"exact"}
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
+def test_number_of_commits_is_checked(store, every):
+    with pytest.raises(UsageError, match="demote_every"):
+        AutomaticDemotion(store._parts, ALL, Policy(), every=every)

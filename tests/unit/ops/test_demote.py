@@ -1,0 +1,306 @@
+"""Protects what has aged: only what a rule or a name says is demoted, everything else is as it was, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore import Policy, Residual
+from ckstore import demote as demoting
+from ckstore.config import DemotePolicy
+from ckstore.errors import CapacityError, ConflictError, NotFoundError, UsageError
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.tags import Tags
+from ckstore.testing.faults import Fault, FaultyBackend
+from ckstore.testing.states import difference
+from support.demotion_histories import filled, manifest_of, states
+
+WANTED = DemotePolicy(keep_newest=2, keep_every=4)
+
+
+def check(store, held, exact):
+    """Those steps are exact, the others close, and everything is whole."""
+    for step, state in enumerate(held):
+        found, info = store.restore(step), store.info(step)
+        assert (info.fidelity == "exact") == (step in exact), step
+        if step in exact:
+            assert difference(found, state) is None, step
+        else:
+            assert difference(found["model"]["bias"], state["model"]["bias"]) is None
+            assert np.abs(found["model"]["w"] - state["model"]["w"]).max() < 2e-3
+            assert found["step"] == step
+    assert store.verify("decode").damage == []
+
+
+def test_the_newest_every_so_many_and_the_tagged_stay_exact():
+    store, held = filled(MemoryBackend())
+    store.tag(2, "good")
+    before = {info.seq: info for info in store.log()}
+    report = store.demote(policy=WANTED)
+    assert [(entry.seq, entry.is_done) for entry in report.entries] == [
+        *((7, False), (6, False), (5, True), (4, False), (3, True), (2, False), (1, True), (0, False))
+    ]
+    check(store, held, {0, 2, 4, 6, 7})
+    for info in store.log():
+        was = before[info.seq]
+        assert (info.step, info.metrics, info.time_ns, info.parent) == (was.step, was.metrics, was.time_ns, was.parent)
+        if info.fidelity != "exact":
+            assert (info.generation, info.origin_id) == (1, was.checkpoint_id)
+            assert info.checkpoint_id != was.checkpoint_id
+        else:
+            assert info == was
+    reasons = {entry.seq: entry.reason for entry in report.entries}
+    assert "newest 2" in reasons[7]
+    assert "every 4th" in reasons[4]
+    assert "'good'" in reasons[2]
+    assert store.info("good").step == 2
+
+
+def test_demoted_checkpoints_are_much_smaller_and_their_old_packs_garbage():
+    backend = MemoryBackend()
+    store, _ = filled(backend, policy=Policy(delta=False))
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    done = [entry for entry in report.entries if entry.is_done]
+    assert len(done) == 7
+    for entry in done[:-1]:
+        assert entry.stored_after * 20 < entry.stored_before
+        assert 0 < entry.worst_rel_rms < 2
+    assert report.packs_after < report.packs_before / 3
+    named = {pack.pack_id for info in store.log() for pack in manifest_of(store, info.seq).packs}
+    assert sum(len(backend.read_bytes(f"packs/{p[:1].hex()}/{p.hex()}.pack", nbytes_max=1 << 30)) for p in named) == (
+        report.packs_after
+    )
+
+
+def test_a_dry_run_changes_nothing_and_says_the_same():
+    store, held = filled(MemoryBackend(), 6)
+    planned = store.demote(policy=WANTED, dry_run=True)
+    assert planned.is_dry_run
+    check(store, held, set(range(6)))
+    done = store.demote(policy=WANTED)
+    assert [entry.action for entry in planned.entries] == [entry.action for entry in done.entries]
+
+
+def test_a_second_demotion_finds_nothing_to_do():
+    store, held = filled(MemoryBackend(), 6)
+    store.demote(policy=WANTED)
+    again = store.demote(policy=WANTED)
+    assert not any(entry.is_done for entry in again.entries)
+    assert again.bytes_written == 0
+    check(store, held, {0, 4, 5})
+
+
+def test_the_newest_is_demoted_only_by_name():
+    store, held = filled(MemoryBackend(), 3)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert report.entries[0].is_done is False
+    report = store.demote("latest", policy=replace(WANTED, fidelity=Residual.near()))
+    assert [entry.is_done for entry in report.entries] == [True, False, False]
+    assert store.info("latest").fidelity == "near"
+    check(store, held, set())
+    # The next commit is coded against what is stored now.
+    more = states(5)[3:]
+    for step, state in enumerate(more, 3):
+        store.commit(state, step)
+    check(store, [*held, *more], {3, 4})
+
+
+def test_by_name_only_those_are_demoted_and_nothing_that_carries_a_tag():
+    store, held = filled(MemoryBackend(), 5)
+    report = store.demote(1, "seq:3")
+    assert [entry.seq for entry in report.entries if entry.is_done] == [3, 1]
+    check(store, held, {0, 2, 4})
+    store.tag(2, "good")
+    with pytest.raises(ConflictError, match="'good'"):
+        store.demote(2)
+    with pytest.raises(NotFoundError):
+        store.demote(77)
+    check(store, held, {0, 2, 4})
+
+
+def test_runs_that_were_rewound_keep_their_newest():
+    store, held = filled(MemoryBackend(), 4)
+    store.rewind(1)
+    store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert store.info("latest").fidelity == "exact"
+    assert difference(store.restore(exact=True), held[1]) is None
+    assert store.info("seq:1").fidelity == "small"
+
+
+def test_one_in_so_many_of_a_demoted_chain_stays_exact():
+    store, held = filled(MemoryBackend(), 7)
+    fidelity = Residual.small(keyframe_every=3)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0, fidelity=fidelity))
+    # The first one, of which only the moments are quantized, counts.
+    check(store, held, {2, 5, 6})
+    assert "one in 3 stays exact" in next(entry.reason for entry in report.entries if entry.seq == 2)
+
+
+def test_what_has_nothing_to_lose_stays(store):
+    for step in range(4):
+        store.commit({"counts": np.arange(9000) + step, "bias": np.arange(40_000, dtype=np.float32) + step}, step)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert [entry.action for entry in report.entries] == ["keep"] * 4
+    assert "nothing of it" in report.entries[1].reason
+    assert report.packs_after == report.packs_before
+    assert all(info.generation == 0 for info in store.log())
+
+
+def test_an_empty_run_has_nothing_to_demote(store):
+    report = store.demote()
+    assert report.entries == ()
+
+
+def test_what_a_receipt_would_warn_of_is_in_the_report():
+    """A run that diverged is seen when it ages, whether or not anything of the checkpoint could be stored anew."""
+    held = states(4)
+    held[1]["model"]["w"][3, 4] = np.nan
+    held[2]["model"]["bias"][7] = np.inf
+    store = ckstore.open(MemoryBackend())
+    for step, state in enumerate(held):
+        store.commit(state, step)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert report.warnings == (
+        "step 1: model.w was stored exactly: it holds NaN or infinity",
+        "step 2: model.bias holds NaN or infinity: the run may have diverged",
+    )
+    found = store.restore(1)
+    assert np.isnan(found["model"]["w"][3, 4])
+    assert difference(found["model"], held[1]["model"]) is None
+    assert store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0)).warnings == ()
+
+
+def test_bounds_that_cannot_be_met_leave_the_checkpoint_exact():
+    store, held = filled(MemoryBackend(), 3)
+    for on_bound in ("raise", "exact"):
+        strict = replace(Residual.small(), max_rel_rms=1e-9, on_bound=on_bound)
+        report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0, fidelity=strict))
+        assert not any(entry.is_done for entry in report.entries)
+    check(store, held, {0, 1, 2})
+
+
+def test_a_demotion_without_room_leaves_everything_readable():
+    backend = MemoryBackend()
+    store, held = filled(backend, 5)
+    store.close()
+    for at in (1, 2, 4):
+        faulty = FaultyBackend(backend, Fault(at, errno.ENOSPC, for_ever=True, sites=frozenset({"pack.write"})))
+        with ckstore.open(faulty) as other, contextlib.suppress(CapacityError):
+            other.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+        assert len(faulty.calls) > at
+        with ckstore.open(backend) as other:
+            for step, state in enumerate(held):
+                found = other.restore(step)
+                if other.info(step).fidelity == "exact":
+                    assert difference(found, state) is None
+            assert other.verify("decode").damage == []
+
+
+def test_repacks_leave_demoted_checkpoints_as_they_are():
+    store, held = filled(MemoryBackend(), 8)
+    store.demote(policy=WANTED)
+    ids = [info.checkpoint_id for info in store.log()]
+    restored = [store.restore(step) for step in range(8)]
+    report = store.repack()
+    assert all(entry.action == "keep" for entry in report.entries if entry.seq in (1, 2, 3, 5))
+    assert "with a loss" in next(entry.reason for entry in report.entries if entry.seq == 3)
+    assert [info.checkpoint_id for info in store.log()] == ids
+    for step, state in enumerate(restored):
+        assert difference(store.restore(step), state) is None
+    check(store, held, {0, 4, 6, 7})
+
+
+def test_a_commit_after_a_demotion_reuses_and_restores(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        held = states(7)
+        for step, state in enumerate(held[:5]):
+            store.commit(state, step)
+        store.demote(policy=WANTED)
+        for step, state in enumerate(held[5:], 5):
+            store.commit(state, step)
+        check(store, held, {0, 3, 4, 5, 6})
+    with ckstore.open(tmp_path / "store") as store:
+        store.demote(policy=WANTED)
+        check(store, held, {0, 4, 5, 6})
+
+
+def newest_seq(store):
+    return store.info("latest").seq
+
+
+def test_what_became_the_newest_before_the_intent_stays_exact(monkeypatch):
+    """Between the plan and the intent, someone deletes all that is newer."""
+    backend = MemoryBackend()
+    store, held = filled(backend, 3)
+    declare = Tags.declare
+
+    def delete_first(tags, seq, purpose):
+        if (seq, purpose) == (1, "demote"):
+            with ckstore.open(backend) as other:
+                other.delete("seq:2")
+        return declare(tags, seq, purpose)
+
+    monkeypatch.setattr(Tags, "declare", delete_first)
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert newest_seq(store) == 1
+    assert store.info("latest").fidelity == "exact"
+    assert difference(store.restore(exact=True), held[1]) is None
+    assert [entry.reason for entry in report.entries if entry.seq == 1] == ["it is the newest by now"]
+    assert store.info("seq:0").fidelity == "small"
+
+
+def test_nobody_deletes_what_is_newer_than_a_checkpoint_that_is_being_demoted(monkeypatch):
+    backend = MemoryBackend()
+    store, held = filled(backend, 3)
+    refused = []
+    stored = demoting._Demoter._stored
+
+    def delete_meanwhile(demoter, manifest, base):
+        if manifest.header.seq == 1:
+            with ckstore.open(backend) as other:
+                with pytest.raises(ConflictError, match="being demoted"):
+                    other.delete("seq:2")
+                refused.append(other.info("latest").seq)
+        return stored(demoter, manifest, base)
+
+    monkeypatch.setattr(demoting._Demoter, "_stored", delete_meanwhile)
+    store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert refused == [2]
+    check(store, held, {2})
+    store.delete("seq:2")
+    assert newest_seq(store) == 1
+
+
+def test_what_became_the_newest_while_it_was_coded_stays_exact(monkeypatch):
+    """The drop declared its intent first, saw none of ours, and marks while we code."""
+    backend = MemoryBackend()
+    store, held = filled(backend, 3)
+    stored = demoting._Demoter._stored
+
+    def vanish_meanwhile(demoter, manifest, base):
+        if manifest.header.seq == 1:
+            with ckstore.open(backend) as other:
+                other._parts.manifests.mark_dropped(2)
+        return stored(demoter, manifest, base)
+
+    monkeypatch.setattr(demoting._Demoter, "_stored", vanish_meanwhile)
+    store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    assert (newest_seq(store), store.info("latest").fidelity) == (1, "exact")
+    assert difference(store.restore(exact=True), held[1]) is None
+
+
+def test_policies_are_checked():
+    for wrong in (
+        {"keep_newest": 0},
+        {"keep_every": -1},
+        {"fidelity": "exact"},
+        {"compression": "none"},
+        {"saving_min": 2},
+    ):
+        with pytest.raises(UsageError, match="DemotePolicy"):
+            DemotePolicy(**wrong)

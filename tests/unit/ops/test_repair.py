@@ -1,0 +1,392 @@
+"""What is damaged is healed from what is left, or named as lost; and nothing is ever removed or made wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UsageError
+from ckstore.format import layout
+from ckstore.io.memory import MemoryBackend, _File
+from ckstore.testing.model import difference
+from support import damaged_stores as stores
+from support.damaged_stores import STATES, STEPS, is_right, opened
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+
+@pytest.fixture(scope="module")
+def pristine():
+    """Names and contents of the undamaged store."""
+    backend = MemoryBackend()
+    stores.fill(backend)
+    return {name: bytes(file.content) for name, file in backend._files.items()}, set(backend._folders)
+
+
+@pytest.fixture
+def backend(pristine):
+    return _backend(pristine)
+
+
+def _backend(pristine):
+    made = MemoryBackend()
+    made._folders = set(pristine[1])
+    made._files = {name: _File(content, 1) for name, content in pristine[0].items()}
+    return made
+
+
+def flip(backend, name, offset):
+    backend._files[name].content[offset] ^= 0x40
+
+
+def flip_frame(backend, store, step, path):
+    pack, frame = stores.frames_of(store, step, path)[0]
+    flip(backend, pack, frame.offset + 192 + frame.stored_nbytes // 2)
+    return pack
+
+
+def actions(report):
+    return {(entry.run, entry.step): entry.action for entry in report.entries}
+
+
+def check_all_right(backend):
+    with opened(backend) as store, opened(backend, run="other") as other:
+        assert all(is_right(store, step, STATES[step]) for step in STEPS)
+        assert is_right(other, 20, STATES[3])
+        assert store.verify("decode").is_clean
+        assert store.repair().is_clean
+
+
+def test_repair_of_a_whole_store_finds_and_changes_nothing(backend, pristine):
+    with opened(backend) as store:
+        assert store.repair().is_clean
+        assert store.repair(dry_run=False).is_clean
+    assert {name for name in backend._files if name.startswith(("packs", "manifests", "quarantine"))} == {
+        name for name in pristine[0] if name.startswith(("packs", "manifests"))
+    }
+
+
+def test_dry_run_changes_nothing(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 2, "model.weights")
+        before = {name: bytes(file.content) for name, file in backend._files.items()}
+        report = store.repair()
+    assert report.is_dry_run
+    assert not any(entry.is_done for entry in report.entries)
+    assert actions(report)["main", 2] == "partial"
+    after = {name: bytes(file.content) for name, file in backend._files.items() if not name.startswith("leases")}
+    assert after == {name: content for name, content in before.items() if not name.startswith("leases")}
+
+
+def test_flipped_byte_makes_partial_checkpoints_and_leaves_the_others_whole(backend):
+    with opened(backend) as store:
+        spoiled = flip_frame(backend, store, 3, "model.weights")
+        report = store.repair(dry_run=False)
+        # Step 3 lost its difference; the run that shares it did too. Step 1 is its base and does not need it.
+        assert actions(report) == {("main", 3): "partial", ("other", 20): "partial"}
+        assert [entry.tensors for entry in report.partial] == [("model.weights",)] * 2
+        assert is_right(store, 1, STATES[1])
+        assert is_right(store, 2, STATES[2])
+        with pytest.raises(MissingChunkError, match=r"1 of 3 tensors of seq 2 \(step 3\) are lost: model\.weights"):
+            store.restore(3)
+        rest = store.restore(3, only=["model.still", "small.*"])
+        assert difference(rest["model"]["still"], STATES[3]["model"]["still"]) is None
+        assert difference(rest["small"], STATES[3]["small"]) is None
+        with pytest.raises(MissingChunkError):
+            store.restore(3, only="model.*")
+    assert spoiled not in backend._files
+    assert layout.quarantine_packs_folder() + "/" + spoiled.rsplit("/", 1)[1] in backend._files
+
+
+def test_verify_names_what_is_lost_and_nothing_else(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 2, "model.weights")
+        store.repair(dry_run=False)
+        for level in ("quick", "read", "decode"):
+            damage = store.verify(level).damage
+            assert [(each.what, each.checkpoints, each.tensors) for each in damage] == [
+                ("chunks are lost, as a repair has recorded", ("main/1 (step 2)",), ("model.weights",))
+            ]
+
+
+def test_checkpoint_id_metrics_and_tags_survive_a_repair(backend):
+    with opened(backend) as store:
+        store.tag(2, "good")
+        before = store.info(2)
+        flip_frame(backend, store, 2, "model.weights")
+        store.repair(dry_run=False)
+        after = store.info("good")
+    assert (after.checkpoint_id, after.metrics, after.parent) == (before.checkpoint_id, before.metrics, before.parent)
+    assert after.generation == before.generation + 1
+    assert (after.bytes_written, after.chunks_new) == (before.bytes_written, before.chunks_new)
+
+
+def test_partial_newest_checkpoint_is_passed_over_by_a_restore_without_a_name(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 3, "small.own")
+        store.repair(dry_run=False)
+        assert difference(store.restore(), STATES[2]) is None
+        assert "some of its tensors are lost" in store.restored.warnings[0]
+        assert store.latest().step == 2
+
+
+def test_second_repair_of_a_partial_checkpoint_changes_nothing(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 2, "model.weights")
+        store.repair(dry_run=False)
+        names = set(backend._files)
+        again = store.repair(dry_run=False)
+        assert again.entries == ()
+        assert names == set(backend._files)
+
+
+def test_later_commit_of_the_same_bytes_heals(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 2, "model.weights")
+        store.repair(dry_run=False)
+        receipt = store.commit({"again": STATES[2]["model"]["weights"]}, 4)
+        assert receipt.chunks_new == 1
+        report = store.repair(dry_run=False)
+        assert actions(report) == {("main", 2): "heal"}
+    check_all_right(backend)
+
+
+def test_commit_after_a_repair_never_relies_on_what_was_lost(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 3, "model.weights")
+        store.repair(dry_run=False)
+        store.commit(STATES[3], 5)
+        assert is_right(store, 5, STATES[3])
+        assert store.verify("decode", ref=5).is_clean
+
+
+def test_chunk_is_found_in_another_pack(backend):
+    with opened(backend) as store:
+        pack, _ = stores.frames_of(store, 1, "model.still")[0]
+        whole = bytes(backend._files[pack].content)
+        # A writer that died left a pack that nobody names, with the same chunk.
+        with opened(backend, run="third") as other:
+            other._parts.prepare_run()
+            backend._files[pack].content[:] = bytes(len(whole))
+            other._parts.known.forget_packs([p.pack_id for p in stores.manifest_of(store, 1).packs])
+            other.commit({"still": STATES[1]["model"]["still"]}, 0)
+            seq = other.info(0).seq
+            other.delete(f"seq:{seq}")
+        backend._files[pack].content[:] = whole
+        flip_frame(backend, store, 1, "model.still")
+        report = store.repair(dry_run=False)
+        assert set(actions(report).values()) == {"heal"}
+    check_all_right(backend)
+
+
+@pytest.mark.parametrize("kind", ["tail", "directory", "superheader", "truncated", "gone"])
+def test_pack_without_its_ends_is_salvaged_by_a_scan(backend, kind):
+    with opened(backend) as store:
+        name = stores.pack_of(store, 3)
+        content = backend._files[name].content
+        if kind == "tail":
+            content[-100] ^= 1
+        elif kind == "directory":
+            content[-4096 - 4090] ^= 1
+        elif kind == "superheader":
+            content[40] ^= 1
+        elif kind == "truncated":
+            del content[-8192:]
+        else:
+            del backend._files[name]
+        report = store.repair(dry_run=False)
+        expected = "partial" if kind == "gone" else "heal"
+        assert actions(report) == {("main", 3): expected, ("other", 20): expected}
+        if kind == "gone":
+            assert is_right(store, 1, STATES[1])
+            assert is_right(store, 2, STATES[2])
+            return
+        assert layout.quarantine_packs_folder() + "/" + name.rsplit("/", 1)[1] in backend._files
+    check_all_right(backend)
+
+
+def test_pack_of_the_base_that_is_truncated_costs_what_was_cut_and_no_more(backend):
+    with opened(backend) as store:
+        pack, frame = stores.frames_of(store, 1, "model.still")[0]
+        assert stores.frames_of(store, 1, "model.weights")[0][1].offset < frame.offset
+        del backend._files[pack].content[frame.offset + 500 :]
+        report = store.repair(dry_run=False)
+        assert {entry.step for entry in report.partial} == {1, 2, 3, 20}
+        assert all("model.still" in entry.tensors for entry in report.partial)
+        assert not any("model.weights" in entry.tensors for entry in report.partial)
+        for step in STEPS:
+            weights = store.restore(step, only="model.weights")
+            assert difference(weights["model"]["weights"], STATES[step]["model"]["weights"]) is None
+
+
+def test_lost_base_takes_with_it_what_rests_on_it(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 1, "model.weights")
+        report = store.repair(dry_run=False)
+        assert {entry.step for entry in report.partial} == {1, 2, 3, 20}
+        assert all(entry.tensors == ("model.weights",) for entry in report.partial)
+        assert difference(store.restore(3, only="small")["small"], STATES[3]["small"]) is None
+        # What only rested on the lost base heals when that is committed again: its difference was kept... nowhere,
+        # since a manifest names no frame that nothing can be made of; so its own bytes are needed.
+        store.commit({"w": STATES[1]["model"]["weights"]}, 9)
+        report = store.repair(dry_run=False)
+        assert ("main", 1) in actions(report)
+        assert actions(report)["main", 1] == "heal"
+        assert is_right(store, 1, STATES[1])
+
+
+def test_difference_in_quarantine_heals_when_its_base_is_back(backend):
+    with opened(backend) as store:
+        flip_frame(backend, store, 1, "model.weights")
+        store.repair(dry_run=False)
+        store.commit({"w": STATES[1]["model"]["weights"]}, 9)
+        store.repair(dry_run=False)
+        # The packs of steps 2 and 3 are sound and in place, although no manifest names their differences now.
+        assert all(is_right(store, step, STATES[step]) for step in STEPS)
+    check_all_right(backend)
+
+
+def test_copy_elsewhere_brings_everything_back(backend, pristine):
+    mirror = _backend(pristine)
+    with opened(backend) as store:
+        flip_frame(backend, store, 1, "model.weights")
+        del backend._files[stores.pack_of(store, 3)]
+        torn = next(name for name in backend._files if name.startswith("manifests/main/00000001"))
+        del backend._files[torn].content[-50:]
+        report = store.repair(dry_run=False, sources=[mirror])
+        assert not report.partial
+        assert actions(report)["main", 2] in ("quarantine", "bring back", "heal")
+    check_all_right(backend)
+
+
+def test_another_store_is_no_source(backend):
+    other = MemoryBackend()
+    ckstore.open(other).close()
+    with opened(backend) as store, pytest.raises(UsageError, match="another store"):
+        store.repair(sources=[other])
+
+
+@pytest.mark.parametrize("harm", ["torn", "flipped", "empty"])
+def test_torn_manifest_is_put_aside_and_nothing_else_suffers(backend, harm):
+    with opened(backend) as store:
+        name = next(name for name in backend._files if name.startswith("manifests/main/00000001"))
+        content = backend._files[name].content
+        if harm == "flipped":
+            content[len(content) // 2] ^= 1
+        else:
+            del content[0 if harm == "empty" else len(content) // 2 :]
+        damaged = bytes(content)
+        report = store.repair(dry_run=False)
+        assert actions(report) == {("main", 2): "quarantine"}
+        assert store.steps() == [1, 3]
+        assert bytes(backend._files[f"quarantine/{name}"].content) == damaged
+        assert is_right(store, 3, STATES[3])
+        assert store.verify("decode").is_clean
+
+
+def test_torn_generation_gives_way_to_the_one_before_it_from_the_trash(backend):
+    with opened(backend) as store:
+        # As after a repack: generation 1 in place, generation 0 in the trash.
+        manifests = store._parts.manifests
+        name = next(name for name in manifests.listing().names if name.step == 2)
+        before = bytes(backend._files[name.path].content)
+        from dataclasses import replace
+
+        manifest = manifests.load(name)
+        store._parts.prepare_run()
+        published = manifests.publish(replace(manifest, header=replace(manifest.header, generation=1)))
+        manifests.move_lower_to_trash(published)
+        assert name.path not in backend._files
+        del backend._files[published.path].content[-10:]
+        assert not is_right(store, 2, STATES[2])
+        report = store.repair(dry_run=False)
+        assert sorted(entry.action for entry in report.entries) == ["quarantine", "revive"]
+        assert bytes(backend._files[name.path].content) == before
+        assert is_right(store, 2, STATES[2])
+        # The next generation does not take the name of the one that was put aside.
+        flip_frame(backend, store, 2, "model.weights")
+        store.repair(dry_run=False)
+        assert store.info(2).generation == 2
+
+
+def test_pack_that_gc_moved_by_mistake_is_brought_back(backend):
+    with opened(backend) as store:
+        name = stores.pack_of(store, 2)
+        gc_id = store._parts.trash.new_packs_folder()
+        store._parts.trash.move_packs([layout.parse_pack_file(name.rsplit("/", 1)[1])], gc_id)
+        report = store.repair(dry_run=False)
+        assert len(report.packs_rescued) == 1
+        assert name in backend._files
+    check_all_right(backend)
+
+
+def test_missing_claim_is_made_again(backend):
+    del backend._files["claims/main/00000001"]
+    with opened(backend) as store:
+        assert not store.verify("quick").is_clean
+        assert store.repair(dry_run=False).claims_made == ("main/1",)
+    check_all_right(backend)
+
+
+def test_repair_refuses_a_run_with_another_live_writer(backend):
+    with opened(backend) as writer, opened(backend) as store:
+        flip_frame(backend, store, 3, "small.own")
+        writer.commit(STATES[1], 7)
+        with pytest.raises(ConflictError):
+            store.repair(dry_run=False)
+        assert is_right(writer, 7, STATES[1])
+
+
+def test_forged_frame_in_a_stray_pack_is_not_believed(backend):
+    # A chunk that holds the bytes of a pack: the scan of a torn pack finds frames in it that nobody ever stored.
+    with opened(backend) as store:
+        pack, frame = stores.frames_of(store, 2, "model.weights")[0]
+        content = bytearray(backend._files[pack].content)
+        header = bytearray(content[frame.offset : frame.offset + 192])
+        from ckstore.format.frame import decode_frame_header, encode_frame_header
+        from ckstore.format.wire import xxh3_64
+
+        forged = b"\x01" * frame.stored_nbytes
+        sealed = encode_frame_header(decode_frame_header(header).with_checksum(xxh3_64(forged)))
+        stray = bytes(4096) + sealed + forged
+        backend._files["packs/ab/" + "ab" * 16 + ".pack"] = _File(stray, 1)
+        flip_frame(backend, store, 2, "model.weights")
+        report = store.repair(dry_run=False)
+        assert actions(report)["main", 2] == "partial"
+        with pytest.raises(CorruptError):
+            store.restore(2)
+
+
+def test_every_flipped_byte_is_healed_or_named_and_never_wrong(pristine):
+    source, counts = np.random.default_rng(11), {"heal": 0, "partial": 0, "quarantine": 0, "unneeded": 0}
+    names = sorted(name for name in pristine[0] if name.startswith(("packs/", "manifests/")))
+    for name in names:
+        for offset in source.integers(0, len(pristine[0][name]), 14):
+            backend = _backend(pristine)
+            flip(backend, name, int(offset))
+            with opened(backend) as store, opened(backend, run="other") as other:
+                report = store.repair(dry_run=False)
+                for entry in report.entries:
+                    counts[entry.action] += 1
+                counts["unneeded"] += not report.entries
+                hurt = {(entry.run, entry.step) for entry in report.entries if entry.action != "heal"}
+                for step in STEPS:
+                    assert ("main", step) in hurt or is_right(store, step, STATES[step]), (name, offset)
+                    if any(("main", step) == (entry.run, entry.step) for entry in report.partial):
+                        _check_rest(store, step)
+                assert ("other", 20) in hurt or is_right(other, 20, STATES[3])
+                assert store.verify("read").is_clean or report.partial, (name, offset)
+    assert min(counts["heal"], counts["partial"], counts["quarantine"]) > 0, counts
+
+
+def _check_rest(store, step):
+    with pytest.raises(MissingChunkError) as raised:
+        store.restore(step)
+    for path in ("model.weights", "model.still", "small.own"):
+        if path in raised.value.tensors:
+            with pytest.raises(MissingChunkError):
+                store.restore(step, only=path)
+            continue
+        found, keys = store.restore(step, only=path), path.split(".")
+        assert difference(found[keys[0]][keys[1]], STATES[step][keys[0]][keys[1]]) is None

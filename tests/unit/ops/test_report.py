@@ -1,0 +1,323 @@
+"""The page is one file that asks for nothing, shows what the store says, and cannot be taken over by a name in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.report.page import embedded, page_of
+from support.browser import Browser, find_browser
+
+EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\">\u2028${1}`'\"&amp;"
+POLICY = ckstore.Policy(threads=1)
+
+needs_browser = pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A store with a history, hostile names, a tag, a second run, and one damaged manifest."""
+    path = tmp_path_factory.mktemp("report") / "store"
+    source = np.random.default_rng(0)
+    weights = source.standard_normal(90_000).astype(np.float32)
+    still = source.standard_normal(70_000)
+    with ckstore.open(path, policy=POLICY) as store:
+        for step in range(0, 12):
+            weights += source.standard_normal(90_000).astype(np.float32) * np.float32(1e-4)
+            state = {
+                "model": {"weights": weights.copy(), EVIL: np.arange(step, step + 9)},
+                "optimizer": {"state": {0: {"exp_avg": weights * np.float32(0.1)}}},
+                "still": still,
+            }
+            metrics = {"loss": 3.0 / (step + 1), "<b>acc": step / 12, "nan": float("nan")}
+            store.commit(state, step * 100, metrics=metrics, tags=["best"] if step == 7 else [])
+    with ckstore.open(path, run="other", policy=POLICY) as store:
+        store.commit({"a": still}, 5)
+    torn = next(path.glob("manifests/main/00000003-*"))
+    torn.write_bytes(torn.read_bytes()[:-7])
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    with ckstore.open(folder, create=False) as store:
+        return store.report()
+
+
+class Elements(HTMLParser):
+    """Every tag of a page with its attributes, and the content of its scripts."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.scripts, self.styles, self._in = [], [], [], None
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._in = tag
+        if tag == "script":
+            self.scripts.append((dict(attributes), []))
+        if tag == "style":
+            self.styles.append([])
+
+    def handle_endtag(self, tag):
+        self._in = None
+
+    def handle_data(self, content):
+        if self._in == "script":
+            self.scripts[-1][1].append(content)
+        if self._in == "style":
+            self.styles[-1].append(content)
+
+
+def elements(page):
+    found = Elements()
+    found.feed(page)
+    return found
+
+
+def data_of(page):
+    found = elements(page)
+    text = next("".join(parts) for attributes, parts in found.scripts if attributes.get("id") == "data")
+    return json.loads(text)
+
+
+def test_page_refers_to_nothing_and_lets_nothing_load(page):
+    found = elements(page)
+    for tag, attributes in found.tags:
+        assert not {"src", "srcset", "style", "data", "action", "ping"} & set(attributes), tag
+        assert not any(name.startswith("on") for name in attributes), tag
+        assert attributes.get("href", "#").startswith("#"), tag
+        assert tag not in {"link", "iframe", "object", "embed", "base", "img", "form"}, tag
+    assert "url(" not in page
+    assert "@import" not in page
+    policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+
+
+def test_digests_of_the_policy_are_those_of_style_and_script(page):
+    found = elements(page)
+    policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    script = next("".join(parts) for attributes, parts in found.scripts if "type" not in attributes)
+    for content in (script, "".join(found.styles[0])):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert len(found.scripts) == 2
+
+
+def test_hostile_names_stay_data(page):
+    assert EVIL not in page
+    assert page.count("<script") == 2
+    assert page.count("</script") == 2
+    text = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(embedded({"a": EVIL})) == {"a": EVIL}
+
+
+def test_numbers_are_those_of_the_store(folder, page):
+    data = data_of(page)
+    rows = {row["seq"]: row for row in next(run for run in data["runs"] if run["name"] == "main")["entries"]}
+    with ckstore.open(folder, create=False) as store:
+        info, contents = store.info("seq:7"), store.contents("seq:7")
+    row = rows[7]
+    assert (row["state"], row["written"], row["depth"], row["tags"]) == (
+        info.bytes_state, info.bytes_written, info.depth_max, ["best"],
+    )  # fmt: skip
+    assert row["raw_new"] + row["raw_reused"] == info.bytes_state
+    # Of ``still`` nothing is new after the first commit.
+    assert row["raw_reused"] >= 70_000 * 8
+    assert row["stored_whole"] + row["stored_delta"] <= info.bytes_written
+    assert sum(group[2] for group in row["groups"]) == info.bytes_state
+    assert sum(group[3] for group in row["groups"]) == pytest.approx(
+        sum(tensor.stored_nbytes or 0 for tensor in contents.groups), abs=4
+    )
+    assert {group[0] for group in row["groups"]} == {"model", "optimizer.state.*.exp_avg", "still"}
+    assert sum(row["depths"]) == info.chunk_count
+    assert rows[3]["damage"]
+    packs = list(folder.glob("packs/*/*.pack"))
+    assert data["tiers"][0]["packs"] in (len(packs), len(packs) - 1)
+
+
+def test_what_a_collection_would_do_stands_on_the_page(page):
+    gc = data_of(page)["gc"]
+    assert gc["runs"]["main"]["blocked"]
+    assert all(kept for kept, _ in gc["runs"]["main"]["verdicts"].values())
+
+
+def test_report_of_an_empty_store_can_be_made(tmp_path):
+    with ckstore.open(tmp_path / "empty") as store:
+        data = data_of(store.report())
+    assert (data["runs"], data["tiers"]) == ([], [])
+
+
+def test_report_changes_nothing(folder):
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with ckstore.open(folder, create=False) as store:
+        store.report()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser(find_browser()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def shown(browser, page, tmp_path):
+    """The page in a browser."""
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    browser.prefer("light")
+    browser.open(file.as_uri())
+    return browser
+
+
+@needs_browser
+def test_browser_shows_the_page_and_nothing_complains(shown, tmp_path):
+    assert shown.ask("document.title").startswith("ckstore report")
+    assert shown.ask("document.querySelectorAll('#plot .hit').length") == 12
+    assert shown.ask("document.querySelectorAll('#table tbody tr').length") == 12
+    assert shown.ask("document.querySelector('.tile.lead b').textContent").endswith("\N{MULTIPLICATION SIGN}")
+    shown.screenshot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 30_000
+    assert shown.complaints == []
+    assert [url for url in shown.requests if not url.startswith("file:///")] == []
+    assert len(shown.requests) == 1
+
+
+@needs_browser
+def test_clicks_lead_through_the_page(shown):
+    assert "1 100" in shown.ask("document.querySelector('#selected dd').textContent")
+    shown.click("[data-seq='7'].hit")
+    assert "700 (seq 7)" in shown.ask("document.querySelector('#selected dd').textContent")
+    assert "best" in shown.ask("document.querySelector('#selected').textContent")
+    assert shown.ask("document.querySelector('#table tr[aria-current=true]').dataset.seq") == "7"
+    shown.click("#table tr[data-seq='2'] button")
+    assert "200 (seq 2)" in shown.ask("document.querySelector('#selected dd').textContent")
+    shown.click("[data-seq='3'].hit")
+    assert "damaged" in shown.ask("document.querySelector('#selected').textContent")
+    shown.click("[data-sort=written]")
+    assert shown.ask("document.querySelector('th[aria-sort=descending]').textContent").startswith("written")
+    shown.click("#filter")
+    shown.type("best")
+    assert shown.ask("[...document.querySelectorAll('#table tbody tr')].map((row) => row.dataset.seq)") == ["7"]
+    shown.click("#runs button[aria-pressed=false]")
+    assert shown.ask("document.querySelector('#runs [aria-pressed=true]').textContent") == "other"
+    assert "5 (seq 0)" in shown.ask("document.querySelector('#selected dd').textContent")
+    assert shown.complaints == []
+
+
+@needs_browser
+def test_keys_alone_are_enough(shown):
+    shown.ask("document.body.focus()")
+    names = []
+    for _ in range(8):
+        shown.press("Tab")
+        names.append(shown.ask("document.activeElement.id || document.activeElement.textContent"))
+    assert names[0] == "Skip to the table of checkpoints"
+    assert {"theme", "metric", "plot"} <= set(names)
+    shown.ask("document.getElementById('plot').focus()")
+    for key, seq in (("ArrowLeft", 10), ("Home", 0), ("ArrowLeft", 0), ("ArrowRight", 1), ("End", 11)):
+        shown.press(key)
+        assert f"(seq {seq})" in shown.ask("document.querySelector('#selected dd').textContent"), key
+    shown.ask("document.querySelector('[data-sort=depth]').focus()")
+    shown.press("Enter")
+    assert shown.ask("document.activeElement.dataset.sort") == "depth"
+    assert shown.complaints == []
+
+
+@needs_browser
+def test_hostile_names_are_shown_as_text(shown):
+    shown.click("[data-seq='7'].hit")
+    assert shown.ask("document.title").startswith("ckstore report")
+    assert shown.ask("document.querySelectorAll('img, b b, main script').length") == 0
+    assert "<b>acc" in shown.ask("document.getElementById('metric').textContent")
+    assert shown.ask("document.querySelector('#selected').textContent").count("<b>acc") == 1
+
+
+CONTRASTS = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  const light = (color) => {
+    const [r, g, b] = color.slice(0, 3).map((part) => linear(part / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+      const color = rgb(getComputedStyle(each).backgroundColor);
+      if (color.length < 4 || color[3] === 1) return color;
+    }
+    return [255, 255, 255];
+  };
+  const texts = "h1, h2, p, dt, dd, th button, td, .chip, .tile b, .tile span, #legend li, button";
+  return [...document.querySelectorAll(texts)]
+    .filter((each) => each.offsetParent && each.textContent.trim() && !each.closest("[aria-current]"))
+    .map((each) => {
+      const [ink, paper] = [light(rgb(getComputedStyle(each).color)), light(ground(each))];
+      const contrast = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+      return [contrast, each.tagName + " " + each.className + " " + each.textContent.slice(0, 30)];
+    });
+})()"""
+"""What the WCAG call contrast, of every text on the page against what lies behind it."""
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_light_and_dark(shown, scheme):
+    shown.prefer(scheme)
+    contrasts = shown.ask(CONTRASTS)
+    assert len(contrasts) > 60
+    assert [words for contrast, words in contrasts if contrast < 4.5] == []
+
+
+@needs_browser
+def test_theme_button_overrides_the_system(shown):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = shown.ask(ground)
+    shown.click("#theme")
+    assert shown.ask(ground) == light
+    shown.click("#theme")
+    assert shown.ask(ground) != light
+    shown.prefer("dark")
+    assert shown.ask(ground) != light
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 700, 1600])
+def test_page_fits_every_width(shown, width):
+    shown.resize(width, 900)
+    assert shown.ask("document.documentElement.scrollWidth") <= width
+    shown.resize(1280, 1600)
+
+
+@needs_browser
+def test_thousands_of_commits_are_drawn_in_time(browser, tmp_path):
+    entries = [
+        {
+            "seq": seq, "step": seq * 10, "damage": "", "id": "ab", "time_ms": 1_700_000_000_000 + seq, "parent": None,
+            "generation": 0, "is_archival": False, "fidelity": "exact", "metrics": {"loss": 1 / (seq + 1)}, "tags": [],
+            "state": 10**9, "stored": 10**8, "written": 10**8, "tensors": 300, "chunks_new": 1, "chunks_reused": 1,
+            "depth": seq % 5, "raw_new": 10**9, "raw_reused": 0, "stored_whole": 10**8, "stored_delta": 0, "read": 1,
+            "depths": [1], "tiers": {"local": 1}, "groups": [["model", 300, 10**9, 10**8]], "lost": [], "lost_count": 0,
+            "reason": "",
+        }
+        for seq in reversed(range(2000))
+    ]  # fmt: skip
+    data = {
+        "store": "x", "made_ms": 1, "runs": [{"name": "main", "entries": entries}], "tiers": [], "gc": None,
+        "gc_problem": "not looked at",
+    }  # fmt: skip
+    file = tmp_path / "large.html"
+    file.write_text(page_of(data))
+    browser.open(file.as_uri())
+    assert browser.ask("document.querySelectorAll('#plot .hit').length") == 2000
+    assert browser.ask("performance.now()") < 10_000
+    assert browser.complaints == []
