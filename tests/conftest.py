@@ -21,23 +21,17 @@ from ckstore import automatic_demotion, automatic_gc
 from ckstore.io.engine_choice import choose_engine
 from ckstore.io.memory import MemoryBackend
 
+pytest_plugins = ["support.reporting", "support.sampling_plugin"]
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("fast", max_examples=25, stateful_step_count=20, **_COMMON)
-settings.register_profile("ci", max_examples=100, stateful_step_count=30, derandomize=True, **_COMMON)
+settings.register_profile("sample", max_examples=25, stateful_step_count=20, **_COMMON)
+settings.register_profile("slice", max_examples=100, stateful_step_count=30, **_COMMON)
+settings.register_profile("all", max_examples=100, stateful_step_count=30, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast"))
-
-NOTHING_SKIPPED = "CKSTORE_TEST_NOTHING_SKIPPED"
-"""Set where everything is installed that can be, as in CI: then a test skipped for another reason fails the run."""
-
-HARDWARE = ("GPU", "CUDA", "the processor lacks")
-"""One of these is in the reason of a test that is skipped for want of what nobody can install."""
 
 
-TOLD = "covered"
-
-
-def pytest_configure():
+def pytest_configure(config):
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", config.getoption("depth")))
     # A shell that was told to go on in the background ignores Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,38 +47,6 @@ def ring_trouble():
     with tempfile.TemporaryDirectory() as folder:
         engine, reason = choose_engine("auto", folder)
     return None if engine.name == "uring" else reason
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session):
-    skipped = _skipped_without_excuse(session.config)
-    if skipped and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    told = [line for report in reports for key, line in getattr(report, "user_properties", ()) if key == TOLD]
-    if told:
-        terminalreporter.section("what was covered")
-        terminalreporter.write_line("\n".join(told))
-    skipped = _skipped_without_excuse(config)
-    if skipped:
-        terminalreporter.section(f"skipped although {NOTHING_SKIPPED} is set", red=True)
-        terminalreporter.write_line("\n".join(skipped))
-
-
-def _skipped_without_excuse(config):
-    """Return a line for each test skipped although nothing is wanting; xdist's workers leave it to its head."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if not os.environ.get(NOTHING_SKIPPED) or hasattr(config, "workerinput") or reporter is None:
-        return []
-    found = [(report.nodeid, _reason(report)) for report in reporter.stats.get("skipped", ())]
-    return [f"{nodeid}: {reason}" for nodeid, reason in found if not any(name in reason for name in HARDWARE)]
-
-
-def _reason(report):
-    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
 
 
 class FakeClock:
@@ -165,12 +127,6 @@ def disk_store(folder):
     """A store on disk, run ``main``."""
     with ckstore.open(folder) as opened:
         yield opened
-
-
-@pytest.fixture
-def tell(record_property):
-    """Return what puts a line under the summary of the run, so that documents can quote what was covered."""
-    return lambda line: record_property(TOLD, line)
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,30 @@ SKIPS_AT_COLLECTION = "import pytest\npytest.skip({reason!r}, allow_module_level
 
 
 def run_pytest(folder, source, **variables):
-    """Run pytest on one file under a copy of our conftest; return exit status and output."""
-    (folder / "conftest.py").write_bytes((Path(__file__).parents[1] / "conftest.py").read_bytes())
+    """Run pytest on one file with our plugin; return exit status and output."""
     (folder / "test_it.py").write_text(source)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "CKSTORE_TEST"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "support.reporting",
+        "-c",
+        os.devnull,
+        str(folder),
+    ]
     done = subprocess.run(
-        command, cwd=folder, env={**kept, **variables}, capture_output=True, text=True, check=False, timeout=300
+        command,
+        cwd=folder,
+        env={**kept, **variables, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
 

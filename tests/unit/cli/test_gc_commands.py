@@ -205,7 +205,7 @@ def test_sizes_are_read():
 
 
 def test_collecting_loads_no_torch(store):
-    from stores import environment
+    from support.cli_stores import environment
 
     program = (
         "import sys; from ckstore.cli.main import run\n"

@@ -1,0 +1,32 @@
+"""The doors for tests into an open store: its repository on disk, and the saver that writes its background commits.
+
+Tests reach the inside of a store by these functions only, so that attributes can be renamed without touching tests.
+Nothing here is public.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckstore.api import Store
+    from ckstore.handle import Handle
+    from ckstore.handover import Handover
+    from ckstore.saver.client import Saver
+    from ckstore.store.parts import Parts
+
+
+def repository_of(store: Handle) -> Parts:
+    """Return the backend, manifests, tags, packs and lease of an open store and run."""
+    return store._parts
+
+
+def background_of(store: Store) -> Handover:
+    """Return the trainer's side of the background commits of an open store, which the first of them makes."""
+    assert store._handover is not None, "no background commit was made and nothing was prewarmed"
+    return store._handover
+
+
+def saver_of(store: Store) -> Saver | None:
+    """Return the saver process of an open store, or None where none was started."""
+    return None if store._handover is None else store._handover._saver

@@ -1,0 +1,91 @@
+"""Protects the promise of sampled programmes: successive commits visit every case and every point of each."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.sampling import COMMITS_MAX, SLICE_FACTOR, VARIABLE, Commit, Sample
+from support.sampling_plugin import PROGRAMMES, Programme
+
+PARTS = [(cases, points) for cases in range(1, 41) for points in range(1, 41) if cases * points <= COMMITS_MAX]
+
+
+def visits(programme, points, points_parts, numbers, depth):
+    """Return each case and point that is visited, as often as it is, over some commits."""
+    return [
+        (case_id, point)
+        for number in numbers
+        for case, case_id in enumerate(programme.case_ids)
+        if (sample := Sample(Commit(number, "0"), depth, programme.case_parts)).takes(case)
+        for point in sample.part(points, parts=points_parts)
+    ]
+
+
+@given(
+    parts=st.sampled_from(PARTS),
+    case_count=st.integers(1, 12),
+    point_count=st.integers(0, 60),
+    first=st.integers(0, 10_000),
+)
+def test_successive_commits_visit_every_point_of_every_case_once(parts, case_count, point_count, first):
+    case_parts, point_parts = parts
+    programme = Programme(tuple(map(str, range(case_count))), case_parts)
+    points = range(point_count)
+    whole = sorted((case_id, point) for case_id in programme.case_ids for point in points)
+    numbers = range(first, first + case_parts * point_parts)
+    assert sorted(visits(programme, points, point_parts, numbers, "sample")) == whole
+    assert sorted(visits(programme, points, point_parts, range(first, first + 1), "all")) == whole
+    assert set(visits(programme, points, point_parts, numbers, "slice")) == set(whole)
+
+
+@pytest.mark.parametrize("parts", [(1, 8), (1, 40), (4, 10), (8, 5), (16, 2), (40, 1)], ids=str)
+def test_slice_is_several_times_thicker_than_a_sample(parts):
+    case_parts, point_parts = parts
+    programme, points = Programme(tuple(map(str, range(40))), case_parts), range(200)
+    numbers = range(COMMITS_MAX)
+    sampled, sliced = (len(visits(programme, points, point_parts, numbers, depth)) for depth in ("sample", "slice"))
+    assert sliced >= sampled * min(case_parts * point_parts, SLICE_FACTOR) / 2
+
+
+def test_union_of_the_samples_of_every_collected_programme_is_the_whole(request):
+    programmes = request.config.stash[PROGRAMMES]
+    for name, programme in programmes.items():
+        assert programme.case_parts <= COMMITS_MAX, name
+        for depth in ("sample", "slice"):
+            visited = {case_id for case_id, _ in visits(programme, [0], 1, range(7, 7 + COMMITS_MAX), depth)}
+            assert visited == set(programme.case_ids), name
+
+
+def test_programme_cannot_be_divided_into_more_parts_than_promised():
+    with pytest.raises(AssertionError, match="at most 40"):
+        Sample(Commit(1, "0"), "sample", case_parts=8).part(range(100), parts=6)
+
+
+def test_random_trials_differ_from_commit_to_commit_and_not_between_deep_runs():
+    one, other = (Sample(Commit(1, digest), "sample") for digest in ("0" * 40, "1" * 40))
+    assert one.seed(7) != other.seed(7)
+    assert Sample(Commit(1, "1" * 40), "all").seed(7) == Sample(Commit(2, "2" * 40), "all").seed(7) == 7
+    assert one.count(240_000, parts=40) == 6000
+    assert Sample(Commit(1, "0"), "slice").count(240_000, parts=40) == 48_000
+    assert Sample(Commit(1, "0"), "all").count(240_000, parts=40) == 240_000
+
+
+def test_commit_is_that_of_the_checkout_or_of_the_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Commit.of_checkout(tmp_path) == Commit(0, "0")
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+    for command in (
+        ["init", "-q"],
+        ["commit", "-q", "--allow-empty", "-m", "1"],
+        ["commit", "-q", "--allow-empty", "-m", "2"],
+    ):
+        subprocess.run([*git, *command], check=True)
+    found = Commit.of_checkout(tmp_path)
+    assert found.number == 2
+    monkeypatch.setenv(VARIABLE, str(found))
+    assert Commit.of_checkout(tmp_path / "gone") == Commit(2, found.digest[:12])
+    assert Commit.of_checkout(tmp_path).seed == found.seed

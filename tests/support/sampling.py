@@ -1,0 +1,122 @@
+"""Which part of a long programme a run takes: some of its points now, others with the next commit, all in a deep run.
+
+A programme is a test marked ``deep``: it visits many points (system calls to be killed at, bytes to be flipped). Its
+*cases* are its parametrizations, and a case may divide its *points* further by ``Sample.part``. The number of the
+commit, counted from the first, says which cases and which points have their turn.
+
+Invariants:
+- Any ``COMMITS_MAX`` successive commits visit every point of every case of every programme.
+- A run is repeated by the commit's number and hash, which its header prints.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+COMMITS_MAX = 40
+"""Into so many parts a programme may be divided, cases and points together."""
+
+SLICE_FACTOR = 8
+"""A slice of the deep tier is so many times thicker than a sample of the same programme."""
+
+DEPTHS = ("sample", "slice", "all")
+"""``make test`` samples, ``.ci/run`` adds a slice of the programmes, ``make test-deep`` runs all points."""
+
+VARIABLE = "CKSTORE_TEST_COMMIT"
+"""``NUMBER:HASH`` of the commit to sample for; by default that of the checkout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The commit that is tested.
+
+    Attributes:
+        number: How many commits it has behind it, itself included. Successive commits take turns by it.
+        digest: Its hash, which seeds what is random.
+    """
+
+    number: int
+    digest: str
+
+    @classmethod
+    def of_checkout(cls, folder: Path) -> Commit:
+        """Return the one that is checked out; outside of a repository, and in a shallow one, always the same."""
+        if text := os.environ.get(VARIABLE):
+            number, _, digest = text.partition(":")
+            return cls(int(number), digest or "0")
+        try:
+            digest = _git(folder, "rev-parse", "HEAD")
+            return cls(int(_git(folder, "rev-list", "--count", "HEAD")), digest)
+        except (OSError, subprocess.CalledProcessError):
+            return cls(0, "0")
+
+    @property
+    def seed(self) -> int:
+        """A number below 2**32 that the hash decides."""
+        return int(self.digest[:8], 16)
+
+    def __str__(self) -> str:
+        return f"{self.number}:{self.digest[:12]}"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one case of a programme does in this run.
+
+    Attributes:
+        commit: The commit that is tested.
+        depth: One of ``DEPTHS``.
+        case_parts: Into how many parts the cases of the programme are divided in ``make test``.
+    """
+
+    commit: Commit
+    depth: str
+    case_parts: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Every point has its turn in this run."""
+        return self.depth == "all"
+
+    def takes(self, case: int) -> bool:
+        """Say whether a case, numbered from 0, has its turn."""
+        return (case + self.commit.number) % self._case_parts == 0
+
+    def part(self, points: Sequence[T], *, parts: int) -> list[T]:
+        """Return the points that have their turn: each ``parts``-th in ``make test``, others with each commit.
+
+        Args:
+            points: All points of this case, in an order that does not change from commit to commit.
+            parts: Into how many parts they are divided in ``make test``.
+        """
+        assert self.case_parts * parts <= COMMITS_MAX, f"{self.case_parts} x {parts} parts: at most {COMMITS_MAX}"
+        count = self._thicker(parts, -(-SLICE_FACTOR // self.case_parts))
+        turn = self.commit.number // self._case_parts % count
+        return list(points[turn::count])
+
+    def count(self, all_of_them: int, *, parts: int) -> int:
+        """Return how many random trials to make, where there is no list of points: at least one."""
+        return max(1, -(-all_of_them // self._thicker(parts, SLICE_FACTOR)))
+
+    def seed(self, fixed: int) -> int:
+        """Return a seed for what is random: the same one in each deep run, another one with each commit otherwise."""
+        return fixed if self.is_whole else (fixed + self.commit.seed) % (1 << 31)
+
+    @property
+    def _case_parts(self) -> int:
+        return self._thicker(self.case_parts, SLICE_FACTOR)
+
+    def _thicker(self, parts: int, factor: int) -> int:
+        """Return into how many parts something is divided in this run."""
+        return {"sample": parts, "slice": -(-parts // max(1, factor)), "all": 1}[self.depth]
