@@ -3,12 +3,15 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+# Most of torch is never imported, and Python compiles the rest when it is: --no-compile saves half of the install.
+PIP    := PIP_NO_COMPILE=no $(BIN)/python -m pip --disable-pip-version-check -q
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
+TESTS  ?= tests
 
 # The suite starts thousands of processes, and without what Python writes beside a module each compiles all of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow lint bench bench-table clean
+.PHONY: demo test test-unit test-slice test-deep lint bench bench-table clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 	$(PYTHON) -c 'import sys; sys.exit("ckstore needs Python 3.10 or newer") if sys.version_info < (3, 10) else None'
@@ -20,16 +23,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard src
 demo: $(VENV)/.installed  ## Train, kill, restore, compare: the main job, in about a minute.
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed  ## The whole suite, linters included; the long programmes take most of its time.
-	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal
+test: $(VENV)/.installed  ## All behaviour, and a part of each long programme: other parts with each commit.
+	$(PYTEST) $(TESTS)
 
-test-fast: $(VENV)/.installed  ## All but the long programmes.
-	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal -m 'not slow'
+test-unit: $(VENV)/.installed  ## Only the tests of single modules.
+	$(PYTEST) tests/unit
 
-test-slow: $(VENV)/.installed  ## The long programmes: crash points, power cuts, fuzzing, stress.
-	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal -m slow
+test-slice: $(VENV)/.installed  ## A larger part of each long programme, and nothing else.
+	$(PYTEST) --depth=slice $(TESTS)
 
-lint: $(VENV)/.installed
+test-deep: $(VENV)/.installed  ## Everything: every point of every long programme, half an hour or more.
+	$(PYTEST) --depth=all $(TESTS)
+
+lint: $(VENV)/.installed  ## Linters, formatter and type checker.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

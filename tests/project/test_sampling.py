@@ -86,6 +86,8 @@ def test_commit_is_that_of_the_checkout_or_of_the_variable(tmp_path, monkeypatch
         subprocess.run([*git, *command], check=True)
     found = Commit.of_checkout(tmp_path)
     assert found.number == 2
+    subprocess.run(["git", "clone", "-q", "--depth=1", f"file://{tmp_path}", str(tmp_path / "shallow")], check=True)
+    assert Commit.of_checkout(tmp_path / "shallow").number == found.seed
     monkeypatch.setenv(VARIABLE, str(found))
     assert Commit.of_checkout(tmp_path / "gone") == Commit(2, found.digest[:12])
     assert Commit.of_checkout(tmp_path).seed == found.seed

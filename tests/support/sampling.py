@@ -47,12 +47,18 @@ class Commit:
 
     @classmethod
     def of_checkout(cls, folder: Path) -> Commit:
-        """Return the one that is checked out; outside of a repository, and in a shallow one, always the same."""
+        """Return the one that is checked out.
+
+        A shallow clone does not know how many commits there were: there the hash decides, so that any part of a
+        programme may have its turn. Outside of a repository the first part has, always.
+        """
         if text := os.environ.get(VARIABLE):
             number, _, digest = text.partition(":")
             return cls(int(number), digest or "0")
         try:
             digest = _git(folder, "rev-parse", "HEAD")
+            if _git(folder, "rev-parse", "--is-shallow-repository") == "true":
+                return cls(int(digest[:8], 16), digest)
             return cls(int(_git(folder, "rev-list", "--count", "HEAD")), digest)
         except (OSError, subprocess.CalledProcessError):
             return cls(0, "0")
