@@ -21,7 +21,7 @@ class _File:
 
     __slots__ = ("content", "modified_ns")
 
-    def __init__(self, content: bytes, now_ns: int) -> None:
+    def __init__(self, content: bytes | bytearray, now_ns: int) -> None:
         self.content = bytearray(content)
         self.modified_ns = now_ns
 
@@ -42,6 +42,46 @@ class MemoryBackend:
         self._files: dict[str, _File] = {}
         self._folders = {""}
         self._lock = threading.RLock()
+
+    def files(self) -> dict[str, bytes]:
+        """Return a copy of all files by name, sorted; for tests, which compare it with what a file system holds."""
+        with self._lock:
+            return {name: bytes(self._files[name].content) for name in sorted(self._files)}
+
+    def folders(self) -> frozenset[str]:
+        """Return the names of all folders; the root is the empty name."""
+        with self._lock:
+            return frozenset(self._folders)
+
+    def clone(self, *, modified_ns: int | None = None) -> MemoryBackend:
+        """Return another backend with the same files and folders, as if the disk had been copied.
+
+        Args:
+            modified_ns: The time of all its files; None keeps that of each.
+        """
+        made = MemoryBackend(nbytes_max=self._nbytes_max, clock=self._clock)
+        with self._lock:
+            copies = {
+                id(file): _File(file.content, file.modified_ns if modified_ns is None else modified_ns)
+                for file in self._files.values()
+            }
+            made._files = {name: copies[id(file)] for name, file in self._files.items()}
+            made._folders = set(self._folders)
+        return made
+
+    def overwrite(self, name: str, content: bytes, *, modified_ns: int | None = None) -> None:
+        """Change the bytes of a file in place, under all its names, as a failing disk or a foreign program does.
+
+        Args:
+            name: A file that exists.
+            content: Replaces all that it holds.
+            modified_ns: Its new time in nanoseconds since 1970; None leaves the time as it was.
+        """
+        with self._lock:
+            file = self._find(name)
+            file.content[:] = content
+            if modified_ns is not None:
+                file.modified_ns = modified_ns
 
     @property
     def root(self) -> str:
