@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.distance import distance_of
 from ckstore.testing.states import difference
 
@@ -55,17 +56,20 @@ def test_every_checkpoint_of_a_golden_store_restores_bit_for_bit(golden):
 def test_differences_and_roundings_of_a_golden_store_restore_bit_for_bit(golden):
     with ckstore.open(golden, run="moving", create=False) as store:
         if "moving" not in store.runs():
-            assert store._parts.record.format_version == 1, "later versions have bases"
+            assert repository_of(store).record.format_version == 1, "later versions have bases"
             return
         for step in range(3):
             assert difference(store.restore(step), _maker().moving_state(step)) is None
-        assert store._parts.manifests.load(store._parts.manifests.listing().names[-1]).header.depth_max >= 2
+        assert (
+            repository_of(store).manifests.load(repository_of(store).manifests.listing().names[-1]).header.depth_max
+            >= 2
+        )
 
 
 def test_codes_of_a_golden_store_restore_as_far_off_as_was_recorded(golden):
     with ckstore.open(golden, run="lossy", create=False) as store:
         if "lossy" not in store.runs():
-            assert store._parts.record.format_version < 3, "later versions can lose something"
+            assert repository_of(store).record.format_version < 3, "later versions can lose something"
             return
         methods = set()
         for step in store.steps():

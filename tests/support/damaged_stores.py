@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.format import layout
 from ckstore.testing.model import difference
 
@@ -42,8 +43,8 @@ def opened(backend, **options):
 
 
 def manifest_of(store, step):
-    name = next(name for name in store._parts.manifests.listing().names if name.step == step)
-    return store._parts.manifests.load(name)
+    name = next(name for name in repository_of(store).manifests.listing().names if name.step == step)
+    return repository_of(store).manifests.load(name)
 
 
 def pack_of(store, step):

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.store.references import resolve
 from ckstore.testing.states import difference
 
@@ -36,7 +37,7 @@ def filled(backend, count=8, **options):
 
 
 def manifest_of(store, seq):
-    return store._parts.manifests.load(resolve(store._parts, f"seq:{seq}"))
+    return repository_of(store).manifests.load(resolve(repository_of(store), f"seq:{seq}"))
 
 
 def fidelities(store):

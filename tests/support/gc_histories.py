@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.format import layout
 from ckstore.keeping import Keeping
 from ckstore.retention.policy import Retention
 from ckstore.testing.model import difference
+from support.memory_files import flip
 
 LAST_ONE = Retention(keep_last=1)
 HOUR = 3600
@@ -32,7 +34,7 @@ def commit_all(store, steps, **options):
 
 def keeper(store, run=None):
     """Return what collects in the store of a handle, as another process would."""
-    parts = store._parts
+    parts = repository_of(store)
     again = type(parts)(parts.backend, parts.record, run or parts.run, clock=parts.clock)
     return Keeping(again, store._policy)
 
@@ -69,15 +71,15 @@ def files_of(backend, folder=""):
 
 def pack_of(store, step):
     """Return the name of the pack that only this step's commit has written."""
-    name = next(name for name in store._parts.manifests.listing().names if name.step == step)
-    header = store._parts.manifests.load(name)
+    name = next(name for name in repository_of(store).manifests.listing().names if name.step == step)
+    header = repository_of(store).manifests.load(name)
     newest = header.packs[-1] if len(header.packs) > 1 else header.packs[0]
     return layout.pack_name(newest.pack_id)
 
 
 def damage(backend, path, at=200):
     """Flip a bit of a file in memory."""
-    backend._files[path].content[at] ^= 1
+    flip(backend, path, at)
 
 
 def reopened(backend, clock, run="main"):

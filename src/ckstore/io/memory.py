@@ -43,6 +43,15 @@ class MemoryBackend:
         self._folders = {""}
         self._lock = threading.RLock()
 
+    @property
+    def nbytes_max(self) -> int | None:
+        """All files together hold no more than this; may be set at any time, as a disk fills up and has room again."""
+        return self._nbytes_max
+
+    @nbytes_max.setter
+    def nbytes_max(self, nbytes: int | None) -> None:
+        self._nbytes_max = nbytes
+
     def files(self) -> dict[str, bytes]:
         """Return a copy of all files by name, sorted; for tests, which compare it with what a file system holds."""
         with self._lock:

@@ -7,10 +7,12 @@ import pytest
 
 import ckstore
 from ckstore import Policy
+from ckstore._testing import repository_of
 from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL
 from ckstore.format.manifest import Manifest
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.states import difference
+from support.memory_files import flip
 
 COUNT = 200_000
 
@@ -36,7 +38,7 @@ def training(step_count=6, dtype=np.float32):
 def manifest_of(store, ref="latest") -> Manifest:
     from ckstore.store.references import resolve
 
-    return store._parts.manifests.load(resolve(store._parts, ref))
+    return repository_of(store).manifests.load(resolve(repository_of(store), ref))
 
 
 def modes_of(store, ref="latest"):
@@ -177,8 +179,7 @@ def damage(backend, store, ref):
     frame = next(frame for frame in manifest.frames if frame.chunk_id == chunk_id)
     from ckstore.format.layout import pack_name
 
-    content = backend._files[pack_name(manifest.packs[frame.pack].pack_id)].content
-    content[frame.offset + 192 + frame.stored_nbytes // 2] ^= 1
+    flip(backend, pack_name(manifest.packs[frame.pack].pack_id), frame.offset + 192 + frame.stored_nbytes // 2)
 
 
 def test_a_base_that_is_damaged_is_told_and_not_built_upon(backend):

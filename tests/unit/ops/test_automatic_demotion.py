@@ -11,6 +11,7 @@ import pytest
 import ckstore
 from ckstore import Residual
 from ckstore import demote as demoting
+from ckstore._testing import repository_of
 from ckstore.automatic_demotion import AutomaticDemotion
 from ckstore.config import DemotePolicy, Policy
 from ckstore.demote_policy import rules_of
@@ -18,6 +19,7 @@ from ckstore.errors import CorruptError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.config_file import change_config, read_config
 from support.demotion_histories import SECONDS_MAX, check_exact_or_near, fidelities, filled, states
+from support.memory_files import flip
 
 ALL = DemotePolicy(keep_newest=1, keep_every=0)
 
@@ -60,7 +62,7 @@ def test_what_came_to_nothing_is_not_tried_after_every_commit(store, monkeypatch
     monkeypatch.setattr(
         demoting._Demoter, "_stored", lambda self, *args: tried.append(args[0].header.seq) or stored(self, *args)
     )
-    automatic = AutomaticDemotion(store._parts, ALL, Policy())
+    automatic = AutomaticDemotion(repository_of(store), ALL, Policy())
     for step in range(4):
         store.commit({"counts": np.arange(9000) + step}, step)
         automatic.after_commit(step)
@@ -68,7 +70,7 @@ def test_what_came_to_nothing_is_not_tried_after_every_commit(store, monkeypatch
 
 
 def test_what_came_to_nothing_is_remembered_from_another_process(disk_store):
-    automatic = AutomaticDemotion(disk_store._parts, ALL, Policy())
+    automatic = AutomaticDemotion(repository_of(disk_store), ALL, Policy())
     for step in range(3):
         disk_store.commit({"counts": np.arange(9000) + step}, step)
     automatic.after_commit(2)
@@ -81,8 +83,10 @@ def test_a_demotion_that_fails_is_told_and_raises_nothing(disk_store, caplog):
     filled_steps = states(3)
     for step, state in enumerate(filled_steps):
         disk_store.commit(state, step)
-    change_config(disk_store._parts.backend, lambda record: type(record)(policy={"demotion": {"keep_newst": 1}}))
-    automatic = AutomaticDemotion(disk_store._parts, "stored", Policy())
+    change_config(
+        repository_of(disk_store).backend, lambda record: type(record)(policy={"demotion": {"keep_newst": 1}})
+    )
+    automatic = AutomaticDemotion(repository_of(disk_store), "stored", Policy())
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         automatic.after_commit(2)
         automatic.wait(SECONDS_MAX)
@@ -108,7 +112,7 @@ def test_a_policy_is_stored_with_the_store_and_read_again(tmp_path):
 
 
 def test_the_stored_form_is_the_one_of_the_format(store):
-    backend = store._parts.backend
+    backend = repository_of(store).backend
     change_config(backend, lambda record: type(record)(policy={"other": {"x": 1}}))
     store.set_demotion(ALL)
     demotion = {"keep_newest": 1, "keep_every": 0, "fidelity": "small", "compression": "fast", "saving_min": 0.03}
@@ -149,10 +153,10 @@ def test_rules_that_are_none_are_refused_wherever_they_are_met(tmp_path, rules):
     for verb in (store.set_demotion, lambda rules: store.demote(policy=rules)):
         with pytest.raises(UsageError):
             verb(rules)
-    change_config(store._parts.backend, lambda record: type(record)(policy={"demotion": rules}))
+    change_config(repository_of(store).backend, lambda record: type(record)(policy={"demotion": rules}))
     with pytest.raises(UsageError):
         store.demote()
-    change_config(store._parts.backend, lambda record: type(record)(policy={"demotion": 3}))
+    change_config(repository_of(store).backend, lambda record: type(record)(policy={"demotion": 3}))
     with pytest.raises(UsageError):
         store.demote()
     assert set(fidelities(store)) == {"exact"}
@@ -167,7 +171,7 @@ def test_the_nearest_rule_is_named():
 def test_a_damaged_configuration_demotes_nothing():
     store, _ = filled(MemoryBackend(), 3)
     store.set_demotion(ALL)
-    store._parts.backend._files["config.json"].content[30] ^= 1
+    flip(repository_of(store).backend, "config.json", 30)
     with pytest.raises(CorruptError):
         store.demote()
     assert set(fidelities(store)) == {"exact"}
@@ -176,4 +180,4 @@ def test_a_damaged_configuration_demotes_nothing():
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
 def test_number_of_commits_is_checked(store, every):
     with pytest.raises(UsageError, match="demote_every"):
-        AutomaticDemotion(store._parts, ALL, Policy(), every=every)
+        AutomaticDemotion(repository_of(store), ALL, Policy(), every=every)

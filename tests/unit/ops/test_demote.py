@@ -12,6 +12,7 @@ import pytest
 import ckstore
 from ckstore import Policy, Residual
 from ckstore import demote as demoting
+from ckstore._testing import repository_of
 from ckstore.config import DemotePolicy
 from ckstore.errors import CapacityError, ConflictError, NotFoundError, UsageError
 from ckstore.io.memory import MemoryBackend
@@ -285,7 +286,7 @@ def test_what_became_the_newest_while_it_was_coded_stays_exact(monkeypatch):
     def vanish_meanwhile(demoter, manifest, base):
         if manifest.header.seq == 1:
             with ckstore.open(backend) as other:
-                other._parts.manifests.mark_dropped(2)
+                repository_of(other).manifests.mark_dropped(2)
         return stored(demoter, manifest, base)
 
     monkeypatch.setattr(demoting._Demoter, "_stored", vanish_meanwhile)

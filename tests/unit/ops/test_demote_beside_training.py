@@ -9,6 +9,7 @@ import pytest
 import ckstore
 from ckstore import Residual
 from ckstore import demote as demoting
+from ckstore._testing import repository_of
 from ckstore.config import DemotePolicy, Policy
 from ckstore.errors import ConflictError
 from ckstore.format import layout
@@ -68,11 +69,11 @@ def test_a_run_is_demoted_beside_the_trainer_that_holds_its_lease():
     backend = MemoryBackend()
     trainer, held = filled(backend, 5)
     held = states(8)
-    assert trainer._parts.lease.is_held
+    assert repository_of(trainer).lease.is_held
     with ckstore.open(backend) as operator:
         report = operator.demote(policy=ALL)
         assert [entry.is_done for entry in report.entries] == [False, True, True, True, True]
-        assert not operator._parts.lease.is_held
+        assert not repository_of(operator).lease.is_held
         operator.gc(now=True, min_age=0)
     for step in (5, 6, 7):
         trainer.commit(held[step], step)
@@ -164,7 +165,9 @@ def test_what_its_writer_may_still_withdraw_makes_nothing_old(monkeypatch):
     report = store.demote(policy=ALL)
     assert [entry.seq for entry in report.entries if entry.is_done] == [0]
     assert store.info("seq:1").fidelity == "exact"
-    store._parts.manifests.withdraw(next(n for n in store._parts.manifests.listing().names if n.seq == 2))
+    repository_of(store).manifests.withdraw(
+        next(n for n in repository_of(store).manifests.listing().names if n.seq == 2)
+    )
     assert difference(store.restore(exact=True), held[1]) is None
 
 

@@ -11,11 +11,13 @@ import pytest
 
 import ckstore
 from ckstore import RepackPolicy
+from ckstore._testing import repository_of
 from ckstore.errors import CapacityError, ConflictError, CorruptError, UsageError
 from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.faults import Fault, FaultyBackend
 from ckstore.testing.model import difference
+from support.memory_files import names_of
 
 PLAIN = ckstore.Policy(compression="none", threads=2)
 WHOLE = ckstore.Policy(delta=False, threads=2)
@@ -61,7 +63,7 @@ def actions(report):
 
 
 def packs_of(store):
-    parts = store._parts
+    parts = repository_of(store)
     manifests = [parts.manifests.load(name) for name in parts.manifests.listing().names]
     return {pack.pack_id: pack.nbytes for manifest in manifests for pack in manifest.packs}
 
@@ -111,9 +113,9 @@ def test_rounded_tensors_stay_rounded(backend):
 def test_dry_run_changes_nothing_and_tells_the_plan_that_is_carried_out(backend):
     states = history(5)
     with filled(backend, states, WHOLE) as store:
-        files = sorted(backend._files)
+        files = names_of(backend)
         planned = store.repack(dry_run=True)
-        assert sorted(backend._files) == files
+        assert names_of(backend) == files
         assert planned.is_dry_run
         assert not any(entry.is_done for entry in planned.entries)
         done = store.repack()
@@ -187,13 +189,14 @@ def test_archival_and_damaged_entries_are_left_alone(backend):
     states = history(3)
     with filled(backend, states, PLAIN) as store:
         pack = packs_of(store).keys() - {
-            pack.pack_id for pack in store._parts.manifests.load(store._parts.manifests.listing().names[-1]).packs
+            pack.pack_id
+            for pack in repository_of(store).manifests.load(repository_of(store).manifests.listing().names[-1]).packs
         }
         backend.unlink(layout.pack_name(sorted(pack)[0]))
-        before = sorted(backend._files)
+        before = names_of(backend)
         with pytest.raises(CorruptError):
             store.repack()
-        assert [name for name in sorted(backend._files) if "leases" not in name] == [
+        assert [name for name in names_of(backend) if "leases" not in name] == [
             name for name in before if "leases" not in name
         ]
 
@@ -232,13 +235,13 @@ def test_full_disk_leaves_every_checkpoint_in_one_of_its_forms():
     states = history(4)
     backend = MemoryBackend()
     filled(backend, states, PLAIN).close()
-    used = sum(len(file.content) for file in backend._files.values())
+    used = sum(map(len, backend.files().values()))
     for spare in (20_000, 200_000, 350_000):
-        backend._nbytes_max = used + spare
+        backend.nbytes_max = used + spare
         with ckstore.open(backend, policy=DELTAS) as store:
             with contextlib.suppress(CapacityError):
                 store.repack()
-            backend._nbytes_max = None
+            backend.nbytes_max = None
             check(store, states)
 
 
@@ -248,12 +251,12 @@ def test_packs_of_a_replacement_that_was_not_published_are_freed():
     filled(inner, states, PLAIN).close()
     backend = FaultyBackend(inner)
     with ckstore.open(backend, policy=DELTAS) as store:
-        packs = {name for name in inner._files if name.startswith("packs/")}
+        packs = set(names_of(inner, "packs/"))
         backend.fault = Fault(2, sites=frozenset({"link"}))
         with pytest.raises(ckstore.CkstoreError):
             store.repack()
         backend.fault = None
-        assert {name for name in inner._files if name.startswith("packs/")} == packs
+        assert set(names_of(inner, "packs/")) == packs
         store.repack()
         check(store, states)
 
@@ -261,7 +264,7 @@ def test_packs_of_a_replacement_that_was_not_published_are_freed():
 def test_checkpoint_that_is_dropped_meanwhile_stays_dropped(backend, monkeypatch):
     states = history(4)
     with filled(backend, states, PLAIN) as store:
-        parts = store._parts
+        parts = repository_of(store)
         publish = parts.manifests.publish
 
         def drop_then_publish(manifest):

@@ -6,43 +6,34 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UsageError
 from ckstore.format import layout
-from ckstore.io.memory import MemoryBackend, _File
+from ckstore.io.memory import MemoryBackend
 from ckstore.testing.model import difference
 from support import damaged_stores as stores
 from support.damaged_stores import STATES, STEPS, is_right, opened
+from support.memory_files import add, copy_of, edited, files_of, first_of, flip, names_of, truncate
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
 @pytest.fixture(scope="module")
 def pristine():
-    """Names and contents of the undamaged store."""
+    """The undamaged store; nothing changes it."""
     backend = MemoryBackend()
     stores.fill(backend)
-    return {name: bytes(file.content) for name, file in backend._files.items()}, set(backend._folders)
+    return backend
 
 
 @pytest.fixture
 def backend(pristine):
-    return _backend(pristine)
-
-
-def _backend(pristine):
-    made = MemoryBackend()
-    made._folders = set(pristine[1])
-    made._files = {name: _File(content, 1) for name, content in pristine[0].items()}
-    return made
-
-
-def flip(backend, name, offset):
-    backend._files[name].content[offset] ^= 0x40
+    return copy_of(pristine)
 
 
 def flip_frame(backend, store, step, path):
     pack, frame = stores.frames_of(store, step, path)[0]
-    flip(backend, pack, frame.offset + 192 + frame.stored_nbytes // 2)
+    flip(backend, pack, frame.offset + 192 + frame.stored_nbytes // 2, mask=0x40)
     return pack
 
 
@@ -62,20 +53,18 @@ def test_repair_of_a_whole_store_finds_and_changes_nothing(backend, pristine):
     with opened(backend) as store:
         assert store.repair().is_clean
         assert store.repair(dry_run=False).is_clean
-    assert {name for name in backend._files if name.startswith(("packs", "manifests", "quarantine"))} == {
-        name for name in pristine[0] if name.startswith(("packs", "manifests"))
-    }
+    assert names_of(backend, ("packs", "manifests", "quarantine")) == names_of(pristine, ("packs", "manifests"))
 
 
 def test_dry_run_changes_nothing(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 2, "model.weights")
-        before = {name: bytes(file.content) for name, file in backend._files.items()}
+        before = backend.files()
         report = store.repair()
     assert report.is_dry_run
     assert not any(entry.is_done for entry in report.entries)
     assert actions(report)["main", 2] == "partial"
-    after = {name: bytes(file.content) for name, file in backend._files.items() if not name.startswith("leases")}
+    after = {name: content for name, content in backend.files().items() if not name.startswith("leases")}
     assert after == {name: content for name, content in before.items() if not name.startswith("leases")}
 
 
@@ -95,8 +84,8 @@ def test_flipped_byte_makes_partial_checkpoints_and_leaves_the_others_whole(back
         assert difference(rest["small"], STATES[3]["small"]) is None
         with pytest.raises(MissingChunkError):
             store.restore(3, only="model.*")
-    assert spoiled not in backend._files
-    assert layout.quarantine_packs_folder() + "/" + spoiled.rsplit("/", 1)[1] in backend._files
+    assert spoiled not in backend.files()
+    assert layout.quarantine_packs_folder() + "/" + spoiled.rsplit("/", 1)[1] in backend.files()
 
 
 def test_verify_names_what_is_lost_and_nothing_else(backend):
@@ -135,10 +124,10 @@ def test_second_repair_of_a_partial_checkpoint_changes_nothing(backend):
     with opened(backend) as store:
         flip_frame(backend, store, 2, "model.weights")
         store.repair(dry_run=False)
-        names = set(backend._files)
+        names = set(names_of(backend))
         again = store.repair(dry_run=False)
         assert again.entries == ()
-        assert names == set(backend._files)
+        assert names == set(names_of(backend))
 
 
 def test_later_commit_of_the_same_bytes_heals(backend):
@@ -164,16 +153,16 @@ def test_commit_after_a_repair_never_relies_on_what_was_lost(backend):
 def test_chunk_is_found_in_another_pack(backend):
     with opened(backend) as store:
         pack, _ = stores.frames_of(store, 1, "model.still")[0]
-        whole = bytes(backend._files[pack].content)
+        whole = backend.files()[pack]
         # A writer that died left a pack that nobody names, with the same chunk.
         with opened(backend, run="third") as other:
-            other._parts.prepare_run()
-            backend._files[pack].content[:] = bytes(len(whole))
-            other._parts.known.forget_packs([p.pack_id for p in stores.manifest_of(store, 1).packs])
+            repository_of(other).prepare_run()
+            backend.overwrite(pack, bytes(len(whole)))
+            repository_of(other).known.forget_packs([p.pack_id for p in stores.manifest_of(store, 1).packs])
             other.commit({"still": STATES[1]["model"]["still"]}, 0)
             seq = other.info(0).seq
             other.delete(f"seq:{seq}")
-        backend._files[pack].content[:] = whole
+        backend.overwrite(pack, whole)
         flip_frame(backend, store, 1, "model.still")
         report = store.repair(dry_run=False)
         assert set(actions(report).values()) == {"heal"}
@@ -184,17 +173,12 @@ def test_chunk_is_found_in_another_pack(backend):
 def test_pack_without_its_ends_is_salvaged_by_a_scan(backend, kind):
     with opened(backend) as store:
         name = stores.pack_of(store, 3)
-        content = backend._files[name].content
-        if kind == "tail":
-            content[-100] ^= 1
-        elif kind == "directory":
-            content[-4096 - 4090] ^= 1
-        elif kind == "superheader":
-            content[40] ^= 1
-        elif kind == "truncated":
-            del content[-8192:]
+        if kind == "truncated":
+            truncate(backend, name, -8192)
+        elif kind == "gone":
+            backend.unlink(name)
         else:
-            del backend._files[name]
+            flip(backend, name, {"tail": -100, "directory": -4096 - 4090, "superheader": 40}[kind])
         report = store.repair(dry_run=False)
         expected = "partial" if kind == "gone" else "heal"
         assert actions(report) == {("main", 3): expected, ("other", 20): expected}
@@ -202,7 +186,7 @@ def test_pack_without_its_ends_is_salvaged_by_a_scan(backend, kind):
             assert is_right(store, 1, STATES[1])
             assert is_right(store, 2, STATES[2])
             return
-        assert layout.quarantine_packs_folder() + "/" + name.rsplit("/", 1)[1] in backend._files
+        assert layout.quarantine_packs_folder() + "/" + name.rsplit("/", 1)[1] in backend.files()
     check_all_right(backend)
 
 
@@ -210,7 +194,7 @@ def test_pack_of_the_base_that_is_truncated_costs_what_was_cut_and_no_more(backe
     with opened(backend) as store:
         pack, frame = stores.frames_of(store, 1, "model.still")[0]
         assert stores.frames_of(store, 1, "model.weights")[0][1].offset < frame.offset
-        del backend._files[pack].content[frame.offset + 500 :]
+        truncate(backend, pack, frame.offset + 500)
         report = store.repair(dry_run=False)
         assert {entry.step for entry in report.partial} == {1, 2, 3, 20}
         assert all("model.still" in entry.tensors for entry in report.partial)
@@ -248,12 +232,12 @@ def test_difference_in_quarantine_heals_when_its_base_is_back(backend):
 
 
 def test_copy_elsewhere_brings_everything_back(backend, pristine):
-    mirror = _backend(pristine)
+    mirror = copy_of(pristine)
     with opened(backend) as store:
         flip_frame(backend, store, 1, "model.weights")
-        del backend._files[stores.pack_of(store, 3)]
-        torn = next(name for name in backend._files if name.startswith("manifests/main/00000001"))
-        del backend._files[torn].content[-50:]
+        backend.unlink(stores.pack_of(store, 3))
+        torn = first_of(backend, "manifests/main/00000001")
+        truncate(backend, torn, -50)
         report = store.repair(dry_run=False, sources=[mirror])
         assert not report.partial
         assert actions(report)["main", 2] in ("quarantine", "bring back", "heal")
@@ -270,17 +254,17 @@ def test_another_store_is_no_source(backend):
 @pytest.mark.parametrize("harm", ["torn", "flipped", "empty"])
 def test_torn_manifest_is_put_aside_and_nothing_else_suffers(backend, harm):
     with opened(backend) as store:
-        name = next(name for name in backend._files if name.startswith("manifests/main/00000001"))
-        content = backend._files[name].content
-        if harm == "flipped":
-            content[len(content) // 2] ^= 1
-        else:
-            del content[0 if harm == "empty" else len(content) // 2 :]
-        damaged = bytes(content)
+        name = first_of(backend, "manifests/main/00000001")
+        with edited(backend, name) as content:
+            if harm == "flipped":
+                content[len(content) // 2] ^= 1
+            else:
+                del content[0 if harm == "empty" else len(content) // 2 :]
+        damaged = backend.files()[name]
         report = store.repair(dry_run=False)
         assert actions(report) == {("main", 2): "quarantine"}
         assert store.steps() == [1, 3]
-        assert bytes(backend._files[f"quarantine/{name}"].content) == damaged
+        assert backend.files()[f"quarantine/{name}"] == damaged
         assert is_right(store, 3, STATES[3])
         assert store.verify("decode").is_clean
 
@@ -288,21 +272,21 @@ def test_torn_manifest_is_put_aside_and_nothing_else_suffers(backend, harm):
 def test_torn_generation_gives_way_to_the_one_before_it_from_the_trash(backend):
     with opened(backend) as store:
         # As after a repack: generation 1 in place, generation 0 in the trash.
-        manifests = store._parts.manifests
+        manifests = repository_of(store).manifests
         name = next(name for name in manifests.listing().names if name.step == 2)
-        before = bytes(backend._files[name.path].content)
+        before = backend.files()[name.path]
         from dataclasses import replace
 
         manifest = manifests.load(name)
-        store._parts.prepare_run()
+        repository_of(store).prepare_run()
         published = manifests.publish(replace(manifest, header=replace(manifest.header, generation=1)))
         manifests.move_lower_to_trash(published)
-        assert name.path not in backend._files
-        del backend._files[published.path].content[-10:]
+        assert name.path not in backend.files()
+        truncate(backend, published.path, -10)
         assert not is_right(store, 2, STATES[2])
         report = store.repair(dry_run=False)
         assert sorted(entry.action for entry in report.entries) == ["quarantine", "revive"]
-        assert bytes(backend._files[name.path].content) == before
+        assert backend.files()[name.path] == before
         assert is_right(store, 2, STATES[2])
         # The next generation does not take the name of the one that was put aside.
         flip_frame(backend, store, 2, "model.weights")
@@ -313,16 +297,16 @@ def test_torn_generation_gives_way_to_the_one_before_it_from_the_trash(backend):
 def test_pack_that_gc_moved_by_mistake_is_brought_back(backend):
     with opened(backend) as store:
         name = stores.pack_of(store, 2)
-        gc_id = store._parts.trash.new_packs_folder()
-        store._parts.trash.move_packs([layout.parse_pack_file(name.rsplit("/", 1)[1])], gc_id)
+        gc_id = repository_of(store).trash.new_packs_folder()
+        repository_of(store).trash.move_packs([layout.parse_pack_file(name.rsplit("/", 1)[1])], gc_id)
         report = store.repair(dry_run=False)
         assert len(report.packs_rescued) == 1
-        assert name in backend._files
+        assert name in backend.files()
     check_all_right(backend)
 
 
 def test_missing_claim_is_made_again(backend):
-    del backend._files["claims/main/00000001"]
+    backend.unlink("claims/main/00000001")
     with opened(backend) as store:
         assert not store.verify("quick").is_clean
         assert store.repair(dry_run=False).claims_made == ("main/1",)
@@ -342,7 +326,7 @@ def test_forged_frame_in_a_stray_pack_is_not_believed(backend):
     # A chunk that holds the bytes of a pack: the scan of a torn pack finds frames in it that nobody ever stored.
     with opened(backend) as store:
         pack, frame = stores.frames_of(store, 2, "model.weights")[0]
-        content = bytearray(backend._files[pack].content)
+        content = bytearray(backend.files()[pack])
         header = bytearray(content[frame.offset : frame.offset + 192])
         from ckstore.format.frame import decode_frame_header, encode_frame_header
         from ckstore.format.wire import xxh3_64
@@ -350,7 +334,7 @@ def test_forged_frame_in_a_stray_pack_is_not_believed(backend):
         forged = b"\x01" * frame.stored_nbytes
         sealed = encode_frame_header(decode_frame_header(header).with_checksum(xxh3_64(forged)))
         stray = bytes(4096) + sealed + forged
-        backend._files["packs/ab/" + "ab" * 16 + ".pack"] = _File(stray, 1)
+        add(backend, "packs/ab/" + "ab" * 16 + ".pack", stray)
         flip_frame(backend, store, 2, "model.weights")
         report = store.repair(dry_run=False)
         assert actions(report)["main", 2] == "partial"
@@ -360,11 +344,10 @@ def test_forged_frame_in_a_stray_pack_is_not_believed(backend):
 
 def test_every_flipped_byte_is_healed_or_named_and_never_wrong(pristine):
     source, counts = np.random.default_rng(11), {"heal": 0, "partial": 0, "quarantine": 0, "unneeded": 0}
-    names = sorted(name for name in pristine[0] if name.startswith(("packs/", "manifests/")))
-    for name in names:
-        for offset in source.integers(0, len(pristine[0][name]), 14):
-            backend = _backend(pristine)
-            flip(backend, name, int(offset))
+    for name, content in files_of(pristine, ("packs/", "manifests/")).items():
+        for offset in source.integers(0, len(content), 14):
+            backend = copy_of(pristine)
+            flip(backend, name, int(offset), mask=0x40)
             with opened(backend) as store, opened(backend, run="other") as other:
                 report = store.repair(dry_run=False)
                 for entry in report.entries:

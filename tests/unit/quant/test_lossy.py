@@ -10,6 +10,7 @@ import pytest
 
 import ckstore
 from ckstore import Policy, Residual
+from ckstore._testing import repository_of
 from ckstore.distance import distance_of
 from ckstore.errors import BoundError
 from ckstore.io.memory import MemoryBackend
@@ -21,7 +22,7 @@ NEAR = Residual.near()
 
 
 def manifest_of(store, ref="latest"):
-    return store._parts.manifests.load(resolve(store._parts, ref))
+    return repository_of(store).manifests.load(resolve(repository_of(store), ref))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import math
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.testing.trainings import losses, lossy_policy
 
 torch = pytest.importorskip("torch")
@@ -137,7 +138,7 @@ def test_amsgrad_keeps_its_maximum(opened):
 def test_a_background_commit_loses_the_same(opened):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with ckstore.open(opened._parts.backend.root, run="other", policy=lossy_policy()) as other:
+    with ckstore.open(repository_of(opened).backend.root, run="other", policy=lossy_policy()) as other:
         for step in range(2):
             train(model, optimizer, 3, seed=step)
             receipt = opened.commit_async(ckstore.TrainState(model, optimizer), step).result(60)

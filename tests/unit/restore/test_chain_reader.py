@@ -9,6 +9,7 @@ import pytest
 
 import ckstore
 from ckstore import forms
+from ckstore._testing import repository_of
 from ckstore.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, Limits
@@ -78,13 +79,13 @@ def store(backend):
 @pytest.fixture
 def reader(store):
     """A reader with a decoder of its own."""
-    with ChainReader(store._parts, FrameDecoder(CHUNK_NBYTES)) as reader:
+    with ChainReader(repository_of(store), FrameDecoder(CHUNK_NBYTES)) as reader:
         yield reader
 
 
 def manifest_at(store, step):
-    names = store._parts.manifests.listing().names
-    return store._parts.manifests.load(next(name for name in names if name.step == step))
+    names = repository_of(store).manifests.listing().names
+    return repository_of(store).manifests.load(next(name for name in names if name.step == step))
 
 
 def chain_at(store, step):
@@ -99,7 +100,7 @@ def read(reader, chain, nbytes=CHUNK_NBYTES):
 
 
 def flip(backend, pack, frame, at=FRAME_HEADER_NBYTES + 50):
-    backend._files[pack_name(pack.pack_id)].content[frame.offset + at] ^= 2
+    memory_files.flip(backend, pack_name(pack.pack_id), frame.offset + at, mask=2)
 
 
 def test_chain_of_any_depth_is_read(store, reader):
@@ -121,10 +122,10 @@ def test_reader_is_used_again_after_an_error_and_after_close(store, backend, rea
 
 def test_buffers_and_packs_may_be_lent(store):
     chain = chain_at(store, DEPTH)
-    files = {pack.pack_id: store._parts.backend.open_read(pack_name(pack.pack_id)) for pack, _ in chain[:2]}
+    files = {pack.pack_id: repository_of(store).backend.open_read(pack_name(pack.pack_id)) for pack, _ in chain[:2]}
     with (
-        BufferPool(read_buffer_nbytes(store._parts.limits), 1) as pool,
-        ChainReader(store._parts, FrameDecoder(CHUNK_NBYTES), pool=pool, files=files) as reader,
+        BufferPool(read_buffer_nbytes(repository_of(store).limits), 1) as pool,
+        ChainReader(repository_of(store), FrameDecoder(CHUNK_NBYTES), pool=pool, files=files) as reader,
     ):
         assert read(reader, chain) == plain_at(DEPTH).tobytes()
         assert pool.free_count == 1
@@ -237,7 +238,7 @@ def test_roundings_of_roundings_are_read(backend):
         manifest = writer.commit({"a": single, "b": words.view(np.float32), "c": quarter}, 1)
         index = max(range(len(manifest.frames)), key=lambda index: manifest.frames[index].depth)
         assert manifest.frames[index].depth == 2
-        with ChainReader(store._parts, FrameDecoder(CHUNK_NBYTES)) as reader:
+        with ChainReader(repository_of(store), FrameDecoder(CHUNK_NBYTES)) as reader:
             assert read(reader, chain_of(manifest, index), quarter.nbytes) == quarter.tobytes()
         for only in (None, "c", ["b", "c"], ["a", "c"]):
             assert store.restore(1, only=only)["c"].tobytes() == quarter.tobytes()
@@ -245,7 +246,7 @@ def test_roundings_of_roundings_are_read(backend):
 
 
 def test_memory_is_what_is_said(store, reader):
-    limits = store._parts.limits
+    limits = repository_of(store).limits
     read(reader, chain_at(store, DEPTH))
     assert reader._pool.nbytes <= chain_reader_nbytes(limits) <= 2 * CHUNK_NBYTES + 64 * KIB
     assert chain_reader_nbytes(limits, has_pool=True) == CHUNK_NBYTES

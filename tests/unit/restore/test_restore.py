@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import (
     ChecksumError,
     CorruptError,
@@ -25,6 +26,7 @@ from ckstore.errors import (
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.model import difference
+from support.memory_files import edited, flip, swap, truncate
 
 
 def state_of(seed, count=60_000):
@@ -41,12 +43,12 @@ def run(store):
 
 
 def manifest_of(store, seq):
-    names = {name.seq: name for name in store._parts.manifests.listing().names}
-    return store._parts.manifests.load(names[seq])
+    names = {name.seq: name for name in repository_of(store).manifests.listing().names}
+    return repository_of(store).manifests.load(names[seq])
 
 
 def manifest_name(store, seq):
-    return next(name.path for name in store._parts.manifests.listing().names if name.seq == seq)
+    return next(name.path for name in repository_of(store).manifests.listing().names if name.seq == seq)
 
 
 def pack_of(store, seq, number=0):
@@ -90,7 +92,7 @@ def test_restored_tells_what_was_restored(run):
 def test_only_reads_what_it_needs(run, backend):
     name = pack_of(run, 2)
     frame = max(manifest_of(run, 2).frames, key=lambda frame: frame.stored_nbytes)
-    backend._files[name].content[frame.offset + FRAME_HEADER_NBYTES + 5000] ^= 1
+    flip(backend, name, frame.offset + FRAME_HEADER_NBYTES + 5000)
     assert run.restore(30, only="seed") == {"seed": 2}
     assert difference(run.restore(30, only="model.b"), {"model": {"b": state_of(2)["model"]["b"]}}) is None
     with pytest.raises(CorruptError, match=r"model\.w"):
@@ -129,7 +131,7 @@ def test_both_ways_of_checking_restore_the_same_and_find_flips(check):
         store.commit(state_of(1), 1)
         assert difference(store.restore(), state_of(1)) is None
         frame = frame_of(store, 0)
-        backend._files[pack_of(store, 0)].content[frame.offset + FRAME_HEADER_NBYTES + 777] ^= 16
+        flip(backend, pack_of(store, 0), frame.offset + FRAME_HEADER_NBYTES + 777, mask=16)
         with pytest.raises(CorruptError):
             store.restore()
 
@@ -213,12 +215,12 @@ def warned(caplog):
 
 
 def damage_manifest(store, backend, seq):
-    content = backend._files[manifest_name(store, seq)].content
-    content[len(content) // 2] ^= 1
+    with edited(backend, manifest_name(store, seq)) as content:
+        content[len(content) // 2] ^= 1
 
 
 def test_torn_newest_is_passed_over_with_a_warning_that_names_it(run, backend, warned):
-    del backend._files[manifest_name(run, 2)].content[300:]
+    truncate(backend, manifest_name(run, 2), 300)
     assert difference(run.restore(), state_of(1)) is None
     assert "seq 2 (step 30) was passed over" in warned.text
     assert run.restored.step == 20
@@ -235,7 +237,8 @@ def test_missing_pack_of_the_newest_is_passed_over_with_a_warning(run, backend, 
 
 
 def test_pack_of_another_size_counts_as_missing(run, backend, warned):
-    backend._files[pack_of(run, 2)].content.extend(bytes(4096))
+    with edited(backend, pack_of(run, 2)) as content:
+        content.extend(bytes(4096))
     assert difference(run.restore(), state_of(1)) is None
     assert "passed over" in warned.text
 
@@ -255,7 +258,7 @@ def test_named_restore_never_falls_back(run, backend):
 
 def test_damage_met_while_reading_raises_and_does_not_fall_back(run, backend):
     frame = frame_of(run, 2)
-    backend._files[pack_of(run, 2)].content[frame.offset + FRAME_HEADER_NBYTES + 10] ^= 1
+    flip(backend, pack_of(run, 2), frame.offset + FRAME_HEADER_NBYTES + 10)
     with pytest.raises(CorruptError):
         run.restore()
     assert difference(run.restore(20), state_of(1)) is None
@@ -295,7 +298,7 @@ def test_dropped_checkpoints_are_no_fallback(run, backend):
 def test_damage_names_pack_offset_tensor_and_checkpoint(run, backend):
     name = pack_of(run, 2)
     frame = max(manifest_of(run, 2).frames, key=lambda frame: frame.stored_nbytes)
-    backend._files[name].content[frame.offset + FRAME_HEADER_NBYTES + 4000] ^= 64
+    flip(backend, name, frame.offset + FRAME_HEADER_NBYTES + 4000, mask=64)
     with pytest.raises(ChecksumError) as caught:
         run.restore(30)
     error = caught.value
@@ -310,18 +313,17 @@ def test_damage_names_pack_offset_tensor_and_checkpoint(run, backend):
 
 def test_frame_header_that_was_altered_is_malformed_or_a_checksum(run, backend):
     frame = frame_of(run, 2)
-    content = backend._files[pack_of(run, 2)].content
-    for offset in range(FRAME_HEADER_NBYTES):
-        content[frame.offset + offset] ^= 1
+    for offset in range(frame.offset, frame.offset + FRAME_HEADER_NBYTES):
+        flip(backend, pack_of(run, 2), offset)
         with pytest.raises(CorruptError):
             run.restore(30)
-        content[frame.offset + offset] ^= 1
+        flip(backend, pack_of(run, 2), offset)
     assert difference(run.restore(30), state_of(2)) is None
 
 
 def test_swapped_packs_never_return_the_other_state(run, backend):
     one, other = pack_of(run, 1), pack_of(run, 2)
-    backend._files[one], backend._files[other] = backend._files[other], backend._files[one]
+    swap(backend, one, other)
     for reference in (20, 30):
         with pytest.raises(CorruptError):
             run.restore(reference)
@@ -329,7 +331,7 @@ def test_swapped_packs_never_return_the_other_state(run, backend):
 
 def test_swapped_manifests_never_return_the_other_state(run, backend):
     one, other = manifest_name(run, 1), manifest_name(run, 2)
-    backend._files[one], backend._files[other] = backend._files[other], backend._files[one]
+    swap(backend, one, other)
     for reference in (20, 30, "seq:1"):
         with pytest.raises(MalformedError):
             run.restore(reference)
@@ -340,11 +342,11 @@ def test_frames_swapped_within_a_pack_are_found(store, backend):
     store.commit({"a": np.arange(40_000.0), "b": np.arange(40_000.0)[::-1].copy()}, 1,
                  policy=ckstore.Policy(compression="none"))  # fmt: skip
     one, other = manifest_of(store, 0).frames
-    content = backend._files[pack_of(store, 0)].content
     length = FRAME_HEADER_NBYTES + one.stored_nbytes
     assert one.stored_nbytes == other.stored_nbytes
-    first, second = content[one.offset : one.offset + length], content[other.offset : other.offset + length]
-    content[one.offset : one.offset + length], content[other.offset : other.offset + length] = second, first
+    with edited(backend, pack_of(store, 0)) as content:
+        first, second = content[one.offset : one.offset + length], content[other.offset : other.offset + length]
+        content[one.offset : one.offset + length], content[other.offset : other.offset + length] = second, first
     with pytest.raises(CorruptError, match="another frame"):
         store.restore()
 

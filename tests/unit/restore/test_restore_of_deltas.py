@@ -12,6 +12,7 @@ import pytest
 
 import ckstore
 from ckstore import fetch, restore
+from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.errors import CorruptError, MissingChunkError
@@ -24,6 +25,7 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.store.parts import create_store
 from ckstore.testing.chains import ChainWriter
 from ckstore.testing.model import difference
+from support import memory_files
 
 CHUNK_NBYTES = 64 * KIB
 COUNT = 100_000  # Seven chunks of floats.
@@ -94,14 +96,14 @@ def chain(opened):
 
 
 def manifest_of(store, seq):
-    names = {name.seq: name for name in store._parts.manifests.listing().names}
-    return store._parts.manifests.load(names[seq])
+    names = {name.seq: name for name in repository_of(store).manifests.listing().names}
+    return repository_of(store).manifests.load(names[seq])
 
 
 def flip(store, manifest, frame, at=FRAME_HEADER_NBYTES + 20):
     """Flip a bit of a frame in a store in memory."""
-    file = store._parts.backend._files[pack_name(manifest.packs[frame.pack].pack_id)]
-    file.content[frame.offset + at] ^= 64
+    pack = pack_name(manifest.packs[frame.pack].pack_id)
+    memory_files.flip(repository_of(store).backend, pack, frame.offset + at, mask=64)
 
 
 # What comes back
@@ -129,7 +131,7 @@ def test_part_of_a_state_is_read_with_its_bases_only(chain):
     whole = state_at(3)
     assert difference(chain.restore(3, only="m.small*"), {"m": {"small": whole["m"]["small"]}}) is None
     assert difference(chain.restore(3, only=["w", "n"]), {"w": whole["w"], "n": 3}) is None
-    if isinstance(chain._parts.backend, MemoryBackend):
+    if isinstance(repository_of(chain).backend, MemoryBackend):
         manifest = manifest_of(chain, 3)
         for frame in manifest.frames:
             if frame.stored_nbytes > 30_000:

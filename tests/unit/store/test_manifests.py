@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MalformedError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
@@ -21,7 +22,7 @@ FOLDER = layout.manifests_folder("main")
 def manifests(store):
     """The manifests of a run with one checkpoint, seq 0."""
     store.commit({"a": 1}, 5)
-    return store._parts.manifests
+    return repository_of(store).manifests
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_listing_that_misses_a_claimed_seq_looks_again():
         store.commit({"a": 2}, 2)
         backend.hidden = ManifestName("main", 1, 2, 0).file
         backend.hides = 1
-        assert [name.seq for name in store._parts.manifests.listing().names] == [0, 1]
+        assert [name.seq for name in repository_of(store).manifests.listing().names] == [0, 1]
 
 
 def test_listing_unites_both_looks():
@@ -191,9 +192,9 @@ def test_listing_unites_both_looks():
     with ckstore.open(backend) as store:
         for step in range(3):
             store.commit({"a": step}, step)
-        store._parts.manifests.claim(3)
+        repository_of(store).manifests.claim(3)
         backend.hidden, backend.hides = ManifestName("main", 2, 2, 0).file, 1
-        assert len(store._parts.manifests.listing().names) == 3
+        assert len(repository_of(store).manifests.listing().names) == 3
 
 
 def test_foreign_files_are_not_listed(manifests, backend):
@@ -221,7 +222,7 @@ def test_manifest_of_another_run_or_store_is_refused(manifests, backend):
         there.commit({"b": 2}, 5)
         other.unlink(name.path)
         other.create(name.path, content, sync=False)
-        for read in (there._parts.manifests.load, there._parts.manifests.header):
+        for read in (repository_of(there).manifests.load, repository_of(there).manifests.header):
             with pytest.raises(MalformedError, match="another store"):
                 read(name)
         with pytest.raises(CorruptError):

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import layout
 from ckstore.format.records import StoreRecord, encode_record
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.model import difference
+from support.memory_files import names_of, truncate
 
 GC_ID = "ab" * 16
 
@@ -29,7 +31,7 @@ class WatchedBackend(MemoryBackend):
 
 
 def packs_of(backend):
-    return sorted(name for name in backend._files if name.startswith("packs/"))
+    return names_of(backend, "packs/")
 
 
 def collect(backend, name):
@@ -110,7 +112,7 @@ def test_known_pack_that_is_gone_before_a_commit_is_not_relied_on(store, backend
 
 
 def test_known_pack_of_another_size_is_not_relied_on(store, backend, first):
-    del backend._files[first].content[-4096:]
+    truncate(backend, first, -4096)
     assert store.commit(STATES[0], 2).chunks_reused == 0
     assert difference(store.restore(), STATES[0]) is None
 
@@ -149,7 +151,7 @@ def test_missing_pack_stops_a_named_restore_and_is_named(store, backend, first):
 
 def test_new_store_has_every_folder_durable(backend):
     ckstore.open(backend).close()
-    assert {name for name in backend._folders if "/" not in name} == {"", *layout.TOP_FOLDERS}
+    assert {name for name in backend.folders() if "/" not in name} == {"", *layout.TOP_FOLDERS}
     assert len(backend.list_names("packs")) == 256
     for folder in ("", *layout.TOP_FOLDERS, *layout.pack_folders()):
         assert backend.syncs[folder] >= 1, folder
@@ -157,9 +159,9 @@ def test_new_store_has_every_folder_durable(backend):
 
 
 def test_store_is_made_once_and_keeps_its_id(backend):
-    first = ckstore.open(backend)._parts.store_id
-    assert ckstore.open(backend)._parts.store_id == first
-    assert ckstore.open(backend, create=False)._parts.store_id == first
+    first = repository_of(ckstore.open(backend)).store_id
+    assert repository_of(ckstore.open(backend)).store_id == first
+    assert repository_of(ckstore.open(backend, create=False)).store_id == first
 
 
 def test_two_who_make_a_store_at_once_share_it(backend, monkeypatch):
@@ -168,12 +170,12 @@ def test_two_who_make_a_store_at_once_share_it(backend, monkeypatch):
     def other_was_first(source, target):
         if target == "store.json" and backend.stat(target) is None:
             monkeypatch.undo()
-            other.append(ckstore.open(backend)._parts.store_id)
+            other.append(repository_of(ckstore.open(backend)).store_id)
         link(source, target)
 
     other = []
     monkeypatch.setattr(backend, "link", other_was_first)
-    mine = ckstore.open(backend)._parts.store_id
+    mine = repository_of(ckstore.open(backend)).store_id
     assert other == [mine]
 
 
@@ -188,7 +190,7 @@ def test_interrupted_making_is_finished_by_the_next(backend):
 def test_path_without_a_store_is_not_found_when_none_may_be_made(backend, tmp_path):
     with pytest.raises(NotFoundError, match="no store here"):
         ckstore.open(backend, create=False)
-    assert backend._files == {}
+    assert backend.files() == {}
     with pytest.raises(NotFoundError):
         ckstore.open(tmp_path / "nothing", create=False)
     assert not (tmp_path / "nothing").exists()
@@ -213,7 +215,7 @@ def test_path_that_is_a_file_is_refused(tmp_path):
 def test_run_names_with_path_tricks_are_refused(backend, run):
     with pytest.raises(UsageError):
         ckstore.open(backend, run=run)
-    assert all(".." not in name for name in backend._files)
+    assert all(".." not in name for name in backend.files())
 
 
 def store_json(**facts):
@@ -250,7 +252,7 @@ def test_damaged_store_file_is_refused_and_not_replaced(backend, content):
     backend.create("store.json", content, sync=True)
     with pytest.raises(CorruptError):
         ckstore.open(backend)
-    assert bytes(backend._files["store.json"].content) == content
+    assert backend.files()["store.json"] == content
 
 
 def test_file_system_that_replaces_taken_names_is_refused(backend, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 import ckstore
 from ckstore.errors import NotFoundError, UsageError
+from support.memory_files import names_of
 
 STEPS = [10, 20, 30, 20]
 LOSSES = [3.0, 1.0, 2.0, 1.0]
@@ -150,7 +151,7 @@ def test_names_that_would_be_read_otherwise_cannot_be_tags(run, name):
 
 
 def test_tag_whose_checkpoint_is_gone_says_so(run, backend):
-    (path,) = [name for name in backend._files if name.startswith("manifests/main/00000001-")]
+    (path,) = names_of(backend, "manifests/main/00000001-")
     backend.unlink(path)
     with pytest.raises(NotFoundError, match="tag 'good' points to seq 1"):
         run.info("good")

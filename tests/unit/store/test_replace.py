@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format import layout
 from ckstore.store.replace import finish_replacements, settle
@@ -16,7 +17,7 @@ from ckstore.store.replace import finish_replacements, settle
 def parts(store):
     """The parts of a store with one checkpoint, seq 0."""
     store.commit({"a": 1, "b": bytes(100)}, 5)
-    return store._parts
+    return repository_of(store)
 
 
 @pytest.fixture

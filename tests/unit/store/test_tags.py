@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckstore.format import layout
@@ -206,7 +207,7 @@ def test_delete_and_tag_at_once_never_lose_a_tagged_checkpoint(store):
             barrier.wait()
             try:
                 # Past the handle's lock, as another process would be.
-                parts = store._parts
+                parts = repository_of(store)
                 header = parts.manifests.header(parts.manifests.listing().names[-1])
                 parts.tags.put(
                     "kept",
@@ -262,4 +263,4 @@ def test_tag_that_comes_between_intent_and_drop_stops_the_drop(store, monkeypatc
     with pytest.raises(ConflictError, match="carries the tag 'kept'"):
         store.delete(f"seq:{seq}")
     assert store.steps() == [1]
-    assert store._parts.tags.intents_on(seq) == []
+    assert repository_of(store).tags.intents_on(seq) == []

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import Limits
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header, encode_frame_header
+from ckstore.format.layout import pack_name
 from ckstore.format.pack import SUPERHEADER_NBYTES, TAIL_NBYTES, decode_tail
 from ckstore.format.wire import xxh3_64
 from ckstore.store import pack_audit
 from ckstore.store.parts import create_store
+from support.memory_files import edited, flip, names_of, swap, truncate
 
 LEVELS = ["quick", "read", "decode"]
 
@@ -34,18 +37,10 @@ def filled(store):
 
 
 @pytest.fixture
-def pack(filled, backend):
-    """The content of the first checkpoint's pack, to be damaged in place."""
-    manifest = filled._parts.manifests.load(filled._parts.manifests.listing().names[0])
-    return backend._files[f"packs/{manifest.packs[0].pack_id[:1].hex()}/{manifest.packs[0].pack_id.hex()}.pack"].content
-
-
-def contents_of(backend):
-    return {name: bytes(file.content) for name, file in backend._files.items()}
-
-
-def name_of(backend, content):
-    return next(name for name, file in backend._files.items() if file.content is content)
+def pack(filled):
+    """The name of the first checkpoint's pack, to be damaged in place."""
+    manifests = repository_of(filled).manifests
+    return pack_name(manifests.load(manifests.listing().names[0]).packs[0].pack_id)
 
 
 def found_by(store, level):
@@ -71,11 +66,11 @@ def test_empty_store_is_clean(store):
 
 
 def test_verify_changes_nothing(filled, backend, pack):
-    pack[SUPERHEADER_NBYTES + 300] ^= 1
-    before = contents_of(backend)
+    flip(backend, pack, SUPERHEADER_NBYTES + 300)
+    before = backend.files()
     for level in LEVELS:
         filled.verify(level)
-    assert contents_of(backend) == before
+    assert backend.files() == before
 
 
 def test_unknown_level_is_refused(filled):
@@ -86,30 +81,30 @@ def test_unknown_level_is_refused(filled):
 
 
 def test_flipped_payload_is_found_by_reading(filled, pack, backend):
-    pack[SUPERHEADER_NBYTES + FRAME_HEADER_NBYTES + 1000] ^= 4
+    flip(backend, pack, SUPERHEADER_NBYTES + FRAME_HEADER_NBYTES + 1000, mask=4)
     assert found_by(filled, "quick") == []
     for level in ("read", "decode"):
         (damage,) = found_by(filled, level)
-        assert name_of(backend, pack) in damage.where
+        assert pack in damage.where
         assert f"offset {SUPERHEADER_NBYTES}" in damage.where
         assert damage.checkpoints == ("main/0 (step 1)", "main/1 (step 2)")
         assert damage.tensors == ("shared",)
 
 
 def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, backend):
-    tail_at = len(pack) - TAIL_NBYTES
-    parts = filled._parts
+    content = backend.files()[pack]
+    parts = repository_of(filled)
     tail = decode_tail(
-        bytes(pack[tail_at:]),
-        pack_nbytes=len(pack),
+        content[-TAIL_NBYTES:],
+        pack_nbytes=len(content),
         store_id=parts.store_id,
-        pack_id=bytes.fromhex(name_of(backend, pack)[-37:-5]),
+        pack_id=bytes.fromhex(pack[-37:-5]),
         limits=parts.limits,
     )
     # The last frame before the directory is the small one of step 1.
     own = parts.manifests.load(parts.manifests.listing().names[0]).frames[-1]
     assert own.offset < tail.directory_offset
-    pack[own.offset + FRAME_HEADER_NBYTES] ^= 255
+    flip(backend, pack, own.offset + FRAME_HEADER_NBYTES, mask=255)
     (damage,) = found_by(filled, "read")
     assert damage.checkpoints == ("main/0 (step 1)",)
     assert damage.tensors == ("own",)
@@ -117,13 +112,14 @@ def test_damage_that_one_checkpoint_suffers_names_that_one_only(filled, pack, ba
     assert not filled.verify("decode", ref=1).is_clean
 
 
-def test_frame_with_right_checksums_and_wrong_content_is_found_by_decoding(filled, pack):
+def test_frame_with_right_checksums_and_wrong_content_is_found_by_decoding(filled, pack, backend):
     at = SUPERHEADER_NBYTES
-    header = decode_frame_header(bytes(pack[at : at + FRAME_HEADER_NBYTES]))
-    begin, end = at + FRAME_HEADER_NBYTES, at + FRAME_HEADER_NBYTES + header.stored_nbytes
-    pack[end - 1] ^= 1
-    forged = replace(header, payload_xxh3=xxh3_64(bytes(pack[begin:end])))
-    pack[at:begin] = encode_frame_header(forged)
+    with edited(backend, pack) as content:
+        header = decode_frame_header(bytes(content[at : at + FRAME_HEADER_NBYTES]))
+        begin, end = at + FRAME_HEADER_NBYTES, at + FRAME_HEADER_NBYTES + header.stored_nbytes
+        content[end - 1] ^= 1
+        forged = replace(header, payload_xxh3=xxh3_64(bytes(content[begin:end])))
+        content[at:begin] = encode_frame_header(forged)
     assert found_by(filled, "quick") == []
     assert found_by(filled, "read") == []
     assert len(found_by(filled, "decode")) == 1
@@ -133,11 +129,10 @@ def test_frame_with_right_checksums_and_wrong_content_is_found_by_decoding(fille
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_missing_pack_is_found_at_once(filled, pack, backend, level):
-    name = name_of(backend, pack)
-    backend.unlink(name)
+    backend.unlink(pack)
     (damage,) = found_by(filled, level)
     assert "missing" in damage.what
-    assert name in damage.where
+    assert pack in damage.where
     assert damage.checkpoints == ("main/0 (step 1)", "main/1 (step 2)")
     assert damage.tensors == ("shared", "own")
     (damage,) = filled.verify(level, ref=2).damage
@@ -146,29 +141,30 @@ def test_missing_pack_is_found_at_once(filled, pack, backend, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_000, -4096, -1])
-def test_truncated_pack_is_found_at_once(filled, pack, level, nbytes):
-    del pack[nbytes:]
+def test_truncated_pack_is_found_at_once(filled, pack, backend, level, nbytes):
+    truncate(backend, pack, nbytes)
     assert [damage.tensors for damage in found_by(filled, level)] == [("shared", "own")]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_pack_that_grew_is_found_at_once(filled, pack, level):
-    pack.extend(bytes(4096))
+def test_pack_that_grew_is_found_at_once(filled, pack, backend, level):
+    with edited(backend, pack) as content:
+        content.extend(bytes(4096))
     assert found_by(filled, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_swapped_packs_are_found_at_once(filled, backend, level):
-    one, other = [name for name in backend._files if name.startswith("packs/")]
-    backend._files[one], backend._files[other] = backend._files[other], backend._files[one]
+    one, other = names_of(backend, "packs/")
+    swap(backend, one, other)
     assert len(found_by(filled, level)) == 2
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_altered_manifest_is_found_and_the_rest_still_checked(filled, backend, pack, level):
-    name = filled._parts.manifests.listing().names[1].path
-    content = backend._files[name].content
-    content[len(content) // 2] ^= 1
+    name = repository_of(filled).manifests.listing().names[1].path
+    with edited(backend, name) as content:
+        content[len(content) // 2] ^= 1
     (damage,) = found_by(filled, level)
     assert name in damage.where
     assert damage.checkpoints == ("main/1 (step 2)",)
@@ -182,14 +178,13 @@ def test_missing_claim_is_found(filled, backend):
 
 
 def test_tag_that_points_nowhere_is_found(filled, backend):
-    for name in list(backend._files):
-        if name.startswith("manifests/main/00000000-"):
-            backend.unlink(name)
+    for name in names_of(backend, "manifests/main/00000000-"):
+        backend.unlink(name)
     assert any("points to seq 0" in damage.what for damage in found_by(filled, "quick"))
 
 
 def test_damaged_tag_and_config_are_found(filled, backend):
-    backend._files["tags/main/good"].content[20] ^= 1
+    flip(backend, "tags/main/good", 20)
     backend.create("config.json", b"{}", sync=True)
     assert sorted(damage.where.rsplit(":", 1)[-1] for damage in found_by(filled, "quick")) == [
         "config.json",
@@ -200,7 +195,7 @@ def test_damaged_tag_and_config_are_found(filled, backend):
 def test_disposable_files_are_not_looked_at(filled, backend):
     backend.create("tmp/" + "ab" * 16 + ".ckm", b"left by a crash", sync=False)
     backend.create("packs/ab/" + "ab" * 16 + ".pack", b"torn, and named by nobody", sync=False)
-    backend._files["leases/main"].content[:] = b"torn"
+    backend.overwrite("leases/main", b"torn")
     backend.make_folder("trash/" + "ab" * 16 + "/packs")
     backend.create("trash/" + "ab" * 16 + "/packs/" + "cd" * 16 + ".pack", b"x", sync=False)
     assert filled.verify("decode").is_clean
@@ -209,10 +204,10 @@ def test_disposable_files_are_not_looked_at(filled, backend):
 def test_packs_in_the_trash_still_count_as_there(filled, backend, pack):
     folder = "trash/" + "ab" * 16 + "/packs"
     backend.make_folder(folder)
-    name = name_of(backend, pack)
-    backend.rename_new(name, f"{folder}/{name.rsplit('/', 1)[1]}")
+    trashed = f"{folder}/{pack.rsplit('/', 1)[1]}"
+    backend.rename_new(pack, trashed)
     assert filled.verify("decode").is_clean
-    pack[SUPERHEADER_NBYTES + 300] ^= 1
+    flip(backend, trashed, SUPERHEADER_NBYTES + 300)
     assert not filled.verify("decode").is_clean
 
 
@@ -221,8 +216,8 @@ def test_all_runs_are_verified_unless_one_is_named(filled, backend):
         other.commit({"x": np.arange(7.0)}, 1)
         assert other.verify("decode").checkpoint_count == 3
         assert other.verify("decode", ref=1).checkpoint_count == 1
-        name = other._parts.manifests.listing().names[0].path
-    backend._files[name].content[200] ^= 1
+        name = repository_of(other).manifests.listing().names[0].path
+    flip(backend, name, 200)
     (damage,) = found_by(filled, "quick")
     assert damage.checkpoints == ("other/0 (step 1)",)
 
@@ -231,7 +226,7 @@ def test_dropped_checkpoint_needs_nothing(filled, backend, pack):
     filled.untag("good")
     filled.delete(1)
     filled.delete(2)
-    backend.unlink(name_of(backend, pack))
+    backend.unlink(pack)
     assert filled.verify("decode").is_clean
 
 
@@ -254,18 +249,17 @@ def test_progress_reaches_the_whole(filled):
 
 def test_frame_moved_in_the_pack_is_found_against_the_manifest(filled, backend, pack):
     # A pack rewritten with the same frames in another order has other offsets and another directory.
-    other = bytearray(pack)
-    other[SUPERHEADER_NBYTES : SUPERHEADER_NBYTES + 64] = bytes(64)
-    pack[:] = other
+    with edited(backend, pack) as content:
+        content[SUPERHEADER_NBYTES : SUPERHEADER_NBYTES + 64] = bytes(64)
     assert found_by(filled, "read")
 
 
 def test_padding_that_is_not_zero_is_found(filled, backend, pack):
-    parts = filled._parts
+    parts = repository_of(filled)
     last = parts.manifests.load(parts.manifests.listing().names[0]).frames[-1]
     end = last.offset + FRAME_HEADER_NBYTES + last.stored_nbytes
-    assert pack[end + 1] == 0
-    pack[end + 1] = 1
+    assert backend.files()[pack][end + 1] == 0
+    flip(backend, pack, end + 1)
     assert found_by(filled, "read")
     assert filled.restore(1) is not None
 
@@ -284,7 +278,7 @@ def test_places_that_manifests_share_are_kept_once(filled):
     from ckstore.store.damage import Uses
 
     uses = Uses()
-    manifests = filled._parts.manifests
+    manifests = repository_of(filled).manifests
     for name in manifests.listing().names:
         uses.add(name, manifests.load(name))
     users = sorted(list(pack.places.values()) for pack in uses.packs.values())
@@ -302,7 +296,7 @@ def test_frames_of_a_manifest_are_looked_at_once_however_many_packs_it_names(fil
             looks.append(1)
             return super().__iter__()
 
-    manifests = filled._parts.manifests
+    manifests = repository_of(filled).manifests
     name = manifests.listing().names[1]
     manifest = manifests.load(name)
     assert len(manifest.packs) == 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.decoder import FrameDecoder
@@ -16,6 +17,7 @@ from ckstore.format.layout import pack_name
 from ckstore.store import chain_audit
 from ckstore.store.parts import create_store
 from ckstore.testing.chains import ChainWriter
+from support.memory_files import flip
 
 CHUNK_NBYTES = 64 * KIB
 COUNT = CHUNK_NBYTES // 4
@@ -56,7 +58,7 @@ def tree(request, store):
 
 
 def manifests_of(store):
-    return [store._parts.manifests.load(name) for name in store._parts.manifests.listing().names]
+    return [repository_of(store).manifests.load(name) for name in repository_of(store).manifests.listing().names]
 
 
 def frames_of(manifests):
@@ -65,7 +67,7 @@ def frames_of(manifests):
 
 
 def damage(backend, manifest, frame):
-    backend._files[pack_name(manifest.packs[frame.pack].pack_id)].content[frame.offset + FRAME_HEADER_NBYTES] ^= 1
+    flip(backend, pack_name(manifest.packs[frame.pack].pack_id), frame.offset + FRAME_HEADER_NBYTES)
 
 
 @pytest.fixture
@@ -105,9 +107,9 @@ def test_few_copies_cost_time_and_nothing_else(tree, decoded, copies, monkeypatc
     assert set(decoded) == {frame.chunk_id for _, frame in frames.values()}
     for number, (manifest, frame) in enumerate(frames.values()):
         if frame.depth and number % 5 == 0:
-            damage(store._parts.backend, manifest, frame)
+            damage(repository_of(store).backend, manifest, frame)
             assert len(store.verify("decode").damage) == 1
-            damage(store._parts.backend, manifest, frame)
+            damage(repository_of(store).backend, manifest, frame)
 
 
 def test_damaged_base_is_reported_once_with_all_who_need_it(store, backend):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.automatic_gc import AutomaticGc
 from ckstore.errors import UsageError
 from ckstore.io.local import LocalBackend
@@ -19,7 +20,7 @@ from support.gc_histories import LAST_ONE, commit_all, keeper
 
 @pytest.fixture
 def automatic(disk_store):
-    made = AutomaticGc(disk_store._parts, LAST_ONE, every=2)
+    made = AutomaticGc(repository_of(disk_store), LAST_ONE, every=2)
     yield made
     made.wait(240)
     made.close()
@@ -45,11 +46,11 @@ def test_every_rule_reaches_the_other_process(disk_store):
         keep_last=1, keep_every=4, keep_within="1s", keep_daily=1, keep_best=("loss:1", "none:1:max"),
         keep_tag="release-*", time_zone="-03:00",
     )  # fmt: skip
-    made = AutomaticGc(disk_store._parts, policy)
+    made = AutomaticGc(repository_of(disk_store), policy)
     made.after_commit(5)
     made.wait(240)
     assert disk_store.steps() == list(range(6)), "none has the metric 'none', so all are kept"
-    made = AutomaticGc(disk_store._parts, Retention(keep_last=1, keep_every=4, time_zone="-03:00"))
+    made = AutomaticGc(repository_of(disk_store), Retention(keep_last=1, keep_every=4, time_zone="-03:00"))
     made.after_commit(5)
     made.wait(240)
     assert disk_store.steps() == [0, 1, 4, 5]
@@ -96,7 +97,7 @@ def test_one_collection_at_a_time_and_none_is_owed(disk_store, automatic, end_it
 def test_collection_that_fails_is_told_and_raises_nothing(disk_store, automatic, caplog):
     commit_all(disk_store, [1, 2])
     (tag,) = [disk_store.tag(1, "good")] and ["tags/main/good"]
-    place = Path(disk_store._parts.backend.location_of(tag))
+    place = Path(repository_of(disk_store).backend.location_of(tag))
     place.write_bytes(b"{}")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         automatic.after_commit(1)
@@ -132,7 +133,7 @@ def test_sessions_that_end_early_are_counted_together(disk_store, length):
     """No session makes as many commits as there are from one collection to the next."""
     started = []
     for first in range(0, 24, length):
-        made = AutomaticGc(disk_store._parts, LAST_ONE, every=4)
+        made = AutomaticGc(repository_of(disk_store), LAST_ONE, every=4)
         made._start = lambda: started.append(disk_store.log()[0].seq)
         for seq in range(first, first + length):
             commit_all(disk_store, [seq])
@@ -144,7 +145,7 @@ def test_sessions_that_end_early_are_counted_together(disk_store, length):
 
 def test_collection_that_a_killed_session_owed_is_begun_by_the_next_one(disk_store):
     commit_all(disk_store, range(4))
-    made = AutomaticGc(disk_store._parts, LAST_ONE, every=4)
+    made = AutomaticGc(repository_of(disk_store), LAST_ONE, every=4)
     commit_all(disk_store, [4])
     made.after_commit(4)
     assert made._child is not None
@@ -155,8 +156,8 @@ def test_collection_that_a_killed_session_owed_is_begun_by_the_next_one(disk_sto
 def test_seqs_that_were_never_published_hide_no_collection(disk_store):
     commit_all(disk_store, range(3))
     # A writer took the seq of the collection and died.
-    disk_store._parts.manifests.claim(3)
-    made, started = AutomaticGc(disk_store._parts, LAST_ONE, every=4), []
+    repository_of(disk_store).manifests.claim(3)
+    made, started = AutomaticGc(repository_of(disk_store), LAST_ONE, every=4), []
     made._start = lambda: started.append(True)
     made.after_commit(4)
     assert started == [True]
@@ -164,7 +165,7 @@ def test_seqs_that_were_never_published_hide_no_collection(disk_store):
 
 def test_busy_collector_elsewhere_is_no_failure(disk_store, automatic, caplog):
     commit_all(disk_store, [1, 2])
-    lock = LocalBackend(disk_store._parts.backend.root).try_lock("gc.lock")
+    lock = LocalBackend(repository_of(disk_store).backend.root).try_lock("gc.lock")
     with caplog.at_level(logging.WARNING, logger="ckstore"):
         automatic.after_commit(1)
         automatic.wait(240)
@@ -174,7 +175,7 @@ def test_busy_collector_elsewhere_is_no_failure(disk_store, automatic, caplog):
 
 def test_store_in_memory_is_collected_at_once(store):
     commit_all(store, [1, 2])
-    made = AutomaticGc(store._parts, LAST_ONE)
+    made = AutomaticGc(repository_of(store), LAST_ONE)
     made.after_commit(1)
     assert not made.is_running
     assert store.steps() == [2]
@@ -186,7 +187,7 @@ def test_other_runs_are_left_alone(folder, disk_store):
     with ckstore.open(folder, run="other") as other:
         other.commit({"w": np.arange(4)}, 1)
         other.commit({"w": np.arange(5)}, 2)
-        made = AutomaticGc(other._parts, LAST_ONE)
+        made = AutomaticGc(repository_of(other), LAST_ONE)
         made.after_commit(1)
         made.wait(240)
         made.close()
@@ -197,12 +198,12 @@ def test_other_runs_are_left_alone(folder, disk_store):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
 def test_number_of_commits_is_checked(store, every):
     with pytest.raises(UsageError, match="gc_every"):
-        AutomaticGc(store._parts, LAST_ONE, every=every)
+        AutomaticGc(repository_of(store), LAST_ONE, every=every)
 
 
 def test_collection_that_is_let_go_of_ends_by_itself(disk_store):
     commit_all(disk_store, [1, 2])
-    made = AutomaticGc(disk_store._parts, LAST_ONE)
+    made = AutomaticGc(repository_of(disk_store), LAST_ONE)
     made.after_commit(1)
     child = made._child.process
     made.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import LockHeldError, NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.io.local import LocalBackend
@@ -21,6 +22,7 @@ from support.gc_histories import (
     pack_of,
     packs_in_place,
 )
+from support.memory_files import add
 
 HOUR = 3600
 
@@ -144,13 +146,12 @@ def test_young_packs_of_dropped_checkpoints_are_not_spared(store, backend):
 
 def test_packs_whose_time_lies_far_ahead_are_not_spared_for_ever(history, backend, clock):
     path = "packs/ab/" + "ab" * 16 + ".pack"
-    backend.create(path, b"x" * 4096, sync=True)
-    backend._files[path].modified_ns += 10**6 * 10**9
+    add(backend, path, b"x" * 4096, modified_ns=clock.now_ns() + 10**6 * 10**9)
     assert keeper(history).gc().done.moved_packs == 1
 
 
 def test_named_pack_in_the_trash_is_brought_back(history, backend):
-    path, folder = pack_of(history, 3), history._parts.trash.new_packs_folder()
+    path, folder = pack_of(history, 3), repository_of(history).trash.new_packs_folder()
     backend.rename(path, f"trash/{folder}/packs/{path.rsplit('/')[-1]}")
     report = keeper(history).gc(now=True)
     assert report.done.rescued == 1
@@ -223,7 +224,7 @@ def test_tagged_checkpoint_stays_and_says_so(history):
 
 
 def test_checkpoint_that_is_tagged_after_the_plan_is_spared(history, monkeypatch):
-    tags = type(history._parts.tags)
+    tags = type(repository_of(history).tags)
     declare_all = tags.declare_all
 
     def tag_first(self, seqs, purpose):
@@ -240,7 +241,7 @@ def test_checkpoint_that_is_tagged_after_the_plan_is_spared(history, monkeypatch
 
 def test_newer_entry_of_a_step_that_was_tagged_late_is_spared_too(store, monkeypatch):
     commit_all(store, [1, 1, 2])
-    tags = type(store._parts.tags)
+    tags = type(repository_of(store).tags)
     declare_all = tags.declare_all
 
     def tag_first(self, seqs, purpose):
@@ -269,11 +270,11 @@ def test_rules_for_a_run_that_is_not_there_are_refused_or_do_nothing(history, ba
     from ckstore.collection import GcLimits, collect_store
 
     with pytest.raises(NotFoundError, match="no run 'none'"):
-        collect_store(history._parts, LAST_ONE, runs=["none"], limits=GcLimits(), dry_run=True)
+        collect_store(repository_of(history), LAST_ONE, runs=["none"], limits=GcLimits(), dry_run=True)
 
 
 def test_quarantined_manifest_keeps_its_packs_even_if_it_is_damaged(history, backend):
-    name = next(name for name in history._parts.manifests.listing().names if name.step == 1)
+    name = next(name for name in repository_of(history).manifests.listing().names if name.step == 1)
     pack = pack_of(history, 1)
     content = bytearray(backend.read_bytes(name.path, nbytes_max=1 << 20))
     content[150] ^= 1
@@ -301,7 +302,7 @@ def test_leftover_drafts_go_and_young_or_foreign_files_stay(history, backend, cl
 
 
 def test_intents_of_dead_makers_go_and_those_of_living_ones_stay(history, backend):
-    mine = history._parts.tags.declare(1, "test")
+    mine = repository_of(history).tags.declare(1, "test")
     dead = layout.intent_name("main", 2, "3" * 32)
     backend.create(dead, b"torn", sync=True)
     assert keeper(history).gc().done.intents == 1

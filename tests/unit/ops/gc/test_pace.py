@@ -9,6 +9,7 @@ import pytest
 
 import ckstore
 from ckstore import collection
+from ckstore._testing import repository_of
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.io.local import LocalBackend
@@ -107,7 +108,7 @@ def test_only_others_that_live_are_given_way_to(backend):
 
 def test_collection_beside_a_writer_does_the_same_in_leisure(disk_store, monkeypatch):
     commit_all(disk_store, range(5))
-    put_lease(disk_store._parts.backend, "other")
+    put_lease(repository_of(disk_store).backend, "other")
     acted = []
     collect = collection.collect
     monkeypatch.setattr(collection, "collect", lambda parts, *rest: acted.append(parts) or collect(parts, *rest))
@@ -131,11 +132,11 @@ def test_intents_of_many_drops_are_synced_once(disk_store, monkeypatch):
     keeper(disk_store).gc(LAST_ONE, now=True, min_age=0)
     assert len([name for name in made if ".intent-" in name]) == 1
     check_restores(disk_store, [19])
-    assert not [name for name in disk_store._parts.backend.list_names("claims/main") if "intent" in name]
+    assert not [name for name in repository_of(disk_store).backend.list_names("claims/main") if "intent" in name]
 
 
 def test_intents_are_written_where_a_file_has_one_name_only(disk_store, monkeypatch):
-    tags, backend = disk_store._parts.tags, disk_store._parts.backend
+    tags, backend = repository_of(disk_store).tags, repository_of(disk_store).backend
     commit_all(disk_store, range(3))
 
     def refused(source, target):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import CapacityError
 from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend
@@ -23,6 +24,7 @@ from support.gc_histories import (
     packs_in_place,
     parts_state,
 )
+from support.memory_files import flip
 
 
 @pytest.fixture
@@ -93,8 +95,8 @@ def test_several_manifests_that_name_a_pack_are_all_replaced(history, clock, bac
         (shared,) = {
             manifest.packs[manifest.frames[0].pack].pack_id
             for handle in (history, other)
-            for name in handle._parts.manifests.listing().names
-            if (manifest := handle._parts.manifests.load(name))
+            for name in repository_of(handle).manifests.listing().names
+            if (manifest := repository_of(handle).manifests.load(name))
         }
     assert layout.pack_name(shared) in packs_in_place(backend), "what they shared, they share still"
 
@@ -104,7 +106,9 @@ def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
     with ckstore.open(backend, run="other", clock=clock, policy=PLAIN) as other:
         other.commit(parts_state(9, {1, 2, 3}), 9)
         other.commit({"x": np.arange(80_000)}, 10)
-        backend.unlink(layout.pack_name(other._parts.manifests.load(resolve(other._parts, 10)).packs[0].pack_id))
+        backend.unlink(
+            layout.pack_name(repository_of(other).manifests.load(resolve(repository_of(other), 10)).packs[0].pack_id)
+        )
     report = keeper(history).gc(Retention(keep_last=2), now=True, all_runs=True)
     assert report.plan.rewrites == ()
     assert [bool(plan.blocked) for plan in report.runs] == [False, True]
@@ -113,9 +117,9 @@ def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
 def test_damaged_frame_is_told_and_its_pack_left_as_it_is(history, backend):
     (rewrite,) = keeper(history).gc(Retention(keep_last=2), dry_run=True).plan.rewrites
     path = layout.pack_name(rewrite.pack_id)
-    manifest = history._parts.manifests.load(resolve(history._parts, 1))
+    manifest = repository_of(history).manifests.load(resolve(repository_of(history), 1))
     frame = next(f for f in manifest.frames if manifest.packs[f.pack].pack_id == rewrite.pack_id)
-    backend._files[path].content[frame.offset + 1000] ^= 1
+    flip(backend, path, frame.offset + 1000)
     report = keeper(history).gc(Retention(keep_last=2), now=True)
     assert "checksum" in report.done.repacked.troubles[0]
     assert report.done.repacked.pack_ids == []
@@ -210,16 +214,16 @@ def test_differences_keep_their_bases(backend, clock):
 
 
 def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkeypatch):
-    name = resolve(history._parts, 1)
-    require_packs = type(history._parts).require_packs
+    name = resolve(repository_of(history), 1)
+    require_packs = type(repository_of(history)).require_packs
 
     def rewritten_first(parts, manifest):
-        monkeypatch.setattr(type(history._parts), "require_packs", require_packs)
+        monkeypatch.setattr(type(repository_of(history)), "require_packs", require_packs)
         keeper(history).gc(Retention(keep_last=2), now=True)
         return require_packs(parts, manifest)
 
-    monkeypatch.setattr(type(history._parts), "require_packs", rewritten_first)
-    assert load_whole(history._parts, name).header.generation == 1
+    monkeypatch.setattr(type(repository_of(history)), "require_packs", rewritten_first)
+    assert load_whole(repository_of(history), name).header.generation == 1
 
 
 def test_generations_run_out_and_the_pack_stays(history, monkeypatch):

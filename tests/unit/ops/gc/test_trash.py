@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import (
     ConflictError,
     CorruptError,
@@ -140,7 +141,7 @@ def test_what_was_freed_cannot_come_back(store):
 
 def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, backend):
     store.delete(1)
-    saved = {path: bytes(backend._files[path].content) for path in files_of(backend) if path.startswith("trash/")}
+    saved = {path: backend.files()[path] for path in files_of(backend) if path.startswith("trash/")}
     keeper(store).gc(now=True)
     for path, content in saved.items():
         backend.make_folder(path.rsplit("/", 1)[0])
@@ -152,7 +153,7 @@ def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, ba
 
 def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monkeypatch):
     keeper(store).gc(LAST_ONE)
-    parts = type(store._parts)
+    parts = type(repository_of(store))
     lost_packs = parts.lost_packs
 
     def freed_first(self, packs):
@@ -204,7 +205,7 @@ def test_folder_that_is_not_there_or_not_one_is_refused(store):
     with pytest.raises(NotFoundError):
         keeper(store).restore_from_trash("")
     twin = keeper(store).trash()[0].trash_id
-    store._parts.backend.make_folder(layout.trash_folder(twin[:5] + "0" * 27))
+    repository_of(store).backend.make_folder(layout.trash_folder(twin[:5] + "0" * 27))
     with pytest.raises(UsageError, match="more letters"):
         keeper(store).purge(twin[:5])
 
@@ -220,7 +221,7 @@ def test_purge_frees_one_folder_or_all(store, backend):
 
 
 def test_purge_brings_back_what_something_names(store, backend):
-    path, gc_id = pack_of(store, 2), store._parts.trash.new_packs_folder()
+    path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
     backend.rename(path, f"{layout.trash_packs_folder(gc_id)}/{path.rsplit('/')[-1]}")
     assert keeper(store).purge() == 0
     assert path in packs_in_place(backend)
@@ -236,7 +237,7 @@ def test_purge_is_refused_while_a_manifest_cannot_be_read(store, backend):
 
 def trash_of(store, *names):
     """Move files to a trash folder of their own, as a power cut in the middle of things may leave them."""
-    parts, gc_id = store._parts, store._parts.trash.new_packs_folder()
+    parts, gc_id = repository_of(store), repository_of(store).trash.new_packs_folder()
     for path in names:
         target = layout.trash_packs_folder(gc_id)
         if path.startswith("manifests/"):
@@ -247,7 +248,7 @@ def trash_of(store, *names):
 
 
 def test_purge_of_one_folder_brings_back_a_manifest_and_its_packs(store):
-    name = store._parts.manifests.listing().names[1]
+    name = repository_of(store).manifests.listing().names[1]
     gc_id = trash_of(store, pack_of(store, 1), name.path)
     assert keeper(store).purge(gc_id) == 0
     check_restores(store, [0, 1, 2, 3])
@@ -255,8 +256,8 @@ def test_purge_of_one_folder_brings_back_a_manifest_and_its_packs(store):
 
 def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
     """A higher generation in another folder supersedes the lower one in this: it is the one that goes back."""
-    lower = store._parts.manifests.listing().names[1]
-    higher = store._parts.manifests.publish(next_generation(store, 1))
+    lower = repository_of(store).manifests.listing().names[1]
+    higher = repository_of(store).manifests.publish(next_generation(store, 1))
     trash_of(store, higher.path)
     gc_id = trash_of(store, lower.path)
     assert keeper(store).purge(gc_id) > 0
@@ -268,23 +269,23 @@ def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
 
 
 def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
-    store._parts.manifests.mark_dropped(1, 2)
+    repository_of(store).manifests.mark_dropped(1, 2)
     report = keeper(store).gc()
     assert report.done.superseded == 2
-    assert store._parts.manifests._names_in_place() == set(store._parts.manifests.listing().names)
+    assert repository_of(store).manifests._names_in_place() == set(repository_of(store).manifests.listing().names)
     assert report.done.moved_packs == 2
 
 
 def next_generation(store, step):
     from dataclasses import replace
 
-    name = next(name for name in store._parts.manifests.listing().names if name.step == step)
-    manifest = store._parts.manifests.load(name)
+    name = next(name for name in repository_of(store).manifests.listing().names if name.step == step)
+    manifest = repository_of(store).manifests.load(name)
     return replace(manifest, header=replace(manifest.header, generation=manifest.header.generation + 1))
 
 
 def test_superseded_generation_goes_once_the_packs_of_the_higher_were_seen(store):
-    store._parts.manifests.publish(next_generation(store, 1))
+    repository_of(store).manifests.publish(next_generation(store, 1))
     report = keeper(store).gc()
     assert (len(report.plan.superseded), report.done.superseded) == (1, 1)
     assert store.info(1).generation == 1
@@ -295,15 +296,15 @@ def test_superseded_generation_stays_while_a_pack_of_the_higher_is_missing(store
 
     manifest = next_generation(store, 1)
     elsewhere = replace(manifest.packs[-1], pack_id=bytes(16))
-    store._parts.manifests.publish(replace(manifest, packs=(*manifest.packs[:-1], elsewhere)))
+    repository_of(store).manifests.publish(replace(manifest, packs=(*manifest.packs[:-1], elsewhere)))
     report = keeper(store).gc(LAST_ONE, now=True)
     assert "missing" in report.runs[0].blocked
     assert report.done.superseded == 0
-    assert len(store._parts.manifests.listing().lower) == 1
+    assert len(repository_of(store).manifests.listing().lower) == 1
 
 
 def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend):
-    name = store._parts.manifests.listing().names[1]
+    name = repository_of(store).manifests.listing().names[1]
     folder = layout.trash_manifests_folder("5" * 32, "main")
     backend.make_folder(folder)
     backend.rename(name.path, f"{folder}/{name.file}")
@@ -314,7 +315,7 @@ def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend)
 
 
 def test_superseded_manifest_in_the_trash_is_freed(store, backend):
-    store._parts.manifests.publish(next_generation(store, 1))
+    repository_of(store).manifests.publish(next_generation(store, 1))
     keeper(store).gc()
     assert keeper(store).gc(now=True).done.freed_files == 1
     check_restores(store, [0, 1, 2, 3])
@@ -323,7 +324,7 @@ def test_superseded_manifest_in_the_trash_is_freed(store, backend):
 def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatch):
     store.commit(state_of(8), 1)
     store.commit(state_of(9), 1)
-    manifests, batches = type(store._parts.manifests), []
+    manifests, batches = type(repository_of(store).manifests), []
     mark_dropped = manifests.mark_dropped
 
     def noting(self, *seqs):
@@ -331,8 +332,8 @@ def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatc
         mark_dropped(self, *seqs)
 
     monkeypatch.setattr(manifests, "mark_dropped", noting)
-    names = store._parts.manifests.listing().names
-    done = drop(store._parts, [names[5], names[4], names[1], names[0]], "test")
+    names = repository_of(store).manifests.listing().names
+    done = drop(repository_of(store), [names[5], names[4], names[1], names[0]], "test")
     assert batches == [(0, 1), (4,), (5,)], "marks of one batch may reach the disk in any order"
     assert [name.seq for name in done.names] == [0, 1, 4, 5]
-    assert store._parts.tags.intents_on(0) == []
+    assert repository_of(store).tags.intents_on(0) == []
