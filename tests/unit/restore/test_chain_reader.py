@@ -25,6 +25,7 @@ from ckstore.restore_plan import chain_of
 from ckstore.store.packs import read_buffer_nbytes
 from ckstore.store.parts import create_store
 from ckstore.testing.chains import ChainWriter
+from support import memory_files
 
 CHUNK_NBYTES = 64 * KIB
 COUNT = CHUNK_NBYTES // 4
