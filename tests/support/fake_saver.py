@@ -93,6 +93,15 @@ class PretendSaver:
     def head(self, ticket):
         return self.begun[ticket][1]
 
+    def is_copied(self, ticket):
+        """Whether every byte of a state is marked as copied, whatever is still to be compared."""
+        room, head, _ = self.begun[ticket]
+        return all(room.is_staged(row.place, row.place + row.nbytes) for row in head.storages if row.nbytes)
+
+    def slot(self, ticket):
+        """Return the slot of the arena that a ticket was begun in."""
+        return self.begun[ticket][0]
+
     def finish(self, ticket, warnings=()):
         """End a ticket well."""
         _, head, callbacks = self.begun[ticket]

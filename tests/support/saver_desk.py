@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,9 +21,9 @@ from ckstore.saver.client import Saver
 from ckstore.saver.head import HeadWriter, SampleRow
 from ckstore.saver.tickets import Callbacks
 from ckstore.store.processes import process_started
+from support.prepared_trainers import prepared
 
 SOURCE = Path(ckstore.__file__).parent.parent
-FOLDER = Path(__file__).parents[1]
 
 SECONDS_MAX = 60.0
 """Longer than anything here takes, on a machine that others use too."""
@@ -248,31 +246,32 @@ class Child:
     def __init__(self, folder, code):
         program = f"""
 import os, sys, time
-sys.path[:0] = [{str(SOURCE)!r}, {str(FOLDER)!r}]
 from support.saver_desk import *
-say = lambda text: print(text, flush=True)
+say = lambda text: os.write(1, f"{{text}}\\n".encode())
 desk = Desk({str(folder)!r})
 say(desk.saver.pid)
 {code}
 time.sleep(600)
 """
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.pid = self._process.pid
+        self._prepared = prepared("support.saver_desk", "ckstore.commit", "ckstore.handover")
+        (out, theirs_out), (err, theirs_err) = os.pipe(), os.pipe()
+        self._out, self._err = os.fdopen(out), os.fdopen(err)
+        self.pid = self._prepared.start(program, theirs_out, theirs_err)
+        os.close(theirs_out)
+        os.close(theirs_err)
         self.saver_pid = int(self.hear())
         self.saver_started = process_started(self.saver_pid)
 
     def hear(self):
         """Return the next thing the child says."""
-        line = self._process.stdout.readline()
-        assert line, self._process.stderr.read()
+        line = self._out.readline()
+        assert line, self._err.read()
         return line.strip()
 
     def kill(self, number=signal.SIGKILL):
         """Kill the child, and see it dead."""
-        self._process.send_signal(number)
-        self._process.wait()
+        self._prepared.kill(self.pid, number)
+        self._prepared.wait(self.pid)
 
     @property
     def is_saver_alive(self):
@@ -284,14 +283,13 @@ time.sleep(600)
 
     def close(self):
         """Leave nothing behind; return what was written to stderr."""
-        self._process.kill()
-        self._process.wait()
+        self.kill()
         if self.is_saver_alive:
             os.kill(self.saver_pid, signal.SIGKILL)
             self.wait_saver()
-        text = "" if self._process.stderr.closed else self._process.stderr.read()
-        self._process.stdout.close()
-        self._process.stderr.close()
+        text = "" if self._err.closed else self._err.read()
+        self._out.close()
+        self._err.close()
         return text
 
 

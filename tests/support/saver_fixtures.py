@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore import handover
+from ckstore import Policy, handover
 from ckstore.saver import messages
 from ckstore.saver.arena import Arena
 from ckstore.saver.server import Server
@@ -161,15 +161,30 @@ def held(monkeypatch):
 
 
 @pytest.fixture
-def handing_store(savers, folder):
-    """A store on disk with pretended savers, which end what they have begun before it closes."""
-    opened = ckstore.open(folder)
-    yield opened
+def open_handing(savers, folder):
+    """Return a function that opens a store with pretended savers, which end what they have begun before it closes.
+
+    It takes what the store's policy says.
+    """
+    opened = []
+
+    def make(**fields):
+        opened.append(ckstore.open(folder, policy=Policy(**fields)))
+        return opened[-1]
+
+    yield make
     for saver in savers:
         saver.is_quick = True
         for ticket in list(saver.begun):
             saver.finish(ticket)
-    opened.close()
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def handing_store(open_handing):
+    """A store on disk with pretended savers, which end what they have begun before it closes."""
+    return open_handing()
 
 
 @pytest.fixture

@@ -377,7 +377,7 @@ def test_trainer_that_became_another_program_is_gone_too(address, child):
     trainer = child(BEGIN + "stop(desk.saver.pid)\nhanded.stage().finish(); say('staged')\n" + becomes)
     assert trainer.hear() == "staged"
     started = process_started(trainer.pid)
-    until(lambda: b"from support" not in Path(f"/proc/{trainer.pid}/cmdline").read_bytes())
+    until(lambda: b"time.sleep" in Path(f"/proc/{trainer.pid}/cmdline").read_bytes())
     os.kill(trainer.saver_pid, signal.SIGCONT)
     trainer.wait_saver()
     assert process_started(trainer.pid) == started
