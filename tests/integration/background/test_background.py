@@ -1,6 +1,7 @@
 """Protects commits in the background from end to end, with a real saver: what comes back is what was committed.
 
-And that one store takes both ways in turn: the lease goes to the saver and comes back, the history is one.
+And that one store takes both ways in turn: the lease goes to the saver and comes back, the history is one. These
+stores are on a disk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import ckstore
+from ckstore._testing import background_of
 from ckstore.config import MIB, Policy
 from ckstore.errors import ConflictError, SaverError
 from support.saver_desk import SECONDS_MAX, stop
@@ -25,6 +27,11 @@ from support.saver_desk import SECONDS_MAX, stop
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 SOURCE = str(Path(ckstore.__file__).parent.parent)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -48,13 +55,13 @@ def is_same(one, other):
 
 def test_a_training_run_comes_back_bit_for_bit_at_every_commit(store):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(500, 900), nn.BatchNorm1d(900), nn.Linear(900, 500))
+    model = nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 300))
     optimizer = torch.optim.AdamW(model.parameters())
     store.attach(optimizer)
     wanted = {}
     for step in range(6):
         optimizer.zero_grad()
-        model(torch.randn(4, 500)).square().mean().backward()
+        model(torch.randn(4, 300)).square().mean().backward()
         optimizer.step()
         wanted[step] = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         store.commit_async({"model": model, "optimizer": optimizer}, step, metrics={"loss": 1.0 / (step + 1)})
@@ -71,11 +78,11 @@ POLICIES = {"fast": Policy(), "none": Policy(compression="none"), "kept bases": 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_both_ways_store_the_same_chunks_in_the_same_forms(store, folder, policy):
     torch.manual_seed(0)
-    master = torch.randn(1200, 1200)
+    master = torch.randn(800, 800)
     ours, background = [], []
     with ckstore.open(folder.with_name("other")) as other:
         for step in range(4):
-            master[:300] += 1e-3 * torch.randn(300, 1200)
+            master[:200] += 1e-3 * torch.randn(200, 800)
             state = {"master": master, "weights": master.bfloat16(), "small": [torch.randn(9), torch.arange(99)]}
             ours.append(other.commit(state, step, policy=policy))
             background.append(store.commit_async(state, step, policy=policy).result())
@@ -143,11 +150,11 @@ def test_a_forked_child_has_no_part_in_its_parents_saver(store, verb):
 
 
 def test_a_saver_that_was_killed_costs_one_commit(store):
-    state = {"w": np.random.default_rng(0).integers(0, 1 << 32, 4 * MIB, np.uint32)}
+    state = {"w": np.random.default_rng(0).integers(0, 1 << 32, MIB, np.uint32)}
     store.commit_async(state, 0).result()
     # Its slot is free a moment after its receipt; a saver that is stopped in between would be waited for.
     store.wait()
-    pid = store._handover.saver_pid
+    pid = background_of(store).saver_pid
     stop(pid)
     pending = store.commit_async(state, 1)
     os.kill(pid, signal.SIGKILL)
@@ -155,7 +162,7 @@ def test_a_saver_that_was_killed_costs_one_commit(store):
         pending.result(timeout=SECONDS_MAX)
     state["w"][0] += 1
     receipt = store.commit_async(state, 2).result()
-    assert store._handover.saver_pid != pid
+    assert background_of(store).saver_pid != pid
     assert is_same(store.restore(), state)
     assert receipt.step == 2
 
@@ -166,7 +173,7 @@ import sys
 sys.path.insert(0, {SOURCE!r})
 import numpy as np, ckstore
 store = ckstore.open({str(folder)!r})
-state = {{"w": np.arange(8 << 20)}}
+state = {{"w": np.arange(1 << 20)}}
 store.commit_async(state, 1)
 store.commit_async(state, 2)
 """
@@ -174,11 +181,11 @@ store.commit_async(state, 2)
     assert (done.returncode, done.stderr) == (0, "")
     with ckstore.open(folder) as store:
         assert store.steps() == [1, 2]
-        assert is_same(store.restore(), {"w": np.arange(8 << 20)})
+        assert is_same(store.restore(), {"w": np.arange(1 << 20)})
 
 
 def test_a_state_that_grows_and_shrinks_is_always_whole(store):
-    for step, nbytes in enumerate((1, 30 * MIB, 5 * MIB, 70 * MIB, 100)):
+    for step, nbytes in enumerate((1, 9 * MIB, 3 * MIB, 22 * MIB, 100)):
         state = {"w": np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)}
         store.commit_async(state, step).result()
         assert is_same(store.restore(), state)

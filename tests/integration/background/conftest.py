@@ -1,0 +1,13 @@
+"""The fixtures of tests with real savers; none of them waits for a disk but those that say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.saver_fixtures import *  # noqa: F403 - fixtures are found by their names
+
+
+@pytest.fixture
+def folder(fast_folder):
+    """Where a store may be made, in memory."""
+    return fast_folder / "store"
