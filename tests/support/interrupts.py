@@ -1,4 +1,8 @@
-"""Ctrl-C before each line of what the trainer's thread does in a background commit, and what is looked at then."""
+"""Ctrl-C before each line of what the trainer's thread does in a background commit, and what must hold afterwards.
+
+Lines are counted in the packages that make up the trainer's side of a background commit: all but those in ``BELOW``.
+So a module that is merged, moved or renamed is still interrupted, and a new package is interrupted from its first day.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,37 @@ import contextlib
 import gc
 import linecache
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 import ckstore
+from ckstore._testing import background_of
 from ckstore.saver.arena import STAGED, UNIT_NBYTES
 from support.fake_saver import PretendSaver
 
 SOURCE = Path(ckstore.__file__).parent
-TRACED = {
-    str(SOURCE / name) for name in ("background.py", "handover.py", "outstanding.py", "handed.py", "workers.py")
-} | {str(path) for path in (SOURCE / "staging").glob("*.py")}
+BELOW = {"codec", "delta", "format", "io", "kernels", "quant", "store", "testing"}
+"""Packages that files and bytes are the subject of. In a background commit, the saver's process runs them; where a
+trainer's thread does, as in a blocking commit, other programmes end it at every call."""
+TRACED = {str(path) for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in BELOW}
 
 
 class Interrupt:
-    """Raises Ctrl-C in this thread before one line of the files that count; knows whether it came to that.
+    """Raises KeyboardInterrupt in this thread before one line of the files in ``TRACED``.
 
     Args:
-        line: Which line, counted as they are run.
+        line: Which line, counted from 1 as they run; 0: none, only count.
+
+    Attributes:
+        count: Lines that have run.
+        place: File and number of the line that was interrupted; None: there were fewer lines.
     """
 
     def __init__(self, line):
-        self.left = line
+        self.line = line
+        self.count = 0
         self.place = None
 
     def __enter__(self):
@@ -49,8 +61,8 @@ class Interrupt:
         # ``try``, which does nothing: what a tracer raises there would not even leave the block around it.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if event == "line" and self.place is None and not line.startswith(("with ", "try:")):
-            self.left -= 1
-            if self.left == 0:
+            self.count += 1
+            if self.count == self.line:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._run
@@ -93,7 +105,7 @@ class Witness(PretendSaver):
 
 
 STEPS = 10
-"""For one line: those before the interrupt, the one that it hits, and the one that comes next."""
+"""Steps of one round: those before the interrupted commit, its own (5), and the one of the commit after it (7)."""
 
 
 def filled(state, step):
@@ -108,7 +120,7 @@ def commit(store, state, step):
 
 def commit_and_guard(store, state, step):
     pending = store.commit_async(filled(state, step), step)
-    store._handover.guard()
+    background_of(store).guard()
     state["w"][:] = (step + 1) % 251
     pending.wait_staged()
     pending.result(60)
@@ -120,30 +132,81 @@ def nothing(store, state, step):
 
 def guard(store, state, step):
     """What an optimizer's step does, before it changes anything."""
-    store._handover.guard()
+    background_of(store).guard()
 
 
-def interrupt_each_line(store, act=commit, before=nothing, after=nothing, stride=1):
-    """Act with Ctrl-C before the first line, the second, and so on; return the places that it came at."""
-    state = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
-    places = []
-    store.prewarm(state)
-    while True:
-        step = len(places) * STEPS
-        before(store, state, step)
-        with contextlib.suppress(KeyboardInterrupt), Interrupt(1 + len(places) * stride) as interrupt:
-            act(store, state, step + 5)
-        after(store, state, step)
+@dataclass(slots=True)
+class Rounds:
+    """Commits of one store that were interrupted, each followed by one that was not; see ``interrupt_each_line``.
+
+    Attributes:
+        count: How many rounds there were.
+        places: Where they were interrupted.
+    """
+
+    store: ckstore.Store
+    act: object
+    before: object
+    after: object
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+    _state: dict = field(default_factory=lambda: {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)})
+
+    def run(self, line):
+        """Interrupt one commit before a line, and make another one; return what counted the lines."""
+        state, step = self._state, self.count * STEPS
+        self.before(self.store, state, step)
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(line) as interrupt:
+            self.act(self.store, state, step + 5)
+        self.after(self.store, state, step)
         # Nothing of this may ever be taken for what the call was given.
         state["w"][:] = (step + 6) % 251
-        if interrupt.place is None:
-            return places
-        places.append(interrupt.place)
-        assert store.commit_async(filled(state, step + 7), step + 7).result(60).step == step + 7, interrupt.place
+        receipt = self.store.commit_async(filled(state, step + 7), step + 7).result(60)
+        assert receipt.step == step + 7, interrupt.place
+        self.count += 1
+        if interrupt.place is not None:
+            self.places.append(interrupt.place)
+        return interrupt
 
 
-def check_seen(places):
+def interrupt_each_line(store, sample, act=commit, before=nothing, after=nothing, *, parts, every=1):
+    """Interrupt a commit before each line that has its turn, and a last one past the last line; return the rounds.
+
+    Args:
+        store: Where they are made.
+        sample: Which lines have their turn.
+        act: What is interrupted; it is given the store, a state and a step.
+        before: What comes before it.
+        after: What comes after it.
+        parts: Into how many parts they are divided in ``make test``.
+        every: Only each ``every``-th line counts.
+    """
+    rounds = Rounds(store, act, before, after)
+    store.prewarm(rounds._state)
+    # The first commit runs lines that no later one does.
+    rounds.run(0)
+    count = rounds.run(0).count
+    lines = sample.part(range(1, count + 1, every), parts=parts)
+    for line in lines:
+        rounds.run(line)
+    # One commit may run some lines more than another.
+    assert len(rounds.places) > len(lines) // 2
+    while rounds.run(count + 1).place is not None:
+        count += every
+    return rounds
+
+
+def check_seen(count):
+    """Check what was staged in so many rounds: each state is that of its step, and none was staged twice."""
     steps = [step for step, _ in Witness.seen]
     assert [(step, content) for step, content in Witness.seen if content != {step % 251}] == []
-    assert {step for step in steps if step % STEPS == 7} == {index * STEPS + 7 for index in range(len(places))}
+    assert {step for step in steps if step % STEPS == 7} == {index * STEPS + 7 for index in range(count)}
     assert len(steps) == len(set(steps))
+
+
+def check_rounds(rounds):
+    """Check what was staged, and that some commits were interrupted before they were staged, and some after that."""
+    check_seen(rounds.count)
+    untouched = rounds.count - len(rounds.places)
+    staged = sum(step % STEPS == 5 for step, _ in Witness.seen)
+    assert 0 < staged - untouched < len(rounds.places)

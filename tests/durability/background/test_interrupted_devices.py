@@ -1,7 +1,7 @@
-"""Ctrl-C before each line of what the trainer's thread does about a state that lies in a device.
+"""Ctrl-C before each line of what the trainer's thread does about a state in the memory of a device.
 
-A device goes on sending what it was told, whoever was interrupted. The next state comes from the host's memory, at
-once: it must not lie where the device still sends to.
+A device goes on copying what it was asked for after the thread was interrupted. The next state comes from the host's
+memory, immediately: it must not be given the part of the arena that the device still writes to.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import background_of
 from ckstore.saver.arena import UNIT_NBYTES
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW
-from support.interrupts import check_seen, commit, filled, interrupt_each_line
+from support.interrupts import check_rounds, commit, filled, interrupt_each_line
 
-pytestmark = pytest.mark.usefixtures("quiet_log")
+pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300)]
+
+LINES_MIN = 400
+"""A commit runs more lines than that; all of them are interrupted in a deep run."""
 
 
-def interrupt(folder, lying, kind, act, guard, *, is_checked=False):
-    """Interrupt commits of a state that lies in the device, each followed by one from the host; return the places."""
+def interrupt(folder, lying, sample, kind, act, guard, *, is_checked=False):
+    """Interrupt commits of a state that lies in the device, each followed by one from the host."""
     far = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
 
     def from_device(store, _, step):
@@ -32,22 +36,23 @@ def interrupt(folder, lying, kind, act, guard, *, is_checked=False):
 
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
         store._guarded = lying
-        return interrupt_each_line(store, from_device, after=then_from_host)
+        rounds = interrupt_each_line(store, sample, from_device, after=then_from_host, parts=12)
+    check_rounds(rounds)
+    assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
 
 
-def check(places):
-    check_seen(places)
-    assert {place.partition(":")[0] for place in places} >= {"handover.py", "state.py", "device_copy.py", "crew.py"}
+@pytest.mark.deep
+def test_interrupted_commit_that_waits_for_the_device_does_not_mix_states(witnesses, folder, device, lying, sample):
+    interrupt(folder, lying, sample, DEVICE_NOW, commit, lambda store: None)
 
 
-def test_where_a_device_has_sent_all_before_the_call_returns(witnesses, folder, device, lying):
-    check(interrupt(folder, lying, DEVICE_NOW, commit, lambda store: None))
-
-
+@pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("is_checked", [False, True], ids=["unchecked", "checked"])
-def test_where_a_device_sends_behind_a_guard(witnesses, folder, device, lying, is_checked):
+def test_interrupted_commit_of_a_guarded_device_state_does_not_mix_states(
+    witnesses, folder, device, lying, sample, is_checked
+):
     def guard(store):
-        store._handover.guard()
+        background_of(store).guard()
         # What training tells the device next comes after that.
         device.wait_held()
 
@@ -58,4 +63,4 @@ def test_where_a_device_sends_behind_a_guard(witnesses, folder, device, lying, i
         pending.wait_staged()
         pending.result(60)
 
-    check(interrupt(folder, lying, DEVICE_LAZY, commit_and_guard, guard, is_checked=is_checked))
+    interrupt(folder, lying, sample, DEVICE_LAZY, commit_and_guard, guard, is_checked=is_checked)
