@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import signal
@@ -17,7 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import ckstore
-from ckstore import automatic_demotion, automatic_gc
+from ckstore import workers
+from ckstore.automatic_demotion import AutomaticDemotion
+from ckstore.automatic_gc import AutomaticGc
 from ckstore.io.engine_choice import choose_engine
 from ckstore.io.memory import MemoryBackend
 
@@ -78,9 +79,9 @@ class FakeClock:
 def nobody_gives_way():
     """Let what follows commits have its share of the processor: beside other tests it would wait for minutes."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (automatic_gc, automatic_demotion):
-            assert module._PROGRAM.startswith(f"import os; os.nice({module.NICE}); ")
-            monkeypatch.setattr(module, "_PROGRAM", module._PROGRAM.replace(f"os.nice({module.NICE})", "os.nice(0)"))
+        for work in (AutomaticGc, AutomaticDemotion):
+            assert work.nice > 0
+            monkeypatch.setattr(work, "nice", 0)
         yield
 
 
@@ -133,8 +134,7 @@ def disk_store(folder):
 def nothing_aside():
     """Run in the caller what ckstore runs on a thread of its own for the sake of Ctrl-C: half of a small restore."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in ("ckstore.commit", "ckstore.fetch", "ckstore.repack", "ckstore.store.verify"):
-            monkeypatch.setattr(importlib.import_module(name), "run_aside", lambda step, on_interrupt: step())
+        monkeypatch.setattr(workers, "start_thread", lambda work: work())
         yield
 
 

@@ -57,6 +57,8 @@ class AfterCommits(ABC):
     """The argument that says how often."""
     tells: ClassVar[bool] = False
     """Whether what a child writes is read when it has ended."""
+    nice: ClassVar[int] = 0
+    """Added to the niceness of a child: training and the saver come first."""
     quiet_codes: ClassVar[tuple[int, ...]] = (0, LockHeldError.exit_code)
     """Exit codes that are no failure."""
 
@@ -76,6 +78,11 @@ class AfterCommits(ABC):
         """Whether a child is at work."""
         self._reap()
         return self._child is not None
+
+    @property
+    def child_pid(self) -> int | None:
+        """The process of the child whose end was not taken note of yet."""
+        return None if self._child is None else self._child.process.pid
 
     def after_commit(self, seq: int) -> None:
         """Take note of an acknowledged commit, and start to work where it is time; never raises or waits."""
@@ -110,14 +117,14 @@ class AfterCommits(ABC):
     # What a kind of work says
 
     @abstractmethod
-    def _command(self, root: str) -> tuple[str, Sequence[str], bytes]:
+    def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
         """Return the program of a child, its arguments, and what it is given to read."""
 
     @abstractmethod
-    def _work_here(self) -> None:
+    def work_here(self) -> None:
         """Do it in this process, which is the only one that sees what lies in its memory."""
 
-    def _note(self, told: IO[bytes]) -> None:  # noqa: B027 - most kinds of work have nothing to tell
+    def note(self, told: IO[bytes]) -> None:  # noqa: B027 - most kinds of work have nothing to tell
         """Take note of what a child has told."""
 
     # The child
@@ -126,20 +133,20 @@ class AfterCommits(ABC):
         backend = self._parts.backend
         if not isinstance(backend, (LocalBackend, Distant)):
             try:
-                self._work_here()
+                self.work_here()
             except LockHeldError:
                 return
             except CkstoreError as error:
                 _log.warning("the %s after a commit failed: %s", self.work, error)
             return
-        program, arguments, given = self._command(backend.root)
+        program, arguments, given = self.command(backend.root)
         with contextlib.ExitStack() as stack:
             # They live as long as the child.
             words, told, source = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             source.write(given)
             source.seek(0)
             child = subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
+                [sys.executable, "-c", f"import os; os.nice({self.nice}); {program}", *arguments],
                 cwd="/",
                 env=environment(),
                 stdin=source,
@@ -163,6 +170,6 @@ class AfterCommits(ABC):
                 _log.warning("the %s after a commit ended with code %d: %s", self.work, code, said)
             if code == 0 and self.tells:
                 child.told.seek(0)
-                self._note(child.told)
+                self.note(child.told)
         finally:
             child.close()

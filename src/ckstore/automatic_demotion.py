@@ -20,10 +20,7 @@ from ckstore.io.backend import Distant
 from ckstore.policies import policy_of, policy_row
 from ckstore.store.parts import Parts, read_store_record
 
-NICE = 19
-"""Added to the niceness of a demotion: nothing waits for it."""
-
-_PROGRAM = f"import os; os.nice({NICE}); from ckstore.automatic_demotion import work; work()"
+_PROGRAM = "from ckstore.automatic_demotion import work; work()"
 
 Wanted = DemotePolicy | Literal["stored"]
 
@@ -44,6 +41,7 @@ class AutomaticDemotion(AfterCommits):
     work: ClassVar[str] = "demotion"
     option: ClassVar[str] = "demote_every"
     tells: ClassVar[bool] = True
+    nice: ClassVar[int] = 19
 
     def __init__(self, parts: Parts, wanted: Wanted, policy: Policy, every: int = 1) -> None:
         super().__init__(parts, every)
@@ -57,7 +55,8 @@ class AutomaticDemotion(AfterCommits):
         self._policy = policy
         self._tried: set[int] = set()
 
-    def _command(self, root: str) -> tuple[str, Sequence[str], bytes]:
+    def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
+        """Return the program of a child, and the store, the rules and the seqs to pass over as JSON."""
         asked = {
             "root": root,
             "run": self._parts.run,
@@ -67,12 +66,14 @@ class AutomaticDemotion(AfterCommits):
         }
         return _PROGRAM, (), json.dumps(asked).encode()
 
-    def _work_here(self) -> None:
+    def work_here(self) -> None:
+        """Demote in this process."""
         parts = Parts(self._parts.backend, self._parts.record, self._parts.run, clock=self._parts.clock)
         wanted = stored_demotion(parts) if isinstance(self._wanted, str) else self._wanted
         self._tried |= set(_demoted(parts, wanted, self._policy, self._tried))
 
-    def _note(self, told: IO[bytes]) -> None:
+    def note(self, told: IO[bytes]) -> None:
+        """Remember which seqs a child has tried in vain."""
         self._tried |= set(json.load(told)["tried"])
 
 

@@ -11,10 +11,7 @@ from ckstore.errors import UsageError
 from ckstore.retention.policy import Retention
 from ckstore.store.parts import Parts
 
-NICE = 15
-"""Added to the niceness of a collection: training and the saver come first."""
-
-_PROGRAM = f"import os; os.nice({NICE}); from ckstore.cli.main import main; main()"
+_PROGRAM = "from ckstore.cli.main import main; main()"
 
 
 class AutomaticGc(AfterCommits):
@@ -31,6 +28,7 @@ class AutomaticGc(AfterCommits):
 
     work: ClassVar[str] = "collection"
     option: ClassVar[str] = "gc_every"
+    nice: ClassVar[int] = 15
 
     def __init__(self, parts: Parts, policy: Retention, every: int = 1) -> None:
         super().__init__(parts, every)
@@ -39,7 +37,8 @@ class AutomaticGc(AfterCommits):
         if problem:
             raise UsageError(problem, where=parts.backend.root, todo="open it without retention=")
 
-    def _command(self, root: str) -> tuple[str, Sequence[str], bytes]:
+    def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
+        """Return the program of a child, and the arguments of the command that it is."""
         rules = [
             f"--{name.replace('_', '-')}={each}"
             for name, value in self._policy.to_config().items()
@@ -48,6 +47,7 @@ class AutomaticGc(AfterCommits):
         # Whoever opened the store has accepted its folder.
         return _PROGRAM, ["gc", root, "--run", self._parts.run, "--json", "--allow-shared-folder", *rules], b""
 
-    def _work_here(self) -> None:
+    def work_here(self) -> None:
+        """Collect in this process."""
         parts = Parts(self._parts.backend, self._parts.record, self._parts.run, clock=self._parts.clock)
         collect_store(parts, self._policy, runs=(parts.run,), limits=GcLimits(), dry_run=False)

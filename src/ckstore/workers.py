@@ -187,7 +187,8 @@ def run_in_turns(
         raise failures.pop(0)
 
 
-def _start_thread(work: Callable[[], None]) -> None:
+def start_thread(work: Callable[[], None]) -> None:
+    """Call ``work`` on a new thread: how ``run_aside`` does it unless it is told otherwise."""
     begin(threading.Thread(target=work, name="ckstore-aside", daemon=True))
 
 
@@ -195,14 +196,14 @@ def run_aside(
     step: Callable[[], Result],
     *,
     on_interrupt: Callable[[BaseException], None],
-    start: Callable[[Callable[[], None]], None] = _start_thread,
+    start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
     """Run ``step`` on another thread, so that Ctrl-C is raised in a caller who waits and never halfway through it.
 
     Args:
         step: What to run; whatever it raises is raised here.
         on_interrupt: Called with what interrupted the caller, to make the step end soon; it is waited for.
-        start: Lets another thread call what it is given, which never raises; otherwise a new one.
+        start: Lets another thread call what it is given, which never raises; None: ``start_thread``.
     """
     results: list[Result] = []
     failures: list[BaseException] = []
@@ -221,7 +222,7 @@ def run_aside(
             ended.set()
 
     try:
-        start(work)
+        (start or start_thread)(work)
         ended.wait()
     except BaseException as error:
         if not chance.acquire(blocking=False):

@@ -1,8 +1,7 @@
-"""Protects demotion by itself: by rules that are given or stored, elsewhere, and told when it fails."""
+"""Protects demotion after commits, by rules that are given or stored with the store, and the form of those rules."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -18,80 +17,40 @@ from ckstore.demote_policy import rules_of
 from ckstore.errors import CorruptError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.config_file import change_config, read_config
-from support.demotion_histories import SECONDS_MAX, check_exact_or_near, fidelities, filled, states
+from support.demotion_histories import fidelities, filled, states
 from support.memory_files import flip
 
 ALL = DemotePolicy(keep_newest=1, keep_every=0)
 
 
-def test_a_store_opened_with_rules_demotes_by_itself_while_its_saver_lives(tmp_path):
-    held = states(9)
-    rules = {"keep_newest": 2, "keep_every": 3}
-    with ckstore.open(tmp_path / "store", demotion=rules, demote_every=4) as store:
-        for step, state in enumerate(held[:8]):
-            store.commit_async(state, step).result()
-            if step == 6:
-                # It began with the fifth commit; one that is busy after the eighth would leave that to a later one.
-                store._aging.wait(SECONDS_MAX)
-        store.wait()
-        assert store._handover.saver_pid is not None
-        store._aging.wait(SECONDS_MAX)
-        store.commit(held[8], 8)
-        assert fidelities(store) == ["exact", "exact", "exact", "small", "small", "exact", "small", "small", "exact"]
-        check_exact_or_near(store, held, newest=8)
-
-
-def test_what_is_stored_with_the_store_is_applied_as_it_is_then(tmp_path):
-    with ckstore.open(tmp_path / "store", demotion="stored", demote_every=2) as store:
+def test_what_is_stored_with_the_store_is_applied_as_it_is_then():
+    with ckstore.open(MemoryBackend(), demotion="stored", demote_every=2) as store:
         held = states(6)
         for step in (0, 1):
             store.commit(held[step], step)
-        store._aging.wait(SECONDS_MAX)
         assert set(fidelities(store)) == {"exact"}
-        with ckstore.open(tmp_path / "store") as operator:
-            operator.set_demotion({"keep_newest": 1, "keep_every": 0, "fidelity": "near"})
-        for step in (2, 3):
-            store.commit(held[step], step)
-        store._aging.wait(SECONDS_MAX)
+        store.set_demotion({"keep_newest": 1, "keep_every": 0, "fidelity": "near"})
+        store.commit(held[2], 2)
+        assert set(fidelities(store)) == {"exact"}
+        store.commit(held[3], 3)
         assert fidelities(store) == ["exact", "near", "near", "near"]
 
 
 def test_what_came_to_nothing_is_not_tried_after_every_commit(store, monkeypatch):
     tried = []
-    stored = demoting._Demoter._stored
-    monkeypatch.setattr(
-        demoting._Demoter, "_stored", lambda self, *args: tried.append(args[0].header.seq) or stored(self, *args)
-    )
+    demote = demoting.demote
+
+    def noting(*args, **options):
+        report = demote(*args, **options)
+        tried.extend(entry.seq for entry in report.entries if entry.is_final)
+        return report
+
+    monkeypatch.setattr(demoting, "demote", noting)
     automatic = AutomaticDemotion(repository_of(store), ALL, Policy())
     for step in range(4):
         store.commit({"counts": np.arange(9000) + step}, step)
         automatic.after_commit(step)
     assert tried == [0, 1, 2]
-
-
-def test_what_came_to_nothing_is_remembered_from_another_process(disk_store):
-    automatic = AutomaticDemotion(repository_of(disk_store), ALL, Policy())
-    for step in range(3):
-        disk_store.commit({"counts": np.arange(9000) + step}, step)
-    automatic.after_commit(2)
-    automatic.wait(SECONDS_MAX)
-    assert automatic._tried == {0, 1}
-    automatic.close()
-
-
-def test_a_demotion_that_fails_is_told_and_raises_nothing(disk_store, caplog):
-    filled_steps = states(3)
-    for step, state in enumerate(filled_steps):
-        disk_store.commit(state, step)
-    change_config(
-        repository_of(disk_store).backend, lambda record: type(record)(policy={"demotion": {"keep_newst": 1}})
-    )
-    automatic = AutomaticDemotion(repository_of(disk_store), "stored", Policy())
-    with caplog.at_level(logging.WARNING, logger="ckstore"):
-        automatic.after_commit(2)
-        automatic.wait(SECONDS_MAX)
-    assert "the demotion after a commit ended with code 2" in caplog.text
-    assert "keep_newest" in caplog.text
 
 
 # The rules, as they are stored
