@@ -1,4 +1,4 @@
-"""Lives of trainers in one store, one after the other, each ended by a stroke of fate; and what must hold of them all.
+"""Lives of trainers in one store, one after the other, each ended from outside; and what must hold of them all.
 
 What a trainer said before its death is what it was promised: what is durable is there bit for bit, what was staged is
 published although it died, and whatever else is visible is whole.
@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.format import layout
 from ckstore.store.processes import is_stopped, process_started
 from support.trainer_child import digest
@@ -215,7 +216,7 @@ class Lane:
 
     def _lease_is_free(self):
         with ckstore.open(self.place) as store:
-            holder = store._parts.lease.holder()
+            holder = repository_of(store).lease.holder()
             return holder is None or process_started(holder.pid) != holder.process_started
 
     def check(self):

@@ -1,9 +1,10 @@
-"""Kill trainers and savers, at random points and in every way, for as long as it takes to trust them.
+"""Protects background commits from everything that ends a trainer or its saver, at random points.
 
-Each lane is one store and many lives of trainers: a life restores, trains and commits in the background until fate
-strikes it or its saver. Then: what was acknowledged is there, bit for bit; what was staged is published although the
-trainer died; nothing half-staged is ever visible; the next trainer resumes the newest of it and needs no repair; and
-nobody and nothing is left behind. Seeds are printed; a stroke comes at a random time after a random word.
+Each lane is one store and many lives of trainers: a life restores, trains and commits in the background until it or
+its saver is killed, stopped, interrupted or left without memory. Then: what was acknowledged is there, bit for bit;
+what was staged is published although the trainer died; nothing half-staged is ever visible; the next trainer resumes
+the newest of it and needs no repair; and no process and no memory is left behind. Seeds are printed; a stroke comes at
+a random time after a random word of the trainer.
 """
 
 from __future__ import annotations
@@ -253,38 +254,29 @@ def fates_of(seed, weights):
     return fates
 
 
-FEW = {trainer_is_killed: 2, savers_are_killed: 1, orphan_is_stopped: 1, trainer_is_interrupted: 1}
-
-
-def test_a_few_strokes_lose_nothing_that_was_promised(make_lane):
-    lane = run_lane(make_lane("numpy", 1000), fates_of(1000, FEW))
-    assert lane.counts["acknowledged"] > 0
-    assert lane.counts["orphaned"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(5))
-def test_trainers_and_savers_that_are_killed_lose_nothing_that_was_promised(make_lane, tell, seed):
-    lane = run_lane(make_lane("numpy", seed), fates_of(seed, FATES))
-    tell(str(lane))
-    assert lane.killed >= 60
-    assert lane.counts["orphaned"] > 0
-    assert lane.counts["half-staged and not visible"] > 0
-    check_noticed(lane)
-
-
 TORCH_FATES = {fate: (count + 1) // 3 for fate, count in FATES.items()}
+"""The same in a lane whose trainers are guarded ones of torch, which take longer."""
+
+LANES = [*[("numpy", seed) for seed in range(5)], ("torch", 100)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep(parts=5)
 @pytest.mark.timeout(900)
-def test_training_with_a_guard_that_is_killed_loses_nothing_that_was_promised(make_lane, tell):
-    lane = run_lane(make_lane("torch", 100), fates_of(100, TORCH_FATES))
+@pytest.mark.parametrize(("task", "seed"), LANES)
+def test_killed_trainers_and_savers_lose_nothing_that_was_promised(make_lane, sample, tell, task, seed):
+    fates = sample.part(fates_of(seed, FATES if task == "numpy" else TORCH_FATES), parts=8)
+    lane = run_lane(make_lane(task, sample.seed(seed)), fates)
     tell(str(lane))
-    assert lane.kills.total() >= 20
-    assert lane.killed >= 15
-    check_noticed(lane)
+    # Each fate strikes at least once; what happens by it depends on time, but in many lives all of it does.
+    assert lane.kills.total() >= sum(fate is not saver_has_no_memory for fate in fates) > 0
+    assert lane.counts["acknowledged"] > 0
+    if sample.is_whole:
+        assert lane.killed >= (60 if task == "numpy" else 15)
+        assert lane.kills.total() >= 20
+        check_noticed(lane)
+    if sample.is_whole and task == "numpy":
+        assert lane.counts["orphaned"] > 0
+        assert lane.counts["half-staged and not visible"] > 0
 
 
 def check_noticed(lane):

@@ -1,7 +1,7 @@
 """Protects the check of the guard: a thread that changes tensors outside of it is always found out.
 
-Whether a change comes before the copy, while it is being made or after it is up to chance; in each round it comes, so
-a check that misses one of these would have to be lucky in all of them.
+Whether a change comes before the copy, while it is being made or after it is random; it comes in each round, so a
+check that misses one of these would have to be lucky in all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from support.fake_saver import HeldCrew
 pytestmark = pytest.mark.usefixtures("no_threads_left", "quiet_log")
 
 ROUNDS = 16
+"""So many rounds there are in a deep run."""
 SECONDS_MAX = 60.0
 
 
@@ -96,12 +97,13 @@ def place(request):
     return request.param
 
 
-def test_a_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, tell):
-    seed = 4
+@pytest.mark.deep(parts=2)
+def test_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, store, sample, tell):
+    rounds, seed = sample.count(ROUNDS, parts=4), sample.seed(4)
     choice = random.Random(seed)
     training = Training(store)
     changes = 0
-    for number in range(ROUNDS):
+    for number in range(rounds):
         which = choice.randrange(3)
         with Meddler(training.parameters[which], choice.randrange(1_100_000)) as meddler:
             pending = store.commit_async(training.state, number)
@@ -114,15 +116,16 @@ def test_a_thread_that_keeps_changing_a_tensor_is_caught_in_every_round(place, s
             pending.result()
         assert caught.value.path == ("parameters", which)
     assert store.steps() == []
-    # And whoever is left in peace is not accused.
-    assert store.commit_async(training.state, ROUNDS).result().step == ROUNDS
-    caught_count = f"{ROUNDS} of {ROUNDS} commits with {changes} changes from outside"
+    # And a commit without such changes is not refused.
+    assert store.commit_async(training.state, rounds).result().step == rounds
+    caught_count = f"{rounds} of {rounds} commits with {changes} changes from outside"
     tell(f"guard race, memory of a {place}, seed {seed}: {caught_count} were caught")
 
 
-def test_rounds_in_which_nobody_meddles_are_all_stored_as_they_were(place, store):
+@pytest.mark.deep(parts=2)
+def test_rounds_without_changes_from_outside_are_all_stored_as_they_were(place, store, sample):
     training = Training(store)
-    for number in range(ROUNDS // 2):
+    for number in range(sample.count(ROUNDS // 2, parts=4)):
         wanted = [parameter.detach().clone() for parameter in training.parameters]
         pending = store.commit_async(training.state, number)
         training.step()
@@ -131,7 +134,7 @@ def test_rounds_in_which_nobody_meddles_are_all_stored_as_they_were(place, store
             assert torch.equal(one, other)
 
 
-def test_a_change_between_the_call_and_the_copy_is_found_too(store, monkeypatch):
+def test_change_between_the_call_and_the_copy_is_found_too(store, monkeypatch):
     # One change only, before anything behind the guard was copied: source and copy agree, and both are wrong.
     held = HeldCrew(monkeypatch)
     training = Training(store)

@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, {str(SOURCE)!r})
 import numpy as np
 import ckstore
+from ckstore._testing import saver_of
 
 folder, compression = sys.argv[1:]
 
@@ -41,7 +42,7 @@ policy = ckstore.Policy(compression=compression, saver_nice=0)
 most, over, seconds = [0], threading.Event(), []
 with ckstore.open(folder, policy=policy) as store:
     store.prewarm(state)
-    pid = store._handover.saver_pid
+    pid = saver_of(store).pid
 
     def watch():
         while not over.wait(0.005):
@@ -63,10 +64,10 @@ print(json.dumps([most[0], arena, seconds]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep(parts=8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("compression", ["none", "fast"])
-def test_a_saver_needs_the_arena_and_256_mib(fast_folder, tell, compression):
+def test_saver_of_a_large_state_needs_256_mib_beside_the_arena(fast_folder, tell, compression):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(fast_folder / "store"), compression],
         capture_output=True,
