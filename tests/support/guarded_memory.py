@@ -1,24 +1,45 @@
-"""Optimizers that own memory of a test: what they own is copied behind their guard, after ``commit_async`` returns."""
+"""Owners of memory of a test: what they own is copied behind their guard, after ``commit_async`` returns."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import torch
-from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
-def owner_of(*arrays, kind=torch.optim.SGD):
-    """Return an optimizer that owns these arrays, whatever their dtypes are; its step changes nothing.
+class Owner:
+    """As much of an optimizer as a store asks of one: what it owns, and hooks that are called when it steps.
 
-    Whoever attaches it keeps it: a store does not.
+    Its step changes nothing. The first optimizer of torch that a process makes imports a compiler, for seconds.
     """
-    bytes_of = [array.reshape(-1).view(np.uint8) for array in arrays]
-    assert all(np.shares_memory(one, other) for one, other in zip(arrays, bytes_of, strict=True)), "a copy is no guard"
-    return kind([nn.Parameter(torch.from_numpy(each), requires_grad=False) for each in bytes_of], lr=0.1)
+
+    def __init__(self, tensors):
+        self.param_groups, self.state = [{"params": list(tensors)}], {}
+        self.before, self.after = OrderedDict(), OrderedDict()
+
+    def register_step_pre_hook(self, hook):
+        return self._register(self.before, hook)
+
+    def register_step_post_hook(self, hook):
+        return self._register(self.after, hook)
+
+    def _register(self, hooks, hook):
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def step(self):
+        for hooks in (self.before, self.after):
+            for hook in list(hooks.values()):
+                hook(self, (), {})
 
 
 def attach_owner(store, *arrays):
-    """Attach an optimizer that owns these arrays, and return it: its ``step`` is the guard."""
-    optimizer = owner_of(*arrays)
-    store.attach(optimizer)
-    return optimizer
+    """Attach an owner of these arrays, whatever their dtypes are, and return it; a store does not keep it alive."""
+    parts = [array.reshape(-1).view(np.uint8) for array in arrays]
+    assert all(map(np.shares_memory, arrays, parts)), "a copy is no guard"
+    owner = Owner(map(torch.from_numpy, parts))
+    store.attach(owner)
+    return owner

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import select
@@ -130,6 +131,8 @@ def serve(end):
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    # What is here stays: a fork that ends would look through it for garbage.
+    gc.freeze()
     # Ctrl-C in a terminal is for pytest; a fork has it as a script has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     received = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.altered_savers import AlteredSavers
 from support.saver_fixtures import *  # noqa: F403 - fixtures are found by their names
 
 
@@ -11,3 +12,9 @@ from support.saver_fixtures import *  # noqa: F403 - fixtures are found by their
 def folder(fast_folder):
     """Where a store may be made, in memory."""
     return fast_folder / "store"
+
+
+@pytest.fixture
+def altered(monkeypatch, fast_folder):
+    """Start programs in the place of savers."""
+    return AlteredSavers(monkeypatch, fast_folder)

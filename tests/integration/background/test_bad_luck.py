@@ -1,6 +1,6 @@
-"""What else can happen: a full disk, a programme that ends at once, signals and races at bad moments.
+"""What else can happen: a full disk, a program that ends right after its call, signals and races at bad moments.
 
-Each costs at most the commit that it hits, is told, and leaves everything that was promised.
+Each costs at most the commit that it hits, is reported, and leaves everything that was promised.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import background_of, saver_of
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError, SaverError
-from ckstore.saver import messages, process, server
-from ckstore.saver.arena import Arena
-from ckstore.saver.priority import Priority
-from ckstore.store.processes import process_started
+from ckstore.saver import process
+from support.fake_saver import state
+from support.prepared_trainers import run_trainer
 from support.saver_desk import SECONDS_MAX, SOURCE, Desk, noise, until
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -42,15 +41,15 @@ def store(folder):
 # A disk that is full
 
 
-def test_a_saver_that_may_not_write_so_much_costs_one_commit(store):
-    store.commit_async(noise(1), 1).result()
-    pid = store._handover.saver_pid
+def test_saver_that_may_not_write_so_much_costs_one_commit(store):
+    store.commit_async(noise(1, 2 * MIB), 1).result()
+    pid = background_of(store).saver_pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
     with pytest.raises(CapacityError):
         store.commit_async(noise(2), 2).result()
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert store.commit_async(noise(3), 3).result().step == 3
-    assert store._handover.saver_pid == pid
+    assert background_of(store).saver_pid == pid
     assert store.steps() == [1, 3]
     assert np.array_equal(store.restore()["w0"], noise(3)["w0"])
     assert not store.verify("decode").damage
@@ -71,7 +70,7 @@ def small_disk(tmp_path, unmount):
 
 
 @pytest.mark.root
-def test_a_full_disk_is_told_and_space_that_comes_back_is_used(small_disk):
+def test_full_disk_fails_commits_and_space_that_comes_back_is_used(small_disk):
     with ckstore.open(small_disk / "store", policy=POLICY) as store:
         store.commit_async(noise(1), 1).result()
         filler = small_disk / "filler"
@@ -89,26 +88,30 @@ def test_a_full_disk_is_told_and_space_that_comes_back_is_used(small_disk):
         assert np.array_equal(store.restore()["w0"], noise(4)["w0"])
 
 
-# A programme that ends right after the call
+# A program that ends right after the call
 
 
-PROGRAM = f"""
-import os, signal, sys
-sys.path[:0] = [{str(SOURCE)!r}, {str(Path(__file__).parents[2])!r}]
+MODULES = ("numpy", "support.saver_desk", "ckstore.commit", "ckstore.handover")
+PROGRAM = """
+import os, signal, sys, time
 import numpy as np
 import ckstore
 from support.saver_desk import noise
-store = ckstore.open(sys.argv[1], policy=ckstore.Policy(saver_nice=0))
+store = ckstore.open({folder!r}, policy=ckstore.Policy(saver_nice=0))
 """
 TRAINING = """
-import torch
-parameter = torch.nn.Parameter(torch.from_numpy(noise(1, 48 << 20)["w0"].view(np.float32).copy()))
-optimizer = torch.optim.SGD([parameter], lr=0.1)
-store.attach(optimizer)
-pending = store.commit_async({"w0": parameter}, 1)
+from ckstore import kernels
+from support.guarded_memory import attach_owner
+state = noise(1)
+owner = attach_owner(store, state["w0"])
+# The program is at its end before anything is copied.
+copy_units = kernels.copy_units
+kernels.copy_units = lambda *given: (time.sleep(0.1), copy_units(*given))[1]
+pending = store.commit_async(state, 1)
+assert not pending.is_staged
 """
 PLAIN = """
-state = noise(1, 48 << 20)
+state = noise(1)
 pending = store.commit_async(state, 1)
 state["w0"][:] = 0
 """
@@ -127,25 +130,39 @@ ENDINGS = {
     [*((PLAIN, ending) for ending in ENDINGS), *((TRAINING, ending) for ending in ("end", "raise", "killed"))],
     ids=lambda value: {PLAIN: "plain", TRAINING: "guarded"}.get(value, value),
 )
-def test_a_programme_that_ends_after_the_call_has_its_checkpoint(folder, beginning, ending):
+def test_program_that_ends_after_commit_async_has_its_checkpoint(folder, beginning, ending):
     code, status = ENDINGS[ending]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + beginning + code, str(folder)], capture_output=True, text=True, timeout=300
-    )
+    modules = (*MODULES, "support.guarded_memory") if beginning is TRAINING else MODULES
+    done = run_trainer((PROGRAM + beginning + code).format(folder=str(folder)), *modules)
     assert done.returncode == status, done.stderr
     with ckstore.open(folder) as store:
         # Of one that was killed the saver is waited for.
-        content = store.restore()["w0"]
-        content = content if beginning is PLAIN else content.detach().numpy()
-        assert content.tobytes() == noise(1, 48 << 20)["w0"].tobytes()
+        assert store.restore()["w0"].tobytes() == noise(1)["w0"].tobytes()
         assert store.steps() == [1]
         store.commit({"a": 1}, 2)
 
 
-def test_a_programme_that_is_gone_at_once_leaves_a_whole_checkpoint_or_none(folder):
+def test_program_that_forgets_its_store_has_its_last_commit(folder):
+    """As a script, in a process of its own from its first line on."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(SOURCE)!r})
+import numpy as np, ckstore
+def main():
+    store = ckstore.open({str(folder)!r})
+    store.commit_async({{"w": np.arange(1 << 20)}}, 7)
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    with ckstore.open(folder) as store:
+        assert store.steps() == [7]
+        assert np.array_equal(store.restore("latest")["w"], np.arange(1 << 20))
+
+
+def test_program_that_is_gone_immediately_leaves_a_whole_checkpoint_or_none(folder):
     for number in range(4):
-        code = PROGRAM + PLAIN + "os._exit(7)"
-        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300)
+        done = run_trainer((PROGRAM + PLAIN + "os._exit(7)").format(folder=str(folder)), *MODULES)
         assert done.returncode == 7, done.stderr
         with ckstore.open(folder) as store:
             assert not store.verify("decode").damage
@@ -156,7 +173,7 @@ def test_a_programme_that_is_gone_at_once_leaves_a_whole_checkpoint_or_none(fold
 # Signals at bad moments of the saver
 
 
-def test_sigterm_before_the_saver_can_hear_it_waits_until_it_can(folder):
+def test_sigterm_to_a_starting_saver_waits_until_it_can_be_handled(folder):
     ckstore.open(folder).close()
     desk = Desk(folder)
     try:
@@ -171,7 +188,7 @@ def test_sigterm_before_the_saver_can_hear_it_waits_until_it_can(folder):
         assert store.steps() == [1]
 
 
-def test_starting_a_saver_leaves_the_trainer_s_signals_as_they_were(folder):
+def test_starting_a_saver_leaves_the_signal_mask_of_the_trainer(folder):
     ckstore.open(folder).close()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -190,74 +207,56 @@ def status_of(pid):
     return Path(f"/proc/{pid}/status").read_text().splitlines()
 
 
-# Races, and what a saver has died of
+# What a saver has died of
 
 
-def test_a_ticket_is_granted_before_it_can_end(folder, monkeypatch):
-    """A message of a ticket that comes after its last one makes the trainer kill the saver."""
-    ckstore.open(folder).close()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arena = Arena.create()
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
-    hello = messages.Hello(str(folder), "main", "auto", os.getpid(), process_started(os.getpid()), 0, 30)
-    made = server.Server(theirs, bell, arena, hello, Priority(0))
-    told = []
-
-    def tell(message, *, wait_ms=None):
-        if isinstance(message, messages.Began):
-            # Whoever listens is slow.
-            time.sleep(0.2)
-        told.append(type(message).__name__)
-        return True
-
-    monkeypatch.setattr(made.channel, "tell", tell)
-    monkeypatch.setattr(
-        made._committer, "commit", lambda ticket: tell(messages.Failed(1, "SaverError", "", None, None, {}))
-    )
-    monkeypatch.setattr(type(made._committer), "holds_lease", True)
-    monkeypatch.setattr(server, "decode_head", lambda content, slot_nbytes: PlainHead())
-    monkeypatch.setattr(made._committer, "announce", lambda step: None)
-    arena.slots[0].reserve(MIB)
-    arena.slots[0].start(1, MIB)
-    made._worker.start()
-    made._take(messages.Begin(1, 0, 0, 1, None, 0))
-    until(lambda: "SlotFree" in told)
-    made._finish()
-    assert told == ["Began", "Failed", "SlotFree"]
-    for end in (ours, theirs):
-        end.close()
-    os.close(bell)
-    made._trainer.close()
-    arena.close()
-
-
-class PlainHead:
-    """As much of a head as a ticket looks at."""
-
-    step, storages, samples = 1, (), ()
-
-
-def test_whatever_a_saver_died_of_it_can_be_ended_and_replaced(store):
-    store.commit_async(noise(1), 1).result()
-    saver = store._handover._saver
-    saver._why = MalformedError("it said what nobody understands")
-    os.kill(saver.pid, signal.SIGKILL)
+def test_saver_that_died_of_nonsense_can_be_ended_and_is_replaced(store, altered):
+    altered.run_once("os.write(channel, b'\\xffnonsense'); time.sleep(600)")
+    store.prewarm(noise(1))
+    saver = saver_of(store)
     until(lambda: not saver.is_alive, "the end of the saver")
+    with pytest.raises(MalformedError):
+        saver.wait_ready()
     assert saver.quit()
     saver.staged(1)
     saver.abort(1)
     assert saver.release_lease()
     assert store.commit_async(noise(2), 2).result().step == 2
-    assert store._handover.saver_pid != saver.pid
+    assert background_of(store).saver_pid != saver.pid
 
 
-def test_skip_leaves_nothing_out_once_the_last_receipt_is_there(folder):
+def test_saver_that_nobody_can_listen_to_is_ended_and_reported(folder, monkeypatch):
+    started = []
+    popen, start = subprocess.Popen, threading.Thread.start
+
+    class Noted(popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            started.append(self)
+
+    def refuse(thread):
+        if thread.name == "ckstore-saver":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    with ckstore.open(folder) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(SaverError, match="no saver can be listened to"):
+                store.commit_async(state(0), 0)
+        assert [process.poll() is not None for process in started] == [True]
+        assert store.commit_async(state(0), 0).result(SECONDS_MAX).step == 0
+    until(lambda: all(process.poll() is not None for process in started))
+
+
+def test_on_busy_skip_leaves_nothing_out_once_the_last_receipt_is_there(folder):
     with ckstore.open(folder, policy=ckstore.Policy(on_busy="skip", saver_nice=0)) as store:
         for step in range(30):
             assert store.commit_async({"a": np.full(2000, step)}, step).result().step == step
 
 
-def test_a_saver_without_memory_for_a_thread_ends_instead_of_waiting_for_ever(tell):
+def test_saver_without_memory_for_a_thread_ends(tell):
     program = f"""
 import os, resource, sys, threading, time
 sys.path.insert(0, {str(SOURCE)!r})
@@ -301,21 +300,16 @@ print(*codes)
     assert "1" in codes, codes
 
 
-def test_a_saver_that_lacks_memory_says_so():
-    failed = messages.failed_of(1, MemoryError())
-    assert "no memory" in str(messages.error_of(failed))
-
-
-def test_a_dead_saver_of_a_dead_trainer_is_no_obstacle(folder):
+def test_dead_saver_of_a_closed_store_is_no_obstacle(folder):
     with contextlib.suppress(SaverError), ckstore.open(folder, policy=POLICY) as store:
         store.commit_async(noise(1), 1).result()
-        os.kill(store._handover.saver_pid, signal.SIGKILL)
+        os.kill(background_of(store).saver_pid, signal.SIGKILL)
         assert store.commit_async(noise(2), 2)
     with ckstore.open(folder) as store:
         assert store.commit(noise(3), 3).step == 3
 
 
-def test_a_saver_never_looks_through_what_it_imported_for_garbage():
+def test_saver_collects_no_garbage_among_what_it_imported():
     program = f"""
 import gc, os, socket, sys
 sys.path.insert(0, {str(SOURCE)!r})
