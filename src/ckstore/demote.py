@@ -31,6 +31,7 @@ from ckstore.errors import (
     CkstoreError,
     ConflictError,
     CorruptError,
+    MissingChunkError,
     NotFoundError,
     UsageError,
 )
@@ -195,14 +196,7 @@ class _Demoter:
                 return replace(entry, action="keep", reason=f"it carries the tag {tags[0]!r}")
             if self._is_newest(entry):
                 return replace(entry, action="keep", reason=_NEWEST)
-            manifest = load_whole(parts, resolve(parts, f"seq:{entry.seq}"))
-            if manifest.losses:
-                return replace(entry, action="keep", reason="another process has demoted it")
-            base = None if before is None else load_whole(parts, before)
-            every = self._wanted.fidelity.keyframe_every
-            if base is not None and 1 + max((loss.hops for loss in base.losses), default=0) >= every:
-                return replace(entry, action="keep", reason=f"one in {every} stays exact, so that chains end")
-            return self._replaced(entry, manifest, base)
+            return self._coded(entry, before)
         except NotFoundError:
             # It was dropped since, and its drop stands.
             return replace(entry, action="keep", reason="it was dropped meanwhile")
@@ -210,6 +204,26 @@ class _Demoter:
             return replace(entry, action="keep", reason=str(outrun))
         finally:
             parts.tags.retract(intent)
+
+    def _coded(self, entry: DemoteEntry, before: ManifestName | None) -> DemoteEntry:
+        """Store it anew; again where it or its base was replaced, and the old packs freed, while they were read."""
+        parts = self._parts
+        last: tuple[int, int | None] | None = None
+        while True:
+            manifest = load_whole(parts, resolve(parts, f"seq:{entry.seq}"))
+            if manifest.losses:
+                return replace(entry, action="keep", reason="another process has demoted it")
+            base = None if before is None else load_whole(parts, before)
+            every = self._wanted.fidelity.keyframe_every
+            if base is not None and 1 + max((loss.hops for loss in base.losses), default=0) >= every:
+                return replace(entry, action="keep", reason=f"one in {every} stays exact, so that chains end")
+            try:
+                return self._replaced(entry, manifest, base)
+            except MissingChunkError:
+                found = (manifest.header.generation, None if base is None else base.header.generation)
+                if found == last:
+                    raise
+                last = found
 
     def _is_newest(self, entry: DemoteEntry) -> bool:
         """Whether a checkpoint that nobody named has nothing newer that stays; what is being dropped does not.

@@ -9,6 +9,7 @@ import numpy as np
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.store.references import resolve
+from ckstore.store.tags import Tags
 from ckstore.testing.states import difference
 
 SECONDS_MAX = 240
@@ -38,6 +39,28 @@ def filled(backend, count=8, **options):
 
 def manifest_of(store, seq):
     return repository_of(store).manifests.load(resolve(repository_of(store), f"seq:{seq}"))
+
+
+def while_coding(monkeypatch, backend, seq, act):
+    """Call ``act`` once, when a demotion has declared its intent on a seq and writes the first pack of its new form."""
+    declare, create_pack = Tags.declare, backend.create_pack
+    is_coded = []
+
+    def declare_and_note(tags, declared, purpose):
+        path = declare(tags, declared, purpose)
+        if (declared, purpose) == (seq, "demote"):
+            is_coded.append(True)
+            monkeypatch.setattr(Tags, "declare", declare)
+        return path
+
+    def act_first(name, *, nbytes_expected):
+        if is_coded:
+            is_coded.clear()
+            act()
+        return create_pack(name, nbytes_expected=nbytes_expected)
+
+    monkeypatch.setattr(Tags, "declare", declare_and_note)
+    monkeypatch.setattr(backend, "create_pack", act_first)
 
 
 def fidelities(store):

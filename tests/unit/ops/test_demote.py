@@ -11,7 +11,6 @@ import pytest
 
 import ckstore
 from ckstore import Policy, Residual
-from ckstore import demote as demoting
 from ckstore._testing import repository_of
 from ckstore.config import DemotePolicy
 from ckstore.errors import CapacityError, ConflictError, NotFoundError, UsageError
@@ -19,7 +18,7 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.store.tags import Tags
 from ckstore.testing.faults import Fault, FaultyBackend
 from ckstore.testing.states import difference
-from support.demotion_histories import filled, manifest_of, states
+from support.demotion_histories import filled, manifest_of, states, while_coding
 
 WANTED = DemotePolicy(keep_newest=2, keep_every=4)
 
@@ -259,17 +258,14 @@ def test_nobody_deletes_what_is_newer_than_a_checkpoint_that_is_being_demoted(mo
     backend = MemoryBackend()
     store, held = filled(backend, 3)
     refused = []
-    stored = demoting._Demoter._stored
 
-    def delete_meanwhile(demoter, manifest, base):
-        if manifest.header.seq == 1:
-            with ckstore.open(backend) as other:
-                with pytest.raises(ConflictError, match="being demoted"):
-                    other.delete("seq:2")
-                refused.append(other.info("latest").seq)
-        return stored(demoter, manifest, base)
+    def delete_meanwhile():
+        with ckstore.open(backend) as other:
+            with pytest.raises(ConflictError, match="being demoted"):
+                other.delete("seq:2")
+            refused.append(other.info("latest").seq)
 
-    monkeypatch.setattr(demoting._Demoter, "_stored", delete_meanwhile)
+    while_coding(monkeypatch, backend, 1, delete_meanwhile)
     store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
     assert refused == [2]
     check(store, held, {2})
@@ -281,15 +277,12 @@ def test_what_became_the_newest_while_it_was_coded_stays_exact(monkeypatch):
     """The drop declared its intent first, saw none of ours, and marks while we code."""
     backend = MemoryBackend()
     store, held = filled(backend, 3)
-    stored = demoting._Demoter._stored
 
-    def vanish_meanwhile(demoter, manifest, base):
-        if manifest.header.seq == 1:
-            with ckstore.open(backend) as other:
-                repository_of(other).manifests.mark_dropped(2)
-        return stored(demoter, manifest, base)
+    def vanish_meanwhile():
+        with ckstore.open(backend) as other:
+            repository_of(other).manifests.mark_dropped(2)
 
-    monkeypatch.setattr(demoting._Demoter, "_stored", vanish_meanwhile)
+    while_coding(monkeypatch, backend, 1, vanish_meanwhile)
     store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
     assert (newest_seq(store), store.info("latest").fidelity) == (1, "exact")
     assert difference(store.restore(exact=True), held[1]) is None
