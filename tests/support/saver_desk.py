@@ -168,9 +168,13 @@ class Desk:
         tags=(),
         policy=None,
         sample=None,
+        callbacks=lambda given: given,
         **words,
     ):
-        """Hand over a slot without staging anything; ``sample(captured)`` yields keys and bytes that are staged."""
+        """Hand over a slot without staging anything.
+
+        ``sample(captured)`` yields keys and bytes that are staged; ``callbacks(given)`` returns what is called instead.
+        """
         captured = capture(state)
         places, end = [], UNIT_NBYTES
         apart = list(sample(captured)) if sample else []
@@ -204,7 +208,7 @@ class Desk:
         if rows:
             room.marks[: -(-(rows[-1][0].place + len(rows[-1][1])) // UNIT_NBYTES)] = 1
         handed = Handed(self, self.ticket, room, captured, places)
-        self.saver.begin(self.ticket, slot, end, len(head), handed.callbacks(), **words)
+        self.saver.begin(self.ticket, slot, end, len(head), callbacks(handed.callbacks()), **words)
         return handed
 
     def commit(self, state, step, **options):

@@ -1,4 +1,4 @@
-"""The trainer's end: every ticket ends once, a dead saver is noticed at once, and nothing is left behind.
+"""The trainer's end: every ticket ends once, a dead saver is noticed immediately, and nothing is left behind.
 
 Forked children have no part in a saver, and keep nothing of it alive.
 """
@@ -6,12 +6,12 @@ Forked children have no part in a saver, and keep nothing of it alive.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore.errors import MalformedError, SaverError, UsageError
+from ckstore.errors import BackendError, MalformedError, SaverError, UsageError
 from ckstore.format import layout
-from ckstore.saver import client, messages
+from ckstore.saver import client, process
 from ckstore.saver.arena import Arena
 from ckstore.saver.client import Saver
 from ckstore.saver.process import Watch
-from ckstore.saver.tickets import Callbacks, Tickets
+from ckstore.saver.tickets import Callbacks
 from ckstore.store.processes import process_started
 from support.saver_desk import SECONDS_MAX, Desk, fork, links, noise, stop, until
 
@@ -37,18 +37,24 @@ def steps(address):
         return store.steps()
 
 
+@pytest.fixture
+def never_polled(monkeypatch):
+    """Let whoever looks at intervals whether a process lives look too late."""
+    monkeypatch.setattr(process, "POLL_SECONDS", 2 * SECONDS_MAX)
+
+
 # Death
 
 
+@pytest.mark.usefixtures("never_polled")
 @pytest.mark.parametrize("is_staged", [False, True], ids=["staging", "staged"])
-def test_killed_saver_is_noticed_at_once_and_the_next_one_works(desk, address, caplog, is_staged):
+def test_killed_saver_is_noticed_immediately_and_the_next_one_works(desk, address, caplog, is_staged):
     desk.commit(noise(1), 1)
-    handed = desk.begin(noise(2, 64 << 20), 2).stage(4)
+    handed = desk.begin(noise(2, 24 << 20), 2).stage(4)
     assert handed.began.wait(SECONDS_MAX)
     if is_staged:
         stop(desk.saver.pid)
         handed.stage().finish()
-    assert desk.saver._watch.timeout_ms is None, "its death wakes the trainer, which looks for it at no interval"
     os.kill(desk.saver.pid, signal.SIGKILL)
     with caplog.at_level(logging.ERROR, "ckstore"), pytest.raises(SaverError, match="was killed by SIGKILL") as caught:
         handed.wait()
@@ -87,7 +93,7 @@ def test_saver_that_cannot_start_is_an_error_of_the_ticket(address, monkeypatch)
         desk.close()
 
 
-def test_no_interpreter_is_told_at_once(address, monkeypatch):
+def test_start_without_an_interpreter_is_an_error(address, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     before = len(links())
     arena = Arena.create()
@@ -98,24 +104,27 @@ def test_no_interpreter_is_told_at_once(address, monkeypatch):
     assert len(links()) <= before
 
 
-def test_what_the_saver_said_before_it_died_counts(desk):
-    handed = desk.begin(noise(1), 1).stage().finish()
-    # The listener is kept busy while the saver publishes, says so, and dies.
-    blocked = threading.Event()
-    old = handed.callbacks()
-    desk.saver._tickets._callbacks[1] = Callbacks(
-        old.on_done, old.on_failed, old.on_free, lambda: (old.on_began(), blocked.wait(SECONDS_MAX))
-    )
-    # The thread that publishes gives up the lease after that: then it has said all of it.
-    assert not desk.saver.release_lease(0)
-    until(lambda: steps(desk.address) == [1] and not (Path(desk.address) / layout.lease_name("main")).exists())
-    os.kill(desk.saver.pid, signal.SIGKILL)
-    blocked.set()
-    assert handed.wait().seq == 0
-    assert handed.events[-2:] == ["done", "free"]
+def test_what_the_saver_said_before_it_died_counts(address, monkeypatch):
+    """The thread that listens has just heard nothing when the saver publishes, says so, and dies."""
+    looks, is_alive = threading.Event(), Watch.is_alive.fget
+    monkeypatch.setattr(Watch, "is_alive", property(lambda watch: looks.wait(SECONDS_MAX) and is_alive(watch)))
+    desk = Desk(address)
+    try:
+        handed = desk.begin(noise(1), 1).stage().finish()
+        # The thread that publishes gives up the lease after that: then it has said all of it.
+        assert not desk.saver.release_lease(0)
+        until(lambda: steps(address) == [1] and not (Path(address) / layout.lease_name("main")).exists())
+        os.kill(desk.saver.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, desk.saver.pid, os.WEXITED | os.WNOWAIT)
+        looks.set()
+        assert handed.wait().seq == 0
+        assert handed.events == ["began", "done", "free"]
+    finally:
+        looks.set()
+        desk.close()
 
 
-def test_stopped_saver_is_waited_for_and_talked_of(desk, caplog, monkeypatch):
+def test_stopped_saver_is_waited_for_and_reported(desk, caplog, monkeypatch):
     monkeypatch.setattr(client, "PATIENCE_SECONDS", 0.1)
     desk.saver.wait_ready(SECONDS_MAX)
     stop(desk.saver.pid)
@@ -147,33 +156,59 @@ def test_bells_and_messages_never_wait_for_a_stopped_saver(desk):
     os.kill(desk.saver.pid, signal.SIGCONT)
 
 
-def test_saver_that_says_what_nobody_understands_is_killed(address, caplog):
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with subprocess.Popen(["sleep", "600"]) as other:
-        watch = Watch(other.pid, process_started(other.pid))
-        saver = Saver(other, ours, os.eventfd(0), watch, ckstore.clock.SYSTEM_CLOCK)
-        with caplog.at_level(logging.ERROR, "ckstore"):
-            saver._listener.start()
-            theirs.send(b"\xffnonsense")
-            assert saver.quit(SECONDS_MAX)
-        assert other.returncode == -signal.SIGKILL
-    theirs.close()
+def test_saver_that_says_what_nobody_understands_is_killed(address, arena, altered, caplog, monkeypatch):
+    monkeypatch.setattr(client, "GRACE_SECONDS", 2 * SECONDS_MAX)
+    altered.run("os.write(channel, b'\\xffnonsense'); time.sleep(600)")
+    with caplog.at_level(logging.ERROR, "ckstore"):
+        saver = Saver.start(address, "main", arena)
+        assert saver.quit(SECONDS_MAX)
+    assert not Path(f"/proc/{saver.pid}").exists()
     assert "cannot be understood" in caplog.text
     with pytest.raises(MalformedError):
         saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
 
 
-def test_process_that_closed_its_socket_and_lives_on_is_killed(monkeypatch):
+def test_saver_that_closes_its_socket_and_lives_on_is_killed(address, arena, altered, monkeypatch):
     monkeypatch.setattr(client, "GRACE_SECONDS", 0.05)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with subprocess.Popen(["sleep", "600"]) as other:
-        saver = Saver(
-            other, ours, os.eventfd(0), Watch(other.pid, process_started(other.pid)), ckstore.clock.SYSTEM_CLOCK
-        )
-        saver._listener.start()
-        theirs.close()
-        assert saver.quit(SECONDS_MAX)
-        assert other.returncode == -signal.SIGKILL
+    altered.run("os.close(channel); time.sleep(600)")
+    saver = Saver.start(address, "main", arena)
+    assert saver.quit(SECONDS_MAX)
+    with pytest.raises(SaverError, match="was killed by SIGKILL"):
+        saver.begin(1, 0, 0, 1, Callbacks(print, print, print))
+
+
+def test_saver_says_that_a_ticket_has_begun_before_that_it_has_ended(altered, address):
+    """A message of a ticket that comes after its last one makes the trainer kill the saver."""
+    altered.serve("""
+from ckstore.errors import BackendError
+from ckstore.saver import channel as channels, messages
+from ckstore.store.lease import Lease
+tell, wait_for_orphan, waits = channels.Channel.tell, Lease.wait_for_orphan, []
+
+def tell_late(self, message, **options):
+    # Longer than it takes to fail.
+    time.sleep(0.2 if isinstance(message, messages.Began) else 0)
+    return tell(self, message, **options)
+
+def fail_later(self):
+    waits.append(self)
+    if len(waits) == 2:
+        raise BackendError("the disk does not answer")
+    return wait_for_orphan(self)
+
+channels.Channel.tell, Lease.wait_for_orphan = tell_late, fail_later
+""")
+    desk = Desk(address)
+    try:
+        desk.commit({"a": 1}, 1)
+        # It has the lease: that is said by the thread that listens, while the other one could fail.
+        handed = desk.begin({"a": 2}, 2).stage().finish()
+        with pytest.raises(BackendError, match="does not answer"):
+            handed.wait()
+        assert handed.events == ["began", "failed", "free"]
+        assert desk.commit({"a": 3}, 3).seq == 1
+    finally:
+        desk.close()
 
 
 # The end
@@ -231,29 +266,15 @@ def test_many_commits_leave_no_descriptor_in_either_process(desk):
     until(lambda: all(map(int.__le__, count(), before)), "the end of descriptors")
 
 
-def test_callback_that_raises_is_logged_and_nothing_more(desk, caplog):
-    handed = desk.begin(noise(1), 1)
-    old = handed.callbacks()
-
+def test_callback_that_raises_is_logged_and_harms_no_commit(desk, caplog):
     def fail():
         raise ValueError("a fault of the caller")
 
-    desk.saver._tickets._callbacks[1] = Callbacks(old.on_done, old.on_failed, old.on_free, fail)
+    handed = desk.begin(noise(1), 1, callbacks=lambda given: dataclasses.replace(given, on_began=fail))
     with caplog.at_level(logging.ERROR, "ckstore"):
         handed.stage().finish().wait()
     assert "a fault of the caller" in caplog.text
     assert desk.commit(noise(2), 2).seq == 1
-
-
-def test_ticket_that_was_not_given_is_malformed():
-    tickets = Tickets()
-    with pytest.raises(MalformedError):
-        tickets.take(messages.SlotFree(1))
-    told = []
-    assert tickets.add(1, Callbacks(told.append, told.append, lambda: told.append("free")))
-    tickets.end(lambda: SaverError("dead"))
-    assert [str(each) for each in told] == ["dead", "free"]
-    assert not tickets.add(2, Callbacks(print, print, print))
 
 
 # Forked children
@@ -283,14 +304,14 @@ def test_forked_child_cannot_use_the_saver_and_holds_nothing_of_it(desk, tmp_pat
     assert desk.commit(noise(2), 2).seq == 1
 
 
-def test_forked_child_does_not_hide_the_saver_s_death(desk):
+@pytest.mark.usefixtures("never_polled")
+def test_forked_child_does_not_hide_the_death_of_the_saver(desk):
     desk.commit(noise(1), 1)
     handed = desk.begin(noise(2), 2).stage(1)
     assert handed.began.wait(SECONDS_MAX)
     _, end = fork(lambda: 0)
     try:
         # The child lives until the test lets it go, so what tells is not the end of a socket.
-        assert desk.saver._watch.timeout_ms is None
         os.kill(desk.saver.pid, signal.SIGKILL)
         with pytest.raises(SaverError):
             handed.wait()
