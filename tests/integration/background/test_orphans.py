@@ -9,21 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError
 from ckstore.format import layout
-from ckstore.format.records import LeaseRecord, encode_record
-from ckstore.store.lease import Lease
-from ckstore.store.lease_record import SaverPurpose
-from ckstore.store.orphans import is_orphan
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.lease_record import GONE, SaverPurpose
+from ckstore.store.processes import process_started
 from support.saver_desk import SECONDS_MAX, Desk, links, noise, until
 
 STAGED = "handed.stage().finish(); say('staged')"
@@ -87,7 +85,7 @@ def test_half_staged_checkpoint_of_a_dead_trainer_is_never_published(address, ch
     assert not [path for path in Path(address).rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
 
 
-def test_staged_bytes_without_the_last_word_are_not_published(address, child):
+def test_staged_bytes_of_a_slot_that_is_not_said_to_be_staged_are_not_published(address, child):
     # Everything lies there, but the guard has not said that nothing changed underneath.
     trainer = child(BEGIN + "handed.stage(); say('there')")
     assert trainer.hear() == "there"
@@ -146,7 +144,7 @@ def test_saver_of_a_trainer_that_dies_idle_ends_and_gives_up_the_lease(address, 
     assert not lease_path(address).exists()
 
 
-def test_saver_of_a_trainer_that_dies_at_once_ends(address, child):
+def test_saver_of_a_trainer_that_dies_immediately_ends(address, child):
     trainer = child("")
     trainer.kill()
     trainer.wait_saver()
@@ -215,21 +213,13 @@ def test_restarted_trainer_waits_for_the_orphan_and_resumes_its_checkpoint(addre
     assert trainer.hear() == "staged"
     trainer.kill()
     with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
-
-        def restore():
-            # What Store.restore() does first when no checkpoint is named.
-            was_there = store._parts.lease.wait_for_orphan()
-            return was_there, store.restore()
-
-        thread, results = in_thread(restore)
+        thread, results = in_thread(store.restore)
         until(lambda: "waiting for the saver" in caplog.text)
-        time.sleep(0.1)
+        thread.join(0.1)
         assert not results, "nothing is restored while the orphan lives"
         os.kill(trainer.saver_pid, signal.SIGCONT)
         thread.join(SECONDS_MAX)
-        was_there, state = results[0]
-        assert was_there
-        assert np.array_equal(state["w0"], noise(1)["w0"])
+        assert np.array_equal(results[0]["w0"], noise(1)["w0"])
         assert store.restored.step == 1
         store.commit(noise(2), 2)
         assert store.steps() == [0, 1, 2]
@@ -238,7 +228,7 @@ def test_restarted_trainer_waits_for_the_orphan_and_resumes_its_checkpoint(addre
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["commit", "saver"])
-def test_first_commit_waits_for_the_orphan(address, child, is_async):
+def test_first_commit_waits_for_the_orphan(address, child, caplog, is_async):
     trainer = child(STOPPED)
     assert trainer.hear() == "staged"
     trainer.kill()
@@ -249,7 +239,8 @@ def test_first_commit_waits_for_the_orphan(address, child, is_async):
     else:
         store = ckstore.open(address)
         thread, results = in_thread(lambda: store.commit(noise(2), 2))
-    thread.join(0.7)
+    until(lambda: f"waiting for the saver (pid {trainer.saver_pid})" in caplog.text)
+    thread.join(0.1)
     assert not results
     os.kill(trainer.saver_pid, signal.SIGCONT)
     thread.join(SECONDS_MAX)
@@ -259,13 +250,14 @@ def test_first_commit_waits_for_the_orphan(address, child, is_async):
         assert [info.step for info in reader.log()] == [2, 1]
 
 
-def test_orphan_that_is_killed_is_not_waited_for(address, child):
+def test_orphan_that_is_killed_is_not_waited_for(address, child, caplog):
     trainer = child(STOPPED)
     assert trainer.hear() == "staged"
     trainer.kill()
     with ckstore.open(address) as store:
-        thread, results = in_thread(store._parts.lease.wait_for_orphan)
-        thread.join(0.2)
+        thread, results = in_thread(repository_of(store).lease.wait_for_orphan)
+        until(lambda: "waiting for the saver" in caplog.text)
+        thread.join(0.1)
         assert not results
         os.kill(trainer.saver_pid, signal.SIGKILL)
         thread.join(SECONDS_MAX)
@@ -277,85 +269,10 @@ def test_saver_of_a_living_trainer_blocks_no_reader_and_no_second_writer_waits(a
     trainer = child("desk.commit(noise(0), 0)\n" + STOPPED)
     assert trainer.hear() == "staged"
     with ckstore.open(address) as store:
-        assert not store._parts.lease.wait_for_orphan()
+        assert not repository_of(store).lease.wait_for_orphan()
         assert store.restore()["w0"].size
         with pytest.raises(ConflictError, match=f"pid {trainer.saver_pid} .*the saver of pid {trainer.pid}"):
             store.commit(noise(2), 2)
-
-
-def put_holder(backend, **facts):
-    record = {
-        "host": os.uname().nodename,
-        "boot_id": boot_identity(),
-        "pid": os.getppid(),
-        "process_started": process_started(os.getppid()),
-        "token": "ab" * 16,
-        "acquired_ns": 1,
-        "heartbeat_ns": 1,
-        "purpose": SaverPurpose(4_000_000, "17", 5).text,
-        **facts,
-    }
-    path = layout.lease_name("main")
-    if backend.stat(path) is not None:
-        backend.unlink(path)
-    backend.create(path, encode_record(LeaseRecord(**record)), sync=False)
-    return LeaseRecord(**record)
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"purpose": ""},
-        {"purpose": "something else"},
-        {"purpose": "saver:x:17:5"},
-        {"purpose": f"saver:{os.getpid()}:{process_started(os.getpid())}:5"},
-        {"pid": 4_000_000},
-        {"process_started": "1"},
-        {"boot_id": "another/boot/namespace"},
-        {"boot_id": ""},
-    ],
-    ids=["trainer", "other", "garbage", "trainer-lives", "dead", "pid-used-again", "elsewhere", "unknown-boot"],
-)
-def test_only_a_living_saver_of_a_dead_trainer_on_this_boot_is_an_orphan(store, backend, clock, facts):
-    store.commit({"a": 1}, 1)
-    store._parts.lease.release()
-    assert is_orphan(put_holder(backend))
-    assert not is_orphan(put_holder(backend, **facts))
-    assert not Lease(backend, "main", clock).wait_for_orphan()
-    assert clock.slept == 0
-
-
-def test_trainer_whose_pid_the_next_one_has_is_said_to_have_died(store, backend, clock, caplog):
-    store.commit({"a": 1}, 1)
-    store._parts.lease.release()
-    # In a container the trainer that is started again often has the pid of the one before.
-    put_holder(backend, purpose=SaverPurpose(os.getpid(), "17", 5).text)
-    clock.on_sleep = lambda: backend.unlink(layout.lease_name("main"))
-    with caplog.at_level(logging.WARNING, "ckstore"):
-        assert Lease(backend, "main", clock).wait_for_orphan()
-    assert "of the trainer that died to publish step 5" in caplog.text
-
-
-def test_wait_for_an_orphan_says_so_again_after_a_while(store, backend, clock, caplog):
-    store.commit({"a": 1}, 1)
-    store._parts.lease.release()
-    put_holder(backend)
-
-    def leave_at_last():
-        if clock.slept > 25:
-            backend.unlink(layout.lease_name("main"))
-
-    clock.on_sleep = leave_at_last
-    with caplog.at_level(logging.WARNING, "ckstore"):
-        assert Lease(backend, "main", clock).wait_for_orphan()
-    assert caplog.text.count("to publish step 5") == 1
-    assert caplog.text.count("still waiting for the saver") == 2
-
-
-def test_purposes_are_read_as_they_were_written():
-    for purpose in (SaverPurpose(1, "2", 3), SaverPurpose(1, "2")):
-        assert SaverPurpose.of(purpose.text) == purpose
-    assert SaverPurpose.of("saver:1:2") is None
 
 
 def test_lease_taken_after_the_trainer_s_death_makes_no_orphan(address, child):
@@ -364,7 +281,7 @@ def test_lease_taken_after_the_trainer_s_death_makes_no_orphan(address, child):
     assert trainer.hear() == "staged"
     trainer.kill()
     with ckstore.open(address) as store:
-        assert not store._parts.lease.wait_for_orphan()
+        assert not repository_of(store).lease.wait_for_orphan()
     os.kill(trainer.saver_pid, signal.SIGCONT)
     trainer.wait_saver()
     with ckstore.open(address) as store:
@@ -397,3 +314,38 @@ def test_who_waits_for_an_orphan_in_vain_is_told_which_step_did_not_come(address
         assert np.array_equal(results[0]["w0"], noise(0)["w0"])
         assert store.restored.step == 0
     assert caplog.text.count("step 1 was not published") == 1
+
+
+# On another node, where /proc says nothing of the saver
+
+
+@pytest.fixture
+def on_another_node(monkeypatch):
+    """Let this process be on another node than the savers that it starts."""
+    for module in ("orphans", "lease", "processes"):
+        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "machine-b/boot/namespace")
+
+
+@pytest.mark.parametrize("asks", ["restore", "latest", "steps", "commit"])
+def test_who_starts_the_run_again_waits_for_a_saver_that_still_publishes(desk, address, caplog, request, asks):
+    desk.commit(noise(0), 0)
+    handed = desk.begin(noise(1), 1)
+    assert handed.began.wait(SECONDS_MAX)
+    with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
+        lease = repository_of(store).lease
+        desk.saver.quit(is_waited=False)
+        until(lambda: SaverPurpose.of(lease.holder().purpose).trainer_started == GONE)
+        request.getfixturevalue("on_another_node")
+        calls = {"restore": store.restore, "latest": store.latest, "steps": store.steps}
+        thread, results = in_thread(calls.get(asks, lambda: store.commit(noise(2), 2)))
+        until(lambda: "waiting for the saver" in caplog.text)
+        thread.join(0.1)
+        assert not results, "nobody goes on while the saver may still publish"
+        handed.stage().finish().wait()
+        thread.join(SECONDS_MAX)
+        assert results
+        expected = f"(pid {desk.saver.pid} on host {socket.gethostname()}) of the trainer that died to publish step 1"
+        assert expected in caplog.text
+        assert store.steps() == ([0, 1, 2] if asks == "commit" else [0, 1])
+        if asks == "restore":
+            assert np.array_equal(results[0]["w0"], noise(1)["w0"])

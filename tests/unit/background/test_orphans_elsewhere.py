@@ -8,21 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-import time
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import BackendError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.store.lease import STALE_SECONDS, Lease
 from ckstore.store.lease_record import GONE, SaverPurpose
 from ckstore.store.processes import boot_identity, process_started
-from support.saver_desk import SECONDS_MAX, noise, until
 
 PATH = layout.lease_name("main")
 LEFT = LeaseRecord(
@@ -43,7 +39,7 @@ def run(store, backend, monkeypatch):
     """The place of a run with a checkpoint, which nobody writes."""
     monkeypatch.setattr("ckstore.store.orphans._silent", {})
     store.commit({"a": 1}, 1)
-    store._parts.lease.release()
+    repository_of(store).lease.release()
     return backend
 
 
@@ -51,45 +47,6 @@ def put(backend, record):
     if backend.stat(PATH) is not None:
         backend.unlink(PATH)
     backend.create(PATH, encode_record(record), sync=False)
-
-
-@pytest.fixture
-def on_another_node(monkeypatch):
-    """Let this process be on another node than the savers that it starts."""
-    for module in ("orphans", "lease", "processes"):
-        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "machine-b/boot/namespace")
-
-
-def in_thread(step):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(step()), daemon=True)
-    thread.start()
-    return thread, results
-
-
-@pytest.mark.parametrize("asks", ["restore", "latest", "steps", "commit"])
-def test_who_starts_the_run_again_waits_for_a_saver_that_still_publishes(desk, address, caplog, request, asks):
-    desk.commit(noise(0), 0)
-    handed = desk.begin(noise(1), 1)
-    assert handed.began.wait(SECONDS_MAX)
-    with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
-        lease = store._parts.lease
-        desk.saver.quit(is_waited=False)
-        until(lambda: SaverPurpose.of(lease.holder().purpose).trainer_started == GONE)
-        request.getfixturevalue("on_another_node")
-        calls = {"restore": store.restore, "latest": store.latest, "steps": store.steps}
-        thread, results = in_thread(calls.get(asks, lambda: store.commit(noise(2), 2)))
-        until(lambda: "waiting for the saver" in caplog.text)
-        time.sleep(0.2)
-        assert not results, "nobody goes on while the saver may still publish"
-        handed.stage().finish().wait()
-        thread.join(SECONDS_MAX)
-        assert results
-        expected = f"(pid {desk.saver.pid} on host {socket.gethostname()}) of the trainer that died to publish step 1"
-        assert expected in caplog.text
-        assert store.steps() == ([0, 1, 2] if asks == "commit" else [0, 1])
-        if asks == "restore":
-            assert np.array_equal(results[0]["w0"], noise(1)["w0"])
 
 
 def test_a_saver_elsewhere_whose_heart_stops_is_waited_for_once(run, clock, caplog):

@@ -1,0 +1,91 @@
+"""Protects who is waited for before a run goes on: a living saver of a trainer that died on this boot, nobody else."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from ckstore._testing import repository_of
+from ckstore.format import layout
+from ckstore.format.records import LeaseRecord, encode_record
+from ckstore.store.lease import Lease
+from ckstore.store.lease_record import SaverPurpose
+from ckstore.store.orphans import is_orphan
+from ckstore.store.processes import boot_identity, process_started
+
+
+def put_holder(backend, **facts):
+    record = {
+        "host": os.uname().nodename,
+        "boot_id": boot_identity(),
+        "pid": os.getppid(),
+        "process_started": process_started(os.getppid()),
+        "token": "ab" * 16,
+        "acquired_ns": 1,
+        "heartbeat_ns": 1,
+        "purpose": SaverPurpose(4_000_000, "17", 5).text,
+        **facts,
+    }
+    path = layout.lease_name("main")
+    if backend.stat(path) is not None:
+        backend.unlink(path)
+    backend.create(path, encode_record(LeaseRecord(**record)), sync=False)
+    return LeaseRecord(**record)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"purpose": ""},
+        {"purpose": "something else"},
+        {"purpose": "saver:x:17:5"},
+        {"purpose": f"saver:{os.getpid()}:{process_started(os.getpid())}:5"},
+        {"pid": 4_000_000},
+        {"process_started": "1"},
+        {"boot_id": "another/boot/namespace"},
+        {"boot_id": ""},
+    ],
+    ids=["trainer", "other", "garbage", "trainer-lives", "dead", "pid-used-again", "elsewhere", "unknown-boot"],
+)
+def test_only_a_living_saver_of_a_dead_trainer_on_this_boot_is_an_orphan(store, backend, clock, facts):
+    store.commit({"a": 1}, 1)
+    repository_of(store).lease.release()
+    assert is_orphan(put_holder(backend))
+    assert not is_orphan(put_holder(backend, **facts))
+    assert not Lease(backend, "main", clock).wait_for_orphan()
+    assert clock.slept == 0
+
+
+def test_trainer_whose_pid_the_next_one_has_is_said_to_have_died(store, backend, clock, caplog):
+    store.commit({"a": 1}, 1)
+    repository_of(store).lease.release()
+    # In a container the trainer that is started again often has the pid of the one before.
+    put_holder(backend, purpose=SaverPurpose(os.getpid(), "17", 5).text)
+    clock.on_sleep = lambda: backend.unlink(layout.lease_name("main"))
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        assert Lease(backend, "main", clock).wait_for_orphan()
+    assert "of the trainer that died to publish step 5" in caplog.text
+
+
+def test_wait_for_an_orphan_says_so_again_after_a_while(store, backend, clock, caplog):
+    store.commit({"a": 1}, 1)
+    repository_of(store).lease.release()
+    put_holder(backend)
+
+    def leave_at_last():
+        if clock.slept > 25:
+            backend.unlink(layout.lease_name("main"))
+
+    clock.on_sleep = leave_at_last
+    with caplog.at_level(logging.WARNING, "ckstore"):
+        assert Lease(backend, "main", clock).wait_for_orphan()
+    assert caplog.text.count("to publish step 5") == 1
+    assert caplog.text.count("still waiting for the saver") == 2
+
+
+def test_purposes_are_read_as_they_were_written():
+    for purpose in (SaverPurpose(1, "2", 3), SaverPurpose(1, "2")):
+        assert SaverPurpose.of(purpose.text) == purpose
+    assert SaverPurpose.of("saver:1:2") is None
