@@ -41,7 +41,8 @@ import liburing  # type: ignore[import-untyped]  # noqa: E402
 
 _BATCH = 4
 """How many entries are submitted at once: the GIL is held meanwhile."""
-_LOST_WAIT_MS = 2000
+LOST_WAIT_MS = 2000
+"""How long completions are waited for after the ring has failed; one that is missing then is lost."""
 _RETRY_MS = 1
 _KEEPS_VIEWS = keeps_views(liburing.Iovec)
 
@@ -285,7 +286,7 @@ class UringQueue:
         self._failure = error
         poll = select.poll()
         poll.register(self._ring.ring_fd, select.POLLIN)
-        while self._in_flight and poll.poll(_LOST_WAIT_MS):
+        while self._in_flight and poll.poll(LOST_WAIT_MS):
             self._reap()
         # What is missing now will never be reported; its buffers may still be in use.
         lost = OSError(errno.EBADR, os.strerror(errno.EBADR))

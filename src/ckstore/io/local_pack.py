@@ -23,8 +23,12 @@ from ckstore.io.buffers import AlignedBuffer
 from ckstore.io.engine import IoQueue, IoRequest
 from ckstore.io.os_calls import PAGE_NBYTES, fallocate, medium_error, medium_errors, round_down, round_up
 
-_STEP_NBYTES_MAX = 16 * GIB
-_STEP_NBYTES_MIN = 64 * MIB
+STEP_NBYTES_MAX = 16 * GIB
+"""No more is reserved at once."""
+
+STEP_NBYTES_MIN = 64 * MIB
+"""No less is reserved ahead, once a pack has grown beyond what was expected; where that is no longer free, nothing."""
+
 _STEP_NBYTES_FIRST = MIB
 """What is reserved beyond what was expected: this at first, then twice as much each time, up to the least of later
 steps. A pack needs little more than its directory. In memory (tmpfs) room is filled with zeros, and a commit of a few
@@ -50,7 +54,7 @@ class LocalPackSink:
         self._queue = queue
         self._expected_nbytes = round_up(nbytes_expected)
         self._reserved_nbytes = 0
-        self._step_nbytes_max = _STEP_NBYTES_MAX
+        self._step_nbytes_max = STEP_NBYTES_MAX
         self._can_reserve = True
         self._in_flight = 0
         self._failure: CkstoreError | None = None
@@ -61,7 +65,7 @@ class LocalPackSink:
         self._reserving = threading.Lock()
         self._step_nbytes = _STEP_NBYTES_FIRST
         if nbytes_expected:
-            self._reserve_some(min(self._expected_nbytes, _STEP_NBYTES_MAX), nbytes_needed=0)
+            self._reserve_some(min(self._expected_nbytes, STEP_NBYTES_MAX), nbytes_needed=0)
 
     @property
     def name(self) -> str:
@@ -163,7 +167,7 @@ class LocalPackSink:
             if missing <= 0:
                 return
             rest = self._expected_nbytes - self._reserved_nbytes
-            step = min(max(rest, min(self._step_nbytes, _STEP_NBYTES_MIN)), self._step_nbytes_max)
+            step = min(max(rest, min(self._step_nbytes, STEP_NBYTES_MIN)), self._step_nbytes_max)
             if rest <= 0:
                 self._step_nbytes *= 2
             self._reserve_some(max(missing, step), nbytes_needed=missing)
@@ -181,7 +185,7 @@ class LocalPackSink:
                 os.ftruncate(self._fd, self._reserved_nbytes)
             # What did not fit is not tried again: on a nearly full disk every block would pay for it.
             half = round_down(nbytes // 2)
-            self._step_nbytes_max = half if half >= _STEP_NBYTES_MIN else 0
+            self._step_nbytes_max = half if half >= STEP_NBYTES_MIN else 0
             nbytes = max(nbytes_needed, self._step_nbytes_max)
         return None
 

@@ -81,9 +81,9 @@ def test_processor_without_wide_vectors_takes_pwrite_loads_nothing_and_says_so_o
 
 def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "ckstore.io.engine_uring", raising=False)
-    monkeypatch.setattr("ckstore.io.ring_support._flags_of", lambda path: frozenset())
+    monkeypatch.setattr("ckstore.io.ring_support.NEEDED_FLAGS", ("wings",))
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "x86_64")))
-    with pytest.raises(UnsupportedError, match="the processor lacks"):
+    with pytest.raises(UnsupportedError, match="the processor lacks wings"):
         choose_engine("uring", str(tmp_path))
 
 
@@ -109,8 +109,8 @@ def test_little_locked_memory_is_no_hindrance(tmp_path):
 
 
 def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_choice, "_try_uring", lambda folder: (None, "refused"))
-    with pytest.raises(UnsupportedError, match="refused"):
+    monkeypatch.setitem(sys.modules, "ckstore.io.engine_uring", None)
+    with pytest.raises(UnsupportedError, match="liburing is not installed"):
         choose_engine("uring", str(tmp_path))
     with pytest.raises(UsageError):
         choose_engine("carrier pigeon", str(tmp_path))
@@ -158,7 +158,11 @@ def test_probe_that_is_killed_leaves_its_file_where_a_store_expects_one(tmp_path
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", without_tmpfile)
-    monkeypatch.setattr(engine_choice, "_unlink_if_there", lambda path: None)
+
+    def killed_before(path):
+        raise OSError(errno.EINTR, "it never came to that")
+
+    monkeypatch.setattr(os, "unlink", killed_before)
     (tmp_path / folder).mkdir(exist_ok=True)
     os.close(engine_choice.open_scratch(str(tmp_path), direct=False))
     [left] = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]

@@ -2,13 +2,14 @@
 
 import errno
 import os
-import signal
+import threading
 
 import pytest
 
 from ckstore.io.buffers import BufferPool
 from ckstore.io.engine_pwrite import PwriteEngine
 from ckstore.testing.suites import move
+from support.forked import fork
 
 PAGE = 4096
 
@@ -81,15 +82,15 @@ def test_queue_survives_a_failed_call(queue, fd, block, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_close(queue):
-    with queue._lock:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(20)
-                queue.close()
-                status = 0
-            finally:
-                os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def test_child_forked_while_the_lock_was_held_can_close(queue, fd, block, monkeypatch):
+    start, checks = threading.Thread.start, []
+
+    def fork_first(thread):
+        # A queue starts its threads while it holds its lock.
+        checks.append(fork(queue.close, seconds_max=20))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fork_first)
+    assert move(queue, [("write", fd, block, 0)]) == [(8 * PAGE, None)]
+    (check,) = checks
+    check()

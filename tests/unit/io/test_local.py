@@ -102,14 +102,22 @@ def write_blocks(sink, pool, count):
 
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ["pwrite", "auto"])
-def test_pack_that_is_too_large_for_the_disk_is_a_capacity_error(small_disk, engine):
+def test_pack_that_is_too_large_for_the_disk_is_a_capacity_error(small_disk, engine, monkeypatch):
+    real, reserved = local_pack.fallocate, []
+
+    def noting(fd, offset, nbytes):
+        is_able = real(fd, offset, nbytes)
+        reserved.append(offset + nbytes)
+        return is_able
+
+    monkeypatch.setattr(local_pack, "fallocate", noting)
     backend = LocalBackend(small_disk, engine=engine)
     free = backend.free_nbytes()
     with BufferPool(BLOCK, 4) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=40 << 20)
         with pytest.raises(CapacityError, match="ENOSPC"):
             write_blocks(sink, pool, (40 << 20) // BLOCK)
-        assert sink._reserved_nbytes > free - (1 << 20), "given up while there was room"
+        assert max(reserved) > free - (1 << 20), "given up while there was room"
         sink.close()
         assert pool.free_count == 4
     assert backend.list_names("") == []
@@ -128,7 +136,7 @@ def limit_space(monkeypatch, room):
         return True
 
     monkeypatch.setattr(local_pack, "fallocate", fallocate)
-    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MIN", 2 * BLOCK)
+    monkeypatch.setattr(local_pack, "STEP_NBYTES_MIN", 2 * BLOCK)
     return steps
 
 
@@ -161,7 +169,7 @@ def test_reservation_that_failed_half_way_keeps_no_room(backend, tmp_path, monke
         return True
 
     monkeypatch.setattr(local_pack, "fallocate", fallocate)
-    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(local_pack, "STEP_NBYTES_MIN", 4 * BLOCK)
     with BufferPool(BLOCK, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=12 * BLOCK)
         assert (tmp_path / "x.pack").stat().st_size == 6 * BLOCK
@@ -239,8 +247,8 @@ def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, 
         return real(fd, offset, nbytes)
 
     monkeypatch.setattr(local_pack, "fallocate", counted)
-    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MAX", 8 * BLOCK)
-    monkeypatch.setattr(local_pack, "_STEP_NBYTES_MIN", 2 * BLOCK)
+    monkeypatch.setattr(local_pack, "STEP_NBYTES_MAX", 8 * BLOCK)
+    monkeypatch.setattr(local_pack, "STEP_NBYTES_MIN", 2 * BLOCK)
     with BufferPool(BLOCK, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=11 * BLOCK)
         for index in range(14):

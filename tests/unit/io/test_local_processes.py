@@ -11,9 +11,11 @@ import pytest
 from ckstore.errors import BackendError, CapacityError, CkstoreError
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
+from ckstore.io.engine_choice import choose_engine
 from ckstore.io.local import LocalBackend
 from ckstore.io.os_calls import medium_error
 from ckstore.testing.suites import BLOCK, random_pieces, write_pack
+from support.forked import fork
 
 
 @pytest.fixture(params=["pwrite", "auto"])
@@ -47,51 +49,62 @@ def test_signals_do_not_disturb_writing_and_reading(backend):
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_forked_child_writes_and_reads_with_queues_of_its_own(backend):
     write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            wanted = write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
-            backend.close()
-            status = 0 if backend.read_bytes("child.pack", nbytes_max=1 << 30) == wanted else 2
-        finally:
-            os._exit(status)
+
+    def write_and_read():
+        wanted = write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
+        backend.close()
+        return backend.read_bytes("child.pack", nbytes_max=1 << 30) == wanted
+
+    check = fork(write_and_read)
     wanted = write_pack(backend, "parent.pack", random_pieces(3, 20, BLOCK))
     assert backend.read_bytes("parent.pack", nbytes_max=1 << 30) == wanted
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check()
+
+
+class ForkingEngine:
+    """An engine that forks a child when it is asked for a queue: then the backend holds its lock."""
+
+    def __init__(self, inner):
+        self.inner, self.name = inner, inner.name
+        self.act = None
+        self.checks = []
+
+    def open_queue(self, **options):
+        act, self.act = self.act, None
+        if act is not None:
+            self.checks.append(fork(act))
+        return self.inner.open_queue(**options)
+
+
+@pytest.fixture(params=["pwrite", "auto"])
+def forking(request, tmp_path):
+    return ForkingEngine(choose_engine(request.param, str(tmp_path))[0])
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_still_close_and_write(backend):
-    write_pack(backend, "before.pack", random_pieces(1, 20, BLOCK))
-    with backend._lock:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(200)
-                backend.close()
-                backend.engine_name  # noqa: B018 - asked for because it takes the lock
-                write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
-                backend.close()
-                status = 0
-            finally:
-                os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def test_child_forked_while_the_lock_was_held_can_still_close_and_write(forking, tmp_path):
+    backend = LocalBackend(tmp_path, engine=forking)
+
+    def close_and_write():
+        backend.close()
+        write_pack(backend, "child.pack", random_pieces(2, 20, BLOCK))
+        backend.close()
+
+    forking.act = close_and_write
+    write_pack(backend, "parent.pack", random_pieces(1, 20, BLOCK))
+    backend.close()
+    (check,) = forking.checks
+    check()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(backend):
-    with backend._lock:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(200)
-                status = 0 if backend.engine_name in ("uring", "pwrite") else 2
-            finally:
-                os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(forking, tmp_path):
+    backend = LocalBackend(tmp_path, engine=forking)
+    forking.act = lambda: backend.engine_name in ("uring", "pwrite")
+    write_pack(backend, "parent.pack", random_pieces(1, 20, BLOCK))
+    backend.close()
+    (check,) = forking.checks
+    check()
 
 
 @pytest.mark.parametrize(
