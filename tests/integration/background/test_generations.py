@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -12,38 +13,38 @@ import pytest
 
 import ckstore
 from ckstore import Policy
-from ckstore.bases import Bases
+from ckstore._testing import saver_of
 from ckstore.config import MIB
-from ckstore.errors import MalformedError
 from ckstore.format import layout
-from ckstore.ids import ChunkId, chunk_id_of
-from ckstore.saver import messages
-from ckstore.saver.arena import FREE, UNIT_NBYTES
-from ckstore.saver.tickets import Callbacks, Tickets
+from ckstore.saver.arena import UNIT_NBYTES
 from support.saver_desk import SECONDS_MAX, Desk, until
 
 KEEPING = Policy(base_cache="memory", threads=2, saver_nice=0, read_amplification_max=8)
 """With a bound that lets every state be coded against the one before it."""
-COUNT = 4 * MIB
-"""Elements of four chunks of fp32."""
+COUNT = 2 * MIB
+"""Elements of two chunks of fp32."""
+CHUNKS = 2
 
 SLOT_NBYTES = 4 * COUNT + 2 * UNIT_NBYTES
 """What a slot with them takes: samples and the head have units of their own."""
 
 
-def drifting(step, count=COUNT):
+@functools.cache
+def noise_of(seed):
+    return np.random.default_rng(seed).standard_normal(COUNT, np.float32)
+
+
+def drifting(step):
     """Return values that change a little with each step, everywhere."""
-    values = np.random.default_rng(0).normal(size=count).astype(np.float32)
-    return values * np.float32(1 + step * 2**-16)
+    return noise_of(0) * np.float32(1 + step * 2**-16)
 
 
-def walking(step_count, count=COUNT):
+def walking(step_count):
     """Yield values that each differ a little from those before, everywhere: the previous ones are the best base."""
-    source = np.random.default_rng(1)
-    values = source.normal(size=count).astype(np.float32)
-    for _ in range(step_count):
+    values = noise_of(1)
+    for step in range(step_count):
         yield values
-        values = values + np.float32(1e-3) * source.normal(size=count).astype(np.float32)
+        values = values + np.float32(1e-3) * noise_of(2 + step)
 
 
 @pytest.fixture
@@ -55,17 +56,17 @@ def keeping_store(folder):
 # The whole way
 
 
-def test_the_last_state_stays_where_it_was_staged_and_two_slots_are_enough(keeping_store):
+def test_last_state_is_the_base_where_it_was_staged_and_two_slots_are_enough(keeping_store):
     store = keeping_store
     taken = []
-    for step, values in enumerate(walking(7)):
+    for step, values in enumerate(walking(5)):
         receipt = store.commit_async({"w": values}, step).result()
         assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (0, 0), "nothing is copied"
         assert receipt.bytes_bases_staged == 4 * COUNT
-        assert receipt.chunks_delta == (4 if step else 0)
+        assert receipt.chunks_delta == (CHUNKS if step else 0)
         taken.append(store.arena_nbytes)
     assert 2 * 4 * COUNT <= taken[1] == taken[-1] <= 2 * SLOT_NBYTES
-    for step, values in enumerate(walking(7)):
+    for step, values in enumerate(walking(5)):
         assert np.array_equal(store.restore(step)["w"], values)
     assert not store.verify("decode").damage
 
@@ -80,7 +81,7 @@ def test_the_same_is_stored_as_when_bases_are_read_back(keeping_store, folder):
             others.append(other.commit_async(state, step).result())
     assert [each.bytes_written for each in ours] == [each.bytes_written for each in others]
     assert [each.chunks_delta for each in ours] == [each.chunks_delta for each in others]
-    assert [each.chunks_delta >= 4 for each in ours] == [False, True, True, True, True]
+    assert [each.chunks_delta >= CHUNKS for each in ours] == [False, True, True, True, True]
     assert not any(each.bytes_bases_staged for each in others)
 
 
@@ -98,7 +99,7 @@ def test_bases_come_out_of_the_arena_and_not_off_the_disk(keeping_store, folder)
     # Of what it wrote nothing can be read any more; a base that is read back would be told as damaged.
     _ruin(folder)
     receipt = keeping_store.commit_async({"w": drifting(1)}, 1).result()
-    assert receipt.chunks_delta == 4
+    assert receipt.chunks_delta == CHUNKS
     assert not receipt.warnings
 
 
@@ -112,7 +113,7 @@ def test_a_keyframe_that_is_read_back_is_read_back_once(folder):
         _ruin(folder)
         for step in (4, 5):
             receipt = store.commit_async({"w": drifting(step)}, step).result()
-            assert receipt.chunks_delta == 4
+            assert receipt.chunks_delta == CHUNKS
             assert not receipt.warnings
 
 
@@ -123,7 +124,7 @@ def test_a_keyframe_that_is_read_back_is_held_as_far_as_the_bound_allows(folder)
             receipt = store.commit({"w": drifting(step)}, step)
             assert receipt.bytes_bases_peak <= 2 * COUNT
     assert receipt.bytes_bases == 2 * COUNT
-    assert receipt.chunks_delta == 4
+    assert receipt.chunks_delta == CHUNKS
 
 
 def test_a_store_that_is_closed_holds_no_memory(folder):
@@ -143,37 +144,36 @@ def test_a_store_that_is_closed_holds_no_memory(folder):
     assert pending.result() is receipt
 
 
-def test_a_policy_that_holds_nothing_lets_go_of_what_was_held(folder):
+def test_policy_without_base_cache_frees_the_bases_that_were_held(folder):
     with ckstore.open(folder, policy=Policy(base_cache="memory", saver_nice=0)) as store:
         receipts = [store.commit_async({"w": drifting(step)}, step).result() for step in range(3)]
         assert receipts[-1].bytes_bases == 4 * COUNT, "the keyframe"
         receipt = store.commit_async({"w": drifting(3)}, 3, policy=Policy(saver_nice=0)).result()
         assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (0, 0)
-        assert receipt.chunks_delta == 4
+        assert receipt.chunks_delta == CHUNKS
 
 
-def test_a_commit_of_this_process_takes_the_slot_back(keeping_store):
+def test_commit_of_the_trainer_frees_the_slot_that_the_saver_keeps(keeping_store):
     store = keeping_store
     for step in range(0, 6, 2):
         store.commit_async({"w": drifting(step)}, step).result()
         store.commit({"w": drifting(step + 1)}, step + 1)
-        store._handover._lying.sweep()
-        assert [slot.state for slot in store._handover._dock.arena.slots] == [FREE] * 3
-    assert store.arena_nbytes <= SLOT_NBYTES
+    assert store.arena_nbytes <= SLOT_NBYTES, "each was staged where the last one was"
     assert store.steps() == list(range(6))
 
 
-def test_a_policy_that_keeps_nothing_any_more_gives_the_slot_back(keeping_store):
+def test_policy_without_base_cache_frees_the_slot_that_the_saver_keeps(keeping_store):
     store = keeping_store
     store.commit_async({"w": drifting(0)}, 0).result()
     receipt = store.commit_async({"w": drifting(1)}, 1, policy=Policy(saver_nice=0)).result()
     assert receipt.bytes_bases_staged == 0
-    until(lambda: not store._handover._lying.kept or store._handover._lying.sweep(), "both slots")
-    assert not store._handover._lying.kept
+    for step in (2, 3):
+        assert store.commit_async({"w": drifting(step)}, step).result().bytes_bases_staged
+    assert store.arena_nbytes <= 2 * SLOT_NBYTES, "a third slot was never needed"
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "replace", "skip"])
-def test_states_that_come_too_fast_are_stored_right_beside_one_that_is_kept(folder, on_busy):
+def test_states_that_come_too_fast_are_stored_right_beside_a_kept_one(folder, on_busy):
     policy = Policy(base_cache="memory", on_busy=on_busy, saver_nice=0)
     with ckstore.open(folder, policy=policy) as store:
         pendings = [store.commit_async({"w": drifting(step)}, step) for step in range(12)]
@@ -185,10 +185,10 @@ def test_states_that_come_too_fast_are_stored_right_beside_one_that_is_kept(fold
         assert [pending.step for pending in pendings if pending.error_or_none() is None] == kept or on_busy == "skip"
 
 
-def test_a_saver_that_dies_while_it_keeps_a_slot_fails_nothing(keeping_store, caplog):
+def test_saver_that_dies_while_it_keeps_a_slot_fails_no_commit(keeping_store, caplog):
     store = keeping_store
     store.commit_async({"w": drifting(0)}, 0).result()
-    saver = store._handover._saver
+    saver = saver_of(store)
     os.kill(saver.pid, signal.SIGKILL)
     until(lambda: not saver.is_alive, "its end")
     assert "before the commit was acknowledged" not in caplog.text
@@ -229,11 +229,10 @@ def test_the_saver_gives_a_slot_back_when_the_next_ticket_has_ended(address):
         first = desk.begin({"w": drifting(0)}, 0, policy=KEEPING, may_keep=True).stage().finish()
         assert first.kept.wait(SECONDS_MAX)
         assert first.events == ["began", "done", "kept"]
-        assert desk.saver._tickets.untold == 0
         second = desk.begin({"w": drifting(1)}, 1, slot=1, policy=KEEPING, may_keep=True).stage().finish()
         assert second.kept.wait(SECONDS_MAX)
         assert first.events[-1] == "free"
-        assert second.receipt.chunks_delta == 4
+        assert second.receipt.chunks_delta == CHUNKS
         assert desk.saver.release_lease(SECONDS_MAX)
         assert second.events[-1] == "free"
     finally:
@@ -250,7 +249,7 @@ def test_the_saver_forgets_what_it_keeps_and_nothing_else(address):
         assert (Path(address) / layout.lease_name("main")).exists()
         second = desk.begin({"w": drifting(1)}, 1, policy=KEEPING, may_keep=True).stage().finish()
         assert second.kept.wait(SECONDS_MAX)
-        assert second.receipt.chunks_delta == 4, "against what is read back"
+        assert second.receipt.chunks_delta == CHUNKS, "against what is read back"
     finally:
         desk.close()
 
@@ -268,15 +267,15 @@ def test_a_ticket_that_is_given_up_before_its_turn_ends_before_the_one_that_is_r
         assert not running.ended.is_set()
         later = desk.begin({"w": drifting(2)}, 2, slot=1, policy=KEEPING, parent_ticket=waiting.number)
         later.stage().finish()
-        assert running.stage().finish().wait().chunks_new == 4
-        assert later.wait().chunks_delta == 4
+        assert running.stage().finish().wait().chunks_new == CHUNKS
+        assert later.wait().chunks_delta == CHUNKS
     finally:
         desk.close()
     with ckstore.open(address) as store:
         assert store.steps() == [0, 2]
 
 
-def test_what_may_not_be_kept_is_given_back_at_once(desk):
+def test_slot_that_may_not_be_kept_is_free_when_its_commit_is_done(desk):
     handed = desk.begin({"w": drifting(0)}, 0, policy=KEEPING).stage().finish()
     assert handed.wait().bytes_bases == 4 * COUNT
     assert "kept" not in handed.events
@@ -301,88 +300,7 @@ def test_a_ticket_that_fails_leaves_what_was_kept_in_its_place(address):
         assert "free" not in first.events
         third = desk.begin({"w": drifting(2)}, 2, slot=1, policy=KEEPING, may_keep=True).stage().finish()
         assert third.kept.wait(SECONDS_MAX)
-        assert third.receipt.chunks_delta == 4
+        assert third.receipt.chunks_delta == CHUNKS
         assert first.events[-1] == "free"
     finally:
         desk.close()
-
-
-def test_a_slot_is_kept_once_and_ends_free():
-    tickets, told = Tickets(), []
-    note = [lambda *facts, name=name: told.append(name) for name in ("done", "failed", "free", "kept")]
-    assert tickets.add(1, Callbacks(*note[:3], on_kept=note[3]))
-    tickets.take(messages.Kept(1))
-    tickets.take(messages.SlotFree(1))
-    assert told == ["kept", "free"]
-    with pytest.raises(MalformedError, match="not given"):
-        tickets.take(messages.Kept(1))
-
-
-# What is held
-
-
-def held_by(tickets, nbytes=100):
-    """Return bases that hold one chunk in the slot of each of these tickets; None: on the heap."""
-    bases = Bases()
-    for number, ticket in enumerate(tickets):
-        bases.hold(ChunkId(bytes([number]) * 32), memoryview(bytes(nbytes)), ticket=ticket)
-    bases._held, bases._held_nbytes = bases._drafts, bases._drafts_nbytes
-    bases._drafts, bases._drafts_nbytes = {}, 0
-    return bases
-
-
-def test_the_older_slot_is_left_when_the_newer_one_holds_something():
-    bases = held_by([1, 2, None])
-    assert (bases.held_nbytes, bases.staged_nbytes) == (100, 200)
-    bases.begin(None)
-    bases.leave_slots(2)
-    assert bases.tickets == {2}
-    assert bases.held_nbytes_peak == 200
-    assert (bases.held_nbytes, bases.staged_nbytes) == (200, 100)
-    assert all(bases.held(ChunkId(bytes([number]) * 32)) == bytes(100) for number in range(3))
-
-
-def test_the_older_slot_stays_while_the_newer_one_holds_nothing():
-    bases = held_by([1, 1])
-    bases.leave_slots(2)
-    assert bases.tickets == {1}
-    bases.leave_slots(None)
-    assert bases.tickets == frozenset()
-    assert bases.held(ChunkId(bytes(32))) is None
-
-
-def test_leaving_a_slot_keeps_the_bound():
-    bases = held_by([1, 1, 2])
-    bases._nbytes_max = 150
-    bases.leave_slots(2)
-    assert bases.held_nbytes == 100
-    assert bases.tickets == {2}
-
-
-def test_what_finds_no_memory_is_not_held(monkeypatch):
-    def refuse(plain):
-        raise MemoryError
-
-    bases = held_by([1, 2])
-    monkeypatch.setattr("ckstore.bases.bytes", refuse, raising=False)
-    bases.leave_slots(2)
-    bases.hold_read(ChunkId(b"x" * 32), memoryview(b"abc"))
-    assert (bases.held_nbytes, bases.tickets) == (0, {2})
-
-
-def test_what_is_read_back_is_held_as_what_it_is(monkeypatch):
-    bases, plain = Bases(), memoryview(bytearray(b"abc" * 40))
-    bases.hold_read(ChunkId(b"x" * 32), plain)
-    assert bases.held_nbytes == 0, "it has another name"
-    bases.hold_read(chunk_id_of(plain), plain)
-    plain[:] = bytes(120)
-    assert bases.held(chunk_id_of(b"abc" * 40)) == b"abc" * 40
-
-
-def test_bytes_in_a_slot_that_have_changed_are_no_base():
-    memory = bytearray(100)
-    bases = Bases()
-    bases.hold(ChunkId(bytes(32)), memoryview(memory), ticket=1)
-    assert bases.held(ChunkId(bytes(32))) == bytes(100)
-    memory[50] = 1
-    assert bases.held(ChunkId(bytes(32))) is None

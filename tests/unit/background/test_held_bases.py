@@ -1,0 +1,102 @@
+"""Protects the bases that a saver holds in slots of the arena and on its heap: as they were, and within their bound."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+import ckstore
+from ckstore._testing import repository_of
+from ckstore.bases import Bases
+from ckstore.config import MIB
+from ckstore.ids import ChunkId, chunk_id_of
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.references import load_whole, resolve
+
+
+@functools.cache
+def checkpoint():
+    """Return the manifest of a checkpoint of three chunks, and their ids."""
+    with ckstore.open(MemoryBackend()) as store:
+        store.commit([np.full(MIB, number, np.uint8) for number in range(3)], 0)
+        parts = repository_of(store)
+        manifest = load_whole(parts, resolve(parts, "seq:0"))
+    chunk_ids = [chunk.chunk_id for chunk in manifest.chunks]
+    assert len(chunk_ids) == 3
+    return manifest, chunk_ids
+
+
+class NoRoom:
+    """A hundred bytes that cannot be copied for want of memory."""
+
+    def __len__(self):
+        return 100
+
+    def __bytes__(self):
+        raise MemoryError
+
+
+def held_by(*tickets, plain=None):
+    """Return bases that hold a hundred bytes of one chunk in the slot of each of these tickets; None: on the heap."""
+    bases, (manifest, chunk_ids) = Bases(), checkpoint()
+    for chunk_id, ticket in zip(chunk_ids, tickets, strict=False):
+        if plain is None:
+            bases.hold(chunk_id, memoryview(bytes(100)), ticket=ticket)
+        else:
+            bases.hold(chunk_id, plain, checksum=0, ticket=ticket)
+    bases.follow(manifest)
+    return bases
+
+
+def test_bases_leave_the_older_slot_when_the_newer_one_holds_something():
+    bases = held_by(1, 2, None)
+    assert (bases.held_nbytes, bases.staged_nbytes) == (100, 200)
+    bases.begin(None)
+    bases.leave_slots(2)
+    assert bases.tickets == {2}
+    assert bases.held_nbytes_peak == 200
+    assert (bases.held_nbytes, bases.staged_nbytes) == (200, 100)
+    assert [bases.held(chunk_id) for chunk_id in checkpoint()[1]] == [bytes(100)] * 3
+
+
+def test_bases_stay_in_the_older_slot_while_the_newer_one_holds_nothing():
+    bases = held_by(1, 1)
+    bases.leave_slots(2)
+    assert bases.tickets == {1}
+    bases.leave_slots(None)
+    assert bases.tickets == frozenset()
+    assert bases.held(checkpoint()[1][0]) is None
+
+
+def test_bases_that_leave_a_slot_keep_the_bound():
+    bases = held_by(1, 1, 2)
+    bases.begin(150)
+    bases.leave_slots(2)
+    assert bases.held_nbytes == 100
+    assert bases.tickets == {2}
+
+
+def test_bases_that_find_no_memory_are_not_held():
+    bases = held_by(1, 2, plain=NoRoom())
+    bases.leave_slots(2)
+    bases.hold_read(ChunkId(b"x" * 32), NoRoom())
+    assert (bases.held_nbytes, bases.tickets) == (0, {2})
+
+
+def test_base_that_is_read_back_is_held_if_it_is_what_its_name_says():
+    bases, plain = Bases(), memoryview(bytearray(b"abc" * 40))
+    bases.hold_read(ChunkId(b"x" * 32), plain)
+    assert bases.held_nbytes == 0, "it has another name"
+    bases.hold_read(chunk_id_of(plain), plain)
+    plain[:] = bytes(120)
+    assert bases.held(chunk_id_of(b"abc" * 40)) == b"abc" * 40
+
+
+def test_bytes_in_a_slot_that_have_changed_are_no_base():
+    memory = bytearray(100)
+    bases = Bases()
+    bases.hold(ChunkId(bytes(32)), memoryview(memory), ticket=1)
+    assert bases.held(ChunkId(bytes(32))) == bytes(100)
+    memory[50] = 1
+    assert bases.held(ChunkId(bytes(32))) is None
