@@ -36,6 +36,8 @@ class PretendSaver:
         self.is_keeping = False
         self.lying = set()
         self.calls = []
+        self.on_wait = None
+        """Called when somebody begins to wait, with what for: so that it comes after that."""
 
     @property
     def takes_tickets(self):
@@ -156,6 +158,8 @@ class PretendSaver:
         self.calls.append("hurry")
 
     def wait(self, event, timeout, doing, *, is_urgent=False):
+        if not event.is_set() and self.on_wait is not None:
+            self.on_wait(doing)
         return event.wait(60 if timeout is None else timeout)
 
 

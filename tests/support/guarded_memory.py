@@ -15,9 +15,10 @@ class Owner:
     Its step changes nothing. The first optimizer of torch that a process makes imports a compiler, for seconds.
     """
 
-    def __init__(self, tensors):
+    def __init__(self, tensors, *, handle=RemovableHandle):
         self.param_groups, self.state = [{"params": list(tensors)}], {}
         self.before, self.after = OrderedDict(), OrderedDict()
+        self._handle = handle
 
     def register_step_pre_hook(self, hook):
         return self._register(self.before, hook)
@@ -26,7 +27,7 @@ class Owner:
         return self._register(self.after, hook)
 
     def _register(self, hooks, hook):
-        handle = RemovableHandle(hooks)
+        handle = self._handle(hooks)
         hooks[handle.id] = hook
         return handle
 

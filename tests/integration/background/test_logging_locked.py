@@ -40,7 +40,7 @@ def handler(monkeypatch):
 
 
 def test_commit_whose_saver_died_fails_in_time_while_logging_is_locked_and_the_next_succeeds(folder, handler):
-    with ckstore.open(folder) as store:
+    with ckstore.open(folder, policy=ckstore.Policy(saver_nice=0)) as store:
         store.commit_async({"w": bytes(1000)}, 1).result(SECONDS_MAX)
         # Else it may be stopped before it gives the slot back, and the next commit would wait for that.
         store.wait()
@@ -58,7 +58,7 @@ def test_callback_that_fails_while_logging_is_locked_delays_no_result(folder, ha
     def fail(pending):
         raise ValueError("not mine")
 
-    with ckstore.open(folder) as store:
+    with ckstore.open(folder, policy=ckstore.Policy(saver_nice=0)) as store:
         pending = store.commit_async({"w": bytes(1000)}, 1)
         pending.when_done(fail)
         assert pending.result(SECONDS_MAX).seq == 0
