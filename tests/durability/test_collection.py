@@ -11,6 +11,7 @@ import errno
 
 import pytest
 
+from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError
 from ckstore.keeping import Keeping
 from ckstore.store.parts import Parts
@@ -50,7 +51,7 @@ def prepared():
 def collect_again(disk):
     """Do as the next collection does, whatever the one before has left."""
     with crash_scenarios.open_store(disk) as store:
-        parts = Parts(store._parts.backend, store._parts.record, crash_scenarios.RUN)
+        parts = Parts(repository_of(store).backend, repository_of(store).record, crash_scenarios.RUN)
         report = Keeping(parts, crash_scenarios.QUIET_POLICY).gc(min_age=0, now=True)
         assert report.done.stop == ""
         assert not any(plan.blocked for plan in report.runs)

@@ -1,4 +1,4 @@
-"""Protects what is published while a collection is between two of its steps: each meeting, one by one."""
+"""Protects manifests that are published while a collection is between two of its steps: one test for each order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 import ckstore
 from ckstore import history
+from ckstore._testing import repository_of
 from ckstore.errors import NotFoundError
 from ckstore.format.manifest import republished
 from ckstore.io.memory import MemoryBackend
@@ -40,9 +41,9 @@ def store(backend, clock):
 
 def publish_again(store, manifest):
     """Publish an entry that names packs which nobody names any more, as a writer does that knew them before."""
-    manifests = store._parts.manifests
+    manifests = repository_of(store).manifests
     seq = manifests.claim(manifests.listing().claimed_max + 1)
-    again = republished(manifest, seq=seq, time_ns=store._parts.clock.now_ns(), is_archival=False)
+    again = republished(manifest, seq=seq, time_ns=repository_of(store).clock.now_ns(), is_archival=False)
     manifests.publish(again)
     return again
 
@@ -55,7 +56,7 @@ def same(store, ref, number):
 @pytest.fixture
 def dropped(store):
     """The manifest of step 1, which is dropped: its own pack is garbage now."""
-    manifest = store._parts.manifests.load(store._parts.manifests.listing().names[1])
+    manifest = repository_of(store).manifests.load(repository_of(store).manifests.listing().names[1])
     store.delete(1)
     return manifest
 
@@ -91,7 +92,7 @@ def test_manifest_published_after_the_last_look_is_rescued_by_its_writer(store, 
 
     def publish_and_verify():
         published.append(publish_again(store, dropped))
-        assert store._parts.lost_packs(published[0].packs) == set()
+        assert repository_of(store).lost_packs(published[0].packs) == set()
 
     once(monkeypatch, Trash, "unlink", before=publish_and_verify)
     report = keeper(store).gc(now=True)
@@ -100,15 +101,15 @@ def test_manifest_published_after_the_last_look_is_rescued_by_its_writer(store, 
     same(store, 1, 1)
 
 
-def test_writer_that_is_later_than_the_purge_is_told(store, backend, dropped):
+def test_writer_that_publishes_after_the_purge_finds_its_pack_lost(store, backend, dropped):
     keeper(store).gc(now=True)
     again = publish_again(store, dropped)
-    assert store._parts.lost_packs(again.packs), "then it withdraws, and nothing was acknowledged"
+    assert repository_of(store).lost_packs(again.packs), "then it withdraws, and nothing was acknowledged"
 
 
 def test_commit_whose_packs_are_collected_before_it_is_published_writes_them_again(store, backend, monkeypatch):
     """To a collector, the unpublished packs of a writer that was stopped for long are garbage like any other."""
-    manifests = type(store._parts.manifests)
+    manifests = type(repository_of(store).manifests)
     once(monkeypatch, manifests, "publish", before=lambda: keeper(store).gc(now=True, min_age=0))
     receipt = store.commit(state_of(7), 7)
     same(store, 7, 7)
@@ -117,7 +118,7 @@ def test_commit_whose_packs_are_collected_before_it_is_published_writes_them_aga
 
 
 def test_commit_whose_packs_are_in_the_trash_brings_them_back(store, backend, monkeypatch):
-    manifests = type(store._parts.manifests)
+    manifests = type(repository_of(store).manifests)
     once(monkeypatch, manifests, "publish", before=lambda: keeper(store).gc(min_age=0))
     assert store.commit(state_of(7), 7).seq == 3
     same(store, 7, 7)
@@ -127,7 +128,7 @@ def test_commit_whose_packs_are_in_the_trash_brings_them_back(store, backend, mo
 def test_reader_that_has_opened_its_packs_reads_on_while_they_are_freed(folder):
     with ckstore.open(folder) as store:
         commit_all(store, [0, 1])
-        file = store._parts.backend.open_read(pack_of(store, 0))
+        file = repository_of(store).backend.open_read(pack_of(store, 0))
         size = file.nbytes
         keeper(store).gc(LAST_ONE, now=True, repack_nbytes_max=1 << 30)
         assert file.read_at(0, 8) == b"CKPACK\x00\x01"
@@ -161,8 +162,8 @@ def test_collection_that_was_killed_in_the_trash_is_finished_by_the_next(store, 
 
 
 def test_run_that_is_begun_during_a_look_is_seen(store, backend, clock, monkeypatch):
-    once(monkeypatch, type(store._parts), "runs", before=None, after=lambda: begin(backend, clock))
-    look = Marker(store._parts).look()
+    once(monkeypatch, type(repository_of(store)), "runs", before=None, after=lambda: begin(backend, clock))
+    look = Marker(repository_of(store)).look()
     assert "late" in look.dropped
     assert any(name.run == "late" for name in look.manifests)
 
@@ -175,15 +176,15 @@ def begin(backend, clock):
 def test_manifest_that_vanishes_between_listing_and_reading_is_looked_for_again(store, backend, monkeypatch):
     from dataclasses import replace
 
-    manifest = store._parts.manifests.load(store._parts.manifests.listing().names[1])
+    manifest = repository_of(store).manifests.load(repository_of(store).manifests.listing().names[1])
     following = replace(manifest, header=replace(manifest.header, generation=1))
 
     def replace_it():
-        name = store._parts.manifests.publish(following)
-        store._parts.manifests.move_lower_to_trash(name)
+        name = repository_of(store).manifests.publish(following)
+        repository_of(store).manifests.move_lower_to_trash(name)
 
     once(monkeypatch, Marker, "_mark", before=replace_it)
-    look = Marker(store._parts).look()
+    look = Marker(repository_of(store)).look()
     assert sorted((name.seq, name.generation) for name in look.manifests) == [(0, 0), (1, 1), (2, 0)]
 
 
@@ -191,21 +192,21 @@ def test_other_bytes_under_the_same_name_are_read_again(store, backend):
     """A generation that was withdrawn leaves its name to another replacer, who has other packs."""
     from dataclasses import replace
 
-    manifest = store._parts.manifests.load(store._parts.manifests.listing().names[1])
+    manifest = repository_of(store).manifests.load(repository_of(store).manifests.listing().names[1])
     other_pack = replace(manifest.packs[-1], pack_id=bytes(range(16)))
     one = replace(manifest, header=replace(manifest.header, generation=1))
     other = replace(one, packs=(*one.packs[:-1], other_pack))
-    name = store._parts.manifests.publish(one)
-    marker = Marker(store._parts)
+    name = repository_of(store).manifests.publish(one)
+    marker = Marker(repository_of(store))
     assert bytes(range(16)) not in marker.look().named
-    store._parts.manifests.withdraw(name)
-    store._parts.manifests.publish(other)
+    repository_of(store).manifests.withdraw(name)
+    repository_of(store).manifests.publish(other)
     assert bytes(range(16)) in marker.look().named
 
 
-def test_nothing_is_dropped_for_the_sake_of_one_whose_pack_is_freed_meanwhile(store, backend, monkeypatch):
+def test_gc_drops_nothing_if_the_pack_of_the_newest_one_is_freed_meanwhile(store, backend, monkeypatch):
     """A manifest whose pack lies in the trash counts as whole, since the pack comes back: unless it does not."""
-    path, gc_id = pack_of(store, 2), store._parts.trash.new_packs_folder()
+    path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
     trashed = f"trash/{gc_id}/packs/{path.rsplit('/')[-1]}"
     backend.rename(path, trashed)
     once(monkeypatch, Trash, "rescue_pack", before=lambda: backend.unlink(trashed))
@@ -219,7 +220,7 @@ def test_nothing_is_dropped_for_the_sake_of_one_whose_pack_is_freed_meanwhile(st
 def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store, monkeypatch):
     """A collector that frees at once takes the folder with what was moved so far; the rest goes to one of its own."""
     commit_all(disk_store, [1, 2])
-    parts, taken = disk_store._parts, []
+    parts, taken = repository_of(disk_store), []
     rename = parts.backend.rename
 
     def freed_after_the_first(source, target):
@@ -239,7 +240,7 @@ def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store
     assert disk_store.steps() == []
 
 
-def test_delete_of_what_was_dropped_the_moment_before_says_so(store, monkeypatch):
+def test_delete_of_a_checkpoint_that_was_dropped_meanwhile_says_so(store, monkeypatch):
     """Found by a storm of 15,000 commits: the collector comes between finding the checkpoint and listing its step."""
     resolve = history.resolve
 

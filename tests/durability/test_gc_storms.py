@@ -1,6 +1,6 @@
-"""Protects everything that is acknowledged from collections that run beside it: real processes, killed and stopped.
+"""Protects all acknowledged checkpoints from collections that run at the same time: real processes, killed and stopped.
 
-``CKSTORE_TEST_STRESS_COUNT`` sets how many commits the long run takes. By hand:
+``CKSTORE_TEST_STRESS_COUNT`` sets how many commits a deep run makes. By hand:
 ``PYTHONPATH=src:tests python -m support.gc_stress --count 5000 --seed 1``.
 The negative controls leave a step of the protocol out, and must be found: else the test has gone blind.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.format import layout
 from ckstore.ids import PackId
 from ckstore.io.local import LocalBackend
@@ -45,13 +46,13 @@ def in_words(counters):
     return ", ".join(f"{counters.get(name, 0)} {name}" for name in shown)
 
 
-def test_afterwards_a_killed_replacement_is_repaired_and_other_damage_is_told(tmp_path):
+def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_damage(tmp_path):
     with ckstore.open(
         LocalBackend(tmp_path / "store", engine="pwrite"), run="w0", policy=gc_stress_roles.POLICY
     ) as store:
         for step in range(2):
             store.commit(gc_stress_roles.state_of(step), step)
-        manifests = store._parts.manifests
+        manifests = repository_of(store).manifests
         first, second = map(manifests.load, manifests.listing().names)
         gone = replace(first.packs[0], pack_id=PackId(bytes(range(16))))
         torn = replace(first, header=replace(first.header, generation=1), packs=(gone, *first.packs[1:]))
@@ -62,43 +63,40 @@ def test_afterwards_a_killed_replacement_is_repaired_and_other_damage_is_told(tm
         assert store.info("seq:0").generation == 2
         assert store.verify("decode").is_clean
         torn = replace(torn, header=replace(first.header, generation=3))
-        store._parts.manifests.publish(torn)
+        repository_of(store).manifests.publish(torn)
         (own,) = {pack.pack_id for pack in second.packs} - {pack.pack_id for pack in first.packs}
-        store._parts.backend.unlink(layout.pack_name(own))
+        repository_of(store).backend.unlink(layout.pack_name(own))
     (told,) = gc_stress_check.repair_torn(tmp_path, ["w0"])
     assert "('w0', 1, 'partial')" in told
 
 
-def test_nothing_is_lost_in_a_short_storm():
-    code, counters, lines = stress(120, seed=7)
-    assert code == 0, "\n".join(lines)
-    assert counters["commits"] >= 120
-    assert counters["restored"] > 20
-
-
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(3000)
-def test_nothing_is_lost_in_a_long_storm(tell):
-    code, counters, lines = stress(COUNT, seed=COUNT)
-    tell(f"stress, 8 writers, 2 collectors, 2 readers: seed {COUNT}, {in_words(counters)}, {counters['failures']} lost")
+def test_storm_of_writers_and_collectors_loses_nothing(sample, tell):
+    count, seed = sample.count(COUNT, parts=40), sample.seed(COUNT)
+    code, counters, lines = stress(count, seed=seed)
+    tell(f"stress, 8 writers, 2 collectors, 2 readers: seed {seed}, {in_words(counters)}, {counters['failures']} lost")
     assert code == 0, "\n".join(lines)
-    assert counters["commits"] >= COUNT
-    # A storm in which little is collected and nobody dies proves nothing.
-    assert counters["packs moved"] > COUNT // 10
-    assert counters["manifests replaced"] > 0
-    assert counters["lives"] > 20
+    assert counters["commits"] >= count
+    assert counters["restored"] > 20
+    if sample.is_whole:
+        # A storm in which little is collected and no process is killed proves nothing.
+        assert counters["packs moved"] > COUNT // 10
+        assert counters["manifests replaced"] > 0
+        assert counters["lives"] > 20
 
 
-@pytest.mark.slow
+@pytest.mark.deep(parts=12)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
-def test_storm_finds_a_protocol_without_one_of_its_steps(without, tell):
-    # Beside three other tests on two cores four of four storms found each of them.
-    for seed in range(1, STORMS_MAX + 1):
-        code, _, lines = stress(600, seed=seed, without=without)
+def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, tell):
+    # Beside three other tests on two cores four of four storms of 600 commits found each of them.
+    count, first = sample.count(600, parts=2), sample.seed(1)
+    for storm in range(STORMS_MAX):
+        code, _, lines = stress(count, seed=first + storm, without=without)
         if code:
             assert any("acknowledged" in line for line in lines)
-            # Seen before it takes all of them: a control that becomes blind does so by and by.
-            tell(f"stress without {without}: found by storm {seed} of {STORMS_MAX} at most")
+            # A control that goes blind needs more and more storms: seen here before it needs all of them.
+            tell(f"stress without {without}: found by storm {storm + 1} of {STORMS_MAX} at most, of {count} commits")
             return
     raise AssertionError(f"none of {STORMS_MAX} storms has found it")

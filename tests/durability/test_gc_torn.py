@@ -1,7 +1,7 @@
-"""Protects a checkpoint from a replacement that was killed before it looked for its packs, and whose packs were freed.
+"""Protects a checkpoint from a replacement that was killed before it verified its packs, and whose packs were freed.
 
-A lower generation is in place then, and whole: whoever asks for the checkpoint gets that one. And protects packs that
-others move to the trash and back from being taken for missing.
+Such a generation is called torn. A lower generation is in place then, and whole: a restore returns that one. And
+protects packs that others move to the trash and back from being taken for missing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import MissingChunkError, NotFoundError
 from ckstore.ids import PackId
 from ckstore.io.memory import MemoryBackend
@@ -68,13 +69,13 @@ def tear(store, monkeypatch):
     def free():
         keeper(store).gc(now=True, min_age=0, repack_nbytes_max=0)
 
-    once(monkeypatch, type(store._parts.manifests), "publish", before=free, after=die)
+    once(monkeypatch, type(repository_of(store).manifests), "publish", before=free, after=die)
     with pytest.raises(Killed):
         keeper(store).gc(Retention(keep_last=2), now=True)
 
 
 def generations(store, step):
-    listing = store._parts.manifests.listing()
+    listing = repository_of(store).manifests.listing()
     return sorted(name.generation for name in (*listing.names, *listing.lower) if name.step == step)
 
 
@@ -85,18 +86,18 @@ def restores(store):
         assert found is None, found
 
 
-def test_whoever_asks_for_it_gets_what_was_acknowledged_and_is_warned(torn, caplog):
+def test_restore_of_a_torn_generation_returns_the_acknowledged_one_and_warns(torn, caplog):
     assert generations(torn, 1) == [0, 1]
-    torn_one = resolve(torn._parts, 1)
+    torn_one = resolve(repository_of(torn), 1)
     assert torn_one.generation == 1
-    assert torn._parts.packs_nowhere({pack.pack_id: pack.nbytes for pack in load(torn, torn_one).packs})
-    assert load_whole(torn._parts, torn_one, takes_lower=True).header.generation == 0
+    assert repository_of(torn).packs_nowhere({pack.pack_id: pack.nbytes for pack in load(torn, torn_one).packs})
+    assert load_whole(repository_of(torn), torn_one, takes_lower=True).header.generation == 0
     assert "generation 1 was passed over for generation 0: pack" in caplog.text
     restores(torn)
 
 
 @pytest.mark.parametrize("replace_it", ["repack", "demote", "push"])
-def test_who_replaces_it_is_told_what_is_wrong_with_it(torn, tmp_path, replace_it):
+def test_replacing_a_torn_generation_raises_what_is_missing(torn, tmp_path, replace_it):
     acts = {
         "repack": torn.repack,
         "demote": lambda: torn.demote("seq:1"),
@@ -108,23 +109,23 @@ def test_who_replaces_it_is_told_what_is_wrong_with_it(torn, tmp_path, replace_i
     restores(torn)
 
 
-def test_generation_that_cannot_be_read_does_not_hide_the_one_below(torn, backend):
-    damage(backend, resolve(torn._parts, 1).path)
+def test_unreadable_generation_does_not_hide_the_one_below(torn, backend):
+    damage(backend, resolve(repository_of(torn), 1).path)
     assert difference(torn.restore(1), STATES[1]) is None
 
 
 def load(store, name):
-    return store._parts.manifests.load(name)
+    return repository_of(store).manifests.load(name)
 
 
-def test_newest_is_not_passed_over_for_its_sake(torn):
+def test_newest_checkpoint_with_a_torn_generation_is_not_passed_over(torn):
     torn.delete(2)
-    manifest, passed_over = newest_whole(torn._parts)
+    manifest, passed_over = newest_whole(repository_of(torn))
     assert (manifest.header.step, manifest.header.generation, passed_over) == (1, 0, [])
     assert difference(torn.restore(), STATES[1]) is None
 
 
-def test_nothing_of_the_run_goes_until_it_is_repaired(torn):
+def test_gc_of_a_run_with_a_torn_generation_is_blocked_until_repair(torn):
     torn.commit(parts_state(3, {0, 1, 2, 3}), 3)
     report = keeper(torn).gc(LAST_ONE, now=True)
     assert "missing" in report.runs[0].blocked
@@ -135,38 +136,37 @@ def test_nothing_of_the_run_goes_until_it_is_repaired(torn):
     assert torn.steps() == [3]
 
 
-def test_one_torn_above_another_costs_nothing_either(torn):
-    first = load(torn, resolve(torn._parts, 1))
+def test_restore_with_two_torn_generations_returns_the_acknowledged_one(torn):
+    first = load(torn, resolve(repository_of(torn), 1))
     gone = replace(first.packs[0], pack_id=PackId(bytes(range(16))))
     header = replace(first.header, generation=2)
-    torn._parts.manifests.publish(replace(first, header=header, packs=(gone, *first.packs[1:])))
+    repository_of(torn).manifests.publish(replace(first, header=header, packs=(gone, *first.packs[1:])))
     restores(torn)
 
 
-def test_what_is_withdrawn_while_it_is_looked_at_is_not_asked_for_again(torn, monkeypatch):
-    torn_one = resolve(torn._parts, 1)
-    parts = type(torn._parts)
-    once(monkeypatch, parts, "require_packs", before=lambda: torn._parts.manifests.withdraw(torn_one))
-    assert load_whole(torn._parts, torn_one).header.generation == 0
+def test_load_of_a_generation_withdrawn_meanwhile_returns_the_one_below(torn, monkeypatch):
+    torn_one = resolve(repository_of(torn), 1)
+    parts = type(repository_of(torn))
+    once(monkeypatch, parts, "require_packs", before=lambda: repository_of(torn).manifests.withdraw(torn_one))
+    assert load_whole(repository_of(torn), torn_one).header.generation == 0
 
 
-def test_dropped_while_it_is_looked_at_is_said_to_be_dropped(torn, monkeypatch):
-    torn_one = resolve(torn._parts, 1)
-    once(monkeypatch, type(torn._parts), "require_packs", before=lambda: torn.delete(1))
+def test_load_of_a_checkpoint_dropped_meanwhile_says_so(torn, monkeypatch):
+    torn_one = resolve(repository_of(torn), 1)
+    once(monkeypatch, type(repository_of(torn)), "require_packs", before=lambda: torn.delete(1))
     with pytest.raises(NotFoundError, match="dropped while"):
-        load_whole(torn._parts, torn_one)
+        load_whole(repository_of(torn), torn_one)
 
 
-def test_marked_while_it_is_looked_at_is_dropped_although_it_is_still_in_place(torn, monkeypatch):
-    torn_one = resolve(torn._parts, 1)
-    once(
-        monkeypatch, type(torn._parts), "require_packs", before=lambda: torn._parts.manifests.mark_dropped(torn_one.seq)
-    )
+def test_load_of_a_checkpoint_marked_meanwhile_says_that_it_was_dropped(torn, monkeypatch):
+    parts = repository_of(torn)
+    torn_one = resolve(parts, 1)
+    once(monkeypatch, type(parts), "require_packs", before=lambda: parts.manifests.mark_dropped(torn_one.seq))
     with pytest.raises(NotFoundError, match="dropped while"):
-        load_whole(torn._parts, torn_one, takes_lower=True)
+        load_whole(parts, torn_one, takes_lower=True)
 
 
-def test_repair_heals_it_from_what_is_whole(torn):
+def test_repair_of_a_torn_generation_heals_it_from_the_whole_one(torn):
     report = torn.repair(dry_run=False)
     assert [entry.action for entry in report.entries] == ["heal"]
     assert report.partial == ()
@@ -174,7 +174,7 @@ def test_repair_heals_it_from_what_is_whole(torn):
     assert torn.verify("decode").is_clean
 
 
-def test_where_no_generation_is_whole_it_is_said_and_nothing_goes(torn, backend):
+def test_restore_without_a_whole_generation_raises_and_gc_is_blocked(torn, backend):
     lowest = min(name for name in names_of(torn) if name.step == 1)
     pack = load(torn, lowest).packs[-1]
     backend.unlink(f"packs/{pack.pack_id.hex()[:2]}/{pack.pack_id.hex()}.pack")
@@ -186,7 +186,7 @@ def test_where_no_generation_is_whole_it_is_said_and_nothing_goes(torn, backend)
 
 
 def names_of(store):
-    listing = store._parts.manifests.listing()
+    listing = repository_of(store).manifests.listing()
     return (*listing.names, *listing.lower)
 
 
@@ -198,19 +198,19 @@ def trashed(store, backend, clock):
     """A store of which the pack of step 2 lies in the trash, and what brings it back when the trash is looked into."""
     commit_all(store, [0, 1, 2])
     path = pack_of(store, 2)
-    backend.rename(path, f"trash/{store._parts.trash.new_packs_folder()}/packs/{path.rsplit('/')[-1]}")
+    backend.rename(path, f"trash/{repository_of(store).trash.new_packs_folder()}/packs/{path.rsplit('/')[-1]}")
     return store
 
 
 def bring_back(store):
-    pack_ids = [pack.pack_id for pack in load(store, resolve(store._parts, 2)).packs]
-    assert sum(store._parts.trash.rescue_pack(pack_id) for pack_id in pack_ids) == 1
+    pack_ids = [pack.pack_id for pack in load(store, resolve(repository_of(store), 2)).packs]
+    assert sum(repository_of(store).trash.rescue_pack(pack_id) for pack_id in pack_ids) == 1
 
 
 LOOKS = {
     "restore": lambda store: check_restores(store, [0, 1, 2]),
     "newest": lambda store: store.restore() and None,
-    "whole": lambda store: load_whole(store._parts, resolve(store._parts, 2)) and None,
+    "whole": lambda store: load_whole(repository_of(store), resolve(repository_of(store), 2)) and None,
     "verify": lambda store: store.verify("quick").damage or None,
     "repair": lambda store: store.repair().packs,
     "gc": lambda store: keeper(store).gc(dry_run=True).runs[0].blocked or None,

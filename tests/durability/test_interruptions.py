@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ChecksumError, ConflictError, CorruptError
 from ckstore.testing.model import difference
 
@@ -226,8 +227,8 @@ def test_interrupted_commit_leaves_a_working_store_and_no_threads(folder, no_thr
             assert store.restore()["n"] == number
         assert not all(outcomes)
         assert store.verify("read").is_clean
-        used = {pack for name in store._parts.manifests.listing().names
-                for pack in (ref.pack_id.hex() for ref in store._parts.manifests.load(name).packs)}  # fmt: skip
+        used = {pack for name in repository_of(store).manifests.listing().names
+                for pack in (ref.pack_id.hex() for ref in repository_of(store).manifests.load(name).packs)}  # fmt: skip
         left = {path.stem for path in folder.rglob("*.pack")}
         assert left == used, "an interrupted commit removes its packs"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.io.local import LocalBackend
 from ckstore.keeping import Keeping
 from ckstore.retention.policy import Retention
@@ -139,7 +140,7 @@ def collect(place, ack):
         seqs = sorted(info.seq for info in store.log())
         for seq in seqs[:-2]:
             ack(f"deleting {seq}")
-        keeping = Keeping(Parts(store._parts.backend, store._parts.record, RUN), QUIET_POLICY)
+        keeping = Keeping(Parts(repository_of(store).backend, repository_of(store).record, RUN), QUIET_POLICY)
         report = keeping.gc(Retention(keep_last=2), min_age=0)
         for name in report.done.dropped:
             ack(f"deleted {name.seq}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 
+from ckstore._testing import repository_of
 from ckstore.errors import CorruptError
 from ckstore.store.references import load_whole
 from ckstore.testing.model import difference
@@ -48,10 +49,10 @@ def repair_torn(folder, runs):
     torn = set()
     for run in runs:
         with open_store(folder, run) as store:
-            for name in store._parts.manifests.listing().names:
+            for name in repository_of(store).manifests.listing().names:
                 # One that no generation is whole of was told already, and is told again when it is restored.
                 with contextlib.suppress(CorruptError):
-                    if load_whole(store._parts, name, takes_lower=True).header.generation < name.generation:
+                    if load_whole(repository_of(store), name, takes_lower=True).header.generation < name.generation:
                         torn.add((run, name.seq, "heal"))
     if not torn:
         return []
@@ -65,11 +66,11 @@ def check_run(folder, run, held, doubtful, again, counters):
     newest_of_step = {held[seq][0]: seq for seq in sorted(held)}
     entries_of_step = Counter(step for step, _ in held.values())
     with open_store(folder, run) as store:
-        listing = store._parts.manifests.listing()
+        listing = repository_of(store).manifests.listing()
         present = {name.seq for name in listing.names}
         # What a killed writer had published and not noted any more counted among the last ones, too.
         newest = set(sorted(held.keys() | present | doubtful)[-KEPT_LAST:])
-        tagged = {record.seq for record in store._parts.tags.all().values()}
+        tagged = {record.seq for record in repository_of(store).tags.all().values()}
         for seq, (step, number) in held.items():
             if seq in listing.dropped:
                 counters["gone by rule or by hand"] += 1

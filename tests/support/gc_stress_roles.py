@@ -17,6 +17,7 @@ import numpy as np
 
 import ckstore
 import ckstore.collection
+from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
 from ckstore.format import layout
 from ckstore.io.local import LocalBackend
@@ -110,7 +111,7 @@ def open_store(folder, run):
 
 
 def keeper(store):
-    parts = store._parts
+    parts = repository_of(store)
     return Keeping(type(parts)(parts.backend, parts.record, parts.run, clock=parts.clock), POLICY)
 
 
@@ -157,9 +158,9 @@ def remove_unacknowledged(folder, run, note):
             if seq not in tagged and is_dropped(store, seq):
                 note(f"untagged {run} {seq}")
                 store.untag(tag)
-        for name in store._parts.manifests.listing().names:
+        for name in repository_of(store).manifests.listing().names:
             try:
-                load_whole(store._parts, name, takes_lower=True)
+                load_whole(repository_of(store), name, takes_lower=True)
             except NotFoundError:
                 continue
             except CorruptError as error:
@@ -176,7 +177,7 @@ def wait_for_collectors(store):
     # Where a step of the protocol is left out, damage soon stops every collection of a run; the storm goes on.
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
-        names = store._parts.manifests.listing().names
+        names = repository_of(store).manifests.listing().names
         last = max((name.step for name in names), default=0)
         if len(names) <= KEPT_LAST + last // KEPT_EVERY + BACKLOG_MAX or time.monotonic() > deadline:
             return names
@@ -264,7 +265,7 @@ def read(folder, run, rng, note):
     while True:
         with open_store(folder, f"w{rng.randrange(8)}") as store:
             for _ in range(20):
-                names = store._parts.manifests.listing().names
+                names = repository_of(store).manifests.listing().names
                 if not names:
                     break
                 read_once(store, rng.choice(names).seq, note)
@@ -289,7 +290,7 @@ def read_once(store, seq, note):
         note("read")
         return
     # An unacknowledged manifest may be withdrawn while it is looked at; one in place that never comes back is lost.
-    if store._parts.manifests.is_visible(seq) and not is_dropped(store, seq):
+    if repository_of(store).manifests.is_visible(seq) and not is_dropped(store, seq):
         note(f"unreadable {store.run} {seq} {error!r}"[:300])
 
 
@@ -302,7 +303,7 @@ def read_newest(store, note):
 
 
 def is_dropped(store, seq):
-    return store._parts.backend.stat(layout.drop_mark_name(store.run, seq)) is not None
+    return repository_of(store).backend.stat(layout.drop_mark_name(store.run, seq)) is not None
 
 
 ROLES = {"writer": write, "collector": collect, "reader": read}
