@@ -1,8 +1,9 @@
-"""Every byte of a small store flipped, every truncation, swaps, zeroed and stale blocks.
+"""Protects readers from damaged files: flipped bytes, truncations, swaps, zeroed and stale blocks.
 
 After each mutation a restore raises CkstoreError or returns the right bytes, never others; and
-``verify(level="decode")`` reports it, unless it lies in what is documented as disposable: leases, tmp, trash,
-packs that no manifest names. Stores are copied in memory, so that a mutation costs milliseconds.
+``verify(level="decode")`` reports it, unless it is in what is documented as disposable: leases, tmp, trash,
+packs that no manifest names. A deep run flips every byte of a small store and cuts each of its files to every length.
+Stores are copied in memory, so that a mutation costs milliseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError, CorruptError
 from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend, _File
@@ -160,10 +162,11 @@ class Probe:
         self.stores = {run: ckstore.open(self.backend, run=run, policy=POLICY) for run in ("main", "other")}
         self.users = {}
         for store in self.stores.values():
-            for name in store._parts.manifests.listing().names:
+            manifests = repository_of(store).manifests
+            for name in manifests.listing().names:
                 user = (store, f"seq:{name.seq}", whole[2][name.step])
                 self.users.setdefault(name.path, []).append(user)
-                for pack in store._parts.manifests.load(name).packs:
+                for pack in manifests.load(name).packs:
                     self.users.setdefault(layout.pack_name(pack.pack_id), []).append(user)
 
     def flip(self, name, offset, mask):
@@ -173,13 +176,12 @@ class Probe:
         self._check_user_of(name, f"byte {offset}")
         content[offset] ^= mask
 
-    def truncate_step_by_step(self, name):
-        """Take one byte after the other from the end of a file until it is empty, as ``flip`` does."""
+    def truncate(self, name, nbytes):
+        """Take bytes from the end of a file until so many are left, as ``flip`` does."""
         content = self.backend._files[name].content
         whole = bytes(content)
-        while content:
-            del content[-1]
-            self._check_user_of(name, f"cut to {len(content)}")
+        del content[nbytes:]
+        self._check_user_of(name, f"cut to {nbytes}")
         content[:] = whole
 
     def _check_user_of(self, name, label):
@@ -188,26 +190,69 @@ class Probe:
         assert not store.verify("decode", ref=reference).is_clean, f"{name} {label}: verify did not report it"
 
 
+CODED = ("packs/", "manifests/")
+"""Kinds of files that a probe changes in place: whatever is wrong with them, a checkpoint that uses them is lost."""
+
+
 @pytest.fixture
-def probe(whole, nothing_aside):
-    return Probe(whole)
+def probes(small, whole, nothing_aside):
+    return {"small": Probe(small), "whole": Probe(whole)}
 
 
-@pytest.mark.parametrize("kind", ["store.json", "tags/", "claims/", "leases/"])
-def test_flipped_byte_of_a_small_file_is_found(whole, kind):
-    for name in names(whole, kind):
-        content = whole[0][name]
-        for offset in range(0, len(content), 2):
-            check_reported(whole, {name: flipped(content, offset)}, f"{name} byte {offset}")
+def points_of(small, whole, is_wanted, stride):
+    """Return (store, file, offset) for each byte of the small store, and for every ``stride``-th of the other one."""
+    return [
+        (which, name, offset)
+        for which, store, step in (("small", small, 1), ("whole", whole, stride))
+        for number, name in enumerate(sorted(store[0]))
+        if is_wanted(name)
+        for offset in strided(len(store[0][name]), step, number)
+    ]
 
 
-def test_flipped_byte_of_a_pack_or_manifest_is_found(whole, probe):
-    for number, name in enumerate((*names(whole, "packs/"), *names(whole, "manifests/"))):
-        content = whole[0][name]
-        # Zeros are padding for the most part, and of one kind.
-        of_interest = [offset for offset, byte in enumerate(content) if byte][number % 7 :: 7]
-        for offset in (*of_interest, *strided(len(content), 101, number)):
-            probe.flip(name, offset, 0x10)
+def mask_at(offset):
+    return (0x01, 0x80, 0x10, 0xFF)[(offset // 4) % 4]
+
+
+@pytest.mark.deep
+def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, tell):
+    all_points = points_of(small, whole, lambda name: name.startswith(CODED), 7)
+    points = sample.part(all_points, parts=40)
+    for which, name, offset in points:
+        probes[which].flip(name, offset, mask_at(offset))
+    assert len(points) >= (18_768 if sample.is_whole else 18_768 // 40)
+    tell(f"damage: {len(points)} of {len(all_points)} bytes of packs and manifests flipped, one at a time")
+
+
+@pytest.mark.deep
+def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, tell):
+    all_points = points_of(small, whole, lambda name: name.startswith(CODED), 64)
+    points = sample.part(all_points, parts=40)
+    for which, name, nbytes in points:
+        probes[which].truncate(name, nbytes)
+    assert len(points) >= (18_768 if sample.is_whole else 18_768 // 40)
+    tell(f"damage: packs and manifests cut to {len(points)} of {len(all_points)} sizes")
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("nothing_aside")
+def test_flipped_byte_of_another_file_is_reported_by_verify(small, whole, sample):
+    stores = {"small": small, "whole": whole}
+    points = sample.part(points_of(small, whole, lambda name: not name.startswith(CODED), 2), parts=20)
+    for which, name, offset in points:
+        content = stores[which][0][name]
+        check_reported(stores[which], {name: flipped(content, offset, mask_at(offset))}, f"{name} byte {offset}")
+    assert {name.split("/")[0] for _, name, _ in points} >= {"store.json", "tags", "trash"}
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("nothing_aside")
+def test_truncated_other_file_is_reported_by_verify(small, whole, sample):
+    stores = {"small": small, "whole": whole}
+    points = sample.part(points_of(small, whole, lambda name: not name.startswith(CODED), 11), parts=20)
+    for which, name, nbytes in points:
+        check_reported(stores[which], {name: stores[which][0][name][:nbytes]}, f"{name} cut to {nbytes}")
+    assert {name.split("/")[0] for _, name, _ in points} >= {"store.json", "tags", "trash"}
 
 
 def test_flip_that_a_named_checkpoint_does_not_need_leaves_it_right(whole):
@@ -215,58 +260,6 @@ def test_flip_that_a_named_checkpoint_does_not_need_leaves_it_right(whole):
     content = whole[0][name]
     for offset in strided(len(content), 151, 1):
         check_reported(whole, {name: flipped(content, offset)}, f"{name} byte {offset}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
-def test_every_flipped_byte_of_packs_and_manifests_is_found(small, nothing_aside, tell, kind):
-    probe, count = Probe(small), 0
-    for name in names(small, kind):
-        for offset in range(len(small[0][name])):
-            probe.flip(name, offset, (0x01, 0x80, 0x10, 0xFF)[(offset // 4) % 4])
-            count += 1
-    tell(f"damage: {count} bytes of {kind} flipped, one at a time")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_aside")
-def test_every_flipped_byte_of_every_other_file_is_found(small):
-    for name, content in small[0].items():
-        if not name.startswith(("packs/", "manifests/")):
-            for offset in range(len(content)):
-                check_reported(small, {name: flipped(content, offset, 0x01)}, f"{name} byte {offset}")
-
-
-def test_truncation_of_a_small_file_is_found(whole):
-    for number, (name, content) in enumerate(whole[0].items()):
-        if not name.startswith(("packs/", "trash/")):
-            for nbytes in strided(len(content), 11, number):
-                check_reported(whole, {name: content[:nbytes]}, f"{name} cut to {nbytes}")
-
-
-def test_every_truncation_of_a_pack_by_512_bytes_is_found(whole):
-    for name in names(whole, "packs/"):
-        content = whole[0][name]
-        for nbytes in range(0, len(content), 512):
-            check_reported(whole, {name: content[:nbytes]}, f"{name} cut to {nbytes}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packs/", "manifests/"])
-def test_every_truncation_of_packs_and_manifests_is_found(small, nothing_aside, tell, kind):
-    probe = Probe(small)
-    for name in names(small, kind):
-        probe.truncate_step_by_step(name)
-    tell(f"damage: {kind} cut to each of {sum(len(small[0][name]) for name in names(small, kind))} sizes")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_aside")
-def test_every_truncation_of_every_other_file_is_found(small):
-    for name, content in small[0].items():
-        if not name.startswith(("packs/", "manifests/")):
-            for nbytes in range(len(content)):
-                check_reported(small, {name: content[:nbytes]}, f"{name} cut to {nbytes}")
 
 
 def test_trailing_bytes_are_found(whole):

@@ -1,7 +1,7 @@
-"""Protects readers from payloads made to hurt: every decoder, hundreds of thousands of mutations of what it takes.
+"""Protects readers from hostile payloads: every decoder gets mutations of what it accepts, 240,000 in a deep run.
 
-Each input decodes to exactly its destination or is refused as corrupt or unsupported; nothing beside the destination
-and nothing of the base changes, and a base that a delta is decoded onto stays whole when the payload is refused.
+Each input decodes to exactly its destination, or is refused as corrupt or unsupported. Bytes next to the destination
+do not change, the base does not change, and a delta that is decoded onto its base leaves it whole when it is refused.
 """
 
 from __future__ import annotations
@@ -162,13 +162,9 @@ def attack(count: int, seed: int) -> Counter[str]:
     return outcomes
 
 
-def test_some_thousand_hostile_payloads_do_no_harm() -> None:
-    outcomes = attack(6000, 1)
+@pytest.mark.deep
+def test_decoders_given_hostile_payloads_write_only_to_their_destination(sample, tell) -> None:
+    outcomes = attack(sample.count(240_000, parts=40), sample.seed(2))
+    tell(f"fuzz: {sum(outcomes.values())} hostile payloads, {dict(sorted(outcomes.items()))}")
     assert set(outcomes) == {"decoded", "corrupt", "unsupported"}
-
-
-@pytest.mark.slow
-def test_hundreds_of_thousands_of_hostile_payloads_do_no_harm(record_property) -> None:
-    outcomes = attack(240_000, 2)
-    record_property("covered", f"fuzz: {sum(outcomes.values())} hostile payloads, {dict(sorted(outcomes.items()))}")
-    assert set(outcomes) == {"decoded", "corrupt", "unsupported"}
+    assert sum(outcomes.values()) >= (240_000 if sample.is_whole else 6000)

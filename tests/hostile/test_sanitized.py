@@ -1,52 +1,85 @@
-"""Protects memory: the native loops run under the address and undefined-behaviour sanitizers, hostile payloads too."""
+"""Protects memory: the native loops run under the address and undefined-behaviour sanitizers, with hostile payloads.
+
+The program is compiled once for each state of the sources and then taken from a cache; see support/sanitized_build.py.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "src" / "native"
-FLAGS = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-# The loader resolves cloned functions before the sanitizers have started.
-FLAGS += ["-DCKSTORE_NO_CLONES", f"-I{NATIVE}"]
+from support.sanitized_build import BUILDS_KEPT, BuildError, build, cache_folder, find_compiler
+
 ROUNDS = 1000
+FAULTS = {
+    "heap-use-after-free": "int main(int n, char **) { volatile int *p = new int[4]; delete[] p; return p[n] & 0; }\n",
+    "shift exponent": "int main(int n, char **) { return (n << (n + 40)) & 0; }\n",
+}
+"""What the sanitizers report, and a program that does it."""
 
 
-def compiler() -> str:
-    """Return a C++ compiler that can link the sanitizers, or skip and say why."""
-    found = next((path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if (path := which(name))), None)
-    if found is None:
-        pytest.skip("no C++ compiler is installed")
-    return found
-
-
-def which(name: str | None) -> str | None:
-    return shutil.which(name) if name else None
-
-
-def run(command: list[str], seconds: int, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Leaks cannot be looked for under a tracer, and the loops allocate nothing.
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=seconds
+        [str(program), *arguments],
+        env={**os.environ, **options},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
     )
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def cxx(tmp_path_factory) -> str:
+    """A C++ compiler that can link the sanitizers."""
+    found = find_compiler()
+    if found is None:
+        pytest.skip("no C++ compiler is installed")
+    source = tmp_path_factory.mktemp("probe") / "probe.cpp"
+    source.write_text("int main() { return 0; }\n")
+    try:
+        build(found, source.parent, [source])
+    except BuildError as error:
+        pytest.skip(f"{found} cannot link the sanitizers: {str(error).strip().splitlines()[-1:]}")
+    return found
+
+
+# Compiling takes most of a minute where nothing is cached, so that not every commit pays for it.
+@pytest.mark.deep(parts=8)
 @pytest.mark.timeout(2400)
-def test_loops_stay_within_their_buffers_and_the_language(tmp_path: Path, record_property) -> None:
-    cxx, probe, program = compiler(), tmp_path / "probe.cpp", tmp_path / "sanitized"
-    probe.write_text("int main() { return 0; }\n")
-    linked = run([cxx, *FLAGS, str(probe), "-o", str(tmp_path / "probe")], 300)
-    if linked.returncode != 0:
-        pytest.skip(f"{cxx} cannot link the sanitizers: {linked.stderr.strip().splitlines()[-1:]}")
-    sources = [str(path) for path in sorted(NATIVE.glob("*.cpp")) if path.name != "module.cpp"]
-    built = run([cxx, *FLAGS, str(ROOT / "tests" / "support" / "sanitized.cpp"), *sources, "-o", str(program)], 900)
-    assert built.returncode == 0, built.stderr
-    # Leaks cannot be looked for under a tracer, and the loops allocate nothing.
-    done = run([str(program), str(ROUNDS), "1"], 900, ASAN_OPTIONS="detect_leaks=0", UBSAN_OPTIONS="print_stacktrace=1")
+def test_native_loops_under_sanitizers_report_no_error(cxx, sample, tell) -> None:
+    rounds = sample.count(ROUNDS, parts=5)
+    done = run(build(cxx, cache_folder()).program, str(rounds), str(sample.seed(1)))
     assert done.returncode == 0, done.stdout + done.stderr
-    record_property("covered", f"sanitizers: {done.stdout.strip()}")
+    assert done.stdout.startswith(f"{rounds} rounds, "), done.stdout
+    tell(f"sanitizers: {done.stdout.strip()}")
+
+
+@pytest.mark.parametrize("report", FAULTS)
+def test_faulty_program_under_sanitizers_fails_with_a_report(report, cxx, tmp_path) -> None:
+    """The negative control: with these flags, each of the two sanitizers finds an error."""
+    source = tmp_path / "faulty.cpp"
+    source.write_text(FAULTS[report])
+    done = run(build(cxx, tmp_path / "cache", [source]).program)
+    assert done.returncode != 0
+    assert report in done.stderr
+
+
+def test_build_of_unchanged_sources_compiles_nothing(cxx, tmp_path) -> None:
+    sources = [tmp_path / "main.cpp", tmp_path / "other.cpp"]
+    sources[0].write_text("int other(); int main() { return other(); }\n")
+    programs, cache = set(), tmp_path / "cache"
+    for value in range(BUILDS_KEPT + 1):
+        sources[1].write_text(f"int other() {{ return {value}; }}\n")
+        made = build(cxx, cache, sources)
+        assert made.compiled == (("main.cpp", "other.cpp") if value == 0 else ("other.cpp",))
+        assert run(made.program).returncode == value
+        assert build(cxx, cache, sources) == type(made)(made.program, ())
+        programs.add(made.program)
+    assert sum(program.exists() for program in programs) == BUILDS_KEPT
+    assert all(path.name.startswith("sanitized-") for path in cache.iterdir())
