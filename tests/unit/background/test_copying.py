@@ -362,7 +362,8 @@ def test_a_late_thread_touches_nothing_after_the_end(arena, crew):
     staged.close()
 
 
-@pytest.mark.slow
+# It copies half a gigabyte up to 120 times, so that not every commit pays for it.
+@pytest.mark.deep(parts=8)
 def test_staging_takes_at_most_as_long_as_a_copy_on_as_many_threads(arena, crew):
     state = [noise(16 * MIB, seed) for seed in range(32)]
     buffer = np.ones(512 * MIB, np.uint8)
