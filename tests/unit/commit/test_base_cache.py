@@ -7,10 +7,14 @@ import pytest
 
 import ckstore
 from ckstore.bases import Bases
+from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import KIB, Limits
 from ckstore.errors import UsageError
 from ckstore.ids import ChunkId
+from ckstore.io.local import LocalBackend
+from ckstore.store.parts import create_store
 
-CHUNK_NBYTES = 4 << 20
+CHUNK_NBYTES = 256 * KIB
 CHUNKS = 4
 
 
@@ -20,9 +24,15 @@ def state_of(step):
     return {"w": values * np.float32(1 + step * 2**-16), "step": step}
 
 
+def opened(folder, **options):
+    """Open a new store of small chunks."""
+    folder.mkdir()
+    create_store(LocalBackend(folder), SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
+    return ckstore.open(folder, policy=ckstore.Policy(base_cache="memory", threads=1, **options))
+
+
 def commits(folder, *, is_async, **options):
-    policy = ckstore.Policy(base_cache="memory", threads=1, **options)
-    with ckstore.open(folder, policy=policy) as store:
+    with opened(folder, **options) as store:
         for step in range(3):
             state = state_of(step)
             yield store.commit_async(state, step).result() if is_async else store.commit(state, step)
@@ -64,24 +74,43 @@ def test_nothing_is_held_or_told_where_bases_are_read_back(tmp_path):
     assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (0, 0)
 
 
-def test_a_lower_bound_lets_go_of_what_is_held():
+def test_a_lower_bound_lets_go_of_what_is_held(tmp_path):
+    with opened(tmp_path / "store") as store:
+        for step in range(2):
+            receipt = store.commit(state_of(step), step)
+        assert receipt.bytes_bases == CHUNKS * CHUNK_NBYTES
+        lower = ckstore.Policy(base_cache="memory", threads=1, base_cache_nbytes_max=5 * CHUNK_NBYTES // 2)
+        # Nothing is new, so that what is held then was held before.
+        receipt = store.commit(state_of(1), 2, policy=lower)
+        assert (receipt.bytes_bases, receipt.bytes_bases_peak) == (2 * CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+        assert store.commit(state_of(3), 3, policy=lower).bytes_bases_peak <= 5 * CHUNK_NBYTES // 2
+        assert np.array_equal(store.restore()["w"], state_of(3)["w"])
+
+
+def test_what_a_commit_holds_is_bounded_and_each_chunk_counts_once():
     bases = Bases()
-    bases.begin(None)
+    bases.begin(250)
     for number in range(4):
         bases.hold(ChunkId(bytes([number]) * 32), memoryview(bytes(100)))
-    bases._held, bases._held_nbytes = bases._drafts, bases._drafts_nbytes
-    bases._drafts, bases._drafts_nbytes = {}, 0
-    bases.begin(250)
     assert bases.held_nbytes == bases.held_nbytes_peak == 200
     bases.hold(ChunkId(b"x" * 32), memoryview(bytes(51)))
     assert bases.held_nbytes == 200
-    bases.hold(ChunkId(b"y" * 32), memoryview(bytes(50)))
-    assert bases.held_nbytes == sum(len(each.plain) for each in (*bases._held.values(), *bases._drafts.values())) == 250
-    # The same chunk once more takes no more room.
-    bases.hold(ChunkId(b"y" * 32), memoryview(bytes(50)))
-    assert bases.held_nbytes == 250
+    for _ in range(2):
+        bases.hold(ChunkId(b"y" * 32), memoryview(bytes(50)))
+        assert bases.held_nbytes == 250
+    held = [ChunkId(name * 32) for name in (b"\0", b"\1", b"y")]
+    assert sum(len(bases.held(chunk_id)) for chunk_id in held) == 250
     bases.forget_drafts()
-    assert bases.held_nbytes == 200
+    assert bases.held_nbytes == 0
+    assert [bases.held(chunk_id) for chunk_id in held] == [None] * 3
+
+
+def test_bytes_that_changed_while_they_were_held_are_not_given_back():
+    bases, plain = Bases(), bytearray(100)
+    bases.hold(ChunkId(b"x" * 32), memoryview(plain))
+    assert bases.held(ChunkId(b"x" * 32)) == bytes(100)
+    plain[50] ^= 1
+    assert bases.held(ChunkId(b"x" * 32)) is None
 
 
 def test_a_bound_below_zero_is_refused():
