@@ -113,7 +113,13 @@ def copy_store(source, target):
 
 @dataclass
 class Tally:
-    """Counters of a run, printed so that documents can quote them."""
+    """Counters of a run, printed so that documents can quote them.
+
+    Attributes:
+        points: Children that were started to be disturbed.
+        struck: Those that were killed, or got an error from a call.
+        untouched: The others: they made fewer such calls.
+    """
 
     points: int = 0
     struck: int = 0
@@ -124,6 +130,6 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.points} points, {self.struck} struck down, {self.untouched} ran through, "
+            f"{self.points} points, {self.struck} struck, {self.untouched} untouched, "
             f"{self.acks} acknowledged, {len(self.failures)} failures"
         )
