@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 from functools import partial
 
@@ -20,6 +19,7 @@ import ckstore
 from ckstore.errors import CorruptError, UsageError
 from support.fake_saver import PretendSaver, without_hooks
 from support.guarded_trainer import Trainer, commit_and
+from support.saver_desk import until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -37,9 +37,9 @@ ADAMS = {
 
 
 @pytest.fixture
-def checked(store):
-    """Let the policy ask for the check of the guard."""
-    store._policy = ckstore.Policy(debug_guard=True)
+def checked_store(open_handing):
+    """A store whose policy asks for the check of the guard."""
+    return open_handing(debug_guard=True)
 
 
 @pytest.mark.parametrize("options", ADAMS.values(), ids=ADAMS)
@@ -256,7 +256,6 @@ def test_optimizers_are_not_kept_alive(store):
     del trainer
     gc.collect()
     assert gone() is None
-    assert store._guarded.spans() == []
 
 
 def test_a_closed_store_guards_no_longer(savers, folder):
@@ -306,67 +305,50 @@ def test_stores_that_were_forgotten_leave_no_more_than_one_pair_of_hooks(savers,
     assert hooks() == before
 
 
-def test_a_forked_child_steps_without_the_guard(store, held):
-    trainer = Trainer()
-    store.attach(trainer.optimizer)
-    pending = store.commit_async(trainer.state(), 1)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with torch.no_grad():
-                store._handover.guard()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert pending.wait_staged()
-
-
 # The check
 
 
-def test_the_check_finds_nothing_where_the_guard_was_kept(store, held, checked):
+def test_check_finds_nothing_where_the_guard_was_kept(checked_store, held):
     trainer = Trainer()
-    store.attach(trainer.optimizer)
+    checked_store.attach(trainer.optimizer)
     for step in range(3):
-        wanted, staged = commit_and(store, trainer.state(), trainer.train, step)
+        wanted, staged = commit_and(checked_store, trainer.state(), trainer.train, step)
         assert staged == wanted
 
 
-def test_the_check_finds_a_parameter_that_was_changed_outside_of_its_optimizer(store, checked):
-    trainer = Trainer()
+def commit_and_meddle(store, trainer, tensor):
+    """Commit, and change one element of what was copied, before the guard and so that no counter sees it."""
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
-    store._handover._lying.going[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
-    with torch.no_grad():
-        trainer.model[3].weight[5, 7] += 1
+    (saver,) = PretendSaver.started
+    until(lambda: saver.is_copied(1), "the copies")
+    tensor.data[5] += 1
     trainer.train()
+    return pending, saver
+
+
+def test_check_names_a_parameter_that_was_changed_outside_of_its_optimizer(checked_store):
+    trainer = Trainer()
+    pending, saver = commit_and_meddle(checked_store, trainer, trainer.model[3].weight)
     with pytest.raises(CorruptError, match=r"model\.3\.weight") as caught:
         pending.result()
     assert caught.value.path == ("model", "3.weight")
-    saver = PretendSaver.started[-1]
     assert "staged" not in saver.calls
     assert saver.aborted == [1]
-    store.commit_async(trainer.state(), 2).result()
+    checked_store.commit_async(trainer.state(), 2).result()
 
 
-def test_the_check_tells_the_next_commit_if_nobody_asks(store, checked):
+def test_check_that_nobody_asked_for_is_raised_by_the_next_commit(checked_store):
     trainer = Trainer()
-    store.attach(trainer.optimizer)
-    store.commit_async(trainer.state(), 1)
-    store._handover._lying.going[0].staging._host[1].join(store._handover._dock.crew(ckstore.Policy()))
-    with torch.no_grad():
-        trainer.model[0].bias += 1
-    trainer.train()
+    commit_and_meddle(checked_store, trainer, trainer.model[0].bias)
     with pytest.raises(CorruptError, match=r"step 1 failed in the background.*changed between"):
-        store.commit_async(trainer.state(), 2)
-    store.commit_async(trainer.state(), 2).result()
+        checked_store.commit_async(trainer.state(), 2)
+    checked_store.commit_async(trainer.state(), 2).result()
 
 
-def test_checked_commits_are_staged_when_somebody_waits_even_without_a_step(store, checked):
+def test_checked_commit_is_staged_when_somebody_waits_even_without_a_step(checked_store):
     trainer = Trainer()
-    store.attach(trainer.optimizer)
-    pending = store.commit_async(trainer.state(), 1)
+    checked_store.attach(trainer.optimizer)
+    pending = checked_store.commit_async(trainer.state(), 1)
     assert not pending.is_staged
     assert pending.result().step == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,16 @@ def test_parameters_that_touch_are_one_span():
 def test_a_parameter_without_memory_owns_none():
     """Of its address nothing is known but that it is 0, and spans that begin there hold other things."""
     assert owned(nn.Parameter(torch.empty(4, device="meta"))) == []
+
+
+def test_memory_of_an_optimizer_that_is_gone_is_not_guarded():
+    guarded = Guarded(lambda: None)
+    optimizer = torch.optim.SGD([nn.Parameter(FLAT)], lr=0.1)
+    guarded.attach(optimizer)
+    assert guarded.spans() == [memory_of(FLAT)]
+    del optimizer
+    gc.collect()
+    assert guarded.spans() == []
 
 
 def test_what_a_cuda_graph_may_replay_is_not_guarded():
