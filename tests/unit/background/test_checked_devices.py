@@ -14,8 +14,7 @@ from torch import nn
 
 import ckstore
 from ckstore.errors import CorruptError
-from ckstore.staging import checksums
-from ckstore.staging.device_copy import DeviceCopy
+from ckstore.memory_spans import MemorySpan
 from support.fake_saver import PretendSaver
 from support.saver_desk import until
 
@@ -25,16 +24,23 @@ SECONDS_MAX = 60
 
 
 @pytest.fixture
-def store(pretended_store):
-    pretended_store._policy = ckstore.Policy(debug_guard=True)
-    return pretended_store
+def store(open_handing):
+    return open_handing(debug_guard=True)
+
+
+@pytest.fixture
+def launched(on_device, monkeypatch):
+    """Is set when the device was told of all copies."""
+    is_told, launch = threading.Event(), on_device.launch
+    monkeypatch.setattr(on_device, "launch", lambda device: (launch(device), is_told.set()))
+    return is_told
 
 
 class Trainer:
     """Weights of more than a unit, which a fused optimizer changes: torch counts none of that."""
 
     def __init__(self, store):
-        self.model = nn.Sequential(nn.Linear(96, 14_000), nn.ReLU(), nn.Linear(14_000, 96))
+        self.model = nn.Sequential(nn.Linear(96, 11_500), nn.ReLU(), nn.Linear(11_500, 8))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.step()
         store.attach(self.optimizer)
@@ -57,36 +63,30 @@ def contents_of(state):
     return {bytes(each.detach().numpy()) for each in [*state["model"].values(), *optimizer]}
 
 
-def staging_of(store):
-    [handed] = store._handover._lying.going
-    return handed.staging
+def wait_until_all_is_copied():
+    until(lambda: PretendSaver.started[-1].is_copied(1), "the copies")
 
 
-def wait_until_all_is_copied(store):
-    until(lambda: staging_of(store)._left == 0, "the copies")
-
-
-def wait_until_all_has_come(store, on_device):
+def wait_until_all_has_come(on_device):
     on_device.may_come.set()
-    wait_until_all_is_copied(store)
+    wait_until_all_is_copied()
 
 
-def fail(content):
+def fail(*_):
     raise ckstore.BackendError("the device has failed")
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["nobody guards", "a guard comes"])
 @pytest.mark.parametrize("when", ["before the device is told", "while it is sending", "when all has come"])
-def test_a_change_that_nothing_counts_fails_the_commit_and_names_the_tensor(store, on_device, when, is_guarded):
+def test_change_that_nothing_counts_fails_the_commit_and_names_the_tensor(store, on_device, launched, when, is_guarded):
     trainer = Trainer(store)
     if when == "before the device is told":
         on_device.may_be_told.clear()
     pending = store.commit_async(trainer.state(), 1)
     if when == "when all has come":
-        wait_until_all_has_come(store, on_device)
+        wait_until_all_has_come(on_device)
     elif when == "while it is sending":
-        [copy] = staging_of(store)._device_lazy
-        copy.launch()
+        assert launched.wait(SECONDS_MAX)
     trainer.meddle()
     on_device.may_be_told.set()
     # Whoever has found a change waits for what the device was told.
@@ -101,7 +101,7 @@ def test_a_change_that_nothing_counts_fails_the_commit_and_names_the_tensor(stor
     assert store.commit_async(trainer.state(), 2).result(SECONDS_MAX).step == 2
 
 
-def test_steps_behind_their_guard_are_no_changes_and_what_was_there_before_them_is_staged(store, on_device):
+def test_steps_behind_their_guard_are_no_changes_and_the_state_before_them_is_staged(store, on_device):
     trainer = Trainer(store)
     for step in range(1, 4):
         on_device.may_come.clear()
@@ -116,7 +116,7 @@ def test_steps_behind_their_guard_are_no_changes_and_what_was_there_before_them_
 
 
 @pytest.mark.parametrize("when", ["before the guard", "after the guard"])
-def test_what_comes_otherwise_than_it_lies_there_fails_the_commit(store, on_device, monkeypatch, when):
+def test_bytes_that_a_device_sends_wrong_fail_the_commit(store, on_device, monkeypatch, when):
     trainer = Trainer(store)
     launch = on_device.launch
 
@@ -129,7 +129,7 @@ def test_what_comes_otherwise_than_it_lies_there_fails_the_commit(store, on_devi
     monkeypatch.setattr(on_device, "launch", launch_wrong)
     pending = store.commit_async(trainer.state(), 1)
     if when == "before the guard":
-        wait_until_all_has_come(store, on_device)
+        wait_until_all_has_come(on_device)
     trainer.step()
     # A guard does not wait for a device: what has come is compared when it has.
     assert (pending.error_or_none() is None) == (when == "after the guard")
@@ -138,13 +138,12 @@ def test_what_comes_otherwise_than_it_lies_there_fails_the_commit(store, on_devi
         pending.result(SECONDS_MAX)
 
 
-def test_a_look_at_a_device_that_fails_fails_the_commit_and_not_the_step(store, on_device, monkeypatch):
+def test_failing_look_at_a_device_fails_the_commit_and_not_the_step(store, on_device, monkeypatch):
     trainer = Trainer(store)
     pending = store.commit_async(trainer.state(), 1)
-    on_device.may_come.set()
-
+    wait_until_all_has_come(on_device)
     with monkeypatch.context() as patch:
-        patch.setattr(checksums.Checksums, "changed", lambda self, is_looking=True: fail(self))
+        patch.setattr(MemorySpan, "read", fail)
         trainer.step()
     with pytest.raises(ckstore.BackendError, match="the device has failed"):
         pending.result(SECONDS_MAX)
@@ -152,40 +151,40 @@ def test_a_look_at_a_device_that_fails_fails_the_commit_and_not_the_step(store, 
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
-def test_a_look_that_fails_while_somebody_waits_fails_the_commit_for_good(store, request, monkeypatch, place):
+def test_failing_look_while_somebody_waits_fails_the_commit_for_good(store, request, monkeypatch, place):
     """What is copied already may be resized, or its device fail, before somebody asks for the result."""
     if place == "device":
         request.getfixturevalue("on_device").may_come.set()
     trainer = Trainer(store)
     pending = store.commit_async(trainer.state(), 1)
-    wait_until_all_is_copied(store)
+    wait_until_all_is_copied()
     with monkeypatch.context() as patch:
-        patch.setattr(checksums, "xxh3_64", fail)
+        patch.setattr(MemorySpan, "read", fail)
         with pytest.raises(ckstore.BackendError, match="the device has failed"):
             pending.result(SECONDS_MAX)
     assert pending.is_done
     assert store.commit_async(trainer.state(), 2).result(SECONDS_MAX).step == 2
 
 
-def test_a_guard_on_another_thread_waits_until_the_sources_were_noted(store, on_device, monkeypatch):
+def test_guard_on_another_thread_waits_until_the_sources_were_noted(store, on_device, monkeypatch):
     trainer, is_noting, is_stepping = Trainer(store), threading.Event(), threading.Event()
     wanted = contents_of(trainer.state())
-    note = checksums.Checksums._of_sources
+    read = MemorySpan.read
 
-    def note_slowly(self, unit, storages):
-        if unit == 1 and not is_noting.is_set():
+    def read_slowly(span, lo, hi):
+        if not is_noting.is_set():
             is_noting.set()
             assert is_stepping.wait(SECONDS_MAX)
             # Long enough for a step that does not wait.
             time.sleep(0.1)
-        return note(self, unit, storages)
+        return read(span, lo, hi)
 
     def step():
         assert is_noting.wait(SECONDS_MAX)
         is_stepping.set()
         trainer.step()
 
-    monkeypatch.setattr(checksums.Checksums, "_of_sources", note_slowly)
+    monkeypatch.setattr(MemorySpan, "read", read_slowly)
     other = threading.Thread(target=step)
     other.start()
     pending = store.commit_async(trainer.state(), 1)
@@ -195,36 +194,42 @@ def test_a_guard_on_another_thread_waits_until_the_sources_were_noted(store, on_
     assert wanted <= set(PretendSaver.started[-1].content(1))
 
 
-def test_a_device_is_read_once_before_the_call_returns_and_once_when_its_guard_is_entered(
-    store, on_device, monkeypatch
+def test_device_is_read_once_before_the_call_returns_and_once_when_its_guard_is_entered(
+    store, on_device, launched, monkeypatch
 ):
-    trainer, reads = Trainer(store), []
-    note = checksums.Checksums._of_sources
+    trainer, reads, read = Trainer(store), [], MemorySpan.read
+    # The device reads when it is told to send: that is no look at it.
+    on_device.may_be_told.clear()
 
-    def note_and_count(self, unit, storages):
-        reads.append((id(self), unit))
-        return note(self, unit, storages)
+    def noted(span, lo, hi):
+        # What is as small as a counter of steps is taken for memory of the host.
+        if not on_device.may_be_told.is_set() and span.nbytes > 4096:
+            reads.append((span.start, lo, hi))
+        return read(span, lo, hi)
 
-    monkeypatch.setattr(checksums.Checksums, "_of_sources", note_and_count)
-    on_device.may_come.set()
+    monkeypatch.setattr(MemorySpan, "read", noted)
     pending = store.commit_async(trainer.state(), 1)
     before = Counter(reads)
+    on_device.may_be_told.set()
+    wait_until_all_has_come(on_device)
+    on_device.may_be_told.clear()
     trainer.step()
     pending.result(SECONDS_MAX)
     assert set(before.values()) == {1}
     assert Counter(reads) == before + before
 
 
-def test_an_interrupted_look_at_a_device_interrupts_the_step_and_is_done_again(store, on_device, monkeypatch):
+def test_interrupted_look_at_a_device_interrupts_the_step_and_is_done_again(store, launched, on_device, monkeypatch):
     trainer = Trainer(store)
     pending = store.commit_async(trainer.state(), 1)
+    assert launched.wait(SECONDS_MAX)
     trainer.meddle()
 
-    def interrupted(self):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceCopy, "changed_place", interrupted)
+        patch.setattr(MemorySpan, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.step()
     on_device.may_come.set()
@@ -234,7 +239,7 @@ def test_an_interrupted_look_at_a_device_interrupts_the_step_and_is_done_again(s
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_a_checked_state_is_let_go_of_when_its_commit_is_over(store, on_device, is_changed):
+def test_checked_state_is_freed_when_its_commit_is_over(store, on_device, is_changed):
     on_device.may_come.set()
     weight = nn.Parameter(torch.randn(2_000_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
