@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckstore.api import Store
+    from ckstore.bases import Bases
     from ckstore.handle import Handle
     from ckstore.handover import Handover
     from ckstore.saver.client import Saver
@@ -25,6 +26,12 @@ def background_of(store: Store) -> Handover:
     """Return the trainer's side of the background commits of an open store, which the first of them makes."""
     assert store._handover is not None, "no background commit was made and nothing was prewarmed"
     return store._handover
+
+
+def bases_of(store: Store) -> Bases:
+    """Return what the next commit of an open store is coded against, and the memory that this takes."""
+    assert store._bases is not None, "nothing was committed or restored, or the store is closed"
+    return store._bases
 
 
 def saver_of(store: Store) -> Saver | None:

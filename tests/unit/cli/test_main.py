@@ -113,7 +113,7 @@ def test_errors_become_exit_codes(call, monkeypatch, error, code):
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(main, "_dispatch", fail)
+    monkeypatch.setattr("ckstore.cli.log.quick", fail)
     found, out, err = call("ls", "x")
     assert (found, out) == (code, "")
     assert err.count("\n") == 1

@@ -7,10 +7,12 @@ import pytest
 
 import ckstore
 from ckstore import Policy
-from ckstore._testing import repository_of
+from ckstore._testing import bases_of, repository_of
+from ckstore.bases import Bases
 from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL
 from ckstore.format.manifest import Manifest
 from ckstore.io.memory import MemoryBackend
+from ckstore.store.manifests import Manifests
 from ckstore.testing.states import difference
 from support.memory_files import flip
 
@@ -209,14 +211,21 @@ def test_a_damaged_base_names_itself_and_all_that_need_it(backend):
         assert len(store.verify("read").damage) == 1
 
 
-def test_held_bases_that_changed_in_memory_are_not_used(store):
+def test_held_bases_that_changed_in_memory_are_not_used(store, monkeypatch):
     states = list(training(3))
     policy = Policy(base_cache="memory")
-    store.commit(states[0], 0, policy=policy)
-    held = store._bases._held
-    assert store._bases.held_nbytes >= states[0]["w"].nbytes
-    for each in held.values():
-        each.plain[len(each.plain) // 2] ^= 1
+    held, hold = [], Bases.hold
+
+    def noting(bases, chunk_id, plain, **options):
+        held.append(plain)
+        hold(bases, chunk_id, plain, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bases, "hold", noting)
+        receipt = store.commit(states[0], 0, policy=policy)
+    assert receipt.bytes_bases == sum(map(len, held)) >= states[0]["w"].nbytes
+    for plain in held:
+        plain[len(plain) // 2] ^= 1
     assert store.commit(states[1], 1, policy=policy).chunks_delta
     assert difference(store.restore(1), states[1]) is None
     assert store.verify("decode").is_clean
@@ -225,9 +234,9 @@ def test_held_bases_that_changed_in_memory_are_not_used(store):
 def test_held_bases_do_not_outlive_their_use(store):
     policy = Policy(base_cache="memory")
     for step, state in enumerate(training(8)):
-        store.commit(state, step, policy=policy)
-        assert store._bases.held_nbytes <= 1.1 * (state["w"].nbytes + state["m"].nbytes)
-        assert store._bases.samples_nbytes <= 0.2 * (state["w"].nbytes + state["m"].nbytes)
+        receipt = store.commit(state, step, policy=policy)
+        assert 0 < receipt.bytes_bases <= 1.1 * (state["w"].nbytes + state["m"].nbytes)
+        assert bases_of(store).samples_nbytes <= 0.2 * (state["w"].nbytes + state["m"].nbytes)
 
 
 def test_identical_storages_cost_nothing_and_say_so(store):
@@ -293,8 +302,6 @@ def test_a_tensor_that_is_no_rounding_in_one_element_is_stored_as_it_is():
 
 
 def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
-    from ckstore import commit as story
-
     states = list(training(3))
     store.commit(states[0], 0)
 
@@ -302,7 +309,7 @@ def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
         raise ckstore.BackendError("the medium failed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(story, "_publish", fail)
+        patched.setattr(Manifests, "publish", fail)
         with pytest.raises(ckstore.BackendError):
             store.commit(states[1], 1)
     assert store.commit(states[2], 2).chunks_delta
@@ -311,23 +318,20 @@ def test_a_commit_that_fails_leaves_bases_as_they_were(store, monkeypatch):
 
 
 def test_a_commit_that_fails_holds_no_memory(backend, monkeypatch):
-    from ckstore import commit as story
-
     def fail(*_):
         raise ckstore.CapacityError("the disk is full")
 
     with ckstore.open(backend, policy=Policy(base_cache="memory")) as store:
         states = list(training(5))
-        store.commit(states[0], 0)
-        held = store._bases.held_nbytes
+        held = store.commit(states[0], 0).bytes_bases
+        assert held == bases_of(store).held_nbytes > 0
         with monkeypatch.context() as patched:
-            patched.setattr(story, "_publish", fail)
+            patched.setattr(Manifests, "publish", fail)
             for step in (1, 2, 3):
                 with pytest.raises(ckstore.CapacityError):
                     store.commit(states[step], step)
-                assert store._bases.held_nbytes == held
-        store.commit(states[4], 4)
-        assert store._bases.held_nbytes <= 1.1 * held
+                assert bases_of(store).held_nbytes == held
+        assert store.commit(states[4], 4).bytes_bases <= 1.1 * held
 
 
 def test_a_rounding_goes_with_the_master_of_its_own_state():

@@ -89,9 +89,9 @@ def test_a_header_that_denies_a_loss_or_invents_one_is_refused(fidelity, losses)
 
 
 def with_right_id(manifest):
-    from ckstore.format.manifest import _logical_record
+    from ckstore.format.manifest import logical_record
 
-    section = encode_logical(_logical_record(manifest.header), manifest.logical)
+    section = encode_logical(logical_record(manifest.header), manifest.logical)
     return replace(manifest, header=replace(manifest.header, checkpoint_id=digest_of(section)))
 
 

@@ -143,10 +143,10 @@ def test_groups_take_the_fewest_bits_of_all_ways_to_part_them(seed: int) -> None
     def bits(starts: tuple[int, ...]) -> float:
         parts = np.split(counts, starts)
         both = [part.sum(axis=0) for part in parts]
-        return float(sum(lowrank_bytes._bits(each.reshape(1, -1), each.sum(axis=1)[None])[0] for each in both))
+        return float(sum(lowrank_bytes.bits_of_groups(each.reshape(1, -1), each.sum(axis=1)[None])[0] for each in both))
 
     ways = [starts for many in range(6) for starts in combinations(range(1, 6), many)]
-    chosen = tuple(sorted(set(lowrank_bytes._partition(counts)) - {0}))
+    chosen = tuple(sorted(set(lowrank_bytes.partition(counts)) - {0}))
     assert bits(chosen) == pytest.approx(min(bits(starts) for starts in ways), rel=1e-12)
 
 

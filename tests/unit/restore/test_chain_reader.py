@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import forms
+from ckstore import chain_reader, forms
 from ckstore._testing import repository_of
 from ckstore.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.clock import SYSTEM_CLOCK
@@ -246,8 +246,16 @@ def test_roundings_of_roundings_are_read(backend):
         assert store.verify("decode").is_clean
 
 
-def test_memory_is_what_is_said(store, reader):
-    limits = repository_of(store).limits
-    read(reader, chain_at(store, DEPTH))
-    assert reader._pool.nbytes <= chain_reader_nbytes(limits) <= 2 * CHUNK_NBYTES + 64 * KIB
+def test_memory_is_what_is_said(store, monkeypatch):
+    limits, pools = repository_of(store).limits, []
+
+    class Pool(BufferPool):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            pools.append(self.nbytes)
+
+    monkeypatch.setattr(chain_reader, "BufferPool", Pool)
+    with ChainReader(repository_of(store), FrameDecoder(CHUNK_NBYTES)) as reader:
+        read(reader, chain_at(store, DEPTH))
+    assert 0 < sum(pools) <= chain_reader_nbytes(limits) <= 2 * CHUNK_NBYTES + 64 * KIB
     assert chain_reader_nbytes(limits, has_pool=True) == CHUNK_NBYTES

@@ -94,7 +94,7 @@ def test_holder_that_does_not_end_is_told_and_nothing_is_changed(tmp_path, monke
     folder = tmp_path / "store"
     ckstore.open(folder).close()
     backend = backend_for(folder)
-    monkeypatch.setattr(config_file, "_LOCK_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(config_file, "LOCK_PATIENCE_SECONDS", 0.05)
     with backend.try_lock(layout.CONFIG_LOCK_FILE), pytest.raises(LockHeldError, match="does not end"):
         change_config(backend, with_tier("ours"))
     assert read_config(backend).tiers == {}

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ckstore.clock import SYSTEM_CLOCK
+from ckstore.clock import SYSTEM_CLOCK, SystemClock
 from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record, with_changes
@@ -137,7 +137,7 @@ def test_what_another_one_has_or_may_have_is_left_to_the_saver_and_nobody_waits(
 ):
     facts = {} if where == "here" else {"host": "elsewhere", "boot_id": "another boot/another namespace"}
     put(backend, os.getppid(), **facts)
-    monkeypatch.setattr(lease._clock.__class__, "sleep", lambda *_: pytest.fail("it waits"))
+    monkeypatch.setattr(SystemClock, "sleep", lambda *_: pytest.fail("it waits"))
     assert not lease.lend(saver, 7)
     assert read_lease(backend, "main").pid == os.getppid()
     assert drafts(backend) == []
@@ -195,18 +195,21 @@ def test_a_saver_adopts_what_was_lent_to_it_and_gives_it_up(backend, lease):
     assert read_lease(backend, "main") is None
 
 
-def test_a_saver_that_waits_for_another_holder_adopts_what_it_is_lent_meanwhile(backend, lease, monkeypatch):
+def test_a_saver_that_waits_for_another_holder_adopts_what_it_is_lent_meanwhile(backend, lease, clock, monkeypatch):
     put(backend, os.getppid(), host="elsewhere", boot_id="another boot/another namespace")
-    mine = Lease(backend, "main", SYSTEM_CLOCK)
+    mine = Lease(backend, "main", clock)
+    rename_new = backend.rename_new
 
-    def leaves_and_it_is_lent(holder):
-        backend.unlink(PATH)
-        assert lease.lend(os.getpid(), 7)
-        return False
+    def find_nothing_and_be_lent(source, target):
+        """The other holder's lease is gone when it is to be moved away, and ours is lent right after that."""
+        try:
+            rename_new(source, target)
+        except FileNotFoundError:
+            assert lease.lend(os.getpid(), 7)
+            raise
 
-    monkeypatch.setattr(mine, "_heart_beats", leaves_and_it_is_lent)
-    bury = mine._bury
-    monkeypatch.setattr(mine, "_bury", lambda holder: bury(holder) if holder.host != "elsewhere" else None)
+    monkeypatch.setattr(backend, "rename_new", find_nothing_and_be_lent)
+    clock.on_sleep = lambda: backend.unlink(PATH)
     mine.take()
     assert mine.is_held
     assert SaverPurpose.of(read_lease(backend, "main").purpose).step == 7, "it is the one that was lent"

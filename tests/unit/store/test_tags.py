@@ -12,9 +12,11 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, encode_record
+from ckstore.io.memory import MemoryBackend
 from ckstore.store import tags as tags_module
 from ckstore.store.processes import boot_identity
 from ckstore.store.tags import Tags
+from support.gc_histories import once
 
 ID = bytes(range(32))
 
@@ -114,14 +116,7 @@ def test_tag_is_as_it_was_when_what_it_moves_to_is_dropped_meanwhile(tags):
 
 def test_intent_that_is_made_while_a_tag_is_written_refuses_it(tags, monkeypatch):
     put(tags, "good", 1)
-    replace = type(tags)._replace
-
-    def with_an_intent(self, path, content):
-        monkeypatch.setattr(type(tags), "_replace", replace)
-        replace(self, path, content)
-        tags.declare(2, "delete")
-
-    monkeypatch.setattr(type(tags), "_replace", with_an_intent)
+    once(monkeypatch, MemoryBackend, "rename", after=lambda: tags.declare(2, "delete"))
     with pytest.raises(ConflictError, match="is being dropped"):
         put(tags, "good", 2)
     assert tags.get("good").seq == 1

@@ -197,7 +197,8 @@ def test_walks_keep_within_the_memory_of_the_policy(tree, monkeypatch):
             pools.append(self.nbytes)
 
     monkeypatch.setattr(chain_audit, "BufferPool", Pool)
-    store._policy = Policy(threads=64, memory_nbytes_max=56 * MIB)
-    assert store.verify("decode").is_clean
+    policy = Policy(threads=64, memory_nbytes_max=56 * MIB)
+    with ckstore.open(repository_of(store).backend, create=False, policy=policy) as bounded:
+        assert bounded.verify("decode").is_clean
     assert pools
     assert len(pools) * (max(pools) + (chain_audit.COPIES_MAX + 1) * CHUNK_NBYTES) < 56 * MIB

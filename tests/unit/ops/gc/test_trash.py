@@ -25,6 +25,7 @@ from support.gc_histories import (
     damage,
     files_of,
     keeper,
+    next_generation,
     pack_of,
     packs_in_place,
     state_of,
@@ -272,16 +273,8 @@ def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
     repository_of(store).manifests.mark_dropped(1, 2)
     report = keeper(store).gc()
     assert report.done.superseded == 2
-    assert repository_of(store).manifests._names_in_place() == set(repository_of(store).manifests.listing().names)
+    assert repository_of(store).manifests.listing().lower == ()
     assert report.done.moved_packs == 2
-
-
-def next_generation(store, step):
-    from dataclasses import replace
-
-    name = next(name for name in repository_of(store).manifests.listing().names if name.step == step)
-    manifest = repository_of(store).manifests.load(name)
-    return replace(manifest, header=replace(manifest.header, generation=manifest.header.generation + 1))
 
 
 def test_superseded_generation_goes_once_the_packs_of_the_higher_were_seen(store):
