@@ -8,6 +8,7 @@ and the next collection finds its way.
 from __future__ import annotations
 
 import errno
+from functools import partial
 
 import pytest
 
@@ -20,7 +21,7 @@ from ckstore.testing.faults import Fault, ForgetfulBackend
 from ckstore.testing.invariants import order_violations
 from ckstore.testing.simfs import SimFS
 from support import crash_scenarios
-from support.failing_calls import Run, die_then_go_on_then_cut, fail_each_call
+from support.failing_calls import Run, check_each, failing_runs
 from support.power_cuts import SEED, in_words, losses, recorded
 from support.strace_sweep import strike_everywhere
 
@@ -30,7 +31,9 @@ CHANGING_CALLS = (
     *("write", "pwrite64", "pwritev2", "ftruncate", "fallocate", "fsync", "fdatasync", "link", "linkat", "rename"),
     *("renameat", "renameat2", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "io_uring_enter"),
 )
-"""Calls that change files; the others only look, hundreds of times alike, and are killed now and then."""
+"""Calls that change files. The others only read, hundreds of times alike: each 41st is killed in a deep run."""
+
+READING_CALLS = ("openat", "close")
 
 LOOKING_SITES = frozenset({"list_names", "stat"})
 """How often these are called depends on the random names of trash folders: a pack may lie in the first or the last."""
@@ -61,34 +64,22 @@ def collect_again(disk):
 # SIGKILL
 
 
-@pytest.mark.strace
-@pytest.mark.usefixtures("strace")
-def test_collection_killed_at_some_calls_keeps_its_promises(tmp_path):
-    tally, _ = strike_everywhere(
-        tmp_path, "collect", "pwrite", stride=9, calls=("renameat2", "rename", "unlink", "fsync")
-    )
-    assert tally.struck >= 3
-
-
-@pytest.mark.slow
+@pytest.mark.deep(parts=3)
 @pytest.mark.timeout(1200)
 @pytest.mark.strace
 @pytest.mark.usefixtures("strace")
-@pytest.mark.parametrize("engine", [pytest.param("uring", marks=pytest.mark.uring), "pwrite"])
-def test_collection_killed_at_every_changing_call_keeps_its_promises(tmp_path, tell, engine):
-    tally, said = strike_everywhere(tmp_path, "collect", engine, calls=CHANGING_CALLS)
+@pytest.mark.parametrize(
+    ("engine", "calls", "every", "struck_min"),
+    [
+        pytest.param("uring", CHANGING_CALLS, 1, 150, marks=pytest.mark.uring, id="changes-uring"),
+        pytest.param("pwrite", CHANGING_CALLS, 1, 150, id="changes-pwrite"),
+        pytest.param("pwrite", READING_CALLS, 41, 20, id="reads"),
+    ],
+)
+def test_collection_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, engine, calls, every, struck_min):
+    tally, said = strike_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, parts=8)
     tell(said)
-    assert tally.struck >= 150
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.strace
-@pytest.mark.usefixtures("strace")
-def test_collection_killed_while_it_looks_keeps_its_promises(tmp_path, tell):
-    tally, said = strike_everywhere(tmp_path, "collect", "pwrite", stride=41, calls=("openat", "close"))
-    tell(said)
-    assert tally.struck >= 20
+    assert tally.struck >= (struck_min if sample.is_whole else 1)
 
 
 # Power cuts
@@ -108,27 +99,26 @@ def test_collection_without_one_sync_breaks_the_ordering_rules(skips):
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
 
-@pytest.mark.parametrize(
-    ("stride", "samples"), [(19, 1), pytest.param(2, 3, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(tell, stride, samples):
+def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(sample, tell):
     disk, acks = recorded("collect")
-    points = set(range(0, len(disk.log) + 1, stride))
-    counters, found = losses(disk, acks, samples=samples, points=points, commit_every=8)
+    points = sample.part(range(0, len(disk.log) + 1, 2), parts=10)
+    counters, found = losses(disk, acks, samples=3, points=set(points), commit_every=8)
     tell(f"simulated power cuts, collect: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
-    assert counters["states"] >= 4000 // stride
+    assert counters["states"] >= (2000 if sample.is_whole else len(points)) > 0
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-@pytest.mark.parametrize("stride", [31, pytest.param(6, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_next_collection_finds_its_way_after_a_cut_at_any_point(tell, stride):
+def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
     disk, acks = recorded("collect")
+    points = sample.part(range(0, len(disk.log) + 1, 6), parts=5)
     states, checked = 0, Checked()
-    for state in crash_states(
-        disk, seed=SEED, samples=1, singles_max=8, points=set(range(0, len(disk.log) + 1, stride))
-    ):
+    for state in crash_states(disk, seed=SEED, samples=1, singles_max=8, points=set(points)):
         states += 1
         if not checked.is_new(state):
             continue
@@ -137,58 +127,41 @@ def test_next_collection_finds_its_way_after_a_cut_at_any_point(tell, stride):
             crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*acks, *state.marks]))
         assert collect_again(state.disk).plan.is_empty, "what a collection leaves, the next one need not do"
     tell(f"collections after simulated power cuts: seed {SEED}, {states} states, {len(checked)} different disks")
-    assert states >= 600 // stride
+    assert states >= (100 if sample.is_whole else len(points)) > 0
 
 
 # Failing calls
 
 
-@pytest.mark.parametrize(
-    "sites",
-    [{"rename", "rename_new"}, {"unlink", "remove_folder"}, {"sync_folder"}],
-    ids=lambda sites: " or ".join(sorted(sites)),
-)
-def test_failing_call_in_a_collection_loses_nothing(prepared, sites):
-    fail_each_call(prepared, "collect", errno.EIO, sites=frozenset(sites), cuts=False, goes_on=False)
-
-
-@pytest.mark.slow
+@pytest.mark.deep(parts=4)
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_every_failing_call_of_a_collection_loses_nothing(prepared, tell, number, for_ever):
-    runs = fail_each_call(
-        prepared, "collect", number, for_ever=for_ever, sites=CHANGING_SITES, cuts=False, goes_on=number == errno.EIO
-    )
-    tell(f"failing calls, collect, {errno.errorcode[number]}, for ever {for_ever}: {len(runs) - 1} points")
-    assert len(runs) > 200
+def test_collection_with_a_failing_call_loses_nothing(prepared, sample, tell, number, for_ever):
+    points_of = partial(sample.part, parts=4)
+    runs = failing_runs(prepared, "collect", [number], points_of, for_ever=for_ever, sites=CHANGING_SITES)
+    points = check_each(runs, cuts=lambda number: False, goes_on=lambda number: number == errno.EIO)
+    tell(f"failing calls, collect, {errno.errorcode[number]}, for ever {for_ever}: {points} points")
+    assert points >= (200 if sample.is_whole else 1)
 
 
-def test_failing_look_stops_a_collection_and_loses_nothing(prepared):
+def test_collection_that_cannot_list_a_folder_stops_and_loses_nothing(prepared):
     for at in range(1, 700, 37):
         run = Run(prepared, "collect", Fault(at, sites=LOOKING_SITES))
         run.check(cuts=False, goes_on=False)
         assert not run.struck or run.error is not None, "what could not be listed must not be taken for empty"
 
 
-def test_next_collection_finishes_what_a_failed_one_began(prepared):
-    for at in range(1, 80, 3):
-        run = Run(prepared, "collect", Fault(at, sites=frozenset({"rename", "unlink", "sync_folder", "create"})))
+@pytest.mark.deep
+def test_next_collection_finishes_what_a_failed_one_began(prepared, sample):
+    sites = frozenset({"rename", "unlink", "sync_folder", "create"})
+    for run in failing_runs(prepared, "collect", [errno.EIO], partial(sample.part, parts=8), sites=sites):
         report = collect_again(run.disk)
         assert report.done.stop == ""
         assert collect_again(run.disk).plan.is_empty
         with crash_scenarios.open_store(run.disk) as store:
             crash_scenarios.check_kept(store, crash_scenarios.Promises.of([*run.acks, *run.new_acks]))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("nothing_aside")
-def test_what_a_dead_collector_left_unsynced_costs_the_next_process_nothing(prepared, tell):
-    points, states, lost = die_then_go_on_then_cut(prepared, "collect", stride=9)
-    tell(f"deaths and then power cuts, collect: {points} deaths, {states} states, {len(lost)} lost")
-    assert not lost, "\n".join(lost[:20])
 
 
 def test_error_of_a_collection_is_one_of_ckstore(prepared):

@@ -1,12 +1,13 @@
 """Protects commits from media that fail: every call in turn, once and for ever, with every errno of the programme.
 
 A commit succeeds or raises an error of ckstore; in either case what was acknowledged stays, with and without a
-power cut right afterwards, and the next commit works. The loops end only when a run passes untouched.
+power cut right afterwards, and the next commit works. Each programme ends with a run that passes untouched.
 """
 
 from __future__ import annotations
 
 import errno
+from functools import partial
 
 import pytest
 
@@ -15,10 +16,10 @@ from ckstore.testing.cuts import crash_states
 from ckstore.testing.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
 from ckstore.testing.simfs import SimFS
 from support import crash_scenarios
-from support.failing_calls import Run, die_then_go_on_then_cut, fail_each_call
+from support.failing_calls import Run, check_each, deaths, die_then_go_on_then_cut, failing_runs
 
 THOROUGH = (errno.EIO, errno.ENOSPC)
-"""What is on the disk afterwards differs little between errnos: one of each kind is looked at from all sides."""
+"""What is on the disk afterwards differs little between errnos: one of each kind is checked in every way."""
 
 POINTS_MIN = {"commit": 40, "recommit": 70, "maintain": 100, "repack": 280, "read": 40}
 """How many calls each verb makes at least; each is failed with every errno, once and for ever."""
@@ -37,44 +38,43 @@ def prepared():
     return disk.settled().base, acks
 
 
-@pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
-def test_failing_call_in_a_commit_loses_nothing(prepared, number, for_ever):
-    runs = fail_each_call(prepared, "commit", number, for_ever=for_ever, cuts=False)
-    assert len(runs) > 20
+DEATHS = {"commit": 1, "recommit": 1, "maintain": 1, "repack": 7, "first": 1, "collect": 9}
+"""At each how many-th call of a verb its process dies."""
 
 
-def test_lost_answer_of_a_link_is_recognized_or_loud(prepared):
-    fail_each_call(prepared, "commit", errno.EIO, sites=frozenset({"link", "rename", "rename_new"}), is_late=True)
-
-
-@pytest.mark.slow
+@pytest.mark.deep(parts=5)
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.usefixtures("nothing_aside")
+@pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("scenario", POINTS_MIN)
-def test_every_failing_call_of_every_verb_loses_nothing(prepared, tell, scenario, for_ever):
-    points, errnos = 0, ERRNOS.get(scenario, WRITE_ERRNOS)
-    for number in errnos:
-        # A repack makes hundreds of calls; power cuts during one have a programme of their own.
-        is_thorough = number in THOROUGH[:1] if scenario == "repack" else number in THOROUGH
-        cuts = is_thorough and scenario != "repack"
-        runs = fail_each_call(prepared, scenario, number, for_ever=for_ever, cuts=cuts, goes_on=is_thorough)
-        points += len(runs) - 1
+def test_verb_with_a_failing_call_loses_nothing(prepared, sample, tell, scenario, for_ever):
+    errnos = ERRNOS.get(scenario, WRITE_ERRNOS)
+    # A repack makes hundreds of calls; power cuts during one have a programme of their own.
+    thorough, cut = (THOROUGH[:1], ()) if scenario == "repack" else (THOROUGH, THOROUGH)
+    runs = failing_runs(prepared, scenario, errnos, partial(sample.part, parts=8), for_ever=for_ever)
+    points = check_each(runs, cuts=cut.__contains__, goes_on=thorough.__contains__)
     how = "for ever" if for_ever else "once"
     tell(f"failing calls, {scenario}, {how}: {len(errnos)} errnos, {points} points; {POINTS_MIN_ALL} at least in all")
-    assert points >= POINTS_MIN[scenario] * len(errnos)
+    assert points >= (POINTS_MIN[scenario] * len(errnos) if sample.is_whole else 1)
 
 
-@pytest.mark.slow
+@pytest.mark.deep(parts=2)
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize(("number", "for_ever"), [(errno.EIO, False), (errno.ENOSPC, True)])
-def test_every_failing_call_of_making_a_store_leaves_one_that_can_be_made(prepared, number, for_ever):
-    fail_each_call(prepared, "first", number, for_ever=for_ever, cuts=False)
+def test_making_a_store_with_a_failing_call_leaves_one_that_can_be_made(prepared, sample, number, for_ever):
+    runs = failing_runs(prepared, "first", [number], partial(sample.part, parts=8), for_ever=for_ever)
+    assert check_each(runs, cuts=lambda number: False) > (500 if sample.is_whole else 0)
 
 
-def test_sync_that_fails_once_leads_to_a_new_pack_or_is_loud(prepared):
-    for run in fail_each_call(prepared, "commit", errno.EIO, sites=SYNC_SITES):
+def test_lost_answer_of_a_link_is_recognized_or_raises(prepared):
+    sites = frozenset({"link", "rename", "rename_new"})
+    assert check_each(failing_runs(prepared, "commit", [errno.EIO], sites=sites, is_late=True)) == 2
+
+
+def test_sync_that_fails_once_leads_to_a_new_pack_or_raises(prepared):
+    for run in failing_runs(prepared, "commit", [errno.EIO], sites=SYNC_SITES):
+        run.check(cuts=True)
         is_pack = any(struck.startswith("pack.finish") for struck in run.struck)
         if is_pack:
             assert run.error is None, f"{run.struck}: the commit did not take a new pack"
@@ -84,8 +84,9 @@ def test_sync_that_fails_once_leads_to_a_new_pack_or_is_loud(prepared):
             assert run.error is None or not run.new_acks
 
 
-def test_syncs_that_fail_for_ever_are_loud(prepared):
-    for run in fail_each_call(prepared, "commit", errno.EIO, sites=SYNC_SITES, for_ever=True):
+def test_sync_that_fails_for_ever_raises(prepared):
+    for run in failing_runs(prepared, "commit", [errno.EIO], sites=SYNC_SITES, for_ever=True):
+        run.check(cuts=True)
         if any(struck.startswith("pack.finish") for struck in run.struck):
             assert run.error is not None
             assert not run.new_acks
@@ -111,23 +112,20 @@ def test_handle_commits_again_after_a_failed_commit(prepared):
     raise AssertionError("no run passed untouched")
 
 
-@pytest.mark.parametrize(
-    ("scenario", "stride"),
-    [
-        ("commit", 3),
-        pytest.param("commit", 1, marks=pytest.mark.slow),
-        pytest.param("recommit", 1, marks=pytest.mark.slow),
-        pytest.param("maintain", 1, marks=pytest.mark.slow),
-        pytest.param("repack", 7, marks=pytest.mark.slow),
-        ("first", 4),
-        pytest.param("first", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.deep(parts=len(DEATHS))
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
-def test_what_a_dead_process_left_unsynced_costs_the_next_one_nothing(prepared, tell, scenario, stride):
-    points, states, lost = die_then_go_on_then_cut(prepared, scenario, stride=stride)
-    tell(f"deaths and then power cuts, {scenario}: {points} deaths, {states} states, {len(lost)} lost")
+@pytest.mark.parametrize("scenario", DEATHS)
+def test_process_that_died_at_any_call_costs_the_next_one_nothing(prepared, sample, tell, scenario):
+    points = sample.part(deaths(prepared, scenario, every=DEATHS[scenario]), parts=4)
+    states, lost = 0, []
+    for at in points:
+        found, losses = die_then_go_on_then_cut(prepared, scenario, at)
+        states += found
+        lost += losses
+    tell(f"deaths and then power cuts, {scenario}: {len(points)} deaths, {states} states, {len(lost)} lost")
     assert not lost, "\n".join(lost[:20])
+    assert states > len(points) > 0
 
 
 def test_store_that_a_dead_process_did_not_sync_is_made_durable_by_the_next(prepared):

@@ -1,4 +1,4 @@
-"""Run a scenario with one call that fails, at every call in turn, and check what must hold afterwards."""
+"""Run a scenario with one call that fails, for each call that has its turn, and check what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -43,53 +43,78 @@ class Run:
             crash_scenarios.check_store(self.disk.settled(), acks, level="read")
 
 
-def fail_each_call(prepared, scenario, number, *, for_ever=False, sites=None, is_late=False, cuts=True, goes_on=True):
-    """Fail the first call, then the second, ... until a run passes untouched; return the runs.
+def failing_runs(prepared, scenario, numbers, points_of=list, *, for_ever=False, sites=None, is_late=False):
+    """Yield a run for each errno and each call that fails with it, and last one past the last call, which is untouched.
 
-    As many must have been struck as calls are made when nothing fails.
+    Args:
+        prepared: A disk with a store, and the acknowledgements of its checkpoints.
+        scenario: What is run.
+        numbers: The errnos that calls fail with.
+        points_of: Takes a list of pairs of errno and call, and returns those that have their turn.
+        for_ever: Every later call fails too.
+        sites: Only calls of these kinds count; None: all.
+        is_late: A call is carried out before it fails.
     """
-    runs, failures = [], []
     undisturbed = Run(prepared, scenario, None)
     count = sum(sites is None or call in sites for call in undisturbed.backend.calls)
-    while not runs or runs[-1].struck:
-        fault = Fault(len(runs) + 1, number, for_ever=for_ever, sites=sites, is_late=is_late)
-        run = Run(prepared, scenario, fault)
-        runs.append(run)
+    points = points_of([(number, at) for number in numbers for at in range(1, count + 1)])
+    assert points, f"no call of {scenario} was made to fail"
+    for number, at in points:
+        run = Run(prepared, scenario, Fault(at, number, for_ever=for_ever, sites=sites, is_late=is_late))
+        assert run.struck, f"{scenario} made {count} calls, and fewer than {at} when it was to be disturbed"
+        yield run
+    last = Run(prepared, scenario, Fault(count + 1, numbers[0], for_ever=for_ever, sites=sites, is_late=is_late))
+    assert not last.struck, f"{scenario} made {count} calls, and more when it was to be disturbed"
+    assert last.error is None
+    yield last
+
+
+def check_each(runs, *, cuts=lambda number: True, goes_on=lambda number: True):
+    """Check each run; return how many were struck.
+
+    Args:
+        runs: From ``failing_runs``.
+        cuts: Says of an errno whether a power cut follows.
+        goes_on: Says of an errno whether another commit follows.
+    """
+    count, failures = 0, []
+    for run in runs:
+        fault = run.backend.fault
+        count += bool(run.struck)
         try:
-            run.check(cuts=cuts, goes_on=goes_on)
-            if not run.struck:
-                assert run.error is None
+            run.check(cuts=cuts(fault.errno), goes_on=goes_on(fault.errno))
         except Exception as error:
             failures.append(f"{fault} struck {run.struck[:2]}, raised {run.error!r}: {error!r}")
     assert not failures, "\n".join(failures)
-    assert len(runs) - 1 == count, f"{len(runs) - 1} points for {count} calls"
-    return runs
+    return count
 
 
-def die_then_go_on_then_cut(prepared, scenario, *, stride=1):
-    """Let a process die at each call, another one go on, and then the power fail; return points and losses."""
+def deaths(prepared, scenario, *, every=1):
+    """Return the calls at which a process may die, each ``every``-th one, by their numbers."""
+    count = len(Run(prepared, scenario, None).backend.calls)
     # Making the folders of a store is hundreds of calls alike: begin shortly before it becomes one.
-    at = len(Run(prepared, scenario, None).backend.calls) - 50 if scenario == "first" else 1
-    first, states, lost = at, 0, []
-    while True:
-        # Every later call fails too: for the disk that is a process that has died here, with nothing synced since.
-        run = Run(prepared, scenario, Fault(at, for_ever=True, forgets=False))
-        if not run.struck:
-            return (at - first) // stride, states, lost
-        acks = [*run.acks, *run.new_acks]
+    return range(count - 50 if scenario == "first" else 1, count + 1, every)
+
+
+def die_then_go_on_then_cut(prepared, scenario, at):
+    """Let a process die at a call, another one go on, and then the power fail; return the states and the losses."""
+    # Every later call fails too: for the disk that is a process that has died here, with nothing synced since.
+    run = Run(prepared, scenario, Fault(at, for_ever=True, forgets=False))
+    assert run.struck
+    states, lost, checked = 0, [], Checked()
+    acks = [*run.acks, *run.new_acks]
+    try:
+        with crash_scenarios.open_store(run.disk) as store:
+            crash_scenarios.commit(store, 300, 300, acks.append)
+    except CkstoreError as error:
+        lost.append(f"died at call {at} ({run.struck[0]}), the next process failed: {error!r}")
+    for state in crash_states(run.disk, seed=at, samples=2, singles_max=8, points={len(run.disk.log)}):
+        states += 1
+        if not checked.is_new(state):
+            continue
         try:
-            with crash_scenarios.open_store(run.disk) as store:
-                crash_scenarios.commit(store, 300, 300, acks.append)
-        except CkstoreError as error:
-            lost.append(f"died at call {at} ({run.struck[0]}), the next process failed: {error!r}")
-        checked = Checked()
-        for state in crash_states(run.disk, seed=at, samples=2, singles_max=8, points={len(run.disk.log)}):
-            states += 1
-            if not checked.is_new(state):
-                continue
-            try:
-                with crash_scenarios.open_store(state.disk) as store:
-                    crash_scenarios.check_kept(store, crash_scenarios.Promises.of(acks))
-            except (CkstoreError, AssertionError) as error:
-                lost.append(f"died at call {at} ({run.struck[0]}), {state.label}: {error!r}")
-        at += stride
+            with crash_scenarios.open_store(state.disk) as store:
+                crash_scenarios.check_kept(store, crash_scenarios.Promises.of(acks))
+        except (CkstoreError, AssertionError) as error:
+            lost.append(f"died at call {at} ({run.struck[0]}), {state.label}: {error!r}")
+    return states, lost
