@@ -35,6 +35,11 @@ class Latch:
         """Return whether it has happened."""
         return self._is_set
 
+    @property
+    def waiting_count(self) -> int:
+        """How many threads wait for it."""
+        return len(self._waiting)
+
     def set(self) -> None:
         """Wake all who wait, and let pass who comes later; never waits."""
         self._is_set = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def test_a_wait_with_a_limit_ends_by_it_and_leaves_nothing(seconds):
     begun = time.monotonic()
     assert latch.wait(seconds) is False
     assert time.monotonic() - begun >= seconds
-    assert latch._waiting == []
+    assert latch.waiting_count == 0
     latch.set()
     assert latch.wait(seconds) is True
 
@@ -53,25 +54,50 @@ def test_nobody_is_missed_who_comes_while_it_is_set():
         for thread in (*threads, *setters):
             thread.join(SECONDS_MAX)
             assert not thread.is_alive()
-        assert latch._waiting == []
+        assert latch.waiting_count == 0
+
+
+def interrupted_before(number, call):
+    """Raise KeyboardInterrupt before the ``number``-th line of a call; return whether it has so many lines."""
+    code, left = call.__func__.__code__, number
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: trace if frame.f_code is code else None)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def test_whoever_sets_it_and_is_interrupted_delays_the_others_a_little(monkeypatch):
-    class Broken(list):
-        def pop(self):
-            raise KeyboardInterrupt
-
     monkeypatch.setattr("ckstore.latch.LOOK_SECONDS", 0.05)
-    latch = Latch()
-    latch._waiting = Broken()
-    thread = threading.Thread(target=latch.wait, daemon=True)
-    thread.start()
-    while not latch._waiting:
-        time.sleep(0.001)
-    with pytest.raises(KeyboardInterrupt):
-        latch.set()
-    thread.join(SECONDS_MAX)
-    assert not thread.is_alive()
+    for number in itertools.count():
+        latch = Latch()
+        threads = [threading.Thread(target=latch.wait, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while latch.waiting_count < len(threads):
+            time.sleep(0.001)
+        was_interrupted = interrupted_before(number, latch.set)
+        if was_interrupted and not latch.is_set():
+            latch.set()
+        for thread in threads:
+            thread.join(SECONDS_MAX)
+            assert not thread.is_alive(), number
+        if not was_interrupted:
+            break
+    assert number > 4, "each line was interrupted, with threads that were woken already and without"
 
 
 # A process of its own: pytest's limit of time for each test has the only timer of this kind.
@@ -107,10 +133,11 @@ def set_and_tell(latch):
     told.append(latch)
 
 signal.signal(signal.SIGALRM, hear)
-choice = random.Random(0)
-print(sum(is_left_locked(threading.Event()) for _ in range(5000)))
+count, seed = map(int, sys.argv[1:])
+choice = random.Random(seed)
+print(sum(is_left_locked(threading.Event()) for _ in range(count)))
 told = []
-for _ in range(5000):
+for _ in range(count):
     latch = interrupt(Latch())
     setter = threading.Thread(target=set_and_tell, args=(latch,), daemon=True)
     setter.start()
@@ -120,12 +147,15 @@ for _ in range(5000):
 """
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(tell):
-    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_WAITS], capture_output=True, text=True, timeout=100)
+def test_a_signal_that_raises_at_any_moment_of_a_wait_keeps_nobody_waiting(tell, sample):
+    count = sample.count(5000, parts=8)
+    command = [sys.executable, "-c", INTERRUPTED_WAITS, str(count), str(sample.seed(0))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     tell(
-        f"of 5000 interrupted waits for a threading.Event {int(ran.stdout)} have left its lock locked; of a Latch, none"
+        f"of {count} interrupted waits for a threading.Event {int(ran.stdout)} have left its lock locked; of a Latch, none"
     )
 
 

@@ -12,18 +12,16 @@ import weakref
 
 import pytest
 
-from ckstore.logs import UNSAID_COUNT_MAX, _Speaker
+from ckstore.logs import UNSAID_COUNT_MAX
 from ckstore.logs import tell as say
 
 SECONDS_MAX = 30.0
 
 
-@pytest.fixture
-def speaker(monkeypatch):
-    """A speaker of the test's own: what keeps it is nobody else's."""
-    made = _Speaker()
-    monkeypatch.setattr("ckstore.logs._speaker", made)
-    return made
+@pytest.fixture(autouse=True)
+def silence():
+    """Begin when nobody says anything any more."""
+    wait_for_the_end_of_the_speaker()
 
 
 @pytest.fixture
@@ -51,7 +49,19 @@ def on_a_thread(call, name="somebody"):
     return time.monotonic() - begun
 
 
-def test_what_a_thread_tells_is_said_when_it_goes_on_and_in_its_name(log, speaker):
+def wait_for_the_end_of_the_speaker():
+    """Wait until the thread that says what others tell has ended: it has nothing to say any more."""
+    end = time.monotonic() + SECONDS_MAX
+    while is_speaking() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not is_speaking()
+
+
+def is_speaking():
+    return any(thread.name == "ckstore-logs" for thread in threading.enumerate())
+
+
+def test_what_a_thread_tells_is_said_when_it_goes_on_and_in_its_name(log):
     def work():
         say(log, logging.INFO, "step %d", 3)
         assert [record.getMessage() for record in log.records] == ["step 3"]
@@ -63,17 +73,13 @@ def test_what_a_thread_tells_is_said_when_it_goes_on_and_in_its_name(log, speake
     assert record.levelno == logging.INFO
 
 
-def test_its_thread_ends_when_there_is_nothing_to_say(log, speaker):
+def test_its_thread_ends_when_there_is_nothing_to_say(log):
     on_a_thread(lambda: [say(log, logging.INFO, "%d", number) for number in range(50)])
-    end = time.monotonic() + SECONDS_MAX
-    while any(thread.name == "ckstore-logs" for thread in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.001)
-    assert not speaker._is_speaking
-    assert not any(thread.name == "ckstore-logs" for thread in threading.enumerate())
+    wait_for_the_end_of_the_speaker()
     assert [record.getMessage() for record in log.records] == [str(number) for number in range(50)]
 
 
-def test_many_threads_have_all_said_that_they_tell(log, speaker):
+def test_many_threads_have_all_said_that_they_tell(log):
     def work(name):
         for number in range(50):
             say(log, logging.INFO, "%s %d", name, number)
@@ -89,19 +95,19 @@ def test_many_threads_have_all_said_that_they_tell(log, speaker):
         assert [number for each, number in said if each == name] == [str(number) for number in range(50)]
 
 
-def test_the_main_thread_says_it_by_itself(log, speaker):
+def test_the_main_thread_says_it_by_itself(log):
     say(log, logging.WARNING, "here")
     assert [(record.getMessage(), record.threadName) for record in log.records] == [("here", "MainThread")]
-    assert not speaker._is_speaking
+    assert not is_speaking()
 
 
-def test_what_is_below_the_logger_s_level_is_not_said(log, speaker):
+def test_what_is_below_the_logger_s_level_is_not_said(log):
     on_a_thread(lambda: say(log, logging.DEBUG, "quiet"))
     say(log, logging.DEBUG, "quiet")
     assert not log.records
 
 
-def test_an_exception_is_told_with_its_traceback_and_kept_by_nobody(log, speaker):
+def test_an_exception_is_told_with_its_traceback_and_kept_by_nobody(log):
     class Held:
         pass
 
@@ -127,7 +133,7 @@ def test_an_exception_is_told_with_its_traceback_and_kept_by_nobody(log, speaker
 
 @pytest.mark.parametrize("is_main", [True, False], ids=["on the main thread", "on another"])
 @pytest.mark.parametrize("place", ["filter", "handler"])
-def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, speaker, place, is_main):
+def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, place, is_main):
     def refuse(record):
         raise RuntimeError("no room")
 
@@ -146,8 +152,9 @@ def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, sp
     assert [record.getMessage() for record in log.records] == ["said"]
 
 
-def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, speaker, monkeypatch):
+def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monkeypatch):
     monkeypatch.setattr("ckstore.logs.SAID_WITHIN_SECONDS", 0.3)
+    seen = []
     log.handler.acquire()  # As Ctrl-C leaves it: with the main thread, for ever.
     first = on_a_thread(lambda: say(log, logging.ERROR, "one"))
     assert 0.3 <= first < 5
@@ -161,23 +168,24 @@ def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, speak
     while len(log.records) < 102 and time.monotonic() < end:
         time.sleep(0.01)
     assert [record.getMessage() for record in log.records] == ["main", "one"] + ["two, or more"] * 100
-    assert not speaker._is_stuck
+    # From now on who says something waits again until it is said.
+    on_a_thread(lambda: [say(log, logging.ERROR, "after"), seen.append(log.records[-1].getMessage())])
+    assert seen == ["after"]
 
 
-def test_what_waits_to_be_said_is_bounded(log, speaker, monkeypatch):
+def test_what_waits_to_be_said_is_bounded(log, monkeypatch):
     monkeypatch.setattr("ckstore.logs.SAID_WITHIN_SECONDS", 0.05)
     log.handler.acquire()
     on_a_thread(lambda: [say(log, logging.ERROR, "%d", number) for number in range(UNSAID_COUNT_MAX + 500)])
-    assert len(speaker._unsaid) == UNSAID_COUNT_MAX
     log.handler.release()
-    end = time.monotonic() + SECONDS_MAX
-    while speaker._unsaid and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for_the_end_of_the_speaker()
+    # One more was being said.
+    assert [int(record.getMessage()) for record in log.records] == list(range(UNSAID_COUNT_MAX + 1))
     on_a_thread(lambda: say(log, logging.ERROR, "last"))
     assert log.records[-1].getMessage() == "last"
 
 
-def test_where_no_thread_can_be_started_it_is_said_at_once(log, speaker, monkeypatch):
+def test_where_no_thread_can_be_started_it_is_said_at_once(log, monkeypatch):
     class Threads:
         def start(self):
             raise RuntimeError("can't start new thread")
@@ -188,7 +196,7 @@ def test_where_no_thread_can_be_started_it_is_said_at_once(log, speaker, monkeyp
             say(log, logging.ERROR, "said here")
 
     on_a_thread(work)
-    assert not speaker._is_speaking
+    assert not is_speaking()
     on_a_thread(lambda: say(log, logging.ERROR, "said there"))
     assert [record.getMessage() for record in log.records] == ["said here", "said there"]
 
@@ -224,7 +232,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 # A process of its own: pytest's limit of time for each test has the only timer of this kind.
 INTERRUPTED_LOGGING = """
-import logging, random, signal, threading
+import logging, random, signal, sys, threading
 
 class Interrupted(Exception):
     pass
@@ -253,13 +261,17 @@ def is_left_locked():
     return not found[0]
 
 signal.signal(signal.SIGALRM, hear)
-choice = random.Random(0)
-print(sum(is_left_locked() for _ in range(5000)))
+count, seed = map(int, sys.argv[1:])
+choice = random.Random(seed)
+print(sum(is_left_locked() for _ in range(count)))
 """
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
-def test_ctrl_c_in_a_trainer_s_own_logging_can_leave_a_handler_locked(tell):
-    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_LOGGING], capture_output=True, text=True, timeout=100)
+def test_ctrl_c_in_a_trainer_s_own_logging_can_leave_a_handler_locked(tell, sample):
+    count = sample.count(5000, parts=8)
+    command = [sys.executable, "-c", INTERRUPTED_LOGGING, str(count), str(sample.seed(0))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    tell(f"of 5000 interrupted calls of a trainer's logger {int(ran.stdout)} have left its handler locked")
+    tell(f"of {count} interrupted calls of a trainer's logger {int(ran.stdout)} have left its handler locked")

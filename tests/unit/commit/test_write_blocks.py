@@ -25,9 +25,9 @@ def address_of(view):
     return np.frombuffer(view, np.uint8).__array_interface__["data"][0]
 
 
-def has_memory(view):
+def has_memory(address):
     """Return whether all, none (False) or some (None) of the pages of a block have memory, by proc(5)."""
-    first, count = address_of(view) // mmap.PAGESIZE, len(view) // mmap.PAGESIZE
+    first, count = address // mmap.PAGESIZE, WRITE_BLOCK_NBYTES // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
         pages.seek(8 * first)
         there = np.frombuffer(pages.read(8 * count), np.uint64) & np.uint64(PRESENT)
@@ -45,6 +45,27 @@ def addresses(pool):
 @pytest.fixture
 def kept():
     return WriteBlocks(is_kept=True)
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """Blocks that were mapped, in order, as weak references; a block is alive while its array is."""
+    found = []
+
+    def noting(nbytes):
+        array = np.frombuffer(map_block(nbytes), np.uint8)
+        found.append(weakref.ref(array))
+        return array.data
+
+    monkeypatch.setattr(write_blocks, "map_block", noting)
+    return found
+
+
+def alive(mapped):
+    """Return the addresses of the mapped blocks that are alive."""
+    gc.collect()
+    arrays = [each() for each in mapped]
+    return [array.__array_interface__["data"][0] for array in arrays if array is not None]
 
 
 def test_kept_blocks_are_those_of_the_next_commit(kept):
@@ -74,30 +95,19 @@ def test_a_commit_of_fewer_blocks_frees_the_others_and_one_of_more_makes_the_mis
     assert more.free_count == COUNT
 
 
-def test_memory_of_blocks_that_are_not_kept_is_given_back(kept, monkeypatch):
-    mapped = []
-
-    def noting(nbytes):
-        mapped.append(weakref.ref(array := np.empty(nbytes, np.uint8)))
-        return array.data
-
-    def alive():
-        gc.collect()
-        return sum(each() is not None for each in mapped)
-
-    monkeypatch.setattr(write_blocks, "map_block", noting)
+def test_memory_of_blocks_that_are_not_kept_is_given_back(kept, mapped):
     for blocks, counts in ((WriteBlocks(), (0, 0)), (kept, (COUNT, 1))):
         mapped.clear()
         pool = blocks.take(COUNT)
         blocks.give_back(pool)
         del pool
-        assert alive() == counts[0]
+        assert len(alive(mapped)) == counts[0]
         pool = blocks.take(1)
         blocks.give_back(pool)
         del pool
-        assert alive() == counts[1]
+        assert len(alive(mapped)) == counts[1]
         blocks.let_go()
-        assert alive() == 0
+        assert alive(mapped) == []
 
 
 def test_a_block_that_is_out_or_lost_is_not_kept(kept):
@@ -122,28 +132,29 @@ def test_blocks_that_are_given_back_twice_are_kept_once(kept):
     assert addresses(kept.take(COUNT)) == before
 
 
-def test_never_more_blocks_are_kept_than_a_commit_has(kept):
+def test_never_more_blocks_are_kept_than_a_commit_has(kept, mapped):
     pools = [kept.take(WRITE_BLOCKS), kept.take(WRITE_BLOCKS)]
-    for pool in pools:
-        kept.give_back(pool)
-    assert len(kept._kept) == WRITE_BLOCKS
+    assert len(alive(mapped)) == 2 * WRITE_BLOCKS
+    while pools:
+        kept.give_back(pools.pop())
+    assert len(alive(mapped)) == WRITE_BLOCKS
 
 
-def test_warm_blocks_have_their_memory_before_they_are_wanted(kept):
+def test_warm_blocks_have_their_memory_before_they_are_wanted(kept, mapped):
     steps = kept.warm(COUNT, NBYTES)
     for count in range(1, COUNT + 1):
         next(steps)
-        assert [has_memory(block) for block in kept._kept] == [True] * count
+        assert [has_memory(address) for address in alive(mapped)] == [True] * count
     assert next(steps, "over") == "over"
-    warm = [address_of(block) for block in kept._kept]
+    warm = alive(mapped)
     pool = kept.take(COUNT)
     assert addresses(pool) == warm
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(0, 2), (WRITE_BLOCK_NBYTES, 3), (1 << 62, COUNT)])
-def test_as_many_blocks_are_warmed_as_a_state_fills(kept, nbytes, count):
+def test_as_many_blocks_are_warmed_as_a_state_fills(kept, mapped, nbytes, count):
     list(kept.warm(COUNT, nbytes))
-    assert [has_memory(block) for block in kept._kept] == [True] * count
+    assert [has_memory(address) for address in alive(mapped)] == [True] * count
     assert kept.take(COUNT).free_count == COUNT
 
 
@@ -183,7 +194,8 @@ def test_blocks_that_no_addresses_are_left_for_are_an_error_and_what_is_kept_sta
 
 
 def test_a_block_has_no_memory_before_it_is_used():
-    assert has_memory(map_block(WRITE_BLOCK_NBYTES)) is False
+    block = map_block(WRITE_BLOCK_NBYTES)
+    assert has_memory(address_of(block)) is False
 
 
 def test_threads_and_blocks_fit_the_memory_of_the_policy():
