@@ -36,6 +36,8 @@ class PretendSaver:
         self.is_keeping = False
         self.lying = set()
         self.calls = []
+        self.patience = 60.0
+        """Seconds after which every wait with a limit ends."""
         self.on_wait = None
         """Called when somebody begins to wait, with what for: so that it comes after that."""
 
@@ -160,7 +162,7 @@ class PretendSaver:
     def wait(self, event, timeout, doing, *, is_urgent=False):
         if not event.is_set() and self.on_wait is not None:
             self.on_wait(doing)
-        return event.wait(60 if timeout is None else timeout)
+        return event.wait(60 if timeout is None else min(timeout, self.patience))
 
 
 class HeldCrew:

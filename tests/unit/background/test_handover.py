@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
+import time
 import weakref
 from pathlib import Path
 
 import pytest
 
 import ckstore
-from ckstore import handover
+from ckstore import kernels
+from ckstore._testing import background_of
 from ckstore.config import MIB
-from ckstore.errors import BackendError, CapacityError, SaverError, UsageError
-from ckstore.staging import state as staging_state
-from support.fake_saver import OwnerOfAll, PretendSaver, slow, state
+from ckstore.errors import BackendError, CapacityError, MalformedError, SaverError, UsageError
+from ckstore.pending import Pending
+from ckstore.saver import arena
+from ckstore.saver.arena import Slot
+from support.fake_saver import PretendSaver, slow, state
+from support.guarded_memory import attach_owner
 from support.saver_desk import until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -65,30 +71,27 @@ def test_a_pending_commit_tells_how_far_it_is(store, savers):
     assert pending.stall_seconds > 0
 
 
-def test_the_default_waits_for_the_commit_before(store, savers, monkeypatch):
+def test_commit_async_waits_by_default_for_the_commit_before(store, savers):
     store.prewarm(state(0))
-    saver = slow(savers)
+    saver, waited = slow(savers), []
     first = store.commit_async(state(1), 1)
-    wait, waited = PretendSaver.wait, []
 
-    def wait_and_finish(self, event, timeout, doing, **options):
-        # It ends while it is waited for, and some time after that began.
-        threading.Timer(0.2, saver.finish, [1]).start()
+    def finish_late(doing):
         waited.append(doing)
-        return wait(self, event, timeout, doing, **options)
+        time.sleep(0.05)
+        saver.finish(1)
 
-    with monkeypatch.context() as patches:
-        patches.setattr(PretendSaver, "wait", wait_and_finish)
-        second = store.commit_async(state(2), 2)
+    saver.on_wait = finish_late
+    second = store.commit_async(state(2), 2)
     assert len(waited) == 1
     assert first.is_done
     assert not second.is_done
-    assert second.stall_seconds > 0.1
+    assert second.stall_seconds >= 0.05
     assert {room.index for room, _, _ in saver.begun.values()} == {0}
 
 
-def test_two_states_at_a_time_are_the_most_there_ever_are(store, savers, policy):
-    policy(on_busy="replace")
+def test_no_more_than_two_states_lie_in_the_arena(open_handing, savers):
+    store = open_handing(on_busy="replace")
     store.prewarm(state(0))
     saver = slow(savers)
     for step in range(6):
@@ -98,8 +101,8 @@ def test_two_states_at_a_time_are_the_most_there_ever_are(store, savers, policy)
     saver.finish(6)
 
 
-def test_a_state_beyond_the_bound_is_refused_and_nothing_is_left_half(store, savers, policy):
-    policy(arena_nbytes_max=24 * MIB)
+def test_state_beyond_the_bound_is_refused_before_the_saver_hears_of_it(open_handing, savers):
+    store = open_handing(arena_nbytes_max=24 * MIB)
     store.commit_async(state(0), 0).result()
     with pytest.raises(CapacityError, match="the policy allows 25165824"):
         store.commit_async(state(1, 30 * MIB), 1)
@@ -182,13 +185,15 @@ def test_a_saver_that_died_fails_its_commit_and_the_next_one_starts_another(stor
     assert savers[1].content(2) == [state(2)["w"].tobytes()]
 
 
-def test_a_saver_that_dies_unseen_is_replaced_within_the_commit(store, savers, monkeypatch):
+@pytest.mark.parametrize("kind", [SaverError, MalformedError])
+def test_saver_that_dies_unseen_is_replaced_within_the_commit_whatever_it_died_of(store, savers, monkeypatch, kind):
     store.commit_async(state(1), 1).result()
     begin = PretendSaver.begin
 
     def die_at_first(saver, *args, **options):
         if saver is savers[0]:
             saver.is_alive = False
+            raise kind("it is dead")
         return begin(saver, *args, **options)
 
     monkeypatch.setattr(PretendSaver, "begin", die_at_first)
@@ -197,8 +202,6 @@ def test_a_saver_that_dies_unseen_is_replaced_within_the_commit(store, savers, m
 
 
 def test_staging_that_fails_is_raised_and_the_ticket_given_up(store, savers, monkeypatch):
-    from ckstore.saver.arena import Slot
-
     store.commit_async(state(0), 0).result()
     populate = Slot.populate
 
@@ -207,19 +210,17 @@ def test_staging_that_fails_is_raised_and_the_ticket_given_up(store, savers, mon
             raise CapacityError("no memory")
         populate(slot, offset, nbytes)
 
-    monkeypatch.setattr(Slot, "populate", refuse)
-    with pytest.raises(CapacityError, match="no memory"):
-        store.commit_async(state(1, 40 * MIB), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "populate", refuse)
+        with pytest.raises(CapacityError, match="no memory"):
+            store.commit_async(state(1, 20 * MIB), 1)
     assert savers[0].aborted == [2]
-    monkeypatch.undo()
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
-    assert store.commit_async(state(2, 40 * MIB), 2).result().step == 2
+    assert store.commit_async(state(2, 20 * MIB), 2).result().step == 2
 
 
-def test_another_priority_needs_another_saver_and_the_first_ends_before(store, savers, policy):
+def test_another_priority_needs_another_saver_and_the_first_ends_before(store, savers):
     store.commit_async(state(0), 0).result()
-    policy(saver_nice=5)
-    store.commit_async(state(1), 1).result()
+    store.commit_async(state(1), 1, policy=ckstore.Policy(saver_nice=5)).result()
     assert savers[0].calls[-1] == "quit"
     assert savers[1].options["nice"] == 5
 
@@ -232,13 +233,13 @@ def test_a_store_in_memory_has_no_saver(backend):
 # Memory and the end
 
 
-def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers):
-    store.prewarm(state(0, 40 * MIB))
-    slot = store._handover._dock.free_slots()[0]
+def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers, monkeypatch):
+    store.prewarm(state(0, 20 * MIB))
     nbytes = store.arena_nbytes
-    assert nbytes >= 40 * MIB
-    assert slot.is_populated(0, 40 * MIB)
-    store.commit_async(state(0, 40 * MIB), 0).result()
+    assert nbytes >= 20 * MIB
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "libc", None)  # Whoever takes memory, or makes it accessible, asks it to.
+        store.commit_async(state(0, 20 * MIB), 0).result()
     assert store.arena_nbytes == nbytes
 
 
@@ -248,19 +249,14 @@ def test_prewarm_returns_when_the_saver_listens(store, savers):
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["waited for", "behind a guard"])
-def test_the_saver_hears_of_every_unit_that_was_copied(store, savers, policy, monkeypatch, is_guarded):
-    if is_guarded:
-        store._guarded = OwnerOfAll()
-    rung = []
-    real = staging_state.HostCopy
-
-    def noting(*args, bell, **options):
-        rung.append(bell)
-        return real(*args, bell=bell, **options)
-
-    monkeypatch.setattr(staging_state, "HostCopy", noting)
-    store.commit_async(state(1), 1).result()
-    assert rung == [savers[0].bell] * 2
+def test_bell_of_the_saver_rings_for_every_unit_that_was_copied(store, savers, is_guarded):
+    tensors = state(1)
+    owner = attach_owner(store, tensors["w"]) if is_guarded else None
+    store.commit_async(tensors, 1).result()
+    (saver,) = savers
+    units = int(saver.slot(1).marks.sum()) - 1  # The head has one of its own, and is there when it begins.
+    assert os.eventfd_read(saver.bell) == units >= 2
+    del owner
 
 
 def test_a_pending_commit_that_is_kept_keeps_no_memory(savers, folder):
@@ -279,7 +275,7 @@ def test_closing_waits_for_what_is_pending(savers, folder):
     store.prewarm(state(0))
     saver = slow(savers)
     pending = store.commit_async(state(1), 1)
-    threading.Timer(0.2, saver.finish, [1]).start()
+    saver.on_wait = lambda doing: saver.finish(1)
     store.close()
     assert pending.is_done
     assert saver.calls[-1] == "quit"
@@ -288,20 +284,18 @@ def test_closing_waits_for_what_is_pending(savers, folder):
         store.commit_async(state(2), 2)
 
 
-def test_a_commit_whose_failure_the_next_one_tells_has_failed_by_then(store, savers):
-    class Taken(list):
-        def append(self, pending):
-            # As if the next commit came right now.
-            errors.append(pending.error_or_none())
-            super().append(pending)
-
-    errors = []
+def test_failure_that_another_commit_looks_for_right_now_is_raised_by_the_next_one(store, savers, monkeypatch):
+    """Whoever took note of it before the pending commit knew would find no error, and nobody would look again."""
     store.prewarm(state(0))
-    saver = slow(savers)
+    saver, note = slow(savers), Pending.note_failed
     store.commit_async(state(1), 1)
-    store._handover._failed = Taken()
+
+    def look_and_note(pending, error):
+        background_of(store).raise_unasked(is_instead=True)
+        note(pending, error)
+
+    monkeypatch.setattr(Pending, "note_failed", look_and_note)
     saver.fail(1, BackendError("the disk is gone"))
-    assert [type(error) for error in errors] == [BackendError]
     with pytest.raises(BackendError, match="step 1 failed in the background: the disk is gone"):
         store.commit_async(state(2), 2)
 
@@ -329,7 +323,7 @@ def test_many_commits_leave_no_descriptors_and_no_threads(store, savers):
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), store.arena_nbytes
 
     before = count()
-    for step in range(200):
+    for step in range(60):
         store.commit_async(state(step, MIB), step).result()
     # Fewer is well: what earlier tests left may end meanwhile.
     until(lambda: all(map(int.__le__, count(), before)), "the end of descriptors and threads")
@@ -348,10 +342,10 @@ def test_verbs_that_look_at_the_newest_wait_for_it(store, savers):
     store.commit(state(0), 0)
     store.prewarm(state(0))
     saver = slow(savers)
-    store.commit_async(state(1), 1)
-    threading.Timer(0.2, saver.finish, [1]).start()
+    pending = store.commit_async(state(1), 1)
+    saver.on_wait = lambda doing: saver.finish(1)
     store.restore()
-    assert saver.calls[-1] == "staged"
+    assert pending.is_done
 
 
 def test_a_saver_that_dies_while_it_is_told_of_a_commit_costs_neither_this_one_nor_the_next(store, savers, monkeypatch):
@@ -373,26 +367,22 @@ def test_a_saver_that_dies_while_it_is_told_of_a_commit_costs_neither_this_one_n
     assert store.commit_async(state(1), 2).result().step == 2
 
 
-def test_a_saver_that_did_not_hear_that_a_commit_was_given_up_is_told_again(store, savers, monkeypatch):
-    from ckstore import handed
-
-    monkeypatch.setattr(handed, "ASK_AGAIN_SECONDS", 0.01)
+def test_saver_that_did_not_hear_that_a_commit_was_given_up_is_told_again(store, savers, monkeypatch):
     store.prewarm(state(0))
-    saver = slow(savers)
-    abort, told = PretendSaver.abort, []
+    saver, told = slow(savers), []
+    abort, saver.patience = saver.abort, 0.01
 
-    def deaf(saver, ticket):
+    def deaf(ticket):
         told.append(ticket)
         if len(told) > 3:
-            abort(saver, ticket)
+            abort(ticket)
 
     def no_memory(*_):
         raise CapacityError("no memory")
 
-    monkeypatch.setattr(PretendSaver, "abort", deaf)
+    saver.abort = deaf
     with monkeypatch.context() as patch:
-        patch.setattr("ckstore.staging.copying.HostCopy._copy", no_memory)
-        patch.setattr("ckstore.staging.copying.HostCopy._copy_stepwise", no_memory)
+        patch.setattr(kernels, "copy_units", no_memory)
         with pytest.raises(CapacityError, match="no memory"):
             store.commit_async(state(0), 1)
     saver.is_quick = True
