@@ -23,6 +23,8 @@ from support import crash_scenarios
 SEED = 515
 COUNT = 5
 WANTED = DemotePolicy(keep_newest=2, keep_every=0)
+FINISHED_EVERY = 20
+"""In each so many-th state, the demotion is done again."""
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
 
@@ -93,12 +95,14 @@ def recorded(wrap=lambda disk: disk):
     return disk
 
 
-def test_a_demotion_that_ends_anywhere_leaves_every_checkpoint(tell):
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, tell):
     disk = recorded()
-    points = set(range(0, len(disk.log) + 1, 11))
-    count, checked = 0, Checked()
-    for state in crash_states(disk, seed=SEED, samples=2, points=points, singles_max=4):
-        is_finished = count % 5 == 0
+    points = sample.part(range(len(disk.log) + 1), parts=20)
+    count, finished, checked = 0, 0, Checked()
+    for state in crash_states(disk, seed=SEED, samples=60, points=set(points)):
+        is_finished = count % FINISHED_EVERY == 0
         count += 1
         if not checked.is_new(state, level=is_finished):
             continue
@@ -106,34 +110,23 @@ def test_a_demotion_that_ends_anywhere_leaves_every_checkpoint(tell):
         if is_finished:
             finish(state.disk)
             assert order_violations(state.disk.log) == []
+            finished += 1
     tell(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
-    assert count > 50
+    assert count >= (1000 if sample.is_whole else len(points)) > 0
+    assert finished > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_demotion_that_ends_at_any_step_leaves_every_checkpoint(tell):
-    disk = recorded()
-    count, checked = 0, Checked()
-    for state in crash_states(disk, seed=SEED, samples=60):
-        count += 1
-        if checked.is_new(state):
-            check(state.disk)
-    tell(f"simulated power cuts, demote: seed {SEED}, {len(disk.log)} steps, {count} states, {len(checked)} different")
-    assert count > 1000
-
-
-def test_a_demotion_keeps_the_order_of_syncs():
+def test_demotion_keeps_the_order_of_syncs():
     assert order_violations(recorded().log) == []
 
 
 @pytest.mark.parametrize("skips", ["pack data", "folder packs", "folder manifests"])
-def test_a_demotion_without_one_sync_breaks_the_ordering_rules(skips):
+def test_demotion_without_one_sync_breaks_the_ordering_rules(skips):
     disk = recorded(lambda disk: ForgetfulBackend(disk, [skips]))
     assert order_violations(disk.log), "the ordering rules did not notice that a sync is missing"
 
 
-def test_a_tag_that_is_set_while_a_checkpoint_is_demoted_is_refused_or_keeps_it_exact():
+def test_tag_that_is_set_while_a_checkpoint_is_demoted_is_refused():
     class TaggedMeanwhile(MemoryBackend):
         """Lets another handle tag every checkpoint of step 1 as soon as its demotion is declared."""
 
