@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from ckstore.errors import SaverError
-from support.fake_saver import OwnerOfAll, slow, state
+from support.fake_saver import slow, state
+from support.guarded_memory import attach_owner
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
-@pytest.fixture
-def store(handing_store):
-    return handing_store
-
-
-def test_skip_leaves_the_state_out_and_says_so(store, savers, policy, caplog):
-    policy(on_busy="skip")
+def test_on_busy_skip_leaves_the_state_out_and_says_so(open_handing, savers, caplog):
+    store = open_handing(on_busy="skip")
     store.prewarm(state(0))
     saver = slow(savers)
     store.commit_async(state(1), 1)
@@ -37,8 +31,8 @@ def test_skip_leaves_the_state_out_and_says_so(store, savers, policy, caplog):
     saver.finish(2)
 
 
-def test_replace_keeps_one_state_waiting_and_replaces_it(store, savers, policy, caplog):
-    policy(on_busy="replace")
+def test_on_busy_replace_keeps_one_state_waiting_and_replaces_it(open_handing, savers, caplog):
+    store = open_handing(on_busy="replace")
     store.prewarm(state(0))
     saver = slow(savers)
     pendings = [store.commit_async(state(step), step) for step in (1, 2, 3, 4)]
@@ -59,16 +53,15 @@ def test_replace_keeps_one_state_waiting_and_replaces_it(store, savers, policy, 
 
 
 @pytest.mark.parametrize("ask", [lambda pending: pending.wait_staged(), lambda pending: pending.is_staged])
-def test_replace_leaves_what_was_said_to_be_staged_and_waits(store, savers, policy, ask):
-    policy(on_busy="replace")
+def test_on_busy_replace_waits_for_a_state_that_was_said_to_be_staged(open_handing, savers, ask):
+    store = open_handing(on_busy="replace")
     store.prewarm(state(0))
     saver = slow(savers)
     pendings = [store.commit_async(state(step), step) for step in (1, 2)]
     assert ask(pendings[1])
-    ending = threading.Timer(0.2, saver.finish, (1,))
-    ending.start()
+    saver.on_wait = lambda doing: saver.finish(1)
     pendings.append(store.commit_async(state(3), 3))
-    ending.join()
+    assert pendings[0].is_done
     assert saver.aborted == []
     saver.finish(2)
     assert pendings[1].result().step == 2
@@ -82,13 +75,15 @@ def test_replace_leaves_what_was_said_to_be_staged_and_waits(store, savers, poli
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "replace"])
-def test_a_commit_that_nobody_waits_for_is_checked_by_the_next(store, savers, policy, on_busy):
-    policy(on_busy=on_busy, debug_guard=True)
-    store.prewarm(state(0))
+def test_checked_commit_that_nobody_waits_for_is_compared_by_the_next(open_handing, savers, on_busy):
+    store = open_handing(on_busy=on_busy, debug_guard=True)
+    tensors = state(1)
+    owner = attach_owner(store, tensors["w"])
+    store.prewarm(tensors)
     saver = slow(savers)
-    store._guarded = OwnerOfAll()
-    pending = store.commit_async(state(1), 1)
+    pending = store.commit_async(tensors, 1)
     assert not pending.is_staged
     store.commit_async(state(2), 2)
     assert pending.is_staged
     saver.finish(1)
+    del owner

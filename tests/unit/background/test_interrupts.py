@@ -14,9 +14,9 @@ import pytest
 
 import ckstore
 from ckstore import workers
-from ckstore.staging import copying
-from ckstore.staging import crew as crews
-from support.fake_saver import HeldCrew, OwnerOfAll, PretendSaver
+from ckstore.staging.crew import Crew
+from support.fake_saver import HeldCrew, PretendSaver
+from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, noise
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -32,7 +32,7 @@ def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers,
     HeldCrew(monkeypatch)
     state = noise(1)
     with ckstore.open(folder) as store:
-        store._guarded = OwnerOfAll()
+        owner = attach_owner(store, state["w0"])
         with monkeypatch.context() as context:
             context.setattr(place, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -43,6 +43,7 @@ def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers,
         store.commit_async(state, 2).result()
         assert "staged" not in savers[0].calls[: savers[0].calls.index("abort")]
         assert savers[0].calls.count("staged") == 1
+    del owner
 
 
 def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeypatch):
@@ -63,7 +64,7 @@ def test_ctrl_c_while_the_saver_is_told_comes_after_that(savers, folder, monkeyp
         for step in (2, 3, 4):
             store.commit_async(noise(step), step).result()
         assert len(savers) == 1
-        assert len(store._handover._lying.going) <= 1
+        assert {savers[0].slot(ticket).index for ticket in (1, 2, 3, 4)} == {0}, "nothing was left in the others"
 
 
 def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeypatch):
@@ -102,17 +103,26 @@ def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
     assert len(interrupts) == 1
 
 
-def test_threads_that_copy_all_end_also_one_whose_start_was_interrupted():
-    crew = copying.Crew(2)
-    crew.start()
-    strays = [threading.Thread(target=crews._serve, args=(crew._work,), daemon=True) for _ in range(3)]
+def test_crew_that_is_closed_ends_every_thread_also_one_whose_start_was_interrupted(monkeypatch, no_threads_left):
+    start, strays = threading.Thread.start, []
+
+    def interrupted_start(thread):
+        start(thread)
+        strays.append(thread)
+        raise KeyboardInterrupt
+
+    crew = Crew(3)
+    crew.start(2)
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", interrupted_start)
+        # Each is started, and nobody counts it.
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                crew.start()
+    crew.close()
     for stray in strays:
-        stray.start()
-    closing = threading.Thread(target=crew.close, daemon=True)
-    closing.start()
-    for thread in (closing, *strays):
-        thread.join(SECONDS_MAX)
-        assert not thread.is_alive()
+        stray.join(SECONDS_MAX)
+        assert not stray.is_alive()
     # And it can be used again.
     done = threading.Event()
     crew.send(done.set, 1)

@@ -1,36 +1,23 @@
-"""A commit that comes while another is being written: with another niceness, or without room beside it; no listener."""
+"""A commit that comes while another is being written: with another niceness, or without room beside it."""
 
 from __future__ import annotations
 
-import subprocess
 import threading
-import time
+from functools import partial
 
 import pytest
 
 import ckstore
 from ckstore.config import MIB
-from ckstore.errors import CapacityError, SaverError
+from ckstore.errors import CapacityError
 from support.fake_saver import slow, state
 from support.saver_desk import SECONDS_MAX, until
 
 
 @pytest.fixture
-def replacing(savers, folder):
-    """A store with pretended savers that replaces what waits; the policy's other words are given."""
-    opened = []
-
-    def make(**words):
-        opened.append(ckstore.open(folder, policy=ckstore.Policy(on_busy="replace", **words)))
-        return opened[-1]
-
-    yield make
-    for store in opened:
-        for saver in savers:
-            saver.is_quick = True
-            for ticket in list(saver.begun):
-                saver.finish(ticket)
-        store.close()
+def replacing(open_handing):
+    """Return a function that opens a store which replaces what waits; the policy's other words are given."""
+    return partial(open_handing, on_busy="replace")
 
 
 def test_another_priority_has_nobody_wait_for_what_is_being_written(replacing, savers):
@@ -53,15 +40,15 @@ def test_the_next_commit_after_it_has_the_priority_that_it_asks_for(replacing, s
 
 
 def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, savers, caplog):
-    store = replacing(arena_nbytes_max=60 * MIB)
-    store.prewarm(state(0, 40 * MIB))
+    store = replacing(arena_nbytes_max=30 * MIB)
+    store.prewarm(state(0, 20 * MIB))
     saver = slow(savers)
-    store.commit_async(state(0, 40 * MIB), 0)
+    store.commit_async(state(0, 20 * MIB), 0)
     handed = []
-    thread = threading.Thread(target=lambda: handed.append(store.commit_async(state(1, 40 * MIB), 1)), daemon=True)
+    thread = threading.Thread(target=lambda: handed.append(store.commit_async(state(1, 20 * MIB), 1)), daemon=True)
     thread.start()
     until(lambda: "no room for a second state" in caplog.text, "the word that it waits")
-    time.sleep(0.2)
+    thread.join(0.1)
     assert not handed, "there is no room for it yet"
     saver.finish(1)
     thread.join(SECONDS_MAX)
@@ -70,36 +57,11 @@ def test_a_state_that_finds_no_room_beside_another_waits_for_that(replacing, sav
 
 
 def test_a_state_that_finds_no_room_at_all_says_so(replacing, savers):
-    store = replacing(arena_nbytes_max=60 * MIB)
-    store.prewarm(state(0, 40 * MIB))
+    store = replacing(arena_nbytes_max=30 * MIB)
+    store.prewarm(state(0, 20 * MIB))
     saver = slow(savers)
-    pending = store.commit_async(state(0, 40 * MIB), 0)
+    pending = store.commit_async(state(0, 20 * MIB), 0)
     with pytest.raises(CapacityError, match="the policy allows"):
-        store.commit_async(state(1, 80 * MIB), 1)
+        store.commit_async(state(1, 40 * MIB), 1)
     assert not pending.is_done, "nobody waits for what does not help"
     saver.finish(1)
-
-
-def test_a_saver_that_nobody_could_listen_to_is_ended_and_told_of(folder, monkeypatch):
-    started = []
-    popen, start = subprocess.Popen, threading.Thread.start
-
-    class Noted(popen):
-        def __init__(self, *words, **options):
-            super().__init__(*words, **options)
-            started.append(self)
-
-    def refuse(thread):
-        if thread.name == "ckstore-saver":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(subprocess, "Popen", Noted)
-    with ckstore.open(folder) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(SaverError, match="no saver can be listened to"):
-                store.commit_async(state(0), 0)
-        assert [process.poll() is not None for process in started] == [True]
-        assert store.commit_async(state(0), 0).result(SECONDS_MAX).step == 0
-    until(lambda: all(process.poll() is not None for process in started))
