@@ -68,16 +68,18 @@ def test_a_pool_that_nobody_used_is_closed_at_once():
 
 
 def refuse(monkeypatch, error, count):
-    """Let all threads after so many fail to start."""
-    start, started = threading.Thread.start, []
+    """Let all threads after so many fail to start; return what is set when one has failed."""
+    start, started, refused = threading.Thread.start, [], threading.Event()
 
     def begin(thread):
         if len(started) == count:
+            refused.set()
             raise error()
         started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", begin)
+    return refused
 
 
 def no_thread():
@@ -103,9 +105,10 @@ def test_no_thread_at_all_is_an_error(monkeypatch):
 
 
 def test_ctrl_c_while_a_thread_starts_is_not_taken_for_a_lack_of_threads(monkeypatch):
-    refuse(monkeypatch, from_ctrl_c, 1)
+    refused = refuse(monkeypatch, from_ctrl_c, 1)
     with pytest.raises(KeyboardInterrupt):
-        list(asked(str, range(20)))
+        # One thread alone answers nothing before a second was to start.
+        list(asked(lambda item: refused.wait(SECONDS_MAX), range(20)))
 
 
 # Many questions
