@@ -1,6 +1,6 @@
 """Protects every way a pack can be moved: each engine, with and without O_DIRECT, on each kind of folder.
 
-Where rings are refused, the bytes come back all the same, and the fallback is said once.
+Where rings are refused, the bytes come back all the same, and the log says once what was chosen instead.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ def test_each_engine_brings_bytes_back(server, folder, engine, try_direct):
     assert (code, engines) == (0, {engine}), error
 
 
+@pytest.mark.deep(parts=3)
 @pytest.mark.uring
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
-def test_refused_ring_falls_back_and_says_so_once(server, folder, number):
+def test_refused_ring_is_replaced_by_pwrite_and_logged_once(server, folder, number):
     code, engines, said, error = run_child(server, folder, engine="auto", refuse=number)
     assert (code, engines) == (0, {"pwrite"}), error
     assert len(said) == 1

@@ -75,7 +75,7 @@ def test_power_cut_at_any_point_of_a_repair_loses_nothing(sample, tell):
     disk = damaged()
     with opened(disk) as store:
         store.repair(dry_run=False)
-    points = sample.part(range(len(disk.log) + 1), parts=20)
+    points = sample.part(range(len(disk.log) + 1), parts=25)
     count, checked = 0, Checked()
     for state in crash_states(disk, seed=SEED, samples=6, points=set(points), singles_max=12):
         count += 1

@@ -1,4 +1,4 @@
-"""What happens around a commit: the state changes, another writer comes, the process is killed or forked.
+"""Protects commits from what happens at the same time: the state changes, another writer commits, a kill, a fork.
 
 None of it loses what was acknowledged, or makes a wrong checkpoint.
 """
@@ -35,9 +35,10 @@ def state_of(seed, count=64):
     }
 
 
+@pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("compression", ["none", "fast"])
 @pytest.mark.parametrize("verify_encoded", [True, False])
-def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, compression, verify_encoded):
+def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, sample, compression, verify_encoded):
     array = np.random.default_rng(1).standard_normal(1_500_000).astype(np.float32)
     words = array.view(np.uint32)
     stop = threading.Event()
@@ -51,7 +52,7 @@ def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, com
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        for step in range(8):
+        for step in range(sample.count(8, parts=2)):
             before = set(store.steps())
             try:
                 store.commit({"w": array}, step, policy=policy)
@@ -61,6 +62,7 @@ def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, com
     finally:
         stop.set()
         thread.join()
+    assert messages or not verify_encoded or not sample.is_whole, "no change was noticed"
     assert all("changed while it was being committed" in message for message in messages)
     for step in store.steps():
         if verify_encoded:
@@ -168,9 +170,10 @@ for step in range(int(sys.argv[2]), 10_000):
 """
 
 
-def test_killed_trainer_loses_nothing_that_was_acknowledged(folder):
+@pytest.mark.deep
+def test_killed_trainer_loses_nothing_that_was_acknowledged(folder, sample):
     acknowledged = -1
-    for delay in (0.0, 0.01, 0.03, 0.07):
+    for delay in sample.part([0.0, 0.01, 0.03, 0.07], parts=2):
         command = [sys.executable, "-c", TRAINER, str(folder), str(acknowledged + 1)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             lines = [process.stdout.readline() for _ in range(3)]
@@ -198,7 +201,7 @@ def interrupted(delay, call):
     is_done = False
     # The collector may call what is written in Python (hypothesis has it count its time), and drops what that raises.
     gc.disable()
-    # A shell that starts the suite in the background has it ignore Ctrl-C.
+    # A shell that starts the suite in the background makes it ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         timer.start()
@@ -214,12 +217,14 @@ def interrupted(delay, call):
     raise AssertionError("the interrupt was swallowed")
 
 
-def test_interrupted_commit_leaves_a_working_store_and_no_threads(folder, no_threads_left):
+@pytest.mark.deep
+def test_interrupted_commit_leaves_a_working_store_and_no_threads(folder, no_threads_left, sample):
     array = np.random.default_rng(1).integers(0, 256, 16 << 20, np.uint8)
     outcomes = []
     with ckstore.open(folder, policy=ckstore.Policy(threads=2)) as store:
         store.commit({"n": 0}, 0)
-        for number, delay in enumerate([0.0, 0.001, 0.003, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08], 1):
+        delays = [0.0, 0.001, 0.003, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08]
+        for number, delay in enumerate(sample.part(delays, parts=2), 1):
             array[0::1000] += 1
             outcomes.append(interrupted(delay, lambda n=number: store.commit({"w": array, "n": n}, n)))
             assert store.restore()["n"] in (number - 1, number)
@@ -227,8 +232,8 @@ def test_interrupted_commit_leaves_a_working_store_and_no_threads(folder, no_thr
             assert store.restore()["n"] == number
         assert not all(outcomes)
         assert store.verify("read").is_clean
-        used = {pack for name in repository_of(store).manifests.listing().names
-                for pack in (ref.pack_id.hex() for ref in repository_of(store).manifests.load(name).packs)}  # fmt: skip
+        manifests = repository_of(store).manifests
+        used = {ref.pack_id.hex() for name in manifests.listing().names for ref in manifests.load(name).packs}
         left = {path.stem for path in folder.rglob("*.pack")}
         assert left == used, "an interrupted commit removes its packs"
 
