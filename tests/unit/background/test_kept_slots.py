@@ -99,6 +99,8 @@ def test_prewarm_beside_what_lies_there_takes_no_third_state(open_handing, saver
     nbytes = store.arena_nbytes
     for step in range(3):
         store.commit_async(values, step).result()
+        if step:
+            savers[0].free(step)
         store.prewarm(values)
     assert store.arena_nbytes == nbytes
     assert savers[0].kept == [True] * 3
