@@ -86,7 +86,7 @@ def test_storm_of_writers_and_collectors_loses_nothing(sample, tell):
         assert counters["lives"] > 20
 
 
-@pytest.mark.deep(parts=12)
+@pytest.mark.deep(parts=15)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
 def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, tell):

@@ -24,12 +24,12 @@ WRITING_CALLS = ("fsync", "fdatasync", "pwritev2", "linkat", "ftruncate", "fallo
 ERRNOS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "EAGAIN", "EROFS", "EMFILE", "ENOMEM")
 
 
-@pytest.mark.deep(parts=10)
+@pytest.mark.deep(parts=5)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("scenario", ["commit", "first", "recommit", "maintain", "repack"])
 def test_verb_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, scenario, engine):
-    tally, said = strike_everywhere(tmp_path, sample, scenario, engine, parts=4)
+    tally, said = strike_everywhere(tmp_path, sample, scenario, engine, parts=8)
     tell(said)
     assert tally.struck >= (80 if sample.is_whole else 1)
 

@@ -62,7 +62,7 @@ def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_o
 @pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("guarded", [False, True])
 def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(folder, sample, tell, guarded):
-    with ckstore.open(folder, policy=ckstore.Policy(debug_guard=guarded, compression="none")) as store:
+    with ckstore.open(folder, policy=ckstore.Policy(debug_guard=guarded, compression="none", saver_nice=0)) as store:
         if guarded:
             store._guarded = OwnerOfAll()
         rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=12, every=3)
