@@ -10,21 +10,16 @@ import ctypes
 import errno
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import ckstore
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
 from ckstore.saver import arena as arena_module
 from ckstore.saver.arena import DATA_OFFSET, FREE, STAGED, STAGING, UNIT_NBYTES, Arena, units_of
 from support.saver_desk import links
-
-SOURCE = str(Path(ckstore.__file__).parent.parent)
 
 
 @pytest.fixture
@@ -32,16 +27,6 @@ def arena():
     made = Arena.create(slot_count=2)
     yield made
     made.close()
-
-
-def run_python(code, *fds):
-    """Run code in a process that has these descriptors; return what it printed."""
-    program = f"import sys; sys.path.insert(0, {SOURCE!r})\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, fds)], pass_fds=fds, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def mappings():
@@ -52,26 +37,6 @@ def mappings():
 def descriptors():
     """Return how many descriptors of arenas this process has; others come and go with other threads."""
     return sum("ckstore-arena" in link for link in links())
-
-
-def test_another_process_sees_bytes_marks_and_facts(arena):
-    slot = arena.slots[0]
-    slot.reserve(2 * UNIT_NBYTES)
-    slot.start(7, 2 * UNIT_NBYTES)
-    slot.view(UNIT_NBYTES - 3, 6)[:] = b"abcdef"
-    slot.mark(0, UNIT_NBYTES)
-    seen = run_python(
-        """
-from ckstore.saver.arena import Arena, UNIT_NBYTES
-slot = Arena.attach(int(sys.argv[1])).slots[0]
-print(slot.ticket, slot.state, slot.nbytes == 2 * UNIT_NBYTES, bytes(slot.view(UNIT_NBYTES - 3, 6)))
-print(slot.is_staged(0, UNIT_NBYTES), slot.is_staged(0, UNIT_NBYTES + 1))
-slot.view(0, 3)[:] = b"xyz"
-""",
-        arena.fd,
-    )
-    assert seen.splitlines() == [f"7 {STAGING} True b'abcdef'", "True False"]
-    assert bytes(slot.view(0, 3)) == b"xyz"
 
 
 def test_growing_keeps_bytes_and_old_views_and_the_other_side_follows(arena):
@@ -104,16 +69,16 @@ def test_a_slot_never_shrinks(arena):
 
 def test_slots_share_no_byte_however_they_grow(arena):
     first, second = arena.slots
-    for units in (1, 3, 9):
+    for units in (1, 2, 4):
         for slot, pattern in ((first, 0x11), (second, 0x22)):
             slot.reserve(units * UNIT_NBYTES)
             np.asarray(slot.view(0, slot.nbytes))[:] = pattern
             slot.start(units, slot.nbytes)
             slot.mark(0, pattern)
-    assert set(bytes(first.view(0, first.nbytes))) == {0x11}
-    assert set(bytes(second.view(0, second.nbytes))) == {0x22}
-    assert list(first.marks) == list(second.marks) == [1] + [0] * 8
-    assert first.nbytes == second.nbytes == 9 * UNIT_NBYTES
+    assert (np.asarray(first.view(0, first.nbytes)) == 0x11).all()
+    assert (np.asarray(second.view(0, second.nbytes)) == 0x22).all()
+    assert list(first.marks) == list(second.marks) == [1, 0, 0, 0]
+    assert first.nbytes == second.nbytes == 4 * UNIT_NBYTES
 
 
 def test_a_new_ticket_finds_nothing_staged(arena):
@@ -202,43 +167,6 @@ def test_old_kernels_that_cannot_populate_allocate_instead(arena, monkeypatch):
     assert os.fstat(arena.fd).st_blocks * 512 >= UNIT_NBYTES
 
 
-def test_a_limit_on_addresses_is_an_error_and_leaves_the_slot_as_it_was():
-    told = run_python(
-        """
-import resource
-from ckstore.errors import CapacityError
-from ckstore.saver.arena import Arena, UNIT_NBYTES
-arena = Arena.create(UNIT_NBYTES)
-slot = arena.slots[0]
-slot.view(0, 4)[:] = b"here"
-used = int(open("/proc/self/statm").read().split()[0]) * 4096
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
-try:
-    slot.reserve(1 << 30)
-except CapacityError as error:
-    print(slot.nbytes == UNIT_NBYTES, bytes(slot.view(0, 4)), error.errno)
-"""
-    )
-    assert told == f"True b'here' {errno.ENOMEM}"
-
-
-def test_a_limit_on_file_sizes_is_an_error():
-    told = run_python(
-        """
-import resource
-from ckstore.errors import CapacityError
-from ckstore.saver.arena import Arena
-arena = Arena.create()
-resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20,) * 2)
-try:
-    arena.slots[0].reserve(1 << 30)
-except CapacityError as error:
-    print(error.errno)
-"""
-    )
-    assert told == str(errno.EFBIG)
-
-
 def test_more_than_a_slot_can_mark_is_refused(arena):
     with pytest.raises(CapacityError):
         arena.slots[0].reserve(1 << 45)
@@ -266,26 +194,17 @@ def test_a_descriptor_that_is_no_arena_is_refused(content):
         os.close(fd)
 
 
-def test_a_forked_child_has_neither_the_memory_nor_the_descriptor(arena):
-    arena.slots[0].reserve(UNIT_NBYTES)
-    fd = arena.fd
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            is_gone = not Path(f"/proc/self/fd/{fd}").exists() and not mappings()
-            # Ends the mappings' owners, which must not unmap what the child has in their place.
-            arena.close()
-            gc.collect()
-            code = 0 if is_gone and arena.fd == -1 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    arena.slots[0].view(0, 2)[:] = b"ok"
-
-
-def test_nothing_is_left_when_the_last_view_goes():
+@pytest.fixture
+def cheap_collector():
+    """Let the collector of cycles look through nothing that is there now: torch alone has hundreds of thousands."""
     gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("cheap_collector")
+def test_nothing_is_left_when_the_last_view_goes():
     descriptors_before, mappings_before = descriptors(), len(mappings())
     for _ in range(20):
         made = Arena.create(UNIT_NBYTES, slot_count=2)
@@ -353,11 +272,12 @@ def test_ctrl_c_while_memory_is_given_back_leaves_nothing_that_only_seems_to_be_
 def test_room_that_found_no_memory_for_its_marks_is_no_room(arena, monkeypatch):
     slot = arena.slots[0]
 
-    def refuse(slot, begin, nbytes):
-        raise CapacityError("no memory")
+    def refuse(*_):
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module.Slot, "_take_memory", refuse)
+        patch.setattr(arena_module.libc, "madvise", refuse)
         with pytest.raises(CapacityError):
             slot.reserve(2 * UNIT_NBYTES)
     assert slot.nbytes == 0
