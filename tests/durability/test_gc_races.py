@@ -205,7 +205,7 @@ def test_other_bytes_under_the_same_name_are_read_again(store, backend):
 
 
 def test_gc_drops_nothing_if_the_pack_of_the_newest_one_is_freed_meanwhile(store, backend, monkeypatch):
-    """A manifest whose pack lies in the trash counts as whole, since the pack comes back: unless it does not."""
+    """A manifest whose pack is in the trash counts as whole, because the pack is moved back; here it is freed first."""
     path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
     trashed = f"trash/{gc_id}/packs/{path.rsplit('/')[-1]}"
     backend.rename(path, trashed)
@@ -218,7 +218,7 @@ def test_gc_drops_nothing_if_the_pack_of_the_newest_one_is_freed_meanwhile(store
 
 
 def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store, monkeypatch):
-    """A collector that frees at once takes the folder with what was moved so far; the rest goes to one of its own."""
+    """A collector that frees immediately takes the folder with what was moved so far; the rest goes to another one."""
     commit_all(disk_store, [1, 2])
     parts, taken = repository_of(disk_store), []
     rename = parts.backend.rename

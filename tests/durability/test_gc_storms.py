@@ -66,8 +66,8 @@ def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_dama
         repository_of(store).manifests.publish(torn)
         (own,) = {pack.pack_id for pack in second.packs} - {pack.pack_id for pack in first.packs}
         repository_of(store).backend.unlink(layout.pack_name(own))
-    (told,) = gc_stress_check.repair_torn(tmp_path, ["w0"])
-    assert "('w0', 1, 'partial')" in told
+    (reported,) = gc_stress_check.repair_torn(tmp_path, ["w0"])
+    assert "('w0', 1, 'partial')" in reported
 
 
 @pytest.mark.deep
@@ -90,7 +90,7 @@ def test_storm_of_writers_and_collectors_loses_nothing(sample, tell):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("without", ["verify", "recheck", "trash"])
 def test_storm_finds_a_protocol_without_one_of_its_steps(without, sample, tell):
-    # Beside three other tests on two cores four of four storms of 600 commits found each of them.
+    # While three other tests ran on two cores, four of four storms of 600 commits found each of them.
     count, first = sample.count(600, parts=2), sample.seed(1)
     for storm in range(STORMS_MAX):
         code, _, lines = stress(count, seed=first + storm, without=without)

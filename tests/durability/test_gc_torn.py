@@ -190,12 +190,12 @@ def names_of(store):
     return (*listing.names, *listing.lower)
 
 
-# A pack that is brought back between two looks lies in neither place
+# A pack that is brought back between two looks is found in neither place
 
 
 @pytest.fixture
 def trashed(store, backend, clock):
-    """A store of which the pack of step 2 lies in the trash, and what brings it back when the trash is looked into."""
+    """A store with the pack of step 2 in the trash."""
     commit_all(store, [0, 1, 2])
     path = pack_of(store, 2)
     backend.rename(path, f"trash/{repository_of(store).trash.new_packs_folder()}/packs/{path.rsplit('/')[-1]}")

@@ -128,7 +128,7 @@ def test_demotion_without_one_sync_breaks_the_ordering_rules(skips):
 
 def test_tag_that_is_set_while_a_checkpoint_is_demoted_is_refused():
     class TaggedMeanwhile(MemoryBackend):
-        """Lets another handle tag every checkpoint of step 1 as soon as its demotion is declared."""
+        """Lets another handle tag every checkpoint of step 1 when its demotion is declared."""
 
         seen: ClassVar[list[str]] = []
 

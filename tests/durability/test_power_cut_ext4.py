@@ -110,7 +110,7 @@ def cycles(cutter, server, tmp_path, *, count, seed):
             cutter.cut_at_random(server, rng, mode, tmp_path / "acks")
         else:
             cutter.cut_after_a_commit(mode)
-    counts = f"{cutter.cuts} cuts, {cutter.random_acks} acknowledged beside them, {len(cutter.lost)} lost"
+    counts = f"{cutter.cuts} cuts, {cutter.random_acks} acknowledged at the same time, {len(cutter.lost)} lost"
     return f"ext4 power cuts: seed {seed}, {counts}"
 
 

@@ -275,7 +275,7 @@ def damage_of(report):
 
 
 def file_acks(path: Path) -> Ack:
-    """Return a function that appends lines to a file outside the store, at once.
+    """Return a function that appends lines to a file outside the store, unbuffered.
 
     By writev, which ckstore does not use: a call of the store that is made to fail is never one of ours.
     """

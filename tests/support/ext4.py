@@ -45,14 +45,14 @@ class Ext4:
         self._mount()
 
     def close(self) -> None:
-        """Unmount and let go of the device."""
+        """Unmount, and detach the device."""
         try:
             self._unmount()
         finally:
             _run("losetup", "-d", self._device)
 
     def _mount(self) -> None:
-        # The journal is written when somebody syncs, and not every five seconds: slow tests would lose nothing.
+        # The journal is written by syncs, and not every five seconds: then slow tests would lose nothing.
         _run("mount", "-t", "ext4", "-o", "commit=600", self._device, str(self.folder))
 
     def _unmount(self) -> None:

@@ -50,7 +50,7 @@ def repair_torn(folder, runs):
     for run in runs:
         with open_store(folder, run) as store:
             for name in repository_of(store).manifests.listing().names:
-                # One that no generation is whole of was told already, and is told again when it is restored.
+                # One without a whole generation was reported already, and is again when it is restored.
                 with contextlib.suppress(CorruptError):
                     if load_whole(repository_of(store), name, takes_lower=True).header.generation < name.generation:
                         torn.add((run, name.seq, "heal"))
@@ -91,7 +91,7 @@ def check_run(folder, run, held, doubtful, again, counters):
             # Published by one that died before it could say so, or brought back.
             found = what_is_wrong(store, seq)
             if found:
-                failures.append(f"{run} seq {seq}, of which nobody was told: {found}")
+                failures.append(f"{run} seq {seq}, which was not acknowledged: {found}")
     return failures
 
 

@@ -76,7 +76,7 @@ def new_number(run, step, rng):
 def hold_up(rng):
     """Have this process held up now and then before a pack leaves its place, or a manifest comes into it.
 
-    The class itself is changed: a collector beside writers works on a kind of its own.
+    The class itself is changed: a collector that sees writers works on a subclass.
     """
 
     def held_up(whole):
@@ -174,7 +174,7 @@ def remove_unacknowledged(folder, run, note):
 
 def wait_for_collectors(store):
     """Return the entries of a run, once they are not many more than rules keep, or nothing comes of waiting."""
-    # Where a step of the protocol is left out, damage soon stops every collection of a run; the storm goes on.
+    # Where a step of the protocol is left out, damage stops every collection of a run before long; the storm goes on.
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         names = repository_of(store).manifests.listing().names
@@ -223,7 +223,7 @@ def collect(folder, run, rng, note):
     ckstore.collection.collector_lock = lambda *args, **options: contextlib.nullcontext()
     paced = ckstore.collection.paced
     while True:
-        # In leisure, as beside writers, or at once, as where none is seen.
+        # Slowly, as where there are writers, or without a pause, as where there are none.
         is_leisurely = rng.random() < 0.3
         ckstore.collection.paced = paced if is_leisurely else lambda backend, clock: backend
         with open_store(folder, "w0") as store:

@@ -57,8 +57,8 @@ class Interrupt:
         return self._run if frame.f_code.co_filename in TRACED else None
 
     def _run(self, frame, event, _):
-        # Leaving a block is told as its first line once more, and there Python itself lets no Ctrl-C in. Nor does it at
-        # ``try``, which does nothing: what a tracer raises there would not even leave the block around it.
+        # Leaving a block is traced as its first line once more, where Python itself raises no KeyboardInterrupt. Nor
+        # does it at ``try``, which does nothing: what a tracer raises there would not even leave the block around it.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if event == "line" and self.place is None and not line.startswith(("with ", "try:")):
             self.count += 1

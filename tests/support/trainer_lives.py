@@ -42,7 +42,7 @@ class Lane:
         self.kills = Counter()
         self.counts = Counter()
         self.noticed = []
-        """Seconds from a saver's death until the trainer was told."""
+        """Seconds from a saver's death until its trainer reported it."""
         self.floor = -1
         """The step that a restart must find at least."""
         self._known = {}
@@ -51,7 +51,7 @@ class Lane:
     # Lives
 
     def live(self, **options):
-        """Let a trainer be born; the one before is dead, and its saver may still be at work."""
+        """Start a trainer; the one before is dead, and its saver may still be at work."""
         number = len(self.lives) + 1
         choice = self.choice
         policy = {
@@ -86,7 +86,7 @@ class Lane:
         return life
 
     def bury(self, life):
-        """See a trainer dead; learn what it was promised, and end the data loaders that outlived it."""
+        """Wait for the end of a trainer, and note what it was promised."""
         self.wait(lambda: life.is_over, f"the end of life {life.number}")
         for step, its in life.facts("begin"):
             self._known[life.number, int(step)] = its
@@ -119,7 +119,7 @@ class Lane:
 
     @property
     def killed(self):
-        """How often somebody was killed, stopped, told to end, or left without memory."""
+        """How often a process was killed, stopped, asked to end, or left without memory."""
         return sum(count for kind, count in self.kills.items() if kind.partition(" ")[2] in FATAL)
 
     def strike(self, life, number):
@@ -183,7 +183,7 @@ class Lane:
         return pids[-1]
 
     def kill_saver(self, life):
-        """Kill a saver, and measure how long the trainer does not know."""
+        """Kill a saver, and measure how long its trainer takes to notice."""
         before = len(life.facts("failed"))
         # The same clock in every process of this machine, and one that is never set.
         begun = time.monotonic()
@@ -199,7 +199,7 @@ class Lane:
     # What must hold
 
     def wait_alone(self, seconds=SECONDS_MAX):
-        """Wait until nobody is left whom a trainer has started but data loaders, and end those."""
+        """Wait until of all that trainers have started only data loaders are left, and end those."""
         deadline = time.monotonic() + seconds
         while others := self.trainers.others().keys() - (loaders := self._loaders()):
             assert time.monotonic() < deadline, f"left behind: {others}, {self.trainers.others()}"
@@ -220,7 +220,7 @@ class Lane:
             return holder is None or process_started(holder.pid) != holder.process_started
 
     def check(self):
-        """Look at all that is there, once nobody works on it any more."""
+        """Check everything that is stored, after the last process has ended."""
         durable = {(life.number, step) for life in self.lives for step in life.steps("durable")}
         with ckstore.open(self.place) as store:
             entries = [(info.seq, info.step, int(info.metrics["life"])) for info in reversed(store.log())]
@@ -241,10 +241,10 @@ class Lane:
     def _is_left_out(life, entries):
         """Whether the last thing of a life was a state that never got whole."""
         begun = life.steps("begin")
-        was_told = {*life.steps("refused"), *life.steps("failed"), *life.steps("staged")}
+        accounted_for = {*life.steps("refused"), *life.steps("failed"), *life.steps("staged")}
         return (
             bool(begun)
-            and begun[-1] not in was_told
+            and begun[-1] not in accounted_for
             and all(entry[1:] != (begun[-1], life.number) for entry in entries)
         )
 

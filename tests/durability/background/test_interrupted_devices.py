@@ -22,7 +22,7 @@ LINES_MIN = 400
 
 
 def interrupt(folder, lying, sample, kind, act, guard, *, is_checked=False):
-    """Interrupt commits of a state that lies in the device, each followed by one from the host."""
+    """Interrupt commits of a state in the device's memory, each followed by one from the host's."""
     far = {"w": np.zeros(2 * UNIT_NBYTES + 1000, np.uint8)}
 
     def from_device(store, _, step):

@@ -68,7 +68,7 @@ class Interrupts:
 
 @pytest.fixture
 def alarm():
-    """Put back who is told when the timer has run out."""
+    """Put the handler of the timer's signal back afterwards."""
     before = signal.getsignal(signal.SIGALRM)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -76,7 +76,7 @@ def alarm():
 
 
 def commit(store, state, step):
-    """Commit; where the last one was interrupted twice, this one may be told, and nothing else."""
+    """Commit; once more if the first call only raises that the last one was interrupted twice."""
     try:
         return store.commit_async(filled(state, step), step)
     except SaverError as error:

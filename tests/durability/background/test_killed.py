@@ -42,7 +42,7 @@ def make_lane(fast_folder):
         lane.close()
 
 
-# Strokes of fate: each is one life, or two
+# Strokes: what ends one life, or two
 
 
 def reach_some_point(lane, life):
@@ -214,12 +214,12 @@ def trainer_leaves(lane):
     lane.bury(life)
     lane.kills[f"trainer left by {how}"] += 1
     if how != "_exit":
-        # The interpreter ends in order: whatever was handed over is durable.
+        # The interpreter ends in order: all that was given to the saver is durable.
         lane.wait_alone()
         lane.floor = max(lane.floor, *life.steps("handed"))
 
 
-FATES = {
+STROKES = {
     trainer_is_killed: 12,
     trainer_is_terminated: 3,
     savers_are_killed: 4,
@@ -236,11 +236,11 @@ FATES = {
 """How often each comes in a lane."""
 
 
-def run_lane(lane, fates):
-    for fate in fates:
+def run_lane(lane, strokes):
+    for stroke in strokes:
         before = lane.kills.total()
-        fate(lane)
-        assert lane.kills.total() > before or fate is saver_has_no_memory
+        stroke(lane)
+        assert lane.kills.total() > before or stroke is saver_has_no_memory
     lane.wait_alone()
     lane.check()
     lane.check_next()
@@ -248,13 +248,13 @@ def run_lane(lane, fates):
     return lane
 
 
-def fates_of(seed, weights):
-    fates = [fate for fate, count in weights.items() for _ in range(count)]
-    random.Random(seed).shuffle(fates)
-    return fates
+def strokes_of(seed, weights):
+    strokes = [stroke for stroke, count in weights.items() for _ in range(count)]
+    random.Random(seed).shuffle(strokes)
+    return strokes
 
 
-TORCH_FATES = {fate: (count + 1) // 3 for fate, count in FATES.items()}
+TORCH_STROKES = {stroke: (count + 1) // 3 for stroke, count in STROKES.items()}
 """The same in a lane whose trainers are guarded ones of torch, which take longer."""
 
 LANES = [*[("numpy", seed) for seed in range(5)], ("torch", 100)]
@@ -264,11 +264,11 @@ LANES = [*[("numpy", seed) for seed in range(5)], ("torch", 100)]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("task", "seed"), LANES)
 def test_killed_trainers_and_savers_lose_nothing_that_was_promised(make_lane, sample, tell, task, seed):
-    fates = sample.part(fates_of(seed, FATES if task == "numpy" else TORCH_FATES), parts=8)
-    lane = run_lane(make_lane(task, sample.seed(seed)), fates)
+    strokes = sample.part(strokes_of(seed, STROKES if task == "numpy" else TORCH_STROKES), parts=8)
+    lane = run_lane(make_lane(task, sample.seed(seed)), strokes)
     tell(str(lane))
-    # Each fate strikes at least once; what happens by it depends on time, but in many lives all of it does.
-    assert lane.kills.total() >= sum(fate is not saver_has_no_memory for fate in fates) > 0
+    # Each stroke hits somebody. What it leads to depends on time; in a whole lane all of it happens.
+    assert lane.kills.total() >= sum(stroke is not saver_has_no_memory for stroke in strokes) > 0
     assert lane.counts["acknowledged"] > 0
     if sample.is_whole:
         assert lane.killed >= (60 if task == "numpy" else 15)
@@ -280,6 +280,6 @@ def test_killed_trainers_and_savers_lose_nothing_that_was_promised(make_lane, sa
 
 
 def check_noticed(lane):
-    """Look at how soon the deaths of savers were known: within a second, unless the machine had no time just then."""
+    """Check that trainers noticed the deaths of savers within a second, in most cases: a busy machine is slow."""
     assert lane.noticed
     assert statistics.median(seconds for seconds, _ in lane.noticed) < 1

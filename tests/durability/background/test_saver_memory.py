@@ -67,7 +67,7 @@ print(json.dumps([most[0], arena, seconds]))
 @pytest.mark.deep(parts=8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("compression", ["none", "fast"])
-def test_saver_of_a_large_state_needs_256_mib_beside_the_arena(fast_folder, tell, compression):
+def test_saver_of_a_large_state_needs_256_mib_and_the_arena(fast_folder, tell, compression):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(fast_folder / "store"), compression],
         capture_output=True,
