@@ -1,10 +1,19 @@
-"""What several test folders share: stores in memory and on disk, small states, Hypothesis profiles."""
+"""What several test folders share: stores in memory and on disk, small states, Hypothesis profiles.
+
+Libraries of mathematics get one thread each, here and in the children of tests: several workers share few processors,
+and threads of OpenMP burn them while they wait for each other.
+"""
+# ruff: noqa: E402 - how many threads there are is read when such a library is loaded.
 
 from __future__ import annotations
 
+import os
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+
 import functools
 import logging
-import os
 import signal
 import subprocess
 import tempfile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 import ckstore
 from ckstore import Residual
 from ckstore.adapters import torch_state
+from ckstore.device_bases import DeviceBases
 from ckstore.kernels import on_gpu
 from ckstore.testing import trainings
 from ckstore.testing.trainings import M, V, W, leaf
@@ -45,7 +48,7 @@ def pretend(monkeypatch, *, on_host: bool) -> Traffic:
     traffic = Traffic()
     if on_host:
         monkeypatch.setattr(torch_state, "device_of", lambda tensor: tensor.device)
-    read, bring = torch_state._to_host, on_gpu.to_host
+    read, bring = torch_state.copy_to_host, on_gpu.to_host
 
     def counted_read(held):
         traffic.floats += held.nbytes
@@ -57,7 +60,7 @@ def pretend(monkeypatch, *, on_host: bool) -> Traffic:
         traffic.codes += tensor.nbytes
         return bring(tensor).copy()
 
-    monkeypatch.setattr(torch_state, "_to_host", counted_read)
+    monkeypatch.setattr(torch_state, "copy_to_host", counted_read)
     monkeypatch.setattr(on_gpu, "to_host", counted_bring)
     return traffic
 
@@ -132,6 +135,25 @@ def device(request):
 def traffic(device, monkeypatch):
     """Counts what comes to the host; whoever asks for it commits tensors on a device."""
     return pretend(monkeypatch, on_host=device == "cpu")
+
+
+@pytest.fixture
+def kept_there(monkeypatch):
+    """Tensors that were kept on a device for the next commit, as weak references, in the order of time."""
+    found, keep = [], DeviceBases.keep
+
+    def noting(bases, chunk_id, tensor):
+        found.append(weakref.ref(tensor))
+        keep(bases, chunk_id, tensor)
+
+    monkeypatch.setattr(DeviceBases, "keep", noting)
+    return found
+
+
+def alive(references):
+    """Return what is still alive of what was kept."""
+    gc.collect()
+    return [tensor for reference in references if (tensor := reference()) is not None]
 
 
 @pytest.fixture

@@ -294,7 +294,7 @@ class DeviceBytes:
             BackendError: The device has failed, or the storage does not reach so far any more.
         """
         try:
-            return _to_host(self.view(lo, hi))
+            return copy_to_host(self.view(lo, hi))
         except RuntimeError as error:
             raise device_error(error) from None
 
@@ -324,7 +324,8 @@ def resized_error() -> BackendError:
     )
 
 
-def _to_host(held: torch.Tensor) -> memoryview:
+def copy_to_host(held: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor of uint8 on a device, in host memory."""
     return held.cpu().numpy().data
 
 

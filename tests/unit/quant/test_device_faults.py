@@ -25,6 +25,7 @@ from support.device_trainings import (  # noqa: E402
     LOSSY,
     NEAR,
     Run,
+    alive,
     commit_both,
     entry_of,
     lossy_policy,
@@ -33,6 +34,7 @@ from support.device_trainings import (  # noqa: E402
 )  # fmt: skip
 
 device, traffic, stores = device_trainings.device, device_trainings.traffic, device_trainings.stores
+kept_there = device_trainings.kept_there
 
 WRONG = {
     "nan": (W, lambda state: state["model"]["w"].view(-1)[7:8].fill_(math.nan)),
@@ -121,12 +123,13 @@ def test_a_device_that_decodes_other_bytes_is_not_believed(stores, traffic, devi
     assert beside.warnings == ()
 
 
-def test_a_base_that_changed_on_the_device_is_found_out(stores, traffic, device):
+def test_a_base_that_changed_on_the_device_is_found_out(stores, traffic, device, kept_there):
     run, store = Run(device=device), stores[0]
     for step in range(2):
         commit_both(stores, run.train().state(), step)
-    for kept in store._bases.there._held.values():
-        flipped(kept)
+    held = alive(kept_there)
+    assert [tensor.nbytes for tensor in held] == [4 * COUNT]
+    flipped(held.pop())
     receipt = store.commit(run.train().state(), 2, policy=lossy_policy())
     assert "other bytes than the host" in receipt.warnings[0]
     assert receipt.bytes_quantized_on_device == 8 * COUNT
@@ -159,14 +162,15 @@ def test_a_device_without_memory_leaves_it_to_the_host(stores, traffic, device, 
     assert commit_both(stores, run.train().state(), 2)[0].bytes_quantized_on_device == 12 * COUNT
 
 
-def test_a_commit_that_fails_leaves_nothing_on_the_device(stores, traffic, device, monkeypatch):
+def test_a_commit_that_fails_leaves_nothing_on_the_device(stores, traffic, device, kept_there):
     run, store = Run(device=device), stores[0]
     store.commit(run.train().state(), 0, policy=lossy_policy())
     with pytest.raises(BoundError):
         store.commit(
             run.train().state(), 1, policy=lossy_policy(replace(NEAR, max_abs=1e-9, on_bound="raise"), threads=1)
         )
-    assert store._bases.there.nbytes == 0
+    assert kept_there
+    assert alive(kept_there) == []
     receipt = store.commit(run.train().state(), 1, policy=lossy_policy())
     assert receipt.bytes_quantized_on_device == 12 * COUNT
     assert receipt.bytes_bases_on_device == 4 * COUNT

@@ -8,7 +8,8 @@ import pytest
 
 import ckstore
 from ckstore import Residual
-from ckstore.errors import BackendError
+from ckstore.chain_reader import ChainReader
+from ckstore.errors import BackendError, CorruptError
 from ckstore.lossy_chunks import LossyChunkWriter
 from ckstore.testing.trainings import M, V, W, losses
 
@@ -22,6 +23,7 @@ from support.device_trainings import (  # noqa: E402
     NEAR,
     SMALL,
     Run,
+    alive,
     commit_both,
     lossy_policy,
     same_bits,
@@ -29,6 +31,7 @@ from support.device_trainings import (  # noqa: E402
 )  # fmt: skip
 
 device, traffic, stores = device_trainings.device, device_trainings.traffic, device_trainings.stores
+kept_there = device_trainings.kept_there
 
 
 @pytest.mark.parametrize(
@@ -149,11 +152,16 @@ def test_a_base_that_cannot_be_read_makes_the_weight_exact_as_on_the_host(stores
     run = Run(device=device)
     for step in range(2):
         commit_both(stores, run.train().state(), step)
+
+    def fail(*given, **settings):
+        raise CorruptError("it is damaged")
+
     with monkeypatch.context() as patch:
-        patch.setattr(LossyChunkWriter, "_base_plain", lambda *given, **settings: None)
+        patch.setattr(ChainReader, "read", fail)
         state = run.train().state()
         receipt, beside = commit_both(stores, state, 2)
-    assert receipt.warnings == beside.warnings == (f"{W} was stored exactly: its base could not be read",)
+    assert receipt.warnings == beside.warnings
+    assert f"{W} was stored exactly: its base could not be read" in receipt.warnings
     assert receipt.bytes_quantized_on_device == 8 * COUNT
     assert same_bits(stores[0].restore()["model"]["w"], state["model"]["w"])
     assert commit_both(stores, run.train().state(), 3)[0].bytes_quantized_on_device == 12 * COUNT
@@ -191,14 +199,13 @@ def test_a_restore_in_between_is_what_the_next_commit_follows(stores, traffic, d
     assert store.verify("decode").damage == []
 
 
-def test_a_closed_handle_keeps_nothing_on_a_device(tmp_path, traffic, device):
+def test_a_closed_handle_keeps_nothing_on_a_device(tmp_path, traffic, device, kept_there):
     run = Run(device=device)
     with ckstore.open(tmp_path / "store", policy=lossy_policy()) as store:
         for step in range(2):
             store.commit(run.train().state(), step)
-        bases = store._bases
-        assert bases.there.nbytes == 4 * COUNT
-    assert store._bases is None
+        assert [tensor.nbytes for tensor in alive(kept_there)] == [4 * COUNT]
+    assert alive(kept_there) == []
 
 
 def test_an_exact_commit_lets_go_of_what_is_kept_there(stores, traffic, device):

@@ -311,7 +311,7 @@ def test_a_device_that_fails_to_send_is_an_error_of_its_own(monkeypatch):
     def fail(held):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch_state, "_to_host", fail)
+    monkeypatch.setattr(torch_state, "copy_to_host", fail)
     storage = torch.arange(100, dtype=torch.uint8).untyped_storage()
     with pytest.raises(BackendError, match="copying from a device failed: CUDA error: an illegal memory access"):
         DeviceBytes(storage, storage.data_ptr(), torch.device("cpu"))(storage.data_ptr(), storage.data_ptr() + 9)
