@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
 
 
@@ -281,7 +282,7 @@ def test_chunks_of_a_deleted_checkpoint_may_still_be_reused(store):
 def test_deleted_manifest_lies_in_the_trash(run, backend):
     run.delete(10)
     assert [name for name in backend._files if name.startswith("trash/") and name.endswith(".ckm")]
-    assert run._parts.tags.intents_on(0) == []
+    assert repository_of(run).tags.intents_on(0) == []
 
 
 # Damage in others

@@ -1,4 +1,4 @@
-"""Any order of everything that a store can do in its life, against a plain dict: two runs, two tiers, and a mirror.
+"""Protects stores in use for long: any order of all operations on two runs, two tiers and a mirror, against a model.
 
 Commits exact and with a loss, rewinds, tags, deletions, collections by rules, the trash, repacks, demotions, pushes,
 pulls, mirrors, crashes of the handle. At every moment each checkpoint that was not dropped restores bit for bit what it
@@ -22,8 +22,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import ckstore
 from ckstore.errors import BoundError, ConflictError
 from ckstore.testing.model import difference
-
-pytestmark = pytest.mark.slow
 
 RUNS = ("main", "other")
 TIERS = ("near", "far")
@@ -305,7 +303,9 @@ def quiet():
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(1500)
 def test_long_life_is_what_its_model_says():
+    # A life takes about a second: the depth of the run decides, by its Hypothesis profile, how many there are.
     examples = max(5, settings.default.max_examples // 5)
     run_state_machine_as_test(LongLife, settings=settings(settings.default, max_examples=examples))

@@ -9,6 +9,7 @@ import pytest
 
 import ckstore
 from ckstore import fetch, restore
+from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, MIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
 from ckstore.decoder import decoder_nbytes
@@ -101,7 +102,7 @@ def check_bound(used, prefix, thread_nbytes):
 
 def test_restore_keeps_within_the_memory_of_its_policy(opened, used):
     assert opened.restore(1)["w"].nbytes == 80 * CHUNK_NBYTES
-    check_bound(used, "ckstore-decode-", fetch.reader_nbytes(opened._parts.limits))
+    check_bound(used, "ckstore-decode-", fetch.reader_nbytes(repository_of(opened).limits))
 
 
 def test_verify_keeps_within_the_memory_of_its_policy(opened, used):

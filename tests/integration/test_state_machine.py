@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend
@@ -134,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(state=drawn, step=STEPS, call=st.integers(0, 40))
     def crash(self, state, step, call):
         """Kill a commit at a call to the backend, then forget the handle as a dead process does."""
-        parts = self.store._parts
+        parts = repository_of(self.store)
         backend = parts.backend
         seen = {"count": 0, "published": None}
         dying = _Dying(backend, call, seen)

@@ -26,7 +26,6 @@ from bench import (  # noqa: E402
     cases_stall,
     cases_training,
     histories,
-    run,
 )
 from bench.cases import CASES  # noqa: E402
 from bench.floor import Floor  # noqa: E402
@@ -210,7 +209,7 @@ def test_a_process_that_computes_does_so_for_as_long_as_it_is_told():
 def test_a_process_that_reads_reads_more_slowly_out_of_memory_than_out_of_its_cache():
     seconds = []
     for room_nbytes in (512 << 20, 256 << 10):
-        with Reading(4 << 30, room_nbytes) as reading:
+        with Reading(2 << 30, room_nbytes) as reading:
             reading.begin()()
             computed = [background.cpu_seconds(reading.pid)]
             for _ in range(3):
@@ -295,8 +294,8 @@ def test_stalls_are_held_against_how_fast_memory_was_right_before_them():
 
 
 @pytest.mark.parametrize(("tools", "count"), [(None, 7), ([], 0), (["one copy, one hash"], 1)])
-def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, monkeypatch):
-    monkeypatch.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
+def test_floors_beside_training_can_be_chosen(tools, count, tmp_path, small_bench):
+    small_bench.setattr(cases_training, "_train", lambda *given: Sample(1.0, dict(FACTS)))
     bench = Bench(tmp_path, tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)
     names = CASES["stall_accumulation"](bench).samples
     assert sum(name.endswith(tuple(cases_training.FLOORS)) for name in names) == count
@@ -334,16 +333,12 @@ def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
             floor.begin()()
 
 
-@pytest.mark.slow
+@pytest.mark.deep(parts=12)
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith(("stall_", "async_"))])
-def test_every_case_of_background_commits_runs(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.measure.machine, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
+def test_every_case_of_background_commits_runs(case, tmp_path, small_bench):
     # What is measured on a GPU is the same programme anywhere.
-    monkeypatch.setattr(cases_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(cases_device, "no_gpu_reason", lambda: "")
-    # A saver with more niceness than that starves where others are at work too.
-    monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
+    small_bench.setattr(cases_gpu, "DEVICE", "cpu")
+    small_bench.setattr(cases_device, "no_gpu_reason", lambda: "")
     (tmp_path / "work").mkdir()
     tools = ["torch.save", *cases_training.FLOORS]
     bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)

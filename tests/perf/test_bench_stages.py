@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
-from bench import background, cases_stages, measure, stages
+from bench import background, cases_stages, stages
 from bench.cases import CASES
 from bench.measure import Sample
 from bench.workbench import Bench
@@ -80,19 +80,11 @@ def test_a_step_is_held_against_those_before_and_after_it(monkeypatch):
     assert sample.facts["ms_a_chunk"] == pytest.approx(4.0)
 
 
-@pytest.mark.slow
-def test_stages_can_be_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
-    monkeypatch.setattr(cases_stages, "STEPS", 1)
-    bench = Bench(tmp_path, tmp_path, 20_000_000, rounds=1, is_small=True, count=8, tools=["hash", "DCP"])
-    assert list(CASES["stages_beside"](bench).samples) == ["nothing", "hash"]
-
-
-@pytest.mark.slow
-def test_the_case_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
-    bench = Bench(tmp_path, tmp_path, 20_000_000, rounds=1, is_small=True, count=8, tools=None)
+@pytest.mark.deep(parts=4)
+@pytest.mark.parametrize("tools", [None, ["hash", "DCP"]], ids=["all stages", "a chosen stage"])
+def test_case_of_stages_measures_the_stages_that_are_asked_for(tools, tmp_path, small_bench):
+    bench = Bench(tmp_path, tmp_path, 2_000_000, rounds=1, is_small=True, count=8, tools=tools)
     result = CASES["stages_beside"](bench)
     assert result.unusable == {}
-    assert list(result.samples) == ["nothing", *stages.Chunks(1).stages()]
+    assert list(result.samples) == ["nothing", *(["hash"] if tools else stages.Chunks(1).stages())]
     assert all("ms_a_chunk" in samples[0].facts for name, samples in result.samples.items() if name != "nothing")

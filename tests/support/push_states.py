@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ckstore._testing import repository_of
 from ckstore.format import layout
+from ckstore.store.inventory import packs_in
 
 
 def state_of(seed, count=60_000):
@@ -23,3 +25,15 @@ def pack_of(store, step):
 
 def packs_here(folder):
     return {file.stem for file in folder.glob("packs/*/*.pack")}
+
+
+def free_local_packs(store):
+    """Remove what a collection would: packs here that no manifest says are here; return how many there were."""
+    repository, named, count = repository_of(store), set(), 0
+    for name in repository.manifests.listing().names:
+        named |= {pack.pack_id for pack in repository.manifests.load(name).packs if pack.tier == "local"}
+    for pack_id, _ in packs_in(repository.backend):
+        if pack_id not in named:
+            repository.backend.unlink(layout.pack_name(pack_id))
+            count += 1
+    return count

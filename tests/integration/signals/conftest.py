@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ckstore
+from support.memory_folders import tmp_path as tmp_path
 
 SOURCE = str(Path(ckstore.__file__).parent.parent)
 SECONDS_MAX = 240.0
@@ -21,6 +22,8 @@ PROGRAM = '''
 import contextlib, logging, os, pathlib, signal, sys, threading, time
 sys.path.insert(0, {source!r})
 import numpy as np, ckstore
+from ckstore import signals
+from ckstore._testing import background_of, repository_of
 
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
 say = lambda *words: print(*words, flush=True)

@@ -11,6 +11,9 @@ import pytest
 
 import ckstore
 
+HASTY = "signals.STAGED_SECONDS = 0.2\n"
+"""Code of a trainer that, after its deadline, waits for moments only until its state is staged."""
+
 BY_SAVER = 'store.commit_async(state, step) if step % 5 == 1 else say("step", step)'
 IN_PROCESS = 'store.commit(state, step) if step % 5 == 1 else say("step", step)'
 
@@ -159,7 +162,7 @@ def commit(step):
 
 def test_a_saver_that_the_same_signal_ends_costs_nothing(trainer, loop):
     """Schedulers send SIGTERM to every process of a job."""
-    run = trainer(loop('(store.commit_async(state, step), say("saver", store._handover.saver_pid))'))
+    run = trainer(loop('(store.commit_async(state, step), say("saver", background_of(store).saver_pid))'))
     saver = int(run.hear("saver")[0])
     os.kill(saver, signal.SIGTERM)
     run.send()
@@ -174,7 +177,7 @@ def test_an_earlier_commit_that_failed_does_not_cost_the_last_one(trainer, loop)
 def commit(step):
     global pending
     if step == 3:
-        os.kill(store._handover.saver_pid, signal.SIGKILL)
+        os.kill(background_of(store).saver_pid, signal.SIGKILL)
         while not pending.is_done:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -182,7 +185,7 @@ def commit(step):
         if step == 2:
             # Its slot is free a moment after its receipt.
             store.wait()
-            stop(store._handover.saver_pid)
+            stop(background_of(store).saver_pid)
         pending = store.commit_async(state, step)
 """
     run = trainer(code + loop("commit(step)"))
@@ -195,7 +198,7 @@ def commit(step):
 def test_what_is_staged_when_the_trainer_is_killed_is_published(trainer, loop):
     code = """
 from ckstore.pending import Pending
-state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 24 << 20, np.uint32)
+state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 8 << 20, np.uint32)
 store.commit_async(state, 0).result()
 state["more"] += 1
 def result(self, timeout=None):
@@ -214,14 +217,14 @@ def test_a_commit_that_no_saver_has_taken_in_time_is_not_said_to_be_staged(train
     code = """
 def commit(step):
     if step == 2:
-        stop(store._handover.saver_pid)
+        stop(background_of(store).saver_pid)
         os.kill(os.getpid(), signal.SIGTERM)
 store.commit_async(state, 0).result()
 # Its slot is free a moment after its receipt.
 store.wait()
 """
-    told = 'say("saver", store._handover.saver_pid)\n'
-    run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
+    told = 'say("saver", background_of(store).saver_pid)\n'
+    run = trainer(HASTY + code + told + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
     # It does not answer: nobody can say that the state is published if the process dies now.
     run.hear_told("step 2 is not staged in time")
@@ -234,20 +237,20 @@ store.wait()
 
 def test_a_commit_that_is_staged_and_not_durable_in_time_is_left_to_the_saver(trainer, loop):
     code = """
-state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 24 << 20, np.uint32)
+state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 8 << 20, np.uint32)
 def commit(step):
     state["more"] += 1
     assert store.commit_async(state, step).wait_staged()
-    stop(store._handover.saver_pid)
-    if step in [name.step for name in store._parts.manifests.listing().names]:
+    stop(background_of(store).saver_pid)
+    if step in [name.step for name in repository_of(store).manifests.listing().names]:
         # It was faster: once more.
-        os.kill(store._handover.saver_pid, signal.SIGCONT)
+        os.kill(background_of(store).saver_pid, signal.SIGCONT)
     else:
         say("caught", step)
         os.kill(os.getpid(), signal.SIGTERM)
 store.commit_async(state, 0).result()
 """
-    told = 'say("saver", store._handover.saver_pid)\n'
+    told = 'say("saver", background_of(store).saver_pid)\n'
     run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
     (step,) = run.hear("caught")
@@ -333,7 +336,7 @@ def slow(*arguments, **options):
     return original(*arguments, **options)
 store.commit = slow
 """
-    run = trainer(code + loop(deadline_seconds=0.2))
+    run = trainer(HASTY + code + loop(deadline_seconds=0.2))
     run.hear("ready")
     run.send()
     code, told = run.end()

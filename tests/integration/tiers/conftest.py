@@ -9,6 +9,7 @@ from ckstore.io import remote
 from ckstore.io.remote_options import RemoteOptions
 from ckstore.testing.fault_proxy import fault_proxy
 from ckstore.testing.s3_server import s3_server
+from support.memory_folders import tmp_path as tmp_path
 from support.push_states import state_of
 
 
@@ -43,6 +44,12 @@ def proxy(proxy_of_server, address, monkeypatch):
     proxy_of_server.begin()
     yield proxy_of_server
     proxy_of_server.begin()
+
+
+@pytest.fixture
+def past_proxy(proxy, server, monkeypatch):
+    """Clients of this process that go straight to the server, where only some are to go through the proxy."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
 
 
 @pytest.fixture

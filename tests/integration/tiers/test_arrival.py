@@ -7,6 +7,7 @@ import json
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.cli.main import run
 from ckstore.errors import CapacityError, CorruptError
 from ckstore.io.address import backend_for
@@ -134,7 +135,7 @@ def test_store_in_a_bucket_pulls_nothing_that_was_altered(server, address):
 def test_disk_that_is_full_during_a_pull_is_told_and_loses_nothing(pushed, room, monkeypatch):
     """What there was room for is here; the rest lies there as before, and comes when there is room again."""
     pushed.gc(now=True, min_age=0)
-    backend, made = pushed._parts.backend, []
+    backend, made = repository_of(pushed).backend, []
     create = type(backend).create_pack
 
     def fills_up(self, name, **given):
@@ -149,7 +150,7 @@ def test_disk_that_is_full_during_a_pull_is_told_and_loses_nothing(pushed, room,
             pushed.pull()
     assert len(made) > room
     assert_restores(pushed, 1, 2, 3)
-    assert pushed._parts.backend.list_names("tmp") == []
+    assert repository_of(pushed).backend.list_names("tmp") == []
     pushed.pull()
     assert {pack.tier for step in (1, 2, 3) for pack in pushed.contents(step).packs} == {"local"}
     assert_restores(pushed, 1, 2, 3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.cli.main import run
 from ckstore.errors import CkstoreError, ConflictError, UsageError
 from ckstore.format import layout
@@ -167,14 +168,14 @@ def test_budget_of_rewriting_holds_in_a_bucket_too(wasteful, address):
 
 def test_rewriting_that_meets_another_collector_leaves_everything_as_it_was(wasteful, address, monkeypatch, quiet_log):
     """The new pack stands in the list of a collector that took it for garbage: the replacement is withdrawn."""
-    create_pack, listed = wasteful._parts.backend.create_pack, []
+    create_pack, listed = repository_of(wasteful).backend.create_pack, []
 
     def lists_it(name, **expected):
         packs = {bytes.fromhex(name.rpartition("/")[2].removesuffix(".pack")): 1}
-        listed.append(doomed._write_list(backend_for(address), wasteful._parts.clock, packs))
+        listed.append(doomed._write_list(backend_for(address), repository_of(wasteful).clock, packs))
         return create_pack(name, **expected)
 
-    monkeypatch.setattr(wasteful._parts.backend, "create_pack", lists_it)
+    monkeypatch.setattr(repository_of(wasteful).backend, "create_pack", lists_it)
     report = wasteful.gc(now=True, min_age=0)
     assert len(listed) == 1
     assert report.done.repacked.manifests == 0
@@ -265,14 +266,14 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
     store.delete(2)
     with keep(address) as keeping:
         (entry,) = keeping.trash()
-    manifest = store._parts.trash.look_into(entry.trash_id).manifests[0]
-    content = store._parts.backend.read_bytes(manifest.path, nbytes_max=1 << 30)
+    manifest = repository_of(store).trash.look_into(entry.trash_id).manifests[0]
+    content = repository_of(store).backend.read_bytes(manifest.path, nbytes_max=1 << 30)
     named, published = gc_far._FarCollector._named, []
 
     def republished(self, planned):
         assert planned, "the pack was about to go"
         name = layout.ManifestName("main", 1, 2, 0)
-        store._parts.backend.create(name.path, content, sync=True)
+        repository_of(store).backend.create(name.path, content, sync=True)
         published.append(name)
         return named(self, planned)
 
@@ -287,8 +288,8 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
     store.delete(2)
     with keep(address) as keeping:
         (entry,) = keeping.trash()
-        kept = store._parts.trash.look_into(entry.trash_id).manifests[0]
-    content = store._parts.backend.read_bytes(kept.path, nbytes_max=1 << 30)
+        kept = repository_of(store).trash.look_into(entry.trash_id).manifests[0]
+    content = repository_of(store).backend.read_bytes(kept.path, nbytes_max=1 << 30)
     remove, refused = doomed._remove, []
 
     def undeletes_first(backend, clock, packs):
@@ -312,7 +313,7 @@ def test_commit_writes_anew_what_a_collector_is_about_to_remove(address, quiet_l
     with ckstore.open(address) as store:
         store.commit(state_of(1), 1)
         packs = {bytes.fromhex(pack.pack_id): 1 for pack in store.contents(1).packs}
-        path = doomed._write_list(backend_for(address), store._parts.clock, packs)
+        path = doomed._write_list(backend_for(address), repository_of(store).clock, packs)
         store.commit(state_of(1) | {"step": 2}, 2)
         assert packs.keys().isdisjoint(bytes.fromhex(pack.pack_id) for pack in store.contents(2).packs)
         doomed._AT_WORK.discard(path)

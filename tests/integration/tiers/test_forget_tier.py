@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.cli.main import run
 from ckstore.errors import BackendError, CkstoreError, ConflictError, NotFoundError, UsageError
 
@@ -52,7 +53,7 @@ def test_place_of_another_store_gets_no_name(store, tmp_path):
 def test_tier_that_nothing_names_is_forgotten_and_its_name_is_free(store, address, tmp_path):
     wrong = str(tmp_path / "wrong")
     store.push(wrong, keep_local=9)
-    store._parts.tiers.open("remote")
+    repository_of(store).tiers.open("remote")
     assert store.forget_tier("remote") == wrong
     assert store.tiers() == {}
     store.push(address)
@@ -104,13 +105,13 @@ def test_push_that_publishes_meanwhile_keeps_the_tier(store, folder, address, mo
 
 
 def test_push_names_its_tier_again_that_was_forgotten_meanwhile(store, address, monkeypatch):
-    publish = type(store._parts.manifests).publish
+    publish = type(repository_of(store).manifests).publish
 
     def forgets_first(manifests, manifest):
-        store._parts.tiers.forget("remote")
+        repository_of(store).tiers.forget("remote")
         return publish(manifests, manifest)
 
-    monkeypatch.setattr(type(store._parts.manifests), "publish", forgets_first)
+    monkeypatch.setattr(type(repository_of(store).manifests), "publish", forgets_first)
     store.push(address)
     assert store.tiers() == {"remote": address}
 

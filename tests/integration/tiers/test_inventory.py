@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import BackendError, CorruptError
 from ckstore.format import layout
 from ckstore.ids import PackId
@@ -77,7 +78,7 @@ def test_a_name_that_no_file_could_have_is_an_error_that_says_so_at_once(odd, se
 
 def marker_of(address):
     with ckstore.open(address, create=False) as store:
-        return Marker(store._parts)
+        return Marker(repository_of(store))
 
 
 def commit_to(address, *runs):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, NotFoundError, UsageError
-from ckstore.format import layout
 from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
+from support.push_states import free_local_packs
 
 SECONDS_A_DAY = 86_400
 
@@ -33,21 +34,6 @@ def filled(folder, count, clock=None):
         if clock is not None:
             clock.now += SECONDS_A_DAY
     return store
-
-
-def free_local_packs(store):
-    """Remove what a collection would: packs here that no manifest says are here."""
-    parts = store._parts
-    named = set()
-    for name in parts.manifests.listing().names:
-        named |= {pack.pack_id for pack in parts.manifests.load(name).packs if pack.tier == "local"}
-    count = 0
-    for folder in layout.pack_folders():
-        for file in parts.backend.list_names(folder):
-            if layout.parse_pack_file(file) not in named:
-                parts.backend.unlink(f"{folder}/{file}")
-                count += 1
-    return count
 
 
 def tiers_of(store, step):
@@ -134,14 +120,14 @@ def assert_restores_seven(store):
 
 def test_interrupted_push_goes_on_where_it_was(folder, address, monkeypatch):
     with filled(folder, 3) as store:
-        publish = type(store._parts.manifests).publish
+        publish = type(repository_of(store).manifests).publish
 
         def fails_at_second(manifests, manifest):
             if manifest.header.seq == 1:
                 raise KeyboardInterrupt
             return publish(manifests, manifest)
 
-        monkeypatch.setattr(type(store._parts.manifests), "publish", fails_at_second)
+        monkeypatch.setattr(type(repository_of(store).manifests), "publish", fails_at_second)
         with pytest.raises(KeyboardInterrupt):
             store.push(address, keep_local=0)
         monkeypatch.undo()

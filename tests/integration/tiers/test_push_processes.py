@@ -1,7 +1,8 @@
-"""Protects a store whose pushes run at the same time, beside a trainer, and are killed at any moment."""
+"""Protects a store whose pushes and pulls are killed at any request, or run concurrently while a trainer commits."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.format import layout
 from ckstore.io.address import backend_for
+from support.push_states import free_local_packs
 
 COUNT = 4
 PUSH = "import sys, ckstore; ckstore.open(sys.argv[1]).push(sys.argv[2], keep_local=int(sys.argv[3]))"
@@ -39,19 +40,9 @@ def template(tmp_path_factory):
     return folder
 
 
-def start(program, *arguments):
-    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)])
-
-
-def free_local_packs(store):
-    parts = store._parts
-    named = set()
-    for name in parts.manifests.listing().names:
-        named |= {pack.pack_id for pack in parts.manifests.load(name).packs if pack.tier == "local"}
-    for folder in layout.pack_folders():
-        for file in parts.backend.list_names(folder):
-            if layout.parse_pack_file(file) not in named:
-                parts.backend.unlink(f"{folder}/{file}")
+def start(program, *arguments, **variables):
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, env={**os.environ, **variables})
 
 
 def assert_restores(store):
@@ -63,7 +54,7 @@ def assert_restores(store):
 
 def run_and_kill(proxy, wanted, program, *arguments):
     """Run a program that is killed when it makes a request; return whether it got so far."""
-    process = start(program, *arguments)
+    process = start(program, *arguments, AWS_ENDPOINT_URL=proxy.endpoint)
 
     def kill_it(number, *_request):
         if number == wanted:
@@ -78,9 +69,9 @@ def run_and_kill(proxy, wanted, program, *arguments):
     return process.returncode == -signal.SIGKILL
 
 
-def kill_at(numbers, template, tmp_path, server, proxy, tell):
-    """Kill a push and a pull at each of these requests, and look at what they leave."""
-    killed = 0
+@pytest.mark.deep
+def test_push_and_pull_killed_at_any_request_lose_nothing(template, tmp_path, proxy, past_proxy, server, sample, tell):
+    killed, numbers = 0, sample.part(range(60), parts=20)
     for number in numbers:
         folder, address = tmp_path / f"store-{number}", server.new_address()
         shutil.copytree(template, folder)
@@ -98,20 +89,12 @@ def kill_at(numbers, template, tmp_path, server, proxy, tell):
             assert_restores(store)
             assert store.verify("decode").is_clean
         shutil.rmtree(folder)
-    assert killed >= len(numbers)
+    # A push makes more requests than that; a pull fewer.
+    assert killed >= len(numbers) >= (60 if sample.is_whole else 3)
     tell(f"pushes and pulls killed at a request: {killed}")
 
 
-def test_push_and_pull_survive_sigkill(template, tmp_path, proxy, server, tell):
-    kill_at((2, 9, 30), template, tmp_path, server, proxy, tell)
-
-
-@pytest.mark.slow
-def test_push_and_pull_survive_sigkill_at_every_request(template, tmp_path, proxy, server, tell):
-    kill_at(range(60), template, tmp_path, server, proxy, tell)
-
-
-def test_pushes_at_once_beside_a_trainer_lose_nothing(template, tmp_path, address):
+def test_concurrent_pushes_during_commits_lose_nothing(template, tmp_path, address):
     folder = tmp_path / "store"
     shutil.copytree(template, folder)
     trainer = start(TRAIN, folder)

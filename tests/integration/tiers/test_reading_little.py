@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.config import Policy
 
 COUNT = 24
@@ -44,7 +45,7 @@ def test_part_of_a_pushed_checkpoint_reads_what_it_needs(pushed, proxy, only):
 
 
 def test_part_of_a_checkpoint_in_a_bucket_reads_one_manifest_more(pushed, proxy, address):
-    manifest_nbytes = next((pushed._parts.backend.stat(name.path).nbytes for name in names(pushed)), 0)
+    manifest_nbytes = next((repository_of(pushed).backend.stat(name.path).nbytes for name in names(pushed)), 0)
     needed = stored_nbytes(pushed, ["model.w11"])
     with ckstore.open(address, create=False) as there:
         proxy.begin()
@@ -54,7 +55,7 @@ def test_part_of_a_checkpoint_in_a_bucket_reads_one_manifest_more(pushed, proxy,
 
 
 def names(store):
-    return store._parts.manifests.listing().names
+    return repository_of(store).manifests.listing().names
 
 
 def test_whole_checkpoint_is_read_once_in_few_requests(pushed, proxy):

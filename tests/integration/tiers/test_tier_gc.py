@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
@@ -13,6 +14,7 @@ from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.io.address import backend_for
 from ckstore.store import doomed
 from ckstore.store.doomed import LIST_FILE, lists_in
+from ckstore.store.inventory import packs_in
 
 
 def state_of(seed, count=40_000):
@@ -37,8 +39,7 @@ def pushed(folder, place):
 
 
 def packs_at(place):
-    there = backend_for(place)
-    return {file for folder in layout.pack_folders() for file in there.list_names(folder)}
+    return {pack_id for pack_id, _ in packs_in(backend_for(place))}
 
 
 def manifests_at(place):
@@ -259,7 +260,7 @@ def test_removal_whose_answer_was_lost_keeps_its_list(pushed, place, monkeypatch
     """It may still take effect, and must not meet a manifest that was published after the list was gone."""
     pushed.delete(2)
     pushed.gc(now=True)
-    target = pushed._parts.tiers.open("remote")
+    target = repository_of(pushed).tiers.open("remote")
     unlink = target.unlink
 
     def loses_the_answer(name):

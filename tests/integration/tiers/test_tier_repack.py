@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore._testing import repository_of
 from ckstore.errors import BackendError, CkstoreError
 from ckstore.format import layout
 from ckstore.io.address import backend_for
 from ckstore.store import gc_repack, tier_gc, tier_repack
 from ckstore.store.doomed import lists_in
+from ckstore.store.inventory import packs_in
 
 STEPS = (1, 2, 3)
 
@@ -27,9 +29,7 @@ def assert_restores(store, *steps):
 
 
 def packs_at(place):
-    there = backend_for(place)
-    names = [f"{folder}/{file}" for folder in layout.pack_folders() for file in there.list_names(folder)]
-    return {layout.parse_pack_file(name.rpartition("/")[2]).hex(): there.stat(name).nbytes for name in names}
+    return {pack_id.hex(): info.nbytes for pack_id, info in packs_in(backend_for(place))}
 
 
 def manifests_at(place):
@@ -172,11 +172,11 @@ def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, plac
         store.delete(1)
         store.push(place, keep_local=1)
         # The trash here is freed of what was dropped and of what a push has replaced; the pack lies here yet.
-        for trashed in store._parts.trash.contents():
+        for trashed in repository_of(store).trash.contents():
             for manifest in trashed.manifests:
-                store._parts.trash.unlink(manifest.path)
+                repository_of(store).trash.unlink(manifest.path)
         assert old in packs_of(store, 2)
-        assert store._parts.backend.stat(layout.pack_name(bytes.fromhex(old))) is not None
+        assert repository_of(store).backend.stat(layout.pack_name(bytes.fromhex(old))) is not None
         assert store.gc_tier(min_age=0).rewrites == []
         backend_for(place).unlink(layout.pack_name(bytes.fromhex(old)))
         assert store.gc(now=True, min_age=0).unproven
@@ -195,12 +195,12 @@ def test_checkpoint_that_misses_a_pack_there_is_not_rewritten_again_and_again(wa
 
 def test_store_that_was_set_back_pushes_and_collects_as_before(wasteful, place, folder):
     """Its newest manifest rotted, and an earlier generation was brought back: numbers there are taken."""
-    (name,) = [each for each in wasteful._parts.manifests.listing().names if each.step == 2]
+    (name,) = [each for each in repository_of(wasteful).manifests.listing().names if each.step == 2]
     earlier = folder / name.path, (folder / name.path).read_bytes()
     wasteful.gc_tier(min_age=0)
     wasteful.gc(now=True, min_age=0)
     for _ in range(2):
-        (name,) = [each for each in wasteful._parts.manifests.listing().names if each.step == 2]
+        (name,) = [each for each in repository_of(wasteful).manifests.listing().names if each.step == 2]
         (folder / name.path).unlink()
         earlier[0].write_bytes(earlier[1])
         wasteful.pull()
