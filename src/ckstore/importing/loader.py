@@ -41,7 +41,7 @@ class Loader:
     """
 
     def __init__(self, patience_seconds: float = START_SECONDS) -> None:
-        self._patience = patience_seconds
+        self.patience_seconds = patience_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
@@ -77,6 +77,11 @@ class Loader:
             memory.close()
             raise
 
+    @property
+    def child_pid(self) -> int | None:
+        """The process of the child; None: none was started, or the last one has ended."""
+        return None if self._process is None else self._process.pid
+
     def close(self) -> None:
         """End the child; repeated calls do nothing."""
         channel, self._channel = self._channel, None
@@ -90,7 +95,7 @@ class Loader:
 
     def _ask(self, job: Job, memory: OpenFile, path: Path) -> Answer:
         channel = self._started()
-        seconds = self._patience + job.nbytes_max / NBYTES_PER_SECOND_MIN
+        seconds = self.patience_seconds + job.nbytes_max / NBYTES_PER_SECOND_MIN
         try:
             socket.send_fds(channel, [encode_inner(job)], [memory.fileno])
             poll = select.poll()

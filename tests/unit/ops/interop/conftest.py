@@ -1,13 +1,34 @@
-"""A store to import into."""
+"""A store to import into, and one child that loads the files of all tests."""
 
 from __future__ import annotations
 
 import pytest
 
 import ckstore
+from ckstore.importing import story
+from ckstore.importing.loader import Loader
 
 
 @pytest.fixture
 def store(tmp_path):
     with ckstore.open(tmp_path / "store") as opened:
         yield opened
+
+
+class KeptLoader(Loader):
+    """Its child goes on to the files of the next test, as it does to the next file of an import: torch loads once."""
+
+    def __exit__(self, kind, error, trace):
+        """Leave the child running."""
+
+
+@pytest.fixture(scope="session")
+def kept_loader():
+    loader = KeptLoader()
+    yield loader
+    loader.close()
+
+
+@pytest.fixture(autouse=True)
+def one_child_for_all(kept_loader, monkeypatch):
+    monkeypatch.setattr(story, "Loader", lambda: kept_loader)

@@ -127,24 +127,26 @@ def _with_child(monkeypatch, code):
     )
 
 
-@pytest.mark.parametrize(
-    ("code", "words", "patience_seconds"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 200.0),
-        ("import os; os._exit(3)", "ended with code 3", 200.0),
-        ("import os, time; time.sleep(600)", "was silent for", 1.0),
-    ],
-)
-def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypatch, code, words, patience_seconds):
-    with Loader(patience_seconds=patience_seconds) as loader:
-        _with_child(monkeypatch, code)
-        with pytest.raises(CorruptError, match=words):
-            loader.load("torch", tmp_path / "x.pt", 100)
-        monkeypatch.undo()
-        loader._patience = 200.0
+def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypatch):
+    with Loader() as loader:
+        for code, words, patience_seconds in (
+            ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 200.0),
+            ("import os; os._exit(3)", "ended with code 3", 200.0),
+            ("import os, time; time.sleep(600)", "was silent for", 0.3),
+        ):
+            loader.patience_seconds = patience_seconds
+            with monkeypatch.context() as patched:
+                _with_child(patched, code)
+                with pytest.raises(CorruptError, match=words):
+                    loader.load("torch", tmp_path / "x.pt", 100)
+            assert loader.child_pid is None
+        loader.patience_seconds = 200.0
         torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
         captured = loader.load("torch", tmp_path / "y.pt", 2000)
         assert bytes(captured.storages[0].read(0, 12)) == struct.pack("<3f", 1, 1, 1)
+        child = loader.child_pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(tmp_path):
