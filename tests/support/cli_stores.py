@@ -6,11 +6,14 @@ import os
 import pty
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 
 import ckstore
+from ckstore.cli import main
 
 SRC = Path(ckstore.__file__).parent.parent
 
@@ -34,11 +37,13 @@ def ckstore_command(*arguments, stdin="", **extra):
 
 
 def on_terminal(columns, *arguments):
-    """Run a command on a terminal of that width; return exit code and what it drew."""
-    pid, fd = pty.fork()
+    """Run a command on a terminal of that width, in a forked process; return exit code and what it drew."""
+    with warnings.catch_warnings():
+        # The child takes no lock that a thread of ours may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid, fd = pty.fork()
     if pid == 0:
-        command = [sys.executable, "-m", "ckstore", *map(str, arguments)]
-        os.execvpe(sys.executable, command, environment(COLUMNS=str(columns), TERM="xterm"))
+        _run_on_terminal(columns, arguments)
     drawn = b""
     try:
         while block := os.read(fd, 65536):
@@ -50,6 +55,20 @@ def on_terminal(columns, *arguments):
         os.close(fd)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status), drawn.decode()
+
+
+def _run_on_terminal(columns, arguments):
+    """Do in a forked child what a new process does."""
+    code = 70
+    try:
+        os.environ.update(environment(COLUMNS=str(columns), TERM="xterm"))
+        time.tzset()
+        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))  # noqa: PTH123, SIM115
+        code = main.run([str(argument) for argument in arguments])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def make_store(path, *, steps=(100, 200, 300)):

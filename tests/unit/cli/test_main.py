@@ -17,28 +17,36 @@ from support.cli_stores import ckstore_command, environment, make_store, on_term
 ESCAPE = "\x1b[31mred\x1b[0m\nsecond line\u202e"
 
 PROBE = """
-import sys
+import json, sys
 from ckstore.cli.main import run
-code = run(sys.argv[1:])
-loaded = [name for name in ("torch", "numpy", "typer", "rich", "safetensors") if name in sys.modules]
-print("\\nLOADED", code, *loaded, file=sys.stderr)
+for arguments in json.loads(sys.argv[1]):
+    code = run(arguments)
+    loaded = [name for name in ("torch", "numpy", "typer", "rich", "safetensors") if name in sys.modules]
+    print("\\nLOADED", code, *loaded, file=sys.stderr)
 """
 
 
-def loaded_by(*arguments):
+def loaded_by(*commands):
+    """Run commands in one new process; return which libraries are loaded after each."""
+    texts = json.dumps([[str(argument) for argument in command] for command in commands])
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, *map(str, arguments)],
+        [sys.executable, "-c", PROBE, texts],
         capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL, check=True,
     )  # fmt: skip
-    code, *names = done.stderr.split("LOADED ")[1].split()
-    assert code == "0", done.stderr
-    return set(names)
+    told = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("LOADED ")]
+    assert [code for code, *_ in told] == ["0"] * len(commands), done.stderr
+    return [set(names) for _, *names in told]
 
 
-def test_no_command_loads_torch_and_ls_loads_next_to_nothing(store, tmp_path):
-    assert loaded_by("ls", store) == set()
-    assert loaded_by("ls", store, "--json", "-n", 1, "--run", "main") == set()
-    assert loaded_by("ls", "--run=main", store) == {"typer"}
+def test_ls_loads_next_to_nothing(shelf):
+    plain, as_json, parsed = loaded_by(
+        ["ls", shelf], ["ls", shelf, "--json", "-n", 1, "--run", "main"], ["ls", "--run=main", shelf]
+    )
+    assert plain == as_json == set()
+    assert parsed == {"typer"}
+
+
+def test_no_command_loads_torch(store, tmp_path):
     calls = {
         "init": [tmp_path / "new"],
         "show": [store, "--codec"],
@@ -67,8 +75,10 @@ def test_no_command_loads_torch_and_ls_loads_next_to_nothing(store, tmp_path):
         "bench": [tmp_path, "--size", "16"],
     }
     assert set(calls) == set(COMMANDS) - {"ls"}
-    for name, arguments in calls.items():
-        assert loaded_by(name, *arguments) & {"torch", "rich", "safetensors"} == set(), name
+    loaded = loaded_by(*([name, *arguments] for name, arguments in calls.items()))
+    # One after the other in one process: the first that has loaded something is the one that does.
+    for name, found in zip(calls, loaded, strict=True):
+        assert found & {"torch", "rich", "safetensors"} == set(), name
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
