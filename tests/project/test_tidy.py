@@ -6,6 +6,7 @@ A number in here changes only in the commit that explains why.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -55,8 +56,21 @@ def everything():
     return [path for place in places for path in sorted((ROOT / place).rglob("*.py")) if ".venv" not in path.parts]
 
 
+@functools.cache
+def text_of(path):
+    return path.read_text()
+
+
+@functools.cache
 def tree_of(path):
-    return ast.parse(path.read_text(), filename=str(path))
+    """Return the tree of a file, which no check changes; what is younger than Python 3.10 does not parse."""
+    return ast.parse(text_of(path), filename=str(path), feature_version=(3, 10))
+
+
+@functools.cache
+def nodes_of(path):
+    """Return all nodes of a file's tree."""
+    return tuple(ast.walk(tree_of(path)))
 
 
 def at(path, line, what):
@@ -71,31 +85,26 @@ def part_of(path):
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports_of(tree):
-    """Yield line, dotted name and whether it stands in a function, of every import that runs."""
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for node in ast.walk(function)
-    }
-    for_types_only = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and ast.unparse(branch.test).endswith("TYPE_CHECKING")
-        for statement in branch.body
-        for node in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in found:
-            yield node.lineno, name, id(node) in inside, id(node) in for_types_only
+    """Return line, dotted name, and whether it stands in a function or is for types only, of every import."""
+    return tuple(_imports_below(tree, is_lazy=False, is_for_types=False))
+
+
+def _imports_below(node, *, is_lazy, is_for_types):
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield node.lineno, alias.name, is_lazy, is_for_types
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        for alias in node.names:
+            yield node.lineno, f"{node.module}.{alias.name}", is_lazy, is_for_types
+    is_lazy |= isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    typed = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else ()
+    for child in ast.iter_child_nodes(node):
+        # An import is a statement, and no statement stands in an expression.
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from _imports_below(child, is_lazy=is_lazy, is_for_types=is_for_types or child in typed)
 
 
 def import_breaches(path, tree):
@@ -137,7 +146,7 @@ def test_import_rules_find_a_breach():
 def test_functions_and_files_keep_their_limits():
     breaches = []
     for path in everything():
-        lines = path.read_text().splitlines()
+        lines = text_of(path).splitlines()
         if len(lines) > FILE_LINES_MAX:
             breaches.append(at(path, len(lines), f"a file has at most {FILE_LINES_MAX} lines"))
         breaches += [
@@ -145,7 +154,7 @@ def test_functions_and_files_keep_their_limits():
             for number, line in enumerate(lines, 1)
             if len(line) > COLUMNS_MAX
         ]
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
                 length = node.end_lineno - node.lineno + 1
                 if length > FUNCTION_LINES_MAX:
@@ -168,7 +177,7 @@ def test_nothing_prints_but_the_command_line():
         at(path, node.lineno, "print belongs to cli")
         for path in modules()
         if part_of(path) != "cli"
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     check(breaches)
@@ -180,7 +189,7 @@ def test_nothing_is_left_for_later():
         at(path, number, "nothing is left for later")
         for path in everything()
         if path != Path(__file__)
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(text_of(path).splitlines(), 1)
         if mark.search(line)
     ]
     check(breaches)
@@ -192,7 +201,7 @@ FORBIDDEN_WORDS = re.compile(r"(?i)(snapshot|blob|manager|handler|helper|util)")
 def test_names_use_the_words_of_the_glossary():
     breaches = []
     for path in modules():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             name = getattr(node, "name", None) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
             if name and FORBIDDEN_WORDS.search(name):
                 breaches.append(at(path, node.lineno, f"{name} uses a word that is not ours"))
@@ -214,13 +223,12 @@ def test_code_runs_on_the_oldest_python():
     young = {"Self", "ExceptionGroup", "BaseExceptionGroup", "tomllib", "StrEnum", "assert_never", "LiteralString"}
     breaches = []
     for path in modules():
-        tree = ast.parse(path.read_text(), feature_version=(3, 10))
-        for line, name, *_ in imports_of(tree):
+        for line, name, *_ in imports_of(tree_of(path)):
             if name.split(".")[-1] in young and not name.startswith("typing_extensions"):
                 breaches.append(at(path, line, f"{name} is younger than Python 3.10"))
         breaches += [
             at(path, node.lineno, "except* is younger than Python 3.10")
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if type(node).__name__ == "TryStar"
         ]
     check(breaches)
