@@ -23,6 +23,7 @@ import time
 import numpy as np
 
 import ckstore
+from ckstore._testing import background_of
 from ckstore.format.wire import xxh3_64
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -234,7 +235,7 @@ class Trainer:
             task.state.pop("more", None)
             self.say("refused", step, type(error).__name__, error)
             return
-        self.say("handed", step, store._handover.saver_pid or 0)
+        self.say("handed", step, background_of(store).saver_pid or 0)
         if pending.is_skipped:
             # Training takes time.
             time.sleep(0.02)
