@@ -9,9 +9,11 @@ import numpy as np
 from ckstore.capture import capture
 from ckstore.config import Limits
 from ckstore.saver.state import places_to_sample
+from ckstore.staging.copying import HostCopy
 from ckstore.staging.devices import starts_of
 from ckstore.staging.state import Staging
 from ckstore.staging.stowage import LAZY, NOW, stow
+from support.saver_desk import until
 
 
 def noise(nbytes, seed=0):
@@ -42,6 +44,22 @@ class Staged:
             on_staged=lambda: self.told.append("staged"),
             on_failed=self.told.append,
         )
+
+    def host_copy(self, kind, on_over=lambda error: None):
+        """Return a copy of what is of one kind, apart from the way that this state is on."""
+        return HostCopy(
+            self.stowage.sections[kind],
+            self.slot,
+            self.captured.storages,
+            starts=starts_of(self.captured.storages),
+            bell=-1,
+            is_checked=False,
+            on_over=on_over,
+        )
+
+    def wait_copied(self):
+        """Wait until every unit is marked, whatever is still to be compared."""
+        until(lambda: self.slot.is_staged(0, self.stowage.end), "the copies")
 
     def content(self):
         return [

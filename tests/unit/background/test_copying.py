@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
 
+from ckstore import kernels
 from ckstore.config import KIB, MIB
 from ckstore.kernels import on_numpy
 from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES
-from ckstore.staging import copying
-from ckstore.staging import crew as crews
+from ckstore.staging.copying import looked
+from ckstore.staging.crew import Crew
+from ckstore.staging.stowage import NOW
 from support.staged_state import Staged, noise
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -70,7 +70,7 @@ def test_the_loop_refuses_tables_that_do_not_fit(loops):
 
 @pytest.mark.parametrize("loops", twins())
 def test_a_state_of_many_shapes_arrives_whole(arena, crew, monkeypatch, loops):
-    monkeypatch.setattr(copying.kernels, "copy_units", loops.copy_units)
+    monkeypatch.setattr(kernels, "copy_units", loops.copy_units)
     shared = noise(6 * MIB, 5)
     state = {
         "large": noise(13 * MIB + 5),
@@ -94,7 +94,7 @@ def test_a_state_of_many_shapes_arrives_whole(arena, crew, monkeypatch, loops):
 
 def test_a_large_tensor_is_copied_by_two_threads_at_once(arena, crew, monkeypatch):
     both = threading.Barrier(2, timeout=60)
-    loop = copying.kernels.copy_units
+    loop = kernels.copy_units
     threads = set()
 
     def copy_units(*args):
@@ -104,13 +104,10 @@ def test_a_large_tensor_is_copied_by_two_threads_at_once(arena, crew, monkeypatc
 
     arena.slots[0].reserve(64 * MIB)
     arena.slots[0].populate(0, 64 * MIB)
-    monkeypatch.setattr(copying.kernels, "copy_units", copy_units)
+    monkeypatch.setattr(kernels, "copy_units", copy_units)
     staged = Staged(arena, crew, [noise(30 * MIB)])
-    staged.staging._host[0].join(crew)
-    assert len(threads) == 2
-    both.abort()
-    monkeypatch.undo()
     staged.staging.copy_now()
+    assert len(threads) == 2
     assert staged.content() == [bytes(noise(30 * MIB))]
     staged.close()
 
@@ -134,134 +131,14 @@ def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
         kept.append(weakref.ref(state))
         raise ValueError("cannot look")
 
-    error = copying.looked(look)
+    error = looked(look)
     assert str(error) == "cannot look"
     assert kept[0]() is None
 
 
-def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
-    def ended(*_):
-        raise SystemExit
-
-    crew, done = copying.Crew(1), threading.Event()
-    monkeypatch.setattr(crews, "tell", ended)
-    crew.send_one(ended)
-    crew.send_one(done.set)
-    assert done.wait(60)
-    crew.close()
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
-def test_a_thread_outlives_whatever_it_is_sent(quiet_log, kind):
-    def ended():
-        raise kind
-
-    crew, done = copying.Crew(1), threading.Event()
-    crew.send_one(ended)
-    crew.send_one(done.set)
-    assert done.wait(60)
-    crew.close()
-
-
-def test_a_step_that_is_waited_for_begins_on_the_processor_of_who_waits_and_may_go_anywhere(crew, monkeypatch):
-    moves, run_on, mine = [], crews._run_on, os.sched_getaffinity(0)
-
-    def noted(thread, processors):
-        moves.append((thread, set(processors)))
-        run_on(thread, processors)
-
-    monkeypatch.setattr(crews, "_run_on", noted)
-    for processor in mine:
-        moves.clear()
-        monkeypatch.setattr(crews, "_processor_now", lambda processor=processor: processor)
-        ran_by, may_run_on = crew.see_through_here(lambda: (threading.get_native_id(), os.sched_getaffinity(0)))
-        assert moves == [(ran_by, {processor}), (0, mine)]
-        assert may_run_on == mine
-        assert ran_by != threading.get_native_id()
-
-
-def test_the_processor_that_a_caller_is_on_is_one_that_it_may_run_on():
-    assert crews._processor_now() in os.sched_getaffinity(0)
-
-
-@pytest.mark.parametrize("problem", [MemoryError, PermissionError, ValueError])
-def test_a_step_is_done_whatever_keeps_its_thread_from_being_moved(crew, monkeypatch, quiet_log, problem):
-    move, me = os.sched_setaffinity, threading.get_native_id()
-
-    def refuse(thread, processors):
-        if threading.get_native_id() != me:
-            raise problem
-        move(thread, processors)
-
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    assert crew.see_through_here(lambda: 7) == 7
-    monkeypatch.undo()
-    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == os.sched_getaffinity(0)
-
-
-def test_where_one_more_thread_cannot_be_started_those_of_the_crew_see_a_step_through(crew, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    crew.start()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert crew.see_through_here(threading.get_native_id) in {thread.native_id for thread in crew._threads}
-
-
-def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_threads_left):
-    def interrupted(thread):
-        raise KeyboardInterrupt
-
-    crew = copying.Crew(2)
-    crew.start()
-    crew.waiters.start()
-    crew.see_through_here(lambda: None)
-    with monkeypatch.context() as context:
-        context.setattr(threading.Thread, "join", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            crew.close()
-
-
-def test_a_step_that_a_closed_crew_is_to_see_through_leaves_no_thread_behind(no_threads_left):
-    crew = copying.Crew(2)
-    crew.close()
-    assert crew.see_through_here(lambda: 7) == 7
-
-
-def test_a_thread_that_ctrl_c_has_left_on_one_processor_is_let_go_by_the_next_step(crew, monkeypatch):
-    mine = os.sched_getaffinity(0)
-    crew.see_through_here(lambda: None)
-    with monkeypatch.context() as context:
-
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        context.setattr(copying.Crew, "send_one", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            crew.see_through_here(lambda: None)
-    assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == mine
-
-
-def test_a_step_is_seen_through_where_threads_may_not_be_moved_or_started(crew, monkeypatch):
-    def refuse(*_):
-        raise PermissionError("sched_setaffinity")
-
-    with monkeypatch.context() as context:
-        context.setattr(os, "sched_setaffinity", refuse)
-        assert crew.see_through_here(lambda: 7) == 7
-        with pytest.raises(ZeroDivisionError):
-            crew.see_through_here(lambda: 1 // 0)
-
-    def refuse_to_start(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
-    assert copying.Crew(2).see_through_here(lambda: 7) == 7
-
-
 def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, monkeypatch):
     staged = Staged(arena, crew, [noise(9 * MIB)])
-    copy, send, sent = staged.staging._host[0], copying.Crew.send, []
+    copy, send, sent = staged.host_copy(NOW), Crew.send, []
 
     def interrupted_send(crew, work, count=None):
         sent.append(count)
@@ -270,14 +147,13 @@ def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, m
         else:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(copying.Crew, "send", interrupted_send)
+    monkeypatch.setattr(Crew, "send", interrupted_send)
     with pytest.raises(KeyboardInterrupt):
         copy.wait(crew, 1)
     copy.wait(crew, 1)
     copy.wait(crew, 1)
     assert sent == [1, 1], "once for each that was interrupted, and no more"
-    monkeypatch.undo()
-    staged.staging.copy_now()
+    assert staged.content() == [bytes(noise(9 * MIB))]
     staged.close()
 
 
@@ -286,7 +162,7 @@ def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    crew, content = copying.Crew(2), noise(9 * MIB)
+    crew, content = Crew(2), noise(9 * MIB)
     staged = Staged(arena, crew, [content], is_checked=True, lazy=(0,))
     staged.staging.copy_now()
     staged.staging.guard()
@@ -295,50 +171,15 @@ def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
     staged.close()
 
 
-def test_work_that_comes_while_the_crew_is_closed_is_done(crew):
-    done = threading.Event()
-
-    class Closing(queue.SimpleQueue):
-        """Is closed right before something is put into it."""
-
-        def put(self, work):
-            if crew._work is self:
-                crew.close()
-            super().put(work)
-
-    crew._work = Closing()
-    crew.start()
-    crew.send_one(done.set)
-    assert done.wait(60)
-
-
-def test_a_thread_that_is_started_while_the_crew_is_closed_is_not_counted_on_later(crew, monkeypatch):
-    start, closing = threading.Thread.start, threading.Thread(target=partial(crew.close, is_waited=False))
-
-    def start_and_close(thread):
-        start(thread)
-        if thread is not closing and not closing.ident:
-            start(closing)
-            closing.join(0.2)
-
-    with monkeypatch.context() as context:
-        context.setattr(threading.Thread, "start", start_and_close)
-        crew.start(1)
-    closing.join()
-    done = threading.Event()
-    crew.send_one(done.set)
-    assert done.wait(60)
-
-
 def test_no_unit_is_marked_before_it_was_copied(arena, crew, monkeypatch):
-    loop = copying.kernels.copy_units
+    loop = kernels.copy_units
     proceed = threading.Semaphore(0)
 
     def slow(table, firsts, marks, turn, bell):
         proceed.acquire()
         return loop(table, firsts, marks, turn, bell)
 
-    monkeypatch.setattr(copying.kernels, "copy_units", slow)
+    monkeypatch.setattr(kernels, "copy_units", slow)
     staged = Staged(arena, crew, [noise(40 * MIB, 3)], lazy=(0,))
     staged.staging.copy_now()
     assert not staged.slot.marks[: staged.stowage.end // UNIT_NBYTES].any()
@@ -351,18 +192,25 @@ def test_no_unit_is_marked_before_it_was_copied(arena, crew, monkeypatch):
     staged.close()
 
 
-def test_a_late_thread_touches_nothing_after_the_end(arena, crew):
+def test_thread_that_comes_late_touches_nothing(arena, crew, monkeypatch):
+    works, send = [], crew.send
+
+    def noted(work, count=None):
+        works.append(work)
+        send(work, count)
+
+    monkeypatch.setattr(crew, "send", noted)
     staged = Staged(arena, crew, [noise(9 * MIB)])
     staged.staging.copy_now()
     staged.slot.start(2, staged.stowage.end)
-    for copy in staged.staging._host:
-        copy.work()
+    assert works
+    for work in works:
+        work()
     assert not staged.slot.marks[: staged.stowage.end // UNIT_NBYTES].any()
     assert staged.told == ["staged"]
     staged.close()
 
 
-# It copies half a gigabyte up to 120 times, so that not every commit pays for it.
 @pytest.mark.deep(parts=8)
 def test_staging_takes_at_most_as_long_as_a_copy_on_as_many_threads(arena, crew):
     state = [noise(16 * MIB, seed) for seed in range(32)]
@@ -373,7 +221,7 @@ def test_staging_takes_at_most_as_long_as_a_copy_on_as_many_threads(arena, crew)
 
         def work():
             for array, begin in jobs:
-                copying.kernels.copy_bytes(array.data, buffer[begin : begin + array.size].data)
+                kernels.copy_bytes(array.data, buffer[begin : begin + array.size].data)
 
         threads = [threading.Thread(target=work) for _ in range(crew.count)]
         began = time.perf_counter()
