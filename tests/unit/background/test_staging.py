@@ -5,7 +5,6 @@ Also what surrounds it: memory that runs out, Ctrl-C, the check of the guard.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
@@ -13,12 +12,15 @@ import weakref
 import numpy as np
 import pytest
 
-from ckstore import forms
+from ckstore import forms, kernels
 from ckstore.config import KIB, MIB, Limits
 from ckstore.errors import BackendError, CapacityError, CorruptError
 from ckstore.plan import plan_commit
 from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES, Slot
-from ckstore.staging import copying
+from ckstore.staging.checksums import Checksums
+from ckstore.staging.stowage import LAZY
+from support.ctrl_c import ctrl_c
+from support.saver_desk import until
 from support.staged_state import Staged, noise
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -67,13 +69,13 @@ def test_what_a_guard_protects_is_copied_when_the_guard_returns(arena, crew):
 
 
 def test_sources_live_until_they_were_copied_and_not_longer(arena, crew, monkeypatch):
-    loop, proceed = copying.kernels.copy_units, threading.Event()
+    loop, proceed = kernels.copy_units, threading.Event()
 
     def slow(*args):
         proceed.wait(60)
         return loop(*args)
 
-    monkeypatch.setattr(copying.kernels, "copy_units", slow)
+    monkeypatch.setattr(kernels, "copy_units", slow)
     array = noise(9 * MIB, 4)
     expected, gone = bytes(array), weakref.ref(array)
     staged = Staged(arena, crew, [array], lazy=(0,))
@@ -81,16 +83,12 @@ def test_sources_live_until_they_were_copied_and_not_longer(arena, crew, monkeyp
     staging.copy_now()
     staged.captured = None
     del array
-    gc.collect()
     assert gone() is not None
     proceed.set()
     staging.finish()
     assert bytes(slot.view(place, len(expected))) == expected
-    deadline = time.monotonic() + 60
-    while gone() is not None and time.monotonic() < deadline:
-        # The thread that copied lets go of its call a moment later.
-        gc.collect()
-    assert gone() is None
+    # The thread that copied lets go of its call a moment later.
+    until(lambda: gone() is None, "the end of the source")
     staged.close()
 
 
@@ -129,30 +127,13 @@ def test_no_memory_behind_the_guard_fails_the_commit_and_not_the_step(arena, cre
     staged.close()
 
 
-def test_an_interrupt_while_it_waits_gives_the_state_up(arena, crew, monkeypatch):
-    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
-
-    def slow(*args):
-        entered.set()
-        proceed.wait(60)
-        return loop(*args)
-
-    class Interrupted(threading.Event):
-        is_first = True
-
-        def wait(self, timeout=None):
-            if self.is_first:
-                self.is_first = False
-                entered.wait(60)
-                proceed.set()
-                raise KeyboardInterrupt
-            return super().wait(timeout)
-
-    monkeypatch.setattr(copying.kernels, "copy_units", slow)
-    staged = Staged(arena, crew, [noise(64 * MIB, 7), noise(9 * MIB)], lazy=(1,))
-    staged.staging._host[0].is_over = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        staged.staging.copy_now()
+def test_state_is_given_up_when_ctrl_c_comes_while_it_is_copied(arena, crew, monkeypatch):
+    loop = kernels.copy_units
+    staged = Staged(arena, crew, [noise(24 * MIB, 7), noise(9 * MIB)], lazy=(1,))
+    with ctrl_c() as interrupt:
+        monkeypatch.setattr(kernels, "copy_units", lambda *args: interrupt.send() or loop(*args))
+        with pytest.raises(KeyboardInterrupt):
+            staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)
     assert [type(each) for each in staged.told] == [KeyboardInterrupt]
     assert staged.slot.state == STAGING
@@ -170,27 +151,21 @@ def test_what_was_interrupted_before_it_was_copied_is_given_up_by_whoever_waits_
     staged.close()
 
 
-def test_a_guard_that_is_interrupted_ends_no_copying(arena, crew, monkeypatch):
-    loop, proceed = copying.kernels.copy_units, threading.Event()
-    monkeypatch.setattr(copying.kernels, "copy_units", lambda *args: proceed.wait(60) and loop(*args))
-
-    class Interrupted(threading.Event):
-        def wait(self, timeout=None):
-            if not proceed.is_set():
-                proceed.set()
-                raise KeyboardInterrupt
-            return super().wait(timeout)
-
+def test_interrupted_guard_ends_no_copying(arena, crew, monkeypatch):
+    loop, is_guarding = kernels.copy_units, threading.Event()
     content = noise(9 * MIB)
     arena.slots[0].reserve(20 * MIB)
     arena.slots[0].populate(0, 20 * MIB)
     staged = Staged(arena, crew, [content], lazy=(0,))
-    # Its first and last bytes are noted by the same loop.
-    monkeypatch.setattr(copying.HostCopy, "note", lambda copy: None)
-    staged.staging.copy_now()
-    staged.staging._host[1].is_over = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        staged.staging.guard()
+    with ctrl_c() as interrupt:
+        # By whoever copies, while the guard waits for that.
+        monkeypatch.setattr(
+            kernels, "copy_units", lambda *args: (is_guarding.wait(60), time.sleep(0.02), interrupt.send(), loop(*args))
+        )
+        staged.staging.copy_now()
+        is_guarding.set()
+        with pytest.raises(KeyboardInterrupt):
+            staged.staging.guard()
     staged.staging.guard()
     staged.staging.finish()
     assert staged.told == ["staged"]
@@ -199,17 +174,17 @@ def test_a_guard_that_is_interrupted_ends_no_copying(arena, crew, monkeypatch):
 
 
 def test_a_state_that_is_given_up_is_not_copied_any_further(arena, crew, monkeypatch):
-    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
+    loop, entered, proceed = kernels.copy_units, threading.Event(), threading.Event()
 
     def slow(*args):
         entered.set()
         proceed.wait(60)
         return loop(*args)
 
-    monkeypatch.setattr(copying.kernels, "copy_units", slow)
-    arena.slots[0].reserve(80 * MIB)
-    arena.slots[0].populate(0, 80 * MIB)
-    staged = Staged(arena, crew, [noise(64 * MIB, 7)], lazy=(0,))
+    monkeypatch.setattr(kernels, "copy_units", slow)
+    arena.slots[0].reserve(40 * MIB)
+    arena.slots[0].populate(0, 40 * MIB)
+    staged = Staged(arena, crew, [noise(24 * MIB, 7)], lazy=(0,))
     staged.staging.copy_now()
     assert entered.wait(60)
     staged.staging.cancel(CapacityError("given up"))
@@ -224,8 +199,7 @@ def test_a_state_that_is_given_up_is_not_copied_any_further(arena, crew, monkeyp
 def test_checked_and_unchanged_is_staged_when_the_guard_has_compared(arena, crew):
     staged = Staged(arena, crew, {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1)]}, lazy=(0, 1), is_checked=True)
     staged.staging.copy_now()
-    for copy in staged.staging._host:
-        copy.join(crew)
+    staged.wait_copied()
     assert staged.told == []
     assert staged.slot.state == STAGING
     staged.staging.guard()
@@ -238,7 +212,7 @@ def test_checked_and_changed_fails_and_names_the_tensor(arena, crew):
     state = {"a": noise(9 * MIB), "b": [noise(5 * MIB, 1), noise(5 * MIB, 2)]}
     staged = Staged(arena, crew, state, lazy=(0, 1, 2), is_checked=True)
     staged.staging.copy_now()
-    staged.staging._host[1].join(crew)
+    staged.wait_copied()
     state["b"][1][4_500_000] ^= 1
     staged.staging.guard()
     (error,) = staged.told
@@ -254,8 +228,7 @@ def test_checked_and_changed_fails_and_names_the_tensor(arena, crew):
 def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
     staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
     staged.staging.copy_now()
-    for copy in staged.staging._host:
-        copy.join(crew)
+    staged.wait_copied()
     assert not staged.staging.is_over.is_set()
     staged.staging.give_up(BackendError("the saver has died"))
     assert staged.staging.is_over.is_set()
@@ -268,8 +241,7 @@ def test_a_saver_that_dies_before_the_check_ends_it(arena, crew):
 def test_ctrl_c_between_the_error_and_its_threads_leaves_the_end_to_whoever_waits(arena, crew, monkeypatch):
     staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
     staged.staging.copy_now()
-    for copy in staged.staging._host:
-        copy.join(crew)
+    staged.wait_copied()
     with monkeypatch.context() as context:
         context.setattr(crew, "send_one", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -284,23 +256,18 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_what_is_given_up_while_checksums_are_taken_raises_nothing_there(arena, crew):
-    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,), is_checked=True)
-    staged.staging.copy_now()
-    copy = staged.staging._host[1]
-    copy.join(crew)
-    copy.forget()
-    copy.note()
-    assert copy.changed_place() is None
-    staged.staging.give_up(BackendError("the saver has died"))
+def test_checksums_of_sources_that_were_given_up_meanwhile_find_no_change(arena, crew):
+    staged = Staged(arena, crew, {"a": noise(9 * MIB)}, lazy=(0,))
+    sums = Checksums(staged.stowage.sections[LAZY], staged.slot, staged.captured.storages)
+    sums.forget()
+    sums.note()
+    assert sums.changed() is None
     staged.close()
 
 
 def test_who_waits_for_a_state_that_another_thread_is_copying_does_not_give_it_up(arena, crew, monkeypatch):
-    loop, entered, proceed = copying.kernels.copy_units, threading.Event(), threading.Event()
-    monkeypatch.setattr(
-        copying.kernels, "copy_units", lambda *args: entered.set() or (proceed.wait(60) and loop(*args))
-    )
+    loop, entered, proceed = kernels.copy_units, threading.Event(), threading.Event()
+    monkeypatch.setattr(kernels, "copy_units", lambda *args: entered.set() or (proceed.wait(60) and loop(*args)))
     staged = Staged(arena, crew, [noise(9 * MIB)])
     threads = [threading.Thread(target=each) for each in (staged.staging.copy_now, staged.staging.finish)]
     threads[0].start()
