@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import ckstore
+from support.memory_folders import tmp_path as tmp_path
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    # The bench is no part of the package; it is found from the root, as `python -m bench.run` finds it.
+    sys.path.append(str(ROOT))
+
+from bench import cases_gpu, cases_stages, cases_stall, cases_training, floor, measure, spinning  # noqa: E402
+from bench.spinning import Reading, Spinning  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
-def one_thread_of_torch(monkeypatch):
-    """Keep torch on one thread: its threads spin while they wait for each other, for seconds on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with monkeypatch.context() as patches:
-        patches.setattr(torch, "set_num_threads", lambda count: None)
-        yield
-    torch.set_num_threads(before)
+def quick_rounds(monkeypatch):
+    """Leave out what serves only the precision of a measurement: threads of torch, and collections of garbage.
+
+    Threads of torch spin while they wait for each other, and a collection goes through all that other tests have left.
+    """
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(measure, "gc", SimpleNamespace(collect=lambda: None))
 
 
 @pytest.fixture
 def small_bench(monkeypatch):
     """Let cases of the bench do each thing once and briefly, by the constants that say how often and how long."""
-    from bench import cases_gpu, cases_stages, cases_stall, cases_training, floor, measure, spinning
-    from bench.spinning import Reading, Spinning
-
     monkeypatch.setattr(measure.machine, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(cases_stall, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(cases_stages, "STEPS", 1)
@@ -43,4 +53,5 @@ def small_bench(monkeypatch):
     monkeypatch.setattr(cases_stall, "NICENESSES", (0, 5))
     for module in (cases_stages, cases_stall, floor, spinning):
         monkeypatch.setattr(module, "NICENESS", 0)
+    monkeypatch.setattr(ckstore, "Policy", partial(ckstore.Policy, saver_nice=0))
     return monkeypatch
