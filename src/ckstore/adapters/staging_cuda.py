@@ -45,7 +45,8 @@ class _Lane:
     launcher: Launcher | None
 
 
-_lanes: dict[torch.device, _Lane] = {}
+lanes: dict[torch.device, _Lane] = {}
+"""Made once for each device."""
 
 
 def device_of(storage: HostStorage) -> torch.device | None:
@@ -201,7 +202,7 @@ class CudaCopies:
 
     def _launch_some(self, runs: Sequence[Run], table: NDArray[np.uint64], device: torch.device) -> None:
         lane, units, first = self._lanes[device], list[range](), 0
-        for number, is_told in enumerate(_are_told(runs)):
+        for number, is_told in enumerate(are_told(runs)):
             units.append(runs[number].units)
             if is_told:
                 self._begin(runs[first : number + 1], table[first : number + 1], lane.launcher)
@@ -257,7 +258,7 @@ class CudaCopies:
         self._events, self._fences = [], {}
 
 
-def _are_told(runs: Sequence[Run]) -> Iterator[bool]:
+def are_told(runs: Sequence[Run]) -> Iterator[bool]:
     """Yield of each run of one device whether its end is to be told: it completes units, or is the last.
 
     Small tensors are many, and telling takes the trainer's time, and wakes a thread of its process.
@@ -281,10 +282,10 @@ def _held(storage: HostStorage) -> Held | None:
 
 
 def _lane_of(device: torch.device) -> _Lane:
-    if device not in _lanes:
+    if device not in lanes:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             lane = _Lane(stream, launcher_for(device, stream))
         # Another thread may be at this line too.
-        _lanes.setdefault(device, lane)
-    return _lanes[device]
+        lanes.setdefault(device, lane)
+    return lanes[device]

@@ -84,7 +84,7 @@ def kinds_of(captured: Captured, starts: NDArray[np.uint64], guarded: Sequence[S
         if storage.is_host:
             kinds.append(LAZY if lazy else NOW)
         else:
-            kinds.append(DEVICE_LAZY if lazy and _is_cuda(storage) else DEVICE_NOW)
+            kinds.append(DEVICE_LAZY if lazy and is_cuda(storage) else DEVICE_NOW)
     return kinds
 
 
@@ -130,7 +130,7 @@ def _extent(spec: TensorSpec, start: int) -> Span:
 
 def copies_of(section: Section, storages: Sequence[HostStorage], slot: Slot) -> DeviceCopies:
     """Return the copies of a section of storages that lie in devices."""
-    if any(_is_cuda(storages[index]) for index in section.storages):
+    if any(is_cuda(storages[index]) for index in section.storages):
         from ckstore.adapters.staging_cuda import CudaCopies
 
         return CudaCopies(section, storages, slot)
@@ -158,7 +158,8 @@ def pin(slot: Slot, nbytes: int) -> None:
         pin_slot(slot, nbytes)
 
 
-def _is_cuda(storage: HostStorage) -> bool:
+def is_cuda(storage: HostStorage) -> bool:
+    """Whether a storage lies in a CUDA device, which copies it in the order of its streams."""
     if storage.is_host or "torch" not in sys.modules:
         return False
     from ckstore.adapters.staging_cuda import device_of
