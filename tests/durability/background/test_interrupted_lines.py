@@ -10,6 +10,8 @@ import pytest
 
 import ckstore
 from ckstore._testing import saver_of
+from ckstore.errors import SaverError
+from ckstore.handover import Handover
 from support.fake_saver import OwnerOfAll
 from support.interrupts import STEPS, check_rounds, commit_and_guard, filled, guard, interrupt_each_line
 
@@ -26,6 +28,14 @@ def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(
         rounds = interrupt_each_line(store, sample, parts=8)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
+
+
+@pytest.mark.deep
+def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, sample, monkeypatch):
+    # A negative control: then the commit after it, which was not interrupted, raises.
+    monkeypatch.setattr(Handover, "give_up", lambda *_: None)
+    with ckstore.open(folder) as store, pytest.raises(SaverError, match="was interrupted"):
+        interrupt_each_line(store, sample, parts=8)
 
 
 @pytest.mark.deep(parts=2)
