@@ -91,6 +91,46 @@ def links(pid="self"):
     return found
 
 
+def lay_out(arena, ticket, state, step, *, slot=0, metrics=None, tags=(), policy=None, sample=None):
+    """Give a slot to a ticket, and put the head of a state there, and what is sampled; nothing else is staged.
+
+    ``sample(captured)`` yields keys and bytes that are staged. Return the slot, what was captured, where each storage
+    will lie, where the head lies, and how long it is.
+    """
+    captured = capture(state)
+    places, end = [], UNIT_NBYTES
+    rows = []
+    for (storage, offset, nbytes, width), content in list(sample(captured)) if sample else ():
+        rows.append((SampleRow(storage, offset, nbytes, width, end - UNIT_NBYTES, len(content)), content))
+        end += len(content)
+    end = -(-end // UNIT_NBYTES) * UNIT_NBYTES if rows else 0
+    for storage in captured.storages:
+        places.append(end)
+        end += -(-storage.nbytes // 4096) * 4096
+    samples = [row for row, _ in rows]
+    facts = {"step": step, "metrics": metrics or {}, "tags": tags, "policy": policy or Policy(), "samples": samples}
+    writer = HeadWriter()
+    head = writer.encode(writer.head_of(captured, places, **facts))
+    room = arena.slots[slot]
+    room.reserve(end + len(head))
+    room.start(ticket, end + len(head))
+    room.view(end, len(head))[:] = head
+    for row, content in rows:
+        room.view(row.place, len(content))[:] = content
+    if rows:
+        room.marks[: -(-(rows[-1][0].place + len(rows[-1][1])) // UNIT_NBYTES)] = 1
+    return room, captured, places, end, len(head)
+
+
+def stage_storages(slot, captured, places, units=None):
+    """Copy all storages to their places, or as much as lies in the first units of the slot, and mark these."""
+    end = slot.nbytes if units is None else units * UNIT_NBYTES
+    for storage, place in zip(captured.storages, places, strict=True):
+        nbytes = max(0, min(storage.nbytes, end - place))
+        slot.view(place, nbytes)[:] = storage.read(0, nbytes)
+    slot.marks[: -(-end // UNIT_NBYTES)] = 1
+
+
 class Handed:
     """A ticket, and what became of it."""
 
@@ -122,11 +162,7 @@ class Handed:
 
     def stage(self, units=None):
         """Copy all storages, or as much as lies in the first units of the slot; mark these, and ring."""
-        end = self.slot.nbytes if units is None else units * UNIT_NBYTES
-        for storage, place in zip(self.captured.storages, self.places, strict=True):
-            nbytes = max(0, min(storage.nbytes, end - place))
-            self.slot.view(place, nbytes)[:] = storage.read(0, nbytes)
-        self.slot.marks[: -(-end // UNIT_NBYTES)] = 1
+        stage_storages(self.slot, self.captured, self.places, units)
         os.eventfd_write(self.desk.saver.bell, 1)
         return self
 
@@ -175,40 +211,20 @@ class Desk:
 
         ``sample(captured)`` yields keys and bytes that are staged; ``callbacks(given)`` returns what is called instead.
         """
-        captured = capture(state)
-        places, end = [], UNIT_NBYTES
-        apart = list(sample(captured)) if sample else []
-        rows = []
-        for (storage, offset, nbytes, width), content in apart:
-            rows.append((SampleRow(storage, offset, nbytes, width, end - UNIT_NBYTES, len(content)), content))
-            end += len(content)
-        end = -(-end // UNIT_NBYTES) * UNIT_NBYTES if rows else 0
-        for storage in captured.storages:
-            places.append(end)
-            end += -(-storage.nbytes // 4096) * 4096
-        writer = HeadWriter()
-        head = writer.encode(
-            writer.head_of(
-                captured,
-                places,
-                step=step,
-                metrics=metrics or {},
-                tags=tags,
-                policy=policy or Policy(),
-                samples=[row for row, _ in rows],
-            )
-        )
         self.ticket += 1
-        room = self.arena.slots[slot]
-        room.reserve(end + len(head))
-        room.start(self.ticket, end + len(head))
-        room.view(end, len(head))[:] = head
-        for row, content in rows:
-            room.view(row.place, len(content))[:] = content
-        if rows:
-            room.marks[: -(-(rows[-1][0].place + len(rows[-1][1])) // UNIT_NBYTES)] = 1
+        room, captured, places, place, nbytes = lay_out(
+            self.arena,
+            self.ticket,
+            state,
+            step,
+            slot=slot,
+            metrics=metrics,
+            tags=tags,
+            policy=policy,
+            sample=sample,
+        )
         handed = Handed(self, self.ticket, room, captured, places)
-        self.saver.begin(self.ticket, slot, end, len(head), callbacks(handed.callbacks()), **words)
+        self.saver.begin(self.ticket, slot, place, nbytes, callbacks(handed.callbacks()), **words)
         return handed
 
     def commit(self, state, step, **options):

@@ -25,6 +25,7 @@ from support.fake_device import Lying, PlayedDevice, SlowDevice
 from support.fake_saver import HeldCrew, Noted, PretendSaver
 from support.interrupts import Witness
 from support.saver_desk import Child, Desk, links, until
+from support.served_saver import ServedSaver
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +196,26 @@ def policy(handing_store):
         handing_store._policy = dataclasses.replace(handing_store._policy, **fields)
 
     return choose
+
+
+@pytest.fixture
+def open_served(address):
+    """Return a function that serves a saver of that store on a thread, with what ``ServedSaver`` is told."""
+    opened = []
+
+    def make(**options):
+        opened.append(ServedSaver(address, **options))
+        return opened[-1]
+
+    yield make
+    for saver in opened:
+        saver.close()
+
+
+@pytest.fixture
+def served(open_served):
+    """A saver of that store which is served on a thread, with two slots."""
+    return open_served()
 
 
 @pytest.fixture

@@ -28,27 +28,22 @@ from ckstore.saver.arena import Arena
 from ckstore.saver.channel import Channel
 from ckstore.saver.committer import Committer
 from ckstore.saver.head import decode_head
-from ckstore.saver.messages import Message
 from ckstore.saver.priority import Priority
 from ckstore.saver.process import HELD_SIGNALS, Watch
-from ckstore.saver.state import Board, Held, Ticket
+from ckstore.saver.state import Board, Held, Job, Ticket
 from ckstore.write_blocks import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 
 _log = logging.getLogger("ckstore")
-
-LEAVE_SECONDS = 5.0
-"""For a trainer to let a saver go that a signal has asked to end; one that is stopped does not."""
 
 BELL_PAUSE_MS = 1
 """After the bell has rung, until it is listened for again: it rings some ten times as often while a state is copied."""
 
 
-_Job = Ticket | messages.Release | messages.Forget | messages.Warm
-"""What the committing thread does, one after the other."""
-
-
 class Server:
     """One saver."""
+
+    leave_seconds = 5.0
+    """For a trainer to let a saver go that a signal has asked to end; one that is stopped does not."""
 
     def __init__(self, end: socket.socket, bell: int, arena: Arena, hello: messages.Hello, priority: Priority) -> None:
         self._end = end
@@ -64,12 +59,11 @@ class Server:
         self._changed = threading.Condition()
         self._telling = threading.Lock()
         """Nothing is told of a ticket after its end."""
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._held: list[Held] = []
         """The listening thread's; another one may look whether there is one."""
         self._held_until = 0.0
-        self._is_working = False
-        self._has_heard = False
+        self._is_working = self._has_heard = False
         self._is_asked = self._has_asked = self._is_ending = False  # By a signal; what is begun now is too late.
         self._leave_at: float | None = None  # When to end that was asked, if the trainer says nothing to it.
         self._is_over = False
@@ -82,21 +76,26 @@ class Server:
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
-        """Serve until the end; return the exit code."""
+        """Serve until the end, as a process that signals may ask to end; return the exit code."""
         # Ctrl-C in a terminal is the trainer's affair.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda number, frame: self._ask_to_end())
+        signal.signal(signal.SIGTERM, lambda number, frame: self.ask_to_end())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        return self.serve()
+
+    def serve(self) -> int:
+        """Serve until the end, on any thread, whatever signals come; return the exit code."""
         try:
             self._committer.open()
         except Exception as error:
             self.channel.tell(messages.failed_of(0, error))
+            self._trainer.close()
             return getattr(error, "exit_code", 1)
         self.channel.tell(messages.Ready(os.getpid()))
         self._worker.start()
         problem: Exception | None = None
         try:
-            self._serve()
+            self._listen()
         except Exception as error:
             problem = error
             _log.error("the saver cannot understand its trainer, and ends: %s", error)
@@ -106,14 +105,20 @@ class Server:
             self._lose_trainer()
         self._finish()
         self._committer.close()
+        self._trainer.close()
         if problem is not None:
             return getattr(problem, "exit_code", 1)
         # A trainer that lives was told of every error.
         return self._committer.exit_code if self._board.is_trainer_gone else 0
 
+    def ask_to_end(self) -> None:
+        """Have the listening thread ask the trainer whether to end; called by a signal, in the middle of anything."""
+        self._is_asked = True
+        os.eventfd_write(self._bell, 1)
+
     # The listening thread
 
-    def _serve(self) -> None:
+    def _listen(self) -> None:
         without_bell, poll = select.poll(), select.poll()
         for fd in (self._end.fileno(), self._trainer.fd):
             if fd >= 0:
@@ -142,7 +147,7 @@ class Server:
             elif not (self._is_ending and self._is_idle()):
                 if has_rung:
                     without_bell.poll(BELL_PAUSE_MS)
-                poll.poll(self._trainer.timeout_ms if self._leave_at is None else 1e3 * LEAVE_SECONDS / 10)
+                poll.poll(self._trainer.timeout_ms if self._leave_at is None else 1e3 * self.leave_seconds / 10)
 
     def _has_rung(self) -> bool:
         try:
@@ -162,7 +167,7 @@ class Server:
                 return False
             self._take(message)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: messages.Message) -> None:
         if isinstance(message, messages.Begin):
             # First the lease, then the trainer, as in ``_grant``.
             is_granted = self._committer.holds_lease and self._trainer.is_alive
@@ -259,18 +264,13 @@ class Server:
                 ticket.leave()
                 self.channel.tell(messages.SlotFree(number))
 
-    def _ask_to_end(self) -> None:
-        """Have the listening thread ask the trainer whether to end; called by a signal, in the middle of anything."""
-        self._is_asked = True
-        os.eventfd_write(self._bell, 1)
-
     def _leave_in_time(self) -> None:
         """Where a signal has asked to end: let the trainer say when, who may be about to begin something."""
         if not self._is_asked or self._is_ending:
             return
         self._has_asked = self._has_asked or self.channel.tell(messages.Leaving(), wait_ms=0)
         if self._leave_at is None or not self._is_idle():
-            self._leave_at = SYSTEM_CLOCK.monotonic() + LEAVE_SECONDS
+            self._leave_at = SYSTEM_CLOCK.monotonic() + self.leave_seconds
         elif SYSTEM_CLOCK.monotonic() >= self._leave_at:
             self._hear()
             self._is_ending = self._is_idle()
@@ -313,7 +313,7 @@ class Server:
 
     # The committing thread
 
-    def _add(self, job: _Job) -> None:
+    def _add(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
             # Before it wakes: it might lock something, and have no processor to unlock it.
@@ -378,7 +378,7 @@ class Server:
                 self._free_slots()
                 self.channel.tell(messages.Answer(job.question))
 
-    def _is_waited_for(self, job: _Job) -> bool:
+    def _is_waited_for(self, job: Job) -> bool:
         """Whether whoever has waited since the last idle moment waits for this one too."""
         return isinstance(job, messages.Release | messages.Forget | messages.Warm) or job.number <= self._hurried_last
 

@@ -197,6 +197,10 @@ class Ticket:
         self._board.wait(look)
 
 
+Job = Ticket | messages.Release | messages.Forget | messages.Warm
+"""What the committing thread does, one after the other."""
+
+
 class StagedStorage:
     """The bytes of one storage, some of which may still have to come."""
 

@@ -1,0 +1,168 @@
+"""A saver process that a signal asks to end, as schedulers ask every process of a job, costs its trainer no commit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore._testing import saver_of
+from ckstore.config import MIB
+from ckstore.errors import SaverError
+from ckstore.receipt import Receipt
+from ckstore.saver import messages
+from ckstore.saver.head import HeadWriter
+from support.saver_desk import SECONDS_MAX, Desk, noise, until
+
+PLAIN = {"compression": "none"}
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "replace"])
+def test_commit_that_comes_while_a_saver_that_is_leaving_writes_is_durable(folder, on_busy):
+    with ckstore.open(folder, policy=ckstore.Policy(on_busy=on_busy, **PLAIN)) as store:
+        for number in range(2):
+            first = store.commit_async(noise(number, 48 * MIB), 10 * number + 1)
+            os.kill(saver_of(store).pid, signal.SIGTERM)
+            second = store.commit_async(noise(number + 10), 10 * number + 2)
+            assert [first.result(SECONDS_MAX).step, second.result(SECONDS_MAX).step] == [
+                10 * number + 1,
+                10 * number + 2,
+            ]
+    with ckstore.open(folder) as store:
+        assert store.steps() == [step for number in range(2) for step in (10 * number + 1, 10 * number + 2)]
+        assert np.array_equal(store.restore(12)["w0"], noise(11)["w0"])
+
+
+def test_commit_right_after_the_signal_is_durable(folder):
+    left = []
+    with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
+        for step in range(1, 9):
+            store.commit_async({"step": np.full(100, step)}, step).result(SECONDS_MAX)
+            saver = saver_of(store)
+            left.append(saver.pid)
+            # One that was asked before may have ended by itself.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(saver.pid, signal.SIGTERM)
+            time.sleep(0.003 * (step % 4))
+        store.commit_async({"step": np.full(100, 9)}, 9).result(SECONDS_MAX)
+        assert store.steps() == list(range(1, 10))
+        assert len(set(left)) > 1, "those that were asked have ended"
+
+
+def test_state_that_is_being_prepared_when_the_saver_leaves_goes_to_another_one(folder, monkeypatch, caplog):
+    with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
+        store.commit_async(noise(1), 1).result(SECONDS_MAX)
+        leaving, encode = saver_of(store), HeadWriter.encode
+
+        def encode_slowly(writer, head):
+            if leaving.takes_tickets:
+                os.kill(leaving.pid, signal.SIGTERM)
+                until(lambda: not leaving.takes_tickets, "the word of the saver")
+            return encode(writer, head)
+
+        monkeypatch.setattr(HeadWriter, "encode", encode_slowly)
+        with caplog.at_level(logging.WARNING, "ckstore"):
+            assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
+        assert saver_of(store) is not leaving
+        assert f"the saver (pid {leaving.pid}) was told by a signal to end; another saver is started" in caplog.text
+        assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+        assert store.steps() == [1, 2]
+
+
+def test_trainer_that_is_interrupted_while_it_speaks_may_wait_for_what_the_saver_says(folder, monkeypatch):
+    send, waited = messages.send, []
+    with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
+        pending = store.commit_async(noise(1), 1)
+        saver = saver_of(store)
+
+        def interrupted_send(end, message):
+            if not waited:
+                # A handler of the user's that a signal has called, in the middle of this.
+                waited.append(message)
+                os.kill(saver.pid, signal.SIGTERM)
+                assert pending.result(SECONDS_MAX).step == 1
+                until(lambda: not saver.takes_tickets, "the word of the saver")
+                # That the slot is free is said after that.
+                store.wait()
+            send(end, message)
+
+        monkeypatch.setattr(messages, "send", interrupted_send)
+        saver.hurry()
+        assert waited
+        assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
+
+
+# A program in the place of a saver
+
+SPEAKING = """
+import select
+def say(packet):
+    os.write(channel, packet)
+def hear(seconds=60):
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return os.read(channel, 1 << 17) if poll.poll(1000 * seconds) else b""
+"""
+
+
+def packet(message):
+    return repr(messages.encode_message(message))
+
+
+def test_trainer_lets_a_saver_go_once_and_as_soon_as_all_was_told_of(address, altered, tmp_path):
+    heard = tmp_path / "heard"
+    altered.run(
+        SPEAKING
+        + f"""
+said = [hear(), hear()]
+say({packet(messages.Leaving())})
+said.append(hear(0.2))
+say({packet(messages.failed_of(1, SaverError("it failed")))})
+said.append(hear())
+say({packet(messages.SlotFree(1))})
+say({packet(messages.Leaving())})
+said.append(hear(0.2))
+with open({str(heard)!r}, "w") as out:
+    out.write(repr(said[2:]))
+"""
+    )
+    desk = Desk(address)
+    try:
+        handed = desk.begin(noise(1), 1)
+        with pytest.raises(SaverError, match="it failed"):
+            handed.wait()
+        until(lambda: not desk.saver.is_alive, "the end of the saver")
+        # Its handle lives on: nobody is to wait for the run.
+        assert heard.read_text() == repr([b"", messages.encode_message(messages.Quit(is_parting=True)), b""])
+    finally:
+        desk.close()
+
+
+def test_trainer_takes_what_was_said_by_a_saver_that_died_without_reading_all(address, altered):
+    receipt = Receipt(1, 0, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
+    told = (messages.Began(1), messages.done_of(1, receipt), messages.SlotFree(1))
+    # It leaves the ticket unread, and waits until it is there.
+    wait = "hear()\nselect.select([channel], [], [])\n"
+    altered.run(SPEAKING + wait + "".join(f"say({packet(each)})\n" for each in told))
+    desk = Desk(address)
+
+    def wait_for_its_death(given):
+        def began():
+            os.waitid(os.P_PID, desk.saver.pid, os.WEXITED | os.WNOWAIT)
+            given.on_began()
+
+        return dataclasses.replace(given, on_began=began)
+
+    try:
+        handed = desk.begin(noise(1), 1, callbacks=wait_for_its_death)
+        assert handed.wait() == receipt
+        assert handed.events == ["began", "done", "free"]
+    finally:
+        desk.close()

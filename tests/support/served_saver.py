@@ -1,0 +1,308 @@
+"""A saver's server on a thread of the test: what is said to it, and what it says, are the messages of the protocol.
+
+Nothing of the server is looked at but what its trainer sees: the socket, the bell, the arena, and the store on disk.
+The priority of its process is one that only notes what it is set to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from ckstore.saver import messages
+from ckstore.saver.arena import STAGED, Arena
+from ckstore.saver.messages import error_of
+from ckstore.saver.server import Server
+from ckstore.store.processes import process_started
+from ckstore.workers import Headcount
+from support.saver_desk import SECONDS_MAX, lay_out, stage_storages, until
+
+LONG_MS = int(20e3 * SECONDS_MAX)
+"""To hold back for longer than any test waits."""
+
+NICE = 7
+
+
+class Levels:
+    """A priority that changes nothing: it notes each level when it is set to another one."""
+
+    def __init__(self):
+        self.headcount = Headcount(lambda index: self.is_due(index))
+        self.is_due = lambda index: True
+        self.noted = []
+        self.on_change = lambda level: None
+
+    @property
+    def now(self):
+        return self.noted[-1] if self.noted else None
+
+    def give_way(self):
+        self._note("give way")
+
+    def stand_aside(self):
+        self._note("stand aside")
+
+    def hurry(self):
+        self._note("hurry")
+
+    def _note(self, level):
+        if level != self.now:
+            self.noted.append(level)
+            self.on_change(level)
+
+
+class Gate:
+    """Keeps the threads of commits from beginning chunks, as the headcount of a priority may, until it is opened.
+
+    Args:
+        priority: Whose headcount decides as this gate does from now on.
+        most: How many threads may begin at most.
+    """
+
+    def __init__(self, priority, most=1):
+        self.asked = []
+        """The indices of the threads that have asked whether they may begin, one after the other."""
+        self.admitted = set()
+        """Those that may begin."""
+        self._priority = priority
+        priority.is_due, priority.headcount.most = self._is_due, most
+
+    def _is_due(self, index):
+        self.asked.append(index)
+        return index in self.admitted
+
+    def open(self):
+        self._priority.headcount.most = None
+
+
+class Begun:
+    """A ticket that a served saver was told of, and what became of it."""
+
+    def __init__(self, saver, number, slot, captured, places):
+        self.number, self.slot = number, slot
+        self._saver, self._captured, self._places = saver, captured, places
+
+    def stage(self, units=None):
+        """Copy all storages, or as much as lies in the first units of the slot; mark these, and ring."""
+        stage_storages(self.slot, self._captured, self._places, units)
+        self._saver.ring()
+        return self
+
+    def finish(self):
+        """Say that all is staged."""
+        self.slot.state = STAGED
+        self._saver.say(messages.Staged(self.number))
+        self._saver.ring()
+        return self
+
+    def abort(self):
+        """Give it up."""
+        self._saver.say(messages.Abort(self.number))
+        return self
+
+    def hear(self, kind):
+        return self._saver.hear(kind, ticket=self.number)
+
+    @property
+    def events(self):
+        """Return the kinds of what was said of it by now, but for how far it is."""
+        told = [each for each in self._saver.heard() if getattr(each, "ticket", None) == self.number]
+        return [type(each).__name__ for each in told if not isinstance(each, messages.Progress)]
+
+    def result(self):
+        """Wait for the end; return the receipt, or raise the error."""
+        told = self.hear((messages.Done, messages.Failed))
+        if isinstance(told, messages.Failed):
+            raise error_of(told)
+        return told.receipt
+
+    def wait(self):
+        """Wait until the slot is free, too."""
+        self.hear(messages.SlotFree)
+        return self.result()
+
+
+class ServedSaver:
+    """A server, and the trainer's end of its socket, bell and arena; close it.
+
+    Args:
+        address: The store.
+        run: The run.
+        slot_count: Of the arena.
+        has_trainer: Whether the trainer is a process of its own, which can be killed; else it is this one.
+        is_served: Whether it serves at once; else with ``serve``, and what was said before waits for that.
+        engine: What moves packs.
+        leave_seconds: For how long a trainer that says nothing keeps one that was asked to end; None: as long as ever.
+    """
+
+    def __init__(
+        self,
+        address,
+        run="main",
+        *,
+        slot_count=2,
+        has_trainer=False,
+        is_served=True,
+        engine="auto",
+        leave_seconds=None,
+    ):
+        self.address = str(address)
+        self.end, self.savers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.arena = Arena.create(slot_count=slot_count)
+        self.savers_arena = Arena.attach(os.dup(self.arena.fd))
+        self.priority = Levels()
+        self.ticket = self._question = 0
+        self._trainer = subprocess.Popen(["sleep", "600"]) if has_trainer else None
+        self.trainer_pid = os.getpid() if self._trainer is None else self._trainer.pid
+        self._hello = messages.Hello(
+            self.address, run, engine, self.trainer_pid, process_started(self.trainer_pid), NICE, 30
+        )
+        self._leave_seconds = leave_seconds
+        self._heard, self._codes = [], []
+        self._thread = threading.Thread(target=self._serve, name="served-saver", daemon=True)
+        if is_served:
+            self.serve()
+
+    def serve(self):
+        """Let the server begin; it finds what was said before."""
+        self._server = Server(self.savers_end, self.bell, self.savers_arena, self._hello, self.priority)
+        if self._leave_seconds is not None:
+            self._server.leave_seconds = self._leave_seconds
+        self._thread.start()
+        return self
+
+    def _serve(self):
+        self._codes.append(self._server.serve())
+
+    # What a trainer does
+
+    def say(self, *said):
+        for message in said:
+            messages.send(self.end, message)
+        return self
+
+    def ring(self):
+        os.eventfd_write(self.bell, 1)
+
+    def begin(self, state, step, *, slot=0, parent=None, parent_ticket=0, may_keep=False, hold_ms=0, lease="", **head):
+        """Begin a ticket of which nothing is staged but its head."""
+        self.ticket += 1
+        room, captured, places, place, nbytes = lay_out(self.arena, self.ticket, state, step, slot=slot, **head)
+        self.say(messages.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_keep, hold_ms, lease))
+        return Begun(self, self.ticket, room, captured, places)
+
+    def begin_nonsense(self, *, slot=0, hold_ms=0):
+        """Begin a ticket whose head means nothing."""
+        self.ticket += 1
+        room = self.arena.slots[slot]
+        room.reserve(100)
+        room.start(self.ticket, 100)
+        room.view(0, 100)[:] = b"\xff" * 100
+        self.say(messages.Begin(self.ticket, slot, 0, 100, None, 0, False, hold_ms))
+        return Begun(self, self.ticket, room, None, ())
+
+    def commit(self, state, step, **options):
+        """Stage a state, and wait until it is durable and its slot is free."""
+        return self.begin(state, step, **options).stage().finish().wait()
+
+    def ask(self, kind, **facts):
+        """Ask something; return its number, which the answer has."""
+        self._question += 1
+        self.say(kind(question=self._question, **facts))
+        return self._question
+
+    def release_lease(self):
+        """Have the lease given up, and wait for that."""
+        self.hear(messages.Answer, question=self.ask(messages.Release))
+
+    def ask_to_end(self):
+        """Ask it to end, as a signal does."""
+        self._server.ask_to_end()
+
+    def hang_up(self):
+        """Close the trainer's end of the socket."""
+        self.end.close()
+
+    def kill_trainer(self):
+        """Kill the trainer's process; its end of the socket stays open, as it does where a child of it lives on."""
+        self._trainer.send_signal(signal.SIGKILL)
+        self._trainer.wait()
+
+    # What a trainer hears
+
+    def hear(self, kind, **facts):
+        """Return the first message of a kind with these facts, which may have come before; wait for it."""
+        deadline = time.monotonic() + SECONDS_MAX
+        while True:
+            is_over = self.has_ended or time.monotonic() > deadline
+            for message in self.heard():
+                if isinstance(message, kind) and all(getattr(message, name) == fact for name, fact in facts.items()):
+                    return message
+            assert not is_over, f"{kind} {facts} was not said, but {self._heard}"
+            select.select([self.end], [], [], 0.1)
+
+    def heard(self):
+        """Return all that was said by now."""
+        while self.end.fileno() >= 0:
+            try:
+                message = messages.receive(self.end, messages.TO_TRAINER)
+            except BlockingIOError:
+                break
+            if message is None:
+                break
+            self._heard.append(message)
+        return list(self._heard)
+
+    @property
+    def has_word(self):
+        """Whether something was said that was not heard yet."""
+        return self.end.fileno() >= 0 and bool(select.select([self.end], [], [], 0)[0])
+
+    # What is known from outside
+
+    @property
+    def rings_left(self):
+        """How often the bell was rung that the saver has not looked at since."""
+        lines = Path(f"/proc/self/fdinfo/{self.bell}").read_text().splitlines()
+        return next(int(line.split()[1], 16) for line in lines if line.startswith("eventfd-count"))
+
+    def settle(self):
+        """Wait until all was taken note of that was said before; not while it holds back, when no bell is heard."""
+        # When it hears the second ring it has done what it does after the first.
+        for _ in range(2):
+            self.ring()
+            until(lambda: self.rings_left == 0, "an ear for the bell")
+
+    @property
+    def has_ended(self):
+        return bool(self._codes)
+
+    def code(self):
+        """Wait for the end; return the exit code."""
+        self._thread.join(SECONDS_MAX)
+        assert self._codes, "the saver has not ended"
+        return self._codes[0]
+
+    def close(self):
+        """End it, whatever it does."""
+        self.priority.headcount.most = None
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                self.say(*(messages.Abort(number) for number in range(1, self.ticket + 1)))
+            self.hang_up()
+            self.code()
+        self.end.close()
+        self.savers_end.close()
+        os.close(self.bell)
+        for arena in (self.savers_arena, self.arena):
+            arena.close()
+        if self._trainer is not None:
+            self.kill_trainer()

@@ -1,0 +1,157 @@
+"""When a saver hurries, gives way or stands aside follows from what there is to do and from who waits for it.
+
+A hurry that is not cleared costs training its processors; one that is cleared too early has somebody wait.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckstore.errors import MalformedError, SaverError
+from ckstore.saver import messages
+from support.saver_desk import SECONDS_MAX, noise, until
+from support.served_saver import LONG_MS, Gate
+
+SMALL = 1 << 20
+
+
+def state(seed=1):
+    return noise(seed, SMALL)
+
+
+@pytest.fixture
+def gate(served):
+    """Keeps the saver's commits from going on, even if all is staged, until it is opened."""
+    return Gate(served.priority)
+
+
+def until_level(served, level):
+    until(lambda: served.priority.now == level, f"the level {level!r}")
+
+
+def test_saver_priority_follows_from_what_there_is_to_do(served, gate):
+    served.settle()
+    begun = served.begin(state(), 1).stage()
+    begun.hear(messages.Began)
+    served.settle()
+    assert served.priority.noted == ["stand aside"], "while there is nothing to do, and while a state is copied"
+    begun.finish()
+    until_level(served, "give way")
+    served.say(messages.Hurry())
+    until_level(served, "hurry")
+    gate.open()
+    begun.wait()
+    until_level(served, "stand aside")
+    served.say(messages.Quit())
+    assert served.code() == 0
+    assert served.priority.noted == ["stand aside", "give way", "hurry", "stand aside", "hurry"]
+
+
+def test_saver_hurry_without_anything_to_do_changes_nothing(served):
+    served.settle()
+    served.say(messages.Hurry())
+    served.settle()
+    assert served.priority.noted == ["stand aside"]
+
+
+def test_saver_hurry_lasts_for_all_that_was_begun_and_not_for_what_comes_later(open_served):
+    served = open_served(slot_count=3)
+    first, second = served.begin(state(1), 1), served.begin(state(2), 2, slot=1)
+    served.say(messages.Hurry())
+    served.settle()
+    third = served.begin(state(3), 3, slot=2)
+    first.stage().finish().wait()
+    served.settle()
+    assert served.priority.noted == ["stand aside", "hurry"], "the second one is waited for too"
+    second.stage().finish().wait()
+    until_level(served, "stand aside")
+    third.stage().finish().wait()
+    served.say(messages.Quit())
+    served.code()
+    assert served.priority.noted[2:].count("hurry") == 1, "at its end, and not for the third one"
+
+
+def test_saver_hurry_lasts_for_a_question_that_was_asked_before_the_ticket_ended(served):
+    may_go_on = threading.Event()
+
+    def map_slowly():
+        may_go_on.wait(SECONDS_MAX)
+        yield True
+
+    served.savers_arena.slots[0].map_ahead = map_slowly
+    begun = served.begin(state(), 1)
+    served.say(messages.Hurry())
+    question = served.ask(messages.Warm, block_count=3, nbytes=0)
+    served.settle()
+    try:
+        begun.stage().finish().wait()
+        served.settle()
+        assert served.priority.noted == ["stand aside", "hurry"]
+    finally:
+        may_go_on.set()
+    served.hear(messages.Answer, question=question)
+    until_level(served, "stand aside")
+
+
+def test_saver_hurries_before_what_it_held_back_begins(served):
+    """A thread that wakes in the idle class may have the interpreter's lock, and no processor."""
+    served.commit(state(0), 0)
+    served.settle()
+    begun = served.begin(state(1), 1, hold_ms=LONG_MS)
+    had_begun = []
+    # It has the lease: it says so as soon as it begins.
+    served.priority.on_change = lambda level: had_begun.append((level, served.has_word))
+    served.heard()
+    served.say(messages.Hurry())
+    begun.hear(messages.Began)
+    assert had_begun[0] == ("hurry", False)
+    served.settle()
+    assert served.priority.now == "hurry"
+    begun.stage().finish().wait()
+
+
+def test_saver_hurry_is_cleared_when_what_was_held_back_fails_to_begin(served):
+    served.settle()
+    begun = served.begin_nonsense(hold_ms=LONG_MS)
+    served.say(messages.Hurry())
+    with pytest.raises(MalformedError, match="cannot be read"):
+        begun.wait()
+    until_level(served, "stand aside")
+    assert served.priority.noted == ["stand aside", "hurry", "stand aside"]
+
+
+def test_saver_hurry_is_cleared_when_the_ticket_is_given_up(served):
+    for number in range(30):
+        begun = served.begin(state(), number)
+        served.say(messages.Hurry())
+        begun.abort()
+        with pytest.raises(SaverError, match="given up"):
+            begun.wait()
+        served.settle()
+        until_level(served, "stand aside")
+
+
+def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(served, gate):
+    """Nobody trains any more, and whoever starts the run again waits for it."""
+    begun = served.begin(state(), 1)
+    begun.hear(messages.Began)
+    begun.stage().finish()
+    until_level(served, "give way")
+    served.hang_up()
+    until_level(served, "hurry")
+    gate.open()
+    assert served.code() == 0
+    assert served.priority.noted[-2:] == ["give way", "hurry"]
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told to end", "trainer dead"])
+def test_saver_that_is_ending_hurries_though_nothing_is_left(served, is_told):
+    served.settle()
+    if is_told:
+        served.say(messages.Quit())
+    else:
+        served.hang_up()
+    served.code()
+    assert served.priority.noted == ["stand aside", "hurry"]
