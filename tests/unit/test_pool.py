@@ -68,15 +68,18 @@ def test_a_pool_that_nobody_used_is_closed_at_once():
 
 
 def refuse(monkeypatch, error, count):
-    """Let all threads after so many fail to start; return what is set when one has failed."""
+    """Let all threads of a pool after so many fail to start; return what is set when one has failed."""
     start, started, refused = threading.Thread.start, [], threading.Event()
 
     def begin(thread):
+        # What other tests have left behind may start threads, too.
+        if not thread.name.startswith(NAME):
+            return start(thread)
         if len(started) == count:
             refused.set()
             raise error()
         started.append(thread)
-        start(thread)
+        return start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", begin)
     return refused
