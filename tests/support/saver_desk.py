@@ -261,15 +261,17 @@ class Child:
     Args:
         folder: The store, which is there already.
         code: What to run; ``say(text)`` tells the test, and at the end the child sleeps until it is killed.
+        has_desk: Whether it has one, with a saver; else the first that its code says is the pid of a saver.
     """
 
-    def __init__(self, folder, code):
+    def __init__(self, folder, code, *, has_desk=True):
+        desk = "desk = Desk(folder); say(desk.saver.pid)" if has_desk else ""
         program = f"""
 import os, sys, time
 from support.saver_desk import *
 say = lambda text: os.write(1, f"{{text}}\\n".encode())
-desk = Desk({str(folder)!r})
-say(desk.saver.pid)
+folder = {str(folder)!r}
+{desk}
 {code}
 time.sleep(600)
 """

@@ -79,8 +79,8 @@ def child(address):
     """Make trainers, each a process of its own that runs some code; they end with the test."""
     children = []
 
-    def make(code):
-        children.append(Child(address, code))
+    def make(code, **options):
+        children.append(Child(address, code, **options))
         return children[-1]
 
     yield make
