@@ -5,22 +5,18 @@ It updates two arrays one after the other, slowly, so that nearly every signal c
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ckstore
 from support.memory_folders import tmp_path as tmp_path
-
-SOURCE = str(Path(ckstore.__file__).parent.parent)
-SECONDS_MAX = 240.0
+from support.prepared_trainers import prepared
 
 PROGRAM = '''
 import contextlib, logging, os, pathlib, signal, sys, threading, time
-sys.path.insert(0, {source!r})
 import numpy as np, ckstore
 from ckstore import signals
 from ckstore._testing import background_of, repository_of
@@ -73,20 +69,22 @@ with store.commit_on_signal(lambda: state, **OPTIONS) as last:
 
 
 class Trainer:
-    """A process that trains."""
+    """A process that trains, forked by one that has imported what it needs."""
 
-    def __init__(self, folder, code, **options):
+    def __init__(self, folder, code):
         self.folder = folder
-        program = PROGRAM.format(source=SOURCE, folder=str(folder), code=code)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-        )
+        self._forks = prepared("numpy", "ckstore.api", "ckstore.commit", "ckstore.handover", "ckstore.signals")
+        (out, out_of_trainer), (err, err_of_trainer) = os.pipe(), os.pipe()
+        self._out, self._err = os.fdopen(out), os.fdopen(err)
+        self._pid = self._forks.start(PROGRAM.format(folder=str(folder), code=code), out_of_trainer, err_of_trainer)
+        os.close(out_of_trainer)
+        os.close(err_of_trainer)
 
     def hear(self, word):
-        for line in self.process.stdout:
+        for line in self._out:
             if line.split()[0] == word:
                 return line.split()[1:]
-        raise AssertionError(f"it ended without saying {word!r}: {self.process.stderr.read()}")
+        raise AssertionError(f"it ended without saying {word!r}: {self._err.read()}")
 
     def hear_told(self, text):
         """Wait until something was logged."""
@@ -94,13 +92,22 @@ class Trainer:
             pass
 
     def send(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
+        self._forks.kill(self._pid, number)
+
+    def is_running(self):
+        return Path(f"/proc/{self._pid}").exists()
 
     def end(self):
         """Return exit code and what was logged."""
-        out, told = self.process.communicate(timeout=SECONDS_MAX)
-        self.out = [line for line in out.splitlines() if not line.startswith("log ")]
-        return self.process.returncode, told
+        self.out = [line.rstrip("\n") for line in self._out if not line.startswith("log ")]
+        return self._forks.wait(self._pid), self._err.read()
+
+    def close(self):
+        """Kill it if it still runs."""
+        self._forks.kill(self._pid)
+        self._forks.wait(self._pid)
+        self._out.close()
+        self._err.close()
 
     def restored(self):
         """Return the newest checkpoint, which must be one of a whole step."""
@@ -116,14 +123,13 @@ def trainer(folder):
     """Return what starts a trainer; none is left behind."""
     started = []
 
-    def start(code, **options):
-        started.append(Trainer(folder, code, **options))
+    def start(code):
+        started.append(Trainer(folder, code))
         return started[-1]
 
     yield start
     for each in started:
-        each.process.kill()
-        each.process.communicate()
+        each.close()
 
 
 @pytest.fixture

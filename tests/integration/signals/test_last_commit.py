@@ -94,7 +94,7 @@ def test_ctrl_c_twice_ends_at_once(trainer, loop):
     run.send(signal.SIGINT)
     # Else both may come at once, and count as one.
     run.hear_told("is committed once more")
-    assert run.process.poll() is None
+    assert run.is_running()
     run.send(signal.SIGINT)
     code, told = run.end()
     assert code in (1, -signal.SIGINT, 130)
@@ -111,7 +111,7 @@ def test_no_step_in_time_commits_nothing_torn_and_a_later_signal_ends(trainer, l
     run.hear("long")
     run.send()
     run.hear_told("no step was checked within 0.3 s")
-    assert run.process.poll() is None
+    assert run.is_running()
     run.send()
     assert run.end()[0] == -signal.SIGTERM
     assert run.restored()["step"] == 0
