@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
-import subprocess
-import sys
+import textwrap
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
 import ckstore
 from ckstore.io.address import backend_for
+from support.prepared_trainers import prepared
 from support.push_states import free_local_packs
 
 COUNT = 4
-PUSH = "import sys, ckstore; ckstore.open(sys.argv[1]).push(sys.argv[2], keep_local=int(sys.argv[3]))"
-PULL = "import sys, ckstore; ckstore.open(sys.argv[1]).pull()"
+PUSH = "store.push({address!r}, keep_local={keep_local})"
+PULL = "store.pull()"
 TRAIN = """
-import sys, numpy as np, ckstore
-with ckstore.open(sys.argv[1]) as store:
-    for step in range(100, 112):
-        store.commit({"w": np.full(20_000, step % 3, np.float32), "step": step}, step)
+for step in range(100, 112):
+    store.commit({"w": np.full(20_000, step % 3, np.float32), "step": step}, step)
 """
 
 
@@ -40,9 +40,18 @@ def template(tmp_path_factory):
     return folder
 
 
-def start(program, *arguments, **variables):
-    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
-    return subprocess.Popen(command, env={**os.environ, **variables})
+@pytest.fixture
+def start(server):
+    """Return what runs a program on a store in a process of its own, and returns its pid; and what waits for one."""
+    forks = prepared("numpy", "ckstore.commit", "ckstore.push", "ckstore.pull", "ckstore.io.remote_backend")
+
+    def act(folder, program, **variables):
+        variables = {**server.environment, **variables}
+        head = f"import os, numpy as np, ckstore; os.environ.update({variables!r})"
+        body = textwrap.indent(program, "    ")
+        return forks.start(f"{head}\nwith ckstore.open({str(folder)!r}) as store:\n{body}\n", 1, 2)
+
+    return act, forks.wait
 
 
 def assert_restores(store):
@@ -52,35 +61,43 @@ def assert_restores(store):
         assert np.array_equal(got["shared"], wanted["shared"])
 
 
-def run_and_kill(proxy, wanted, program, *arguments):
+def run_and_kill(proxy, start, wanted, folder, program):
     """Run a program that is killed when it makes a request; return whether it got so far."""
-    process = start(program, *arguments, AWS_ENDPOINT_URL=proxy.endpoint)
+    begin, wait = start
+    begun = Future()
 
     def kill_it(number, *_request):
-        if number == wanted:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return "reset"
-        return ""
+        if number != wanted:
+            return ""
+        process = os.pidfd_open(begun.result())
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        # It is readable once the process has ended.
+        select.select([process], [], [])
+        os.close(process)
+        return "reset"
 
     proxy.begin(kill_it)
-    process.wait()
+    begun.set_result(begin(folder, program, AWS_ENDPOINT_URL=proxy.endpoint))
+    code = wait(begun.result())
     proxy.begin()
-    return process.returncode == -signal.SIGKILL
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 @pytest.mark.deep
-def test_push_and_pull_killed_at_any_request_lose_nothing(template, tmp_path, proxy, past_proxy, server, sample, tell):
+def test_push_and_pull_killed_at_any_request_lose_nothing(
+    template, tmp_path, proxy, past_proxy, server, start, sample, tell
+):
     killed, numbers = 0, sample.part(range(60), parts=20)
     for number in numbers:
         folder, address = tmp_path / f"store-{number}", server.new_address()
         shutil.copytree(template, folder)
-        for program, *arguments in ((PUSH, folder, address, 0), (PULL, folder)):
-            killed += run_and_kill(proxy, number, program, *arguments)
+        for program in (PUSH.format(address=address, keep_local=0), PULL):
+            killed += run_and_kill(proxy, start, number, folder, program)
             with ckstore.open(folder) as store:
                 free_local_packs(store)
                 assert_restores(store)
-            if program is PUSH:
+            if program is not PULL:
                 with ckstore.open(folder) as store:
                     store.push(address, keep_local=0)
                     free_local_packs(store)
@@ -94,12 +111,13 @@ def test_push_and_pull_killed_at_any_request_lose_nothing(template, tmp_path, pr
     tell(f"pushes and pulls killed at a request: {killed}")
 
 
-def test_concurrent_pushes_during_commits_lose_nothing(template, tmp_path, address):
+def test_concurrent_pushes_during_commits_lose_nothing(template, tmp_path, address, start):
     folder = tmp_path / "store"
+    begin, wait = start
     shutil.copytree(template, folder)
-    trainer = start(TRAIN, folder)
-    pushers = [start(PUSH, folder, address, keep) for keep in (2, 1, 0)]
-    assert [process.wait() for process in (trainer, *pushers)] == [0, 0, 0, 0]
+    pushes = [PUSH.format(address=address, keep_local=keep) for keep in (2, 1, 0)]
+    pids = [begin(folder, program) for program in (TRAIN, *pushes)]
+    assert [wait(pid) for pid in pids] == [0, 0, 0, 0]
     with ckstore.open(folder) as store:
         free_local_packs(store)
         assert_restores(store)
