@@ -240,7 +240,7 @@ def test_many_savers_leave_no_descriptor_thread_or_process(address):
     Desk(address).close()
     before = count()
     pids = []
-    for step in range(4):
+    for step in range(2):
         desk = Desk(address)
         desk.commit(noise(step, 1 << 20), step)
         pids.append(desk.saver.pid)
