@@ -13,6 +13,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 import functools
+import gc
 import logging
 import signal
 import subprocess
@@ -44,6 +45,12 @@ def pytest_configure(config):
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", config.getoption("depth")))
     # A shell that was told to go on in the background ignores Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    # Modules and tests live as long as the process: each of its garbage collections went through all of them.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):
