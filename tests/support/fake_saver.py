@@ -13,7 +13,6 @@ from ckstore.receipt import Receipt
 from ckstore.saver.arena import STAGED
 from ckstore.saver.head import decode_head
 from ckstore.staging import copying
-from ckstore.workers import Headcount
 
 
 class PretendSaver:
@@ -220,20 +219,3 @@ def slow(savers):
     """Let the last saver end nothing by itself."""
     savers[-1].is_quick = False
     return savers[-1]
-
-
-class Noted:
-    """A priority that only notes what it is asked."""
-
-    def __init__(self):
-        self.calls = []
-        self.headcount = Headcount()
-
-    def give_way(self):
-        self.calls.append("give way")
-
-    def stand_aside(self):
-        self.calls.append("stand aside")
-
-    def hurry(self):
-        self.calls.append("hurry")

@@ -8,14 +8,12 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
 import ckstore
 from ckstore.capture import capture
 from ckstore.config import MIB, Policy
-from ckstore.saver import messages
 from ckstore.saver.arena import STAGED, UNIT_NBYTES, Arena
 from ckstore.saver.client import Saver
 from ckstore.saver.head import HeadWriter, SampleRow
@@ -242,17 +240,6 @@ class Desk:
                 os.kill(self.saver.pid, signal.SIGKILL)
                 self.saver.quit()
         self.arena.close()
-
-
-class DeskOf(Desk):
-    """A trainer's desk before a server that nobody runs: it takes what is said at once."""
-
-    def __init__(self, server):
-        self.arena, self.ticket, self.server = server._arena, 0, server
-        self.saver = SimpleNamespace(begin=self._said, bell=server._bell)
-
-    def _said(self, number, slot, place, nbytes, callbacks, *, hold_ms=0, lease=""):
-        self.server._take(messages.Begin(number, slot, place, nbytes, None, 0, False, hold_ms, lease))
 
 
 class Child:

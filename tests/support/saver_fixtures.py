@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import socket
 import threading
 import time
 from pathlib import Path
@@ -14,15 +13,12 @@ import pytest
 
 import ckstore
 from ckstore import Policy, handover
-from ckstore.saver import messages
 from ckstore.saver.arena import Arena
-from ckstore.saver.server import Server
 from ckstore.staging import device_copy, dock
 from ckstore.staging.crew import Crew
 from ckstore.staging.stowage import DEVICE_LAZY, LAZY
-from ckstore.store.processes import process_started
 from support.fake_device import Lying, PlayedDevice, SlowDevice
-from support.fake_saver import HeldCrew, Noted, PretendSaver
+from support.fake_saver import HeldCrew, PretendSaver
 from support.interrupts import Witness
 from support.saver_desk import Child, Desk, links, until
 from support.served_saver import ServedSaver
@@ -199,9 +195,19 @@ def policy(handing_store):
 
 
 @pytest.fixture
-def open_served(address):
+def open_served(address, monkeypatch):
     """Return a function that serves a saver of that store on a thread, with what ``ServedSaver`` is told."""
-    opened = []
+    opened, leave = [], os._exit
+
+    def leave_thread(code):
+        if threading.current_thread() is threading.main_thread():
+            leave(code)
+        for saver in opened:
+            saver.has_fault = True
+        raise SystemExit
+
+    # A saver's process ends when it meets a fault of its own; this one is the tests'.
+    monkeypatch.setattr(os, "_exit", leave_thread)
 
     def make(**options):
         opened.append(ServedSaver(address, **options))
@@ -216,20 +222,3 @@ def open_served(address):
 def served(open_served):
     """A saver of that store which is served on a thread, with two slots."""
     return open_served()
-
-
-@pytest.fixture
-def server(address):
-    """Return a server that nobody runs, and that only notes its priority."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
-    arena = Arena.create(slot_count=1)
-    hello = messages.Hello(str(address), "main", "auto", os.getpid(), process_started(os.getpid()), 7, 30)
-    found = Server(theirs, bell, arena, hello, Noted())
-    found.trainers_end = ours
-    yield found
-    for end in (ours, theirs):
-        end.close()
-    os.close(bell)
-    found._trainer.close()
-    arena.close()

@@ -167,6 +167,7 @@ class ServedSaver:
         )
         self._leave_seconds = leave_seconds
         self._heard, self._codes = [], []
+        self.has_fault = False
         self._thread = threading.Thread(target=self._serve, name="served-saver", daemon=True)
         if is_served:
             self.serve()
@@ -246,6 +247,7 @@ class ServedSaver:
             for message in self.heard():
                 if isinstance(message, kind) and all(getattr(message, name) == fact for name, fact in facts.items()):
                     return message
+            assert not self.has_fault, "the saver has met a fault of its own, which it has logged"
             assert not is_over, f"{kind} {facts} was not said, but {self._heard}"
             select.select([self.end], [], [], 0.1)
 

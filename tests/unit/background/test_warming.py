@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import mmap
 import os
-import signal
-import threading
+import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ckstore import write_blocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
+from ckstore.io.local import LocalBackend
 from ckstore.saver import arena as arena_module
-from ckstore.saver import client as client_module
 from ckstore.saver import messages
-from ckstore.saver.arena import UNIT_NBYTES, Arena, Slot
+from ckstore.saver.arena import UNIT_NBYTES, Arena
 from ckstore.saver.tickets import Answers
-from ckstore.write_blocks import WRITE_BLOCK_NBYTES, WriteBlocks, threads_and_blocks
-from support import interrupts
-from support.interrupts import Interrupt
-from support.saver_desk import SECONDS_MAX, Desk, equal, noise, packs_nbytes, restored, until
+from ckstore.write_blocks import WRITE_BLOCK_NBYTES, threads_and_blocks
+from support.saver_desk import SECONDS_MAX, noise, packs_nbytes, until
 
 UNITS = 6
 BLOCKS = 6
@@ -37,10 +37,10 @@ def arena():
     made.close()
 
 
-def mapped_nbytes(pid):
-    """Return how much of an arena is in the page tables of a process."""
+def mapped_nbytes():
+    """Return how much of all arenas is in the page tables of this process."""
     total, is_ours = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
             is_ours = "ckstore-arena" in line
         elif is_ours and line.startswith("Rss:"):
@@ -48,22 +48,39 @@ def mapped_nbytes(pid):
     return total
 
 
-def test_what_was_taken_is_mapped_and_what_was_not_is_not_taken(arena):
+def memory_for(block_count):
+    """Return a bound on memory within which a commit on one thread has so many blocks."""
+    limits = Limits()
+    for nbytes in range(56 * MIB, 256 * MIB, MIB):
+        if threads_and_blocks(Policy(threads=1, memory_nbytes_max=nbytes), limits) == (1, block_count):
+            return nbytes
+    raise AssertionError("there is none")
+
+
+def policy_of(block_count):
+    """Return a policy whose commits have so many blocks."""
+    return Policy(compression="none", threads=1, memory_nbytes_max=memory_for(block_count))
+
+
+# The arena
+
+
+def test_map_ahead_maps_what_was_taken_and_takes_nothing(arena):
     slot = arena.slots[0]
     slot.reserve(UNITS * UNIT_NBYTES)
     slot.populate(0, 2 * UNIT_NBYTES)
     slot.populate(4 * UNIT_NBYTES, UNIT_NBYTES)
     taken = os.fstat(arena.fd).st_blocks
     other = Arena.attach(os.dup(arena.fd))
-    before = mapped_nbytes(os.getpid())
+    before = mapped_nbytes()
     assert list(other.slots[0].map_ahead()) == [True, True, False, False, True, False]
-    assert mapped_nbytes(os.getpid()) >= before + 3 * UNIT_NBYTES
+    assert mapped_nbytes() >= before + 3 * UNIT_NBYTES
     assert os.fstat(arena.fd).st_blocks == taken
     assert not list(other.slots[1].map_ahead()), "nobody has made room there"
     other.close()
 
 
-def test_kernels_that_cannot_map_ahead_map_when_it_is_read(arena, monkeypatch):
+def test_map_ahead_stops_on_kernels_that_cannot_and_bytes_are_read_all_the_same(arena, monkeypatch):
     slot = arena.slots[0]
     slot.reserve(UNITS * UNIT_NBYTES)
     slot.populate(0, UNITS * UNIT_NBYTES)
@@ -79,96 +96,208 @@ def test_kernels_that_cannot_map_ahead_map_when_it_is_read(arena, monkeypatch):
     other.close()
 
 
-def test_saver_has_mapped_the_state_to_come_when_it_says_so(address):
-    desk = Desk(address)
-    try:
-        slot = desk.arena.slots[0]
-        slot.reserve(UNITS * UNIT_NBYTES)
-        slot.populate(0, UNITS * UNIT_NBYTES)
-        assert mapped_nbytes(desk.saver.pid) < UNIT_NBYTES
-        assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
-        assert mapped_nbytes(desk.saver.pid) >= UNITS * UNIT_NBYTES
-        assert desk.commit(noise(1, 16 * MIB), 1).seq == 0
-        assert desk.saver.release_lease(SECONDS_MAX), "the next question has its own answer"
-    finally:
-        desk.close()
+# What a saver does when it is asked
 
 
-def own_nbytes(pid):
-    """Return the memory that a process has, without what it shares."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    return int(status["RssAnon"].split()[0]) * 1024
+@pytest.fixture
+def blocks(monkeypatch):
+    """The write blocks that were mapped from now on, and are there."""
+    return Blocks(monkeypatch)
 
 
-def warmed(desk):
-    """Have a saver take its blocks' memory; return what it had before."""
-    assert desk.saver.wait_ready(SECONDS_MAX)
-    cold = own_nbytes(desk.saver.pid)
-    assert desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
-    return cold
+class Blocks:
+    """Knows each write block that is mapped."""
+
+    def __init__(self, monkeypatch):
+        self._real, self._mapped = write_blocks.map_block, []
+        self.on_map = lambda count: None
+        monkeypatch.setattr(write_blocks, "map_block", self._map)
+
+    def _map(self, nbytes):
+        self.on_map(len(self._mapped))
+        block = self._real(nbytes)
+        address = np.frombuffer(block, np.uint8).ctypes.data
+        # Whoever has a part of it has all of its memory.
+        self._mapped.append((weakref.ref(block.obj), address, nbytes))
+        return block
+
+    @property
+    def mapped_count(self):
+        """How many were mapped, whether or not they are there now."""
+        return len(self._mapped)
+
+    @property
+    def living_count(self):
+        return sum(reference() is not None for reference, _, _ in self._mapped)
+
+    @property
+    def nbytes_taken(self):
+        """How much memory they have."""
+        total, libc = 0, ctypes.CDLL(None)
+        for reference, address, nbytes in self._mapped:
+            if reference() is not None:
+                pages = ctypes.create_string_buffer(nbytes // mmap.PAGESIZE)
+                assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
+                total += sum(page & 1 for page in pages.raw) * mmap.PAGESIZE
+        return total
 
 
-def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_to_forget(desk):
-    cold = warmed(desk)
-    assert own_nbytes(desk.saver.pid) >= cold + BLOCKS * WRITE_BLOCK_NBYTES
-    policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
+def warm(served, block_count=BLOCKS):
+    """Have a saver take memory ahead, and wait for its answer."""
+    question = served.ask(messages.Warm, block_count=block_count, nbytes=STATE_NBYTES)
+    return served.hear(messages.Answer, question=question)
+
+
+def test_saver_has_mapped_the_state_to_come_and_taken_its_blocks_when_it_says_so(served, blocks):
+    slot = served.arena.slots[0]
+    slot.reserve(UNITS * UNIT_NBYTES)
+    slot.populate(0, UNITS * UNIT_NBYTES)
+    before = mapped_nbytes()
+    warm(served)
+    assert mapped_nbytes() >= before + UNITS * UNIT_NBYTES
+    assert blocks.nbytes_taken == BLOCKS * WRITE_BLOCK_NBYTES
+    assert served.commit(noise(1, 16 * MIB), 1).seq == 0
+
+
+def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_to_forget(served, blocks):
+    warm(served)
     for step in (1, 2):
-        desk.commit(noise(step, 64 * MIB), step, policy=policy)
-        own = own_nbytes(desk.saver.pid) - cold
-        assert BLOCKS * WRITE_BLOCK_NBYTES <= own < (2 * BLOCKS - 1) * WRITE_BLOCK_NBYTES, step
-    desk.saver.forget_kept()
-    until(lambda: own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
+        served.commit(noise(step, 24 * MIB), step, policy=policy_of(BLOCKS))
+        assert (blocks.mapped_count, blocks.living_count) == (BLOCKS, BLOCKS), step
+    served.say(messages.Forget())
+    until(lambda: blocks.living_count == 0, "the blocks given back")
 
 
-def test_saver_whose_trainer_takes_the_run_back_keeps_no_blocks(desk):
-    cold = warmed(desk)
-    assert desk.saver.release_lease(SECONDS_MAX)
-    assert own_nbytes(desk.saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2
+def test_saver_whose_trainer_takes_the_run_back_keeps_no_blocks(served, blocks):
+    warm(served)
+    served.release_lease()
+    assert (blocks.mapped_count, blocks.living_count) == (BLOCKS, 0)
 
 
-def test_commits_of_a_saver_share_their_blocks_also_where_they_have_not_as_many(desk):
-    cold = own_nbytes(desk.saver.pid) if desk.saver.wait_ready(SECONDS_MAX) else 0
-    few, many = (Policy(compression="none", threads=1, memory_nbytes_max=memory_for(count)) for count in (3, 12))
-    states = [noise(step, 100 * MIB) for step in range(4)]
-    most = []
-    for step, (state, policy) in enumerate(zip(states, (many, few, many, few), strict=True)):
-        desk.commit(state, step, policy=policy)
-        most.append((own_nbytes(desk.saver.pid) - cold) // WRITE_BLOCK_NBYTES)
-    assert max(most) < 12 + 5, "beside them a saver has some buffers of its own"
-    assert max(most[1], most[3]) < 3 + 5
-    for step, state in enumerate(states):
-        assert equal(restored(desk.address, step), state), step
+def test_commits_of_a_saver_share_their_blocks_also_where_they_have_not_as_many(served, blocks):
+    few, many = 3, 12
+    for step, count in enumerate((many, few, many, few)):
+        served.commit(noise(step, MIB), step, policy=policy_of(count))
+        assert blocks.living_count == count
+    assert blocks.mapped_count == many + (many - few)
 
 
-def test_blocks_of_a_commit_that_failed_are_those_of_the_next(desk):
-    assert desk.saver.wait_ready(SECONDS_MAX)
-    cold = own_nbytes(desk.saver.pid)
-    policy = Policy(compression="none", threads=1, memory_nbytes_max=memory_for(BLOCKS))
+def test_blocks_of_a_commit_that_failed_are_those_of_the_next(served, blocks):
+    policy = policy_of(BLOCKS)
     for step in range(4):
-        handed = desk.begin(noise(step, 100 * MIB), step, policy=policy).stage(units=20)
-        until(lambda: packs_nbytes(desk.address) > 16 * MIB, "some of it being written")
-        desk.saver.abort(handed.number)
+        begun = served.begin(noise(step, 24 * MIB), step, policy=policy).stage(units=3)
+        until(lambda: packs_nbytes(served.address) > 7 * MIB, "some of it being written")
+        begun.abort()
         with pytest.raises(SaverError, match="given up"):
-            handed.wait()
-    receipt = desk.commit(noise(9, 100 * MIB), 9, policy=policy)
-    assert own_nbytes(desk.saver.pid) - cold < (BLOCKS + 5) * WRITE_BLOCK_NBYTES
-    assert equal(restored(desk.address, receipt.step), noise(9, 100 * MIB))
+            begun.wait()
+    served.commit(noise(9, 24 * MIB), 9, policy=policy)
+    assert (blocks.mapped_count, blocks.living_count) == (BLOCKS, BLOCKS)
 
 
 @pytest.mark.parametrize("block_count", [0, 1 << 40])
-def test_blocks_that_no_commit_has_are_not_understood(server, block_count):
-    with pytest.raises(MalformedError, match="write blocks"):
-        server._take(messages.Warm(1, block_count, STATE_NBYTES))
-    assert not server._jobs
+def test_saver_does_not_understand_a_number_of_blocks_that_no_commit_has(served, caplog, block_count):
+    served.ask(messages.Warm, block_count=block_count, nbytes=STATE_NBYTES)
+    assert served.code() == MalformedError.exit_code
+    assert "write blocks were asked for that no commit has" in caplog.text
 
 
-def memory_for(block_count):
-    """Return a bound on memory within which a commit on one thread has so many blocks."""
-    limits = Limits()
-    for nbytes in range(56 * MIB, 256 * MIB, MIB):
-        if threads_and_blocks(Policy(threads=1, memory_nbytes_max=nbytes), limits) == (1, block_count):
-            return nbytes
-    raise AssertionError("there is none")
+def test_saver_that_lacks_memory_for_blocks_maps_states_all_the_same(served, blocks):
+    def refuse(count):
+        raise CapacityError("no address space for buffers")
+
+    blocks.on_map = refuse
+    slot = served.arena.slots[1]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    before = mapped_nbytes()
+    warm(served)
+    assert mapped_nbytes() >= before + 2 * UNIT_NBYTES
+
+
+def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(served):
+    def refuse():
+        raise CapacityError("no addresses")
+
+    served.savers_arena.slots[0].refresh = refuse
+    slot = served.arena.slots[1]
+    slot.reserve(2 * UNIT_NBYTES)
+    slot.populate(0, 2 * UNIT_NBYTES)
+    before = mapped_nbytes()
+    warm(served)
+    assert mapped_nbytes() >= before + 2 * UNIT_NBYTES
+
+
+# It stops when there is something else to do
+
+
+SAID = {"forget": messages.Forget(), "begin": None, "quit": messages.Quit()}
+
+
+def say(served, said):
+    """Say something while the saver takes memory ahead, and wait until it has heard that where it can be seen."""
+    if said is None:
+        served.begin(noise(1, MIB), 1, hold_ms=2000)
+    else:
+        served.say(said)
+        served.settle()
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_saver_that_takes_blocks_ahead_stops_when_there_is_something_to_do(served, blocks, said):
+    def speak_at_the_second(count):
+        if count == 1:
+            say(served, said)
+        elif count > 1:
+            time.sleep(0.02)
+
+    blocks.on_map = speak_at_the_second
+    question = served.ask(messages.Warm, block_count=12, nbytes=12 * WRITE_BLOCK_NBYTES)
+    served.hear(messages.Answer, question=question)
+    # What is held back is heard some moments after it was said.
+    assert blocks.mapped_count < 12 if said is None else blocks.mapped_count == 2
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(served, said):
+    steps = []
+
+    def map_on_and_on():
+        deadline = time.monotonic() + SECONDS_MAX / 2
+        while time.monotonic() < deadline:
+            steps.append("unit")
+            if len(steps) == 2:
+                say(served, said)
+            elif len(steps) > 2:
+                time.sleep(0.005)
+            yield True
+        steps.append("the end")
+
+    served.savers_arena.slots[0].map_ahead = map_on_and_on
+    warm(served, 3)
+    assert set(steps) == {"unit"}
+    assert said is None or len(steps) == 2
+
+
+# Before the first state
+
+
+def test_saver_says_what_moves_packs_before_it_is_ready(open_served, caplog):
+    with caplog.at_level("DEBUG", "ckstore"):
+        open_served().hear(messages.Ready)
+        assert "packs are moved by" in caplog.text
+
+
+def test_saver_that_cannot_open_its_store_for_any_reason_says_which(open_served, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(LocalBackend, "engine_name", property(refuse))
+    served = open_served()
+    assert served.hear(messages.Failed, ticket=0).kind == "RuntimeError"
+    assert served.code() == 1
+
+
+# The trainer's side
 
 
 def test_prewarm_has_as_many_blocks_taken_as_the_policy_allows(handing_store, savers):
@@ -177,96 +306,6 @@ def test_prewarm_has_as_many_blocks_taken_as_the_policy_allows(handing_store, sa
     block_count, nbytes = savers[0].warmed
     assert block_count == BLOCKS
     assert noise(1)["w0"].nbytes <= nbytes < 2 * noise(1)["w0"].nbytes + MIB
-
-
-def test_saver_that_lacks_memory_for_blocks_maps_states_all_the_same(server, monkeypatch):
-    slot = server._arena.slots[0]
-    slot.reserve(2 * UNIT_NBYTES)
-    slot.populate(0, 2 * UNIT_NBYTES)
-    mapped = []
-
-    def map_ahead(slot):
-        mapped.append(slot)
-        yield
-
-    def refuse(nbytes):
-        raise CapacityError("no address space for buffers")
-
-    monkeypatch.setattr(Slot, "map_ahead", map_ahead)
-    monkeypatch.setattr(write_blocks, "map_block", refuse)
-    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert mapped == [slot]
-
-
-def noted(real, step, steps, to_do):
-    """Return a generator like ``real`` that notes its steps, after the second of which there is something to do."""
-
-    def stepping(*arguments):
-        for _ in real(*arguments):
-            steps.append(step)
-            if len(steps) == 2:
-                to_do.append(messages.Forget())
-            yield
-
-    return stepping
-
-
-@pytest.mark.parametrize("to_do", ["_jobs", "_held"])
-def test_saver_that_takes_blocks_ahead_stops_when_there_is_something_to_do(server, monkeypatch, to_do):
-    steps = []
-    monkeypatch.setattr(WriteBlocks, "warm", noted(WriteBlocks.warm, "block", steps, getattr(server, to_do)))
-    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert steps == ["block", "block"]
-
-
-@pytest.mark.parametrize("to_do", ["_jobs", "_held"])
-def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(server, monkeypatch, to_do):
-    slot = server._arena.slots[0]
-    slot.reserve(6 * UNIT_NBYTES)
-    slot.populate(0, 6 * UNIT_NBYTES)
-    steps = []
-    monkeypatch.setattr(WriteBlocks, "warm", lambda *_: iter(()))
-    monkeypatch.setattr(Slot, "map_ahead", noted(Slot.map_ahead, "unit", steps, getattr(server, to_do)))
-    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert steps == ["unit", "unit"]
-    getattr(server, to_do).clear()
-    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert steps == ["unit"] * 8
-    server._is_ending = True
-    server._warm(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert steps == ["unit"] * 9
-
-
-def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(server, monkeypatch):
-    def refuse(slot):
-        raise CapacityError("no addresses")
-
-    monkeypatch.setattr(Slot, "refresh", refuse)
-    server._take(messages.Warm(1, BLOCKS, STATE_NBYTES))
-    assert list(server._jobs) == [messages.Warm(1, BLOCKS, STATE_NBYTES)]
-
-
-def test_what_moves_packs_is_known_when_a_saver_has_opened_its_store(server):
-    server._committer.open()
-    backend = server._committer._parts.backend
-    assert backend._chosen is not None
-    assert backend._takes_direct is not None
-    server._committer.close()
-
-
-def test_saver_that_cannot_open_its_store_for_any_reason_says_which(server, monkeypatch):
-    def refuse():
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(server._committer, "open", refuse)
-    held = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert server.run() == 1
-    finally:
-        for number, handler in held.items():
-            signal.signal(number, handler)
-    told = messages.receive(server.trainers_end, messages.TO_TRAINER)
-    assert (told.ticket, told.kind) == (0, "RuntimeError")
 
 
 def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(handing_store, savers):
@@ -278,60 +317,7 @@ def test_prewarm_lets_the_saver_map_memory_unless_that_would_wait_for_a_commit(h
     assert savers[0].calls == ["wait ready", "warm", "begin", "staged", "wait ready"]
 
 
-@pytest.mark.parametrize("is_asked_before", [True, False])
-def test_nobody_waits_for_the_answer_of_a_saver_that_dies(address, is_asked_before):
-    desk = Desk(address)
-    assert desk.saver.wait_ready(SECONDS_MAX)
-    os.kill(desk.saver.pid, signal.SIGSTOP)
-    thread = threading.Thread(target=desk.saver.warm, args=(BLOCKS, STATE_NBYTES), daemon=True)
-    if is_asked_before:
-        thread.start()
-        until(lambda: desk.saver._answers._open)
-    os.kill(desk.saver.pid, signal.SIGKILL)
-    if not is_asked_before:
-        until(lambda: not desk.saver.is_alive)
-        thread.start()
-    thread.join(SECONDS_MAX)
-    assert not thread.is_alive()
-    desk.close()
-
-
-def test_ctrl_c_while_one_asks_leaves_no_question_for_the_next_to_wait_behind(address, monkeypatch):
-    client = Path(client_module.__file__)
-    monkeypatch.setattr(interrupts, "TRACED", {str(client), str(client.with_name("tickets.py"))})
-    desk = Desk(address)
-    try:
-        places = []
-        while True:
-            with contextlib.suppress(KeyboardInterrupt), Interrupt(1 + len(places)) as interrupt:
-                desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
-            assert desk.saver.release_lease(SECONDS_MAX), interrupt.place
-            assert desk.saver.is_alive, interrupt.place
-            if interrupt.place is None:
-                break
-            places.append(interrupt.place)
-        assert len(places) > 15
-    finally:
-        desk.close()
-
-
-def test_saver_that_lives_and_cannot_be_asked_is_an_error(address, monkeypatch):
-    desk = Desk(address)
-    try:
-
-        def refuse(message, *, is_patient=False):
-            raise SaverError("the saver does not listen")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(desk.saver, "_say", refuse)
-            with pytest.raises(SaverError, match="does not listen"):
-                desk.saver.release_lease(SECONDS_MAX)
-        assert desk.saver.release_lease(SECONDS_MAX)
-    finally:
-        desk.close()
-
-
-def test_an_answer_is_one_to_all_that_was_asked_before():
+def test_answer_is_one_to_all_that_was_asked_before():
     answers = Answers()
     (one, first), (two, second), (three, third) = answers.ask(), answers.ask(), answers.ask()
     assert (one, two, three) == (1, 2, 3)

@@ -1,0 +1,98 @@
+"""A saver process has memory for states to come when prewarming returns; nobody waits for the answer of a dead one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore._testing import background_of, saver_of
+from ckstore.config import MIB, Policy
+from ckstore.errors import SaverError
+from ckstore.saver import messages
+from ckstore.write_blocks import WRITE_BLOCK_NBYTES
+from support.interrupts import Interrupt
+from support.saver_desk import SECONDS_MAX, Desk, noise, until
+
+BLOCKS = 6
+STATE_NBYTES = BLOCKS * WRITE_BLOCK_NBYTES
+
+
+def mapped_nbytes(pid):
+    """Return how much of an arena is in the page tables of a process."""
+    total, is_ours = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_ours = "ckstore-arena" in line
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def own_nbytes(pid):
+    """Return the memory that a process has, without what it shares."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return int(status["RssAnon"].split()[0]) * 1024
+
+
+def test_saver_process_has_memory_for_a_state_when_prewarm_returns_until_it_is_told_to_forget(folder):
+    state = noise(1, 64 * MIB)
+    with ckstore.open(folder, policy=Policy(compression="none", threads=1)) as store:
+        store.prewarm({"w": state["w0"][:10]})
+        saver = saver_of(store)
+        cold, mapped = own_nbytes(saver.pid), mapped_nbytes(saver.pid)
+        store.prewarm(state)
+        warm = own_nbytes(saver.pid) - cold
+        assert warm >= BLOCKS * WRITE_BLOCK_NBYTES
+        assert mapped_nbytes(saver.pid) >= mapped + 64 * MIB
+        for step in (1, 2):
+            store.commit_async(state, step).result(SECONDS_MAX)
+            store.wait()
+            # Beside the blocks it has some buffers of its own.
+            assert own_nbytes(saver.pid) - cold < warm + 5 * WRITE_BLOCK_NBYTES, step
+        saver.forget_kept()
+        until(lambda: own_nbytes(saver.pid) < cold + BLOCKS * WRITE_BLOCK_NBYTES / 2, "the blocks given back")
+        assert background_of(store).saver_pid == saver.pid
+
+
+@pytest.mark.parametrize("is_asked_before", [True, False])
+def test_trainer_does_not_wait_for_the_answer_of_a_saver_that_dies(address, altered, is_asked_before):
+    heard = 2 if is_asked_before else 1
+    altered.run(f"for _ in range({heard}):\n    os.read(channel, 1 << 17)\nos._exit(1)")
+    desk = Desk(address)
+    try:
+        if not is_asked_before:
+            until(lambda: not desk.saver.is_alive, "its death")
+        thread = threading.Thread(target=desk.saver.warm, args=(BLOCKS, STATE_NBYTES), daemon=True)
+        thread.start()
+        thread.join(SECONDS_MAX)
+        assert not thread.is_alive()
+    finally:
+        desk.close()
+
+
+def test_ctrl_c_while_one_asks_leaves_no_question_for_the_next_to_wait_behind(desk):
+    places = []
+    while True:
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(1 + len(places)) as interrupt:
+            desk.saver.warm(BLOCKS, STATE_NBYTES, SECONDS_MAX)
+        assert desk.saver.release_lease(SECONDS_MAX), interrupt.place
+        assert desk.saver.is_alive, interrupt.place
+        if interrupt.place is None:
+            break
+        places.append(interrupt.place)
+    assert len(places) > 15
+
+
+def test_saver_that_lives_and_cannot_be_asked_is_an_error(desk, monkeypatch):
+    def refuse(end, message):
+        raise SaverError("the saver does not listen")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(messages, "send", refuse)
+        with pytest.raises(SaverError, match="does not listen"):
+            desk.saver.release_lease(SECONDS_MAX)
+    assert desk.saver.release_lease(SECONDS_MAX)
