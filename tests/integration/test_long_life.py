@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import ckstore
 from ckstore.errors import BoundError, ConflictError
 from ckstore.testing.model import difference
+from support import memory_folders
 
 RUNS = ("main", "other")
 TIERS = ("near", "far")
@@ -85,7 +86,7 @@ class LongLife(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="ckstore-life-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="ckstore-life-", dir=memory_folders.parent()))
         self.trainers = {run: Trainer(seed) for seed, run in enumerate(RUNS)}
         self.entries = {run: {} for run in RUNS}
         self.dropped = {run: {} for run in RUNS}

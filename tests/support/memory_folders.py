@@ -17,18 +17,19 @@ FREE_NBYTES_MIN = 1 << 30
 """With less room there, as in most containers, tests use the disk."""
 
 
-def has_room() -> bool:
-    """Say whether folders in memory can be used on this machine."""
+def parent() -> Path | None:
+    """Return where folders in memory are made, or None where this machine has too little of it."""
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
-        return False
-    return shutil.disk_usage(SHARED_MEMORY).free >= FREE_NBYTES_MIN
+        return None
+    return SHARED_MEMORY if shutil.disk_usage(SHARED_MEMORY).free >= FREE_NBYTES_MIN else None
 
 
 @pytest.fixture
 def tmp_path(tmp_path):
     """A folder in memory that is removed after the test; the usual one where memory cannot be used."""
-    if not has_room():
+    memory = parent()
+    if memory is None:
         yield tmp_path
         return
-    with tempfile.TemporaryDirectory(prefix="ckstore-tests-", dir=SHARED_MEMORY, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="ckstore-tests-", dir=memory, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
