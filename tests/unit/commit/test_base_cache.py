@@ -7,12 +7,10 @@ import pytest
 
 import ckstore
 from ckstore.bases import Bases
-from ckstore.clock import SYSTEM_CLOCK
-from ckstore.config import KIB, Limits
+from ckstore.config import KIB
 from ckstore.errors import UsageError
 from ckstore.ids import ChunkId
-from ckstore.io.local import LocalBackend
-from ckstore.store.parts import create_store
+from support.small_chunks import open_small
 
 CHUNK_NBYTES = 256 * KIB
 CHUNKS = 4
@@ -25,10 +23,8 @@ def state_of(step):
 
 
 def opened(folder, **options):
-    """Open a new store of small chunks."""
-    folder.mkdir()
-    create_store(LocalBackend(folder), SYSTEM_CLOCK, Limits(chunk_nbytes_max=CHUNK_NBYTES))
-    return ckstore.open(folder, policy=ckstore.Policy(base_cache="memory", threads=1, **options))
+    """Open a new store that holds bases in memory."""
+    return open_small(folder, CHUNK_NBYTES, policy=ckstore.Policy(base_cache="memory", threads=1, **options))
 
 
 def commits(folder, *, is_async, **options):

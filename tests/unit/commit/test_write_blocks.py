@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import weakref
 from pathlib import Path
@@ -63,7 +62,6 @@ def mapped(monkeypatch):
 
 def alive(mapped):
     """Return the addresses of the mapped blocks that are alive."""
-    gc.collect()
     arrays = [each() for each in mapped]
     return [array.__array_interface__["data"][0] for array in arrays if array is not None]
 

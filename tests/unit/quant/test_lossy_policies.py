@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from ckstore import Policy, Residual
+from ckstore.config import KIB
 from ckstore.errors import BoundError
 from ckstore.lossy import LossyTensor
 from ckstore.lossy_target import scaled
 from ckstore.quant.settings import TensorSettings
 from ckstore.testing.states import difference
 from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+from support.small_chunks import open_small
 
 NEAR = Residual.near()
 
@@ -157,10 +159,11 @@ def test_bounds_that_cannot_be_met_raise_or_are_exact_as_the_policy_says(store, 
     assert store.verify("decode").damage == []
 
 
-@pytest.mark.parametrize("shape", [(96, 160), (2100, 2048)], ids=["one chunk", "several"])
+@pytest.mark.parametrize("chunk_count", [1, 4])
 @pytest.mark.parametrize("target", [1.5, 12.0])
-def test_steps_are_scaled_until_a_parameter_takes_the_bits_that_were_asked_for(store, target, shape):
-    run = AdamRun(shape=shape)
+def test_steps_are_scaled_until_a_parameter_takes_the_bits_that_were_asked_for(backend, target, chunk_count):
+    run = AdamRun(shape=(256 * chunk_count, 256))
+    store = open_small(backend, 256 * KIB)
     store.commit(run.train(2).state(), 0, policy=lossy_policy(NEAR))
     state = run.train(2).state()
     store.commit(state, 1, policy=lossy_policy(replace(NEAR, keyframe_every=1000)))
