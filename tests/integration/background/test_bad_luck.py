@@ -261,10 +261,10 @@ def test_saver_without_memory_for_a_thread_ends(tell):
 import os, resource, sys, threading, time
 sys.path.insert(0, {str(SOURCE)!r})
 from ckstore.saver import start
-codes = []
+pids, codes = [], []
 for pages in range(16):
-    pid = os.fork()
-    if pid == 0:
+    pids.append(os.fork())
+    if pids[-1] == 0:
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
         start.end_without_threads()
         time.sleep(0.05)
@@ -276,7 +276,8 @@ for pages in range(16):
         except RuntimeError:
             os._exit(7)
         os._exit(0)
-    deadline = time.monotonic() + 20
+deadline = time.monotonic() + 20
+for pid in pids:
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.005)
     if not ended[0]:
