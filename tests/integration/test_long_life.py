@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import ckstore
 from ckstore.errors import BoundError, ConflictError
 from ckstore.testing.model import difference
-from support import memory_folders
+from support.memory_folders import new_folder
 
 RUNS = ("main", "other")
 TIERS = ("near", "far")
@@ -86,7 +84,7 @@ class LongLife(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="ckstore-life-", dir=memory_folders.parent()))
+        self.folder = new_folder()
         self.trainers = {run: Trainer(seed) for seed, run in enumerate(RUNS)}
         self.entries = {run: {} for run in RUNS}
         self.dropped = {run: {} for run in RUNS}

@@ -5,9 +5,12 @@ Making a store syncs 256 folders. On a disk that other tests use too, these wait
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -16,20 +19,32 @@ SHARED_MEMORY = Path("/dev/shm")
 FREE_NBYTES_MIN = 1 << 30
 """With less room there, as in most containers, tests use the disk."""
 
+PREFIX = "ckstore-tests-"
+LEFT_BEHIND_SECONDS = 3600
+"""So old a folder was left behind by tests that were killed."""
 
+
+@functools.cache
 def parent() -> Path | None:
     """Return where folders in memory are made, or None where this machine has too little of it."""
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
         return None
+    for folder in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        # It may belong to another user, or be removed by another process meanwhile.
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > LEFT_BEHIND_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
     return SHARED_MEMORY if shutil.disk_usage(SHARED_MEMORY).free >= FREE_NBYTES_MIN else None
 
 
+def new_folder() -> Path:
+    """Make a folder, in memory where that can be used; the caller removes it."""
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent()))
+
+
 @pytest.fixture
-def tmp_path(tmp_path):
-    """A folder in memory that is removed after the test; the usual one where memory cannot be used."""
-    memory = parent()
-    if memory is None:
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="ckstore-tests-", dir=memory, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+def tmp_path():
+    """A folder in memory, or on the disk where memory cannot be used, that is removed after the test."""
+    folder = new_folder()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
