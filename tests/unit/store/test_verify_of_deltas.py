@@ -97,6 +97,7 @@ def test_every_frame_is_decoded_and_hardly_any_twice(tree, decoded):
     assert max(decoded.values()) <= 2 + len(shape) // 3
 
 
+@pytest.mark.deep(parts=2)
 @pytest.mark.parametrize("copies", [0, 1])
 def test_few_copies_cost_time_and_nothing_else(tree, decoded, copies, monkeypatch):
     store, _ = tree
