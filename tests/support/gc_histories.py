@@ -38,7 +38,7 @@ def keeper(store, run=None):
     """Return what collects in the store of a handle, as another process would."""
     parts = repository_of(store)
     again = type(parts)(parts.backend, parts.record, run or parts.run, clock=parts.clock)
-    return Keeping(again, store._policy)
+    return Keeping(again, ckstore.Policy())
 
 
 def check_restores(store, steps):
