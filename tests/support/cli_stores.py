@@ -63,7 +63,7 @@ def _run_on_terminal(columns, arguments):
     try:
         os.environ.update(environment(COLUMNS=str(columns), TERM="xterm"))
         time.tzset()
-        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))  # noqa: PTH123, SIM115
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
         code = main.run([str(argument) for argument in arguments])
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,6 +6,7 @@ because making it takes longer than what is tested.
 
 from __future__ import annotations
 
+import abc
 import shutil
 
 import numpy as np
@@ -34,7 +35,7 @@ def assert_restores(store, *steps):
         assert np.array_equal(got["shared"], wanted["shared"])
 
 
-class Scenario:
+class Scenario(abc.ABC):
     """Something that a store does with a bucket.
 
     Args:
@@ -73,16 +74,16 @@ class Scenario:
         """Let the only tier be the new place."""
         return with_changes(record, tiers=dict.fromkeys(record.tiers, self.address))
 
-    def prepare(self):
+    def prepare(self):  # noqa: B027 - by default there is nothing before
         """Make what is there before."""
 
+    @abc.abstractmethod
     def act(self):
         """Do what is tested, through a server that fails."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check(self, proxy, *, has_acted):
         """Assert that nothing was lost, and that all goes on once the server works."""
-        raise NotImplementedError
 
 
 class Push(Scenario):
