@@ -34,6 +34,8 @@ def pytest_sessionfinish(session):
 
 def pytest_terminal_summary(terminalreporter, config):
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    # Each phase of a test has a report, with all lines of the phases before.
+    reports = [report for report in reports if getattr(report, "when", None) == "call"]
     told = [line for report in reports for key, line in getattr(report, "user_properties", ()) if key == COVERED]
     if told:
         terminalreporter.section("what was covered")
