@@ -359,8 +359,8 @@ def test_limits_that_cannot_be_are_refused(history, options):
         keeper(history).gc(**options)
 
 
-def test_one_collection_at_a_time(folder):
-    with ckstore.open(folder) as store:
+def test_one_collection_at_a_time(folder, clock):
+    with ckstore.open(folder, clock=clock) as store:
         commit_all(store, [1])
         lock = LocalBackend(folder).try_lock("gc.lock")
         with pytest.raises(LockHeldError):
