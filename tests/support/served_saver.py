@@ -102,6 +102,11 @@ class Begun:
         self._saver.ring()
         return self
 
+    @property
+    def staged_units(self):
+        """How many units at the beginning of the slot are marked."""
+        return int(self.slot.marks.argmin())
+
     def abort(self):
         """Give it up."""
         self._saver.say(messages.Abort(self.number))
