@@ -1,103 +1,51 @@
-"""The saver gives way while training goes on, and not while somebody waits for it, or when the trainer is dead."""
+"""The priority of a saver's process: what it asks of the system, and what the system may refuse.
+
+What it is while training goes on, or somebody waits: ``test_hurry.py``, and with a real process
+``tests/integration/background/test_priority.py``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
-import ckstore
-from ckstore.config import MIB
-from ckstore.errors import SaverError
-from ckstore.saver import client
-from ckstore.saver.priority import NICE_MAX, Priority
-from support.saver_desk import SECONDS_MAX, Desk, noise, stats_of, until
+from ckstore.saver.priority import Priority
+from support.fake_saver import PretendSaver
+from support.saver_desk import noise
 
 NICE = 7
-START = os.getpriority(os.PRIO_PROCESS, 0)
-LOW = min(NICE_MAX, START + NICE)
-
-raises_priority = pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
-
-
-def niceness_of(pid):
-    """Return the niceness of every thread of a process."""
-    # The 19th field.
-    return {int(nice) for nice in stats_of(pid, 16)}
 
 
 @pytest.fixture
-def desk(address):
-    found = Desk(address, nice=NICE)
-    yield found
-    found.close()
+def asked(monkeypatch):
+    """What is asked of the system from now on, which does nothing: niceness and scheduling class of threads."""
+    found = []
+    monkeypatch.setattr(os, "setpriority", lambda which, thread, nice: found.append((thread, nice)))
+    monkeypatch.setattr(os, "sched_setscheduler", lambda thread, policy, _: found.append((thread, policy)))
+    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+    return found
 
 
-@raises_priority
-def test_saver_has_its_full_priority_while_somebody_waits_for_what_it_does(desk):
-    desk.saver.wait_ready()
-    until(lambda: niceness_of(desk.saver.pid) == {LOW}, "a saver that gives way")
-    handed = desk.begin(noise(1, 3 * MIB), 1).stage()
-    waiting = (handed.free, SECONDS_MAX, "end a test")
-    waiter = threading.Thread(target=desk.saver.wait, args=waiting, kwargs={"is_urgent": True})
-    waiter.start()
-    until(lambda: niceness_of(desk.saver.pid) == {START}, "a saver that hurries")
-    handed.finish().wait()
-    waiter.join()
-    until(lambda: niceness_of(desk.saver.pid) == {LOW}, "a saver that gives way again")
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("processors", "most"), [(1, 1), (2, 1), (8, 7)])
+def test_saver_that_gives_way_leaves_training_one_processor(monkeypatch, processors, most):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors))
+    priority = Priority(NICE)
+    priority.give_way()
+    assert priority.headcount.most == most
+    priority.hurry()
+    assert priority.headcount.most is None
+    priority.stand_aside()
+    assert priority.headcount.most == most
+    careless = Priority(0)
+    careless.give_way()
+    assert careless.headcount.most is None
 
 
-def policies_of(pid):
-    """Return the scheduling policy of the thread that listens, and those of all others; these may end meanwhile."""
-    others = set()
-    for task in {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - {pid}:
-        with contextlib.suppress(ProcessLookupError):
-            others.add(os.sched_getscheduler(task))
-    return os.sched_getscheduler(pid), others
-
-
-@raises_priority
-def test_saver_stands_aside_before_a_state_comes_and_while_it_is_copied(desk):
-    desk.saver.wait_ready()
-    pid = desk.saver.pid
-    until(lambda: policies_of(pid) == (os.SCHED_OTHER, {os.SCHED_IDLE}), "a saver that stands aside")
-    handed = desk.begin(noise(1, 8 * MIB), 1).stage(1)
-    assert desk.saver.wait(handed.began, SECONDS_MAX, "begin")
-    # The lease's thread, by whose beats others judge whether the saver lives, is awake.
-    both = (os.SCHED_OTHER, {os.SCHED_IDLE, os.SCHED_OTHER})
-    assert policies_of(pid) == both
-    assert niceness_of(pid) == {LOW}
-    handed.stage().finish().wait()
-    until(lambda: policies_of(pid) == both, "a saver that stands aside again")
-    until(lambda: awake_count(pid) == 2, "only the one that listens, and the lease's, awake")
-
-
-def awake_count(pid):
-    """Return how many threads of a process are in no idle class."""
-    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    with contextlib.suppress(ProcessLookupError):
-        return sum(os.sched_getscheduler(thread) == os.SCHED_OTHER for thread in threads)
-    return -1
-
-
-@raises_priority
-def test_saver_that_is_waited_for_does_not_stand_aside(desk):
-    desk.saver.wait_ready()
-    handed = desk.begin(noise(1, 8 * MIB), 1).stage(1)
-    waiter = threading.Thread(
-        target=desk.saver.wait, args=(handed.free, SECONDS_MAX, "end a test"), kwargs={"is_urgent": True}
-    )
-    waiter.start()
-    until(lambda: niceness_of(desk.saver.pid) == {START}, "a saver that hurries")
-    until(lambda: policies_of(desk.saver.pid)[1] == {os.SCHED_OTHER}, "a saver that stands aside no more")
-    handed.stage().finish().wait()
-    waiter.join()
-
-
-def test_who_may_not_come_back_or_need_not_give_way_never_stands_aside(monkeypatch):
+def test_priority_that_may_not_come_back_or_need_not_give_way_never_stands_aside(asked, monkeypatch):
     told = []
 
     def note(thread, policy, _):
@@ -105,9 +53,7 @@ def test_who_may_not_come_back_or_need_not_give_way_never_stands_aside(monkeypat
         if policy == os.SCHED_OTHER:
             raise PermissionError
 
-    monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setattr(os, "sched_setscheduler", note)
-    monkeypatch.setattr(Path, "write_text", lambda *_: None)
     Priority(0).stand_aside()
     assert told == []
     priority = Priority(NICE)
@@ -118,50 +64,15 @@ def test_who_may_not_come_back_or_need_not_give_way_never_stands_aside(monkeypat
     assert len(told) == 2
 
 
-def test_nothing_is_done_twice(monkeypatch):
-    told = []
-    monkeypatch.setattr(os, "setpriority", lambda *facts: told.append(facts))
-    monkeypatch.setattr(Path, "write_text", lambda *_: None)
+def test_priority_that_is_as_it_should_be_asks_nothing_of_the_system(asked):
     priority = Priority(NICE)
     priority.give_way()
-    count = len(told)
+    count = len(asked)
     priority.give_way()
-    assert len(told) == count > 0
+    assert len(asked) == count > 0
 
 
-def test_nothing_else_makes_a_saver_hurry(desk):
-    """A trainer that only makes sure that its state is staged, or looks whether it is durable, trains on."""
-    desk.saver.wait_ready()
-    handed = desk.begin(noise(1, 3 * MIB), 1).stage()
-    assert not desk.saver.wait(handed.free, 0.2, "end a test")
-    assert not desk.saver.wait(handed.free, 0, "end a test", is_urgent=True)
-    assert niceness_of(desk.saver.pid) == {LOW}
-    handed.finish().wait()
-
-
-@raises_priority
-def test_results_and_slots_are_waited_for_urgently(folder, monkeypatch):
-    said = []
-    say = client.Saver._say
-
-    def note(self, message, **options):
-        said.append(type(message).__name__)
-        return say(self, message, **options)
-
-    monkeypatch.setattr(client.Saver, "_say", note)
-    with ckstore.open(folder) as store:
-        pending = store.commit_async(noise(1, 24 * MIB), 1)
-        pending.wait_staged()
-        assert "Hurry" not in said
-        pending.result()
-        assert "Hurry" in said
-        del said[:]
-        for step in (2, 3, 4):
-            store.commit_async(noise(step, 24 * MIB), step)
-        assert "Hurry" in said
-
-
-def test_thread_that_is_started_meanwhile_is_not_left_out(monkeypatch):
+def test_thread_that_is_started_meanwhile_is_not_left_out(asked, monkeypatch):
     """Whoever starts it may not have had its turn yet, and hands down what it has."""
     told, is_over = [], threading.Event()
     late = threading.Thread(target=is_over.wait)
@@ -172,14 +83,13 @@ def test_thread_that_is_started_meanwhile_is_not_left_out(monkeypatch):
         told.append(thread)
 
     monkeypatch.setattr(os, "setpriority", note)
-    monkeypatch.setattr(Path, "write_text", lambda *_: None)
     Priority(NICE).give_way()
     is_over.set()
     late.join()
     assert late.native_id in told
 
 
-def test_what_the_system_refuses_is_left(monkeypatch):
+def test_priority_stays_as_it_is_where_the_system_refuses(monkeypatch):
     def refuse(*_):
         raise PermissionError
 
@@ -190,13 +100,38 @@ def test_what_the_system_refuses_is_left(monkeypatch):
     priority.hurry()
 
 
-@pytest.mark.parametrize("error", [SaverError, MemoryError, OSError])
-def test_hurry_that_cannot_be_said_is_no_error_of_its_own(desk, monkeypatch, error):
-    handed = desk.begin(noise(1, 3 * MIB), 1)
+# The trainer's side: for what it has the saver hurry
 
-    def fail(message, **_):
-        raise error("nobody listens")
 
-    monkeypatch.setattr(desk.saver, "_say", fail)
-    assert not desk.saver.wait(handed.free, 0.05, "end a test", is_urgent=True)
-    monkeypatch.undo()
+class Listening(PretendSaver):
+    """Notes for what it is waited for urgently."""
+
+    def wait(self, event, timeout, doing, *, is_urgent=False):
+        if is_urgent and (timeout is None or timeout > 0):
+            self.calls.append("hurry")
+        return super().wait(event, timeout, doing)
+
+
+def test_results_and_slots_are_waited_for_urgently_and_nothing_else_is(handing_store, savers, monkeypatch):
+    monkeypatch.setattr("ckstore.handover.Saver", Listening)
+    handing_store.prewarm(noise(1))
+    saver = savers[-1]
+    saver.is_quick = False
+    pending = handing_store.commit_async(noise(1), 1)
+    pending.wait_staged()
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0)
+    assert "hurry" not in saver.calls, "a trainer that makes sure that it is staged, or looks, trains on"
+    result = threading.Thread(target=pending.result)
+    result.start()
+    result.join(0.05)
+    saver.finish(1)
+    result.join()
+    assert saver.calls.count("hurry") == 1
+    handing_store.commit_async(noise(2), 2)
+    third = threading.Thread(target=handing_store.commit_async, args=(noise(3), 3))
+    third.start()
+    third.join(0.05)
+    saver.finish(2)
+    third.join()
+    assert saver.calls.count("hurry") > 1, "for a slot, as for a result"
