@@ -5,6 +5,8 @@ Checkpoints are written by hand, so that every shape of chain is here, whatever 
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -41,6 +43,11 @@ def moved(array, step):
 
 def state_at(step):
     """Return a state as training leaves it: large and small tensors, a frozen one, and plain values."""
+    return copy.deepcopy(made_state(step))
+
+
+@functools.cache
+def made_state(step):
     source = np.random.default_rng(7)
     large, other, frozen = (source.standard_normal(COUNT).astype(np.float32) for _ in range(3))
     small = [moved(np.ones(900 + k, np.float32), step) for k in range(5)]
