@@ -1,23 +1,31 @@
-"""Change one statement of a module at a time, and count how many changes the tests notice.
+"""Change one statement of a module at a time, and count how many of the changes the tests notice.
 
-    git clone . /tmp/mutants && make -C /tmp/mutants .venv/.installed
-    python tests/mutation.py /tmp/mutants --count 12 --result fast.json
-    python tests/mutation.py /tmp/mutants --survivors fast.json --depth all --result deep.json
+    python tests/mutation.py --count 12 --result fast.json
+    python tests/mutation.py --only-survivors fast.json --depth all --result deep.json
+    python tests/mutation.py OTHER_CHECKOUT --mutants fast.json --tests tests-of-it.json --depth "" --result other.json
 
-The tree is a clone with an environment of its own: its source is changed in place and put back, never that of the
-checkout. Which changes are made follows from the seed and from the changed text, so that two versions of a module get
-the same changes where their code is the same. A change is *killed* by tests that fail or run into the time limit.
+The changes are made in a copy of the tree, below the temporary folder, with an environment of its own that imports
+``ckstore`` from the copy. The checkout is never changed, and several runs do not disturb each other.
+
+Which changes are made follows from the seed and from the changed text. Two versions of a module therefore get the same
+changes where their code is the same. A change is *killed* by tests that fail, crash or run into the time limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import hashlib
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,37 +33,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MODULES: dict[str, list[str]] = {
-    "commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
-    "chunks.py": ["unit/commit", "integration/test_promises.py", "unit/restore", "durability/test_failing_calls.py"],
+    "format/frame.py": ["unit/format", "golden/test_format.py", "hostile/test_parsers.py"],
+    "format/manifest.py": ["unit/format", "golden/test_format.py", "hostile/test_parsers.py"],
+    "store/packer.py": ["unit/store/test_packer.py", "unit/commit", "unit/store", "durability/test_failing_calls.py"],
     "store/manifests.py": ["unit/store", "durability/test_failing_calls.py", "durability/test_power_cut_states.py"],
-    "store/lease.py": ["unit/store", "unit/background/test_lent_lease.py", "integration/background/test_lost_lease.py"],
-    "store/gc.py": ["unit/ops/gc", "durability/test_collection.py", "durability/test_gc_races.py"],
+    "store/lease.py": ["unit/store", "unit/background/test_lent_lease.py"],
     "store/drop.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_collection.py"],
-    "store/packer.py": ["unit/store", "unit/commit", "durability/test_failing_calls.py"],
-    "format/frame.py": ["unit/format", "golden", "hostile"],
-    "format/manifest.py": ["unit/format", "golden", "hostile"],
-    "saver/server.py": ["unit/background", "integration/background"],
+    "store/gc.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_collection.py"],
+    "commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
+    "chunks.py": ["unit/commit", "unit/restore", "integration/test_promises.py", "durability/test_failing_calls.py"],
     "saver/arena.py": ["unit/background", "integration/background"],
+    "saver/server.py": ["unit/background", "integration/background"],
 }
 """Modules, below ``src/ckstore``, and the tests that concern each, below ``tests``, the nearest first."""
 
-SWAPPED: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+LEFT_OUT = (".git", ".venv", "build", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "demo-store")
+"""Entries of a checkout that its copy does without."""
+
+MARK = "CKSTORE_MUTATION_COPY"
+"""Set to the copy's path in the environment of all tests, so that what they leave running can be found."""
+
+PAIRS: list[tuple[type, type]] = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)]
+PAIRS += [(ast.Is, ast.IsNot), (ast.Add, ast.Sub), (ast.And, ast.Or)]
+SWAPPED: dict[type, type] = {ast.Mult: ast.FloorDiv, **dict(PAIRS), **{second: first for first, second in PAIRS}}
 
 LOGGING = ("_log.", "tell(", "warnings.")
 """Statements that begin like this only report."""
@@ -83,6 +83,10 @@ class Mutant:
     def key(self) -> str:
         """What stays the same when other code of the module changes."""
         return f"{self.module}:{self.function}:{self.before}:{self.after}"
+
+
+Placed = tuple[Mutant, ast.stmt, ast.stmt]
+"""A change, the statement in a module's tree, and what replaces it."""
 
 
 def variants(node: ast.stmt) -> Iterator[ast.stmt]:
@@ -163,8 +167,8 @@ def head_of(node: ast.stmt) -> str:
     return ast.unparse(node).split("\n")[0]
 
 
-def mutants_of(tree: Path, module: str, count: int, seed: int) -> list[tuple[Mutant, ast.stmt, ast.stmt]]:
-    """Choose some changes, at most two in a function, by a hash of the seed and of what is changed."""
+def mutants_of(tree: Path, module: str, count: int, seed: int, per_function: int) -> list[Placed]:
+    """Choose some changes, at most so many in a function, by a hash of the seed and of what is changed."""
     parsed = ast.parse((tree / "src" / "ckstore" / module).read_text())
     found = {
         mutant.key: (mutant, node, changed)
@@ -172,10 +176,10 @@ def mutants_of(tree: Path, module: str, count: int, seed: int) -> list[tuple[Mut
         for changed in variants(node)
         if (mutant := Mutant(module, path, node.lineno, head_of(node), head_of(changed))).before != mutant.after
     }
-    chosen, by_function = [], Counter[str]()
+    by_function, chosen = Counter[str](), list[Placed]()
     for key in sorted(found, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest()):
         function = found[key][0].function
-        if by_function[function] < 2 and len(chosen) < count:
+        if by_function[function] < per_function and len(chosen) < count:
             by_function[function] += 1
             chosen.append(found[key])
     return chosen
@@ -197,71 +201,194 @@ def changed_source(source: str, node: ast.stmt, changed: ast.stmt) -> str:
     return "\n".join(lines)
 
 
-def run_tests(tree: Path, paths: list[str], depth: str, limit: float, *, extra: list[str]) -> str:
-    """Run tests until one fails; return "killed", "killed by the time limit" or "survived"."""
-    command = [str(tree / ".venv" / "bin" / "python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "2"]
-    command += [f"--depth={depth}"] if depth else []
-    command += [*extra, *(f"tests/{path}" for path in paths if (tree / "tests" / path).exists())]
-    try:
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return "killed by the time limit"
-    if done.returncode not in (0, 1, 2):
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-1000:])
-    return "killed" if done.returncode else "survived"
+class Copy:
+    """A copy of a checkout whose tests import ``ckstore`` from the copy.
+
+    An editable install puts a finder before ``sys.path``, so that PYTHONPATH does not change what is imported. The copy
+    therefore has an environment that links to all packages of the checkout's, except for this finder.
+
+    Args:
+        tree: The checkout, with an environment in ``.venv``.
+        folder: Where to write the copy.
+    """
+
+    def __init__(self, tree: Path, folder: Path) -> None:
+        self.folder, self.temporary = folder / "tree", folder / "t"
+        left_out = {str(tree): LEFT_OUT}
+        shutil.copytree(tree, self.folder, symlinks=True, ignore=lambda path, names: left_out.get(path, ()))
+        self.temporary.mkdir()
+        self.python = self._make_environment(tree / ".venv")
+        self.variables = {**os.environ, MARK: str(folder), "TMPDIR": str(self.temporary)}
+        self.variables["PYTHONPATH"] = str(self.folder / "src")
+        self.variables.setdefault("CKSTORE_TEST_COMMIT", _commit_of(tree))
+        command = [str(self.python), "-c", "import ckstore; print(ckstore.__file__)"]
+        done = subprocess.run(command, env=self.variables, capture_output=True, text=True, check=True)
+        if Path(done.stdout.strip()) != self.folder / "src" / "ckstore" / "__init__.py":
+            raise SystemExit(f"the tests would import {done.stdout.strip()}, not the copy")
+
+    def _make_environment(self, real: Path) -> Path:
+        made = self.folder / ".venv"
+        (made / "bin").mkdir(parents=True)
+        shutil.copy(real / "pyvenv.cfg", made)
+        for file in (file for file in (real / "bin").iterdir() if not file.is_dir()):
+            copied = made / "bin" / file.name
+            shutil.copy(file, copied, follow_symlinks=False)
+            if not file.is_symlink():
+                # Scripts begin with the path of their interpreter.
+                copied.write_bytes(file.read_bytes().replace(bytes(real), bytes(made)))
+        packages = next(real.glob("lib/python*/site-packages"))
+        links = made / packages.relative_to(real)
+        links.mkdir(parents=True)
+        for entry in packages.iterdir():
+            if entry.name != "ckstore" and not entry.name.startswith("_editable_"):
+                (links / entry.name).symlink_to(entry)
+        (links / "ckstore_copy.pth").write_text(f"{self.folder / 'src'}\n")
+        for extension in packages.glob("ckstore/_native*.so"):
+            shutil.copy2(extension, self.folder / "src" / "ckstore")
+        return made / "bin" / "python"
+
+    def write(self, module: str, source: str) -> None:
+        """Write a module's source, and remove what earlier tests left: bytecode of the same second, saved examples."""
+        shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)
+        file = self.folder / "src" / "ckstore" / module
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()
+        file.write_text(source)
+
+    def run_tests(self, tests: list[str], extra: list[str], limit: float) -> tuple[str, str]:
+        """Run tests until one fails; return "survived" or how the change was killed, and by which test."""
+        command = [str(self.python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *extra, *tests]
+        with tempfile.TemporaryFile("w+", dir=self.temporary.parent) as output:
+            running = subprocess.Popen(
+                command, cwd=self.folder, env=self.variables, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                status = running.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                self._clean_up(running)
+            output.seek(0)
+            text = output.read()
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.MULTILINE)
+        test = failed[1] if failed else ""
+        if status is None:
+            return "killed by the time limit", test
+        if status in (4, 5):
+            raise SystemExit(f"pytest found no tests:\n{text[-2000:]}")
+        return ("survived" if status == 0 else "killed" if status in (1, 2) else "killed by a crash"), test
+
+    def _clean_up(self, running: subprocess.Popen[bytes]) -> None:
+        """End what the tests started, by the mark in its environment, and remove their files."""
+        mark = f"{MARK}={self.variables[MARK]}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            # A process may end meanwhile, and those of other users cannot be read.
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
+        running.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir(exist_ok=True)
 
 
-def check_module(tree: Path, module: str, arguments: argparse.Namespace, wanted: set[str] | None) -> list[dict]:
-    """Try the changes of one module; return a row for each."""
-    paths = (arguments.tests or {}).get(module, MODULES[module])
-    mutants = mutants_of(tree, module, arguments.count if wanted is None else 10**6, arguments.seed)
-    mutants = [each for each in mutants if wanted is None or each[0].key in wanted]
+def _commit_of(tree: Path) -> str:
+    """Return "NUMBER:HASH", by which the suite samples long programs: a copy has no repository."""
+    words = (["rev-list", "--count", "HEAD"], ["rev-parse", "HEAD"])
+    return ":".join(subprocess.check_output(["git", "-C", tree, *each], text=True).strip() for each in words)
+
+
+def placed(tree: Path, module: str, rows: list[dict]) -> tuple[list[Placed], list[dict]]:
+    """Find the changes of an earlier result in this tree; return them, and the rows that could not be placed."""
+    everything = mutants_of(tree, module, sys.maxsize, 0, sys.maxsize)
+    by_key = {each[0].key: each for each in everything}
+    found, unplaced = [], []
+    for row in rows:
+        moved = [each for each in everything if (each[0].before, each[0].after) == (row["before"], row["after"])]
+        if row["key"] in by_key:
+            found.append(by_key[row["key"]])
+        elif len(moved) == 1:
+            found.append(moved[0])
+        else:
+            unplaced.append({**row, "outcome": "not placed"})
+    return found, unplaced
+
+
+def check_module(work: Copy, module: str, arguments: argparse.Namespace, earlier: list[dict] | None) -> Iterator[dict]:
+    """Try the changes of one module; yield a row for each."""
+    tests = [f"tests/{path}" for path in (arguments.tests or MODULES)[module]]
+    missing = [path for path in tests if not (work.folder / path.split("::")[0]).exists()]
+    if missing:
+        raise SystemExit(f"no such tests: {', '.join(missing)}")
+    extra = [*([f"--depth={arguments.depth}"] if arguments.depth else []), *arguments.extra]
+    if earlier is None:
+        mutants = mutants_of(work.folder, module, arguments.count, arguments.seed, arguments.per_function)
+    else:
+        mutants, unplaced = placed(work.folder, module, [row for row in earlier if row["module"] == module])
+        yield from unplaced
     if not mutants:
-        return []
-    began = time.monotonic()
-    if run_tests(tree, paths, arguments.depth, 3600, extra=arguments.extra) != "survived":
-        raise SystemExit(f"{module}: its tests fail without any change")
-    limit = 60 + 3 * (time.monotonic() - began)
-    file, rows = tree / "src" / "ckstore" / module, []
-    source = file.read_text()
+        return
+    source, began = (work.folder / "src" / "ckstore" / module).read_text(), time.monotonic()
+    outcome, test = work.run_tests(tests, extra, 3600)
+    if outcome != "survived":
+        yield {"module": module, "line": 0, "before": "without a change", "after": "", "outcome": outcome, "test": test}
+        return
+    limit = 30 + 3 * (time.monotonic() - began)
+    print(f"          {module}: {limit / 3 - 10:.0f} s without a change", flush=True)
     for mutant, node, changed in mutants:
+        row, began = {**asdict(mutant), "key": mutant.key}, time.monotonic()
         try:
-            file.write_text(changed_source(source, node, changed))
-            outcome = run_tests(tree, paths, arguments.depth, limit, extra=arguments.extra)
-        except ValueError:
+            new = changed_source(source, node, changed)
+            ast.parse(new)
+        except (ValueError, SyntaxError):
+            yield {**row, "outcome": "not placed"}
             continue
+        work.write(module, new)
+        try:
+            outcome, test = work.run_tests(tests, extra, limit)
+            if outcome == "killed" and arguments.confirm:
+                # A test that does not fail again may have been too slow on a busy machine.
+                again = work.run_tests([test.split("[")[0] or tests[0]], extra, limit)[0] != "survived"
+                outcome = outcome if again else "unconfirmed"
         finally:
-            file.write_text(source)
-        rows.append({**asdict(mutant), "key": mutant.key, "outcome": outcome})
-        print(f"{outcome:9.9} {module}:{mutant.line} {mutant.before[:70]!r} -> {mutant.after[:70]!r}", flush=True)
-    return rows
+            work.write(module, source)
+        yield {**row, "outcome": outcome, "test": test, "seconds": round(time.monotonic() - began, 1)}
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tree", type=Path, help="a clone with an environment of its own")
+    parser.add_argument("tree", type=Path, nargs="?", default=Path(__file__).parents[1], help="what to copy (this one)")
     parser.add_argument("--module", action="append", choices=list(MODULES), help="only this one; may be repeated")
-    parser.add_argument("--count", type=int, default=12, help="changes a module (12)")
+    parser.add_argument("--count", type=int, default=20, help="changes per module (20)")
+    parser.add_argument("--per-function", type=int, default=2, help="at most so many changes in a function (2)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
-    parser.add_argument("--depth", default="sample", help="of long programmes; empty where the suite has none")
-    parser.add_argument("--survivors", type=Path, help="only those that survived in this result")
-    parser.add_argument("--tests", type=json.loads, help="a JSON object: module to test paths, instead of the table")
+    parser.add_argument("--mutants", type=Path, help="the changes of an earlier result, placed by their text")
+    parser.add_argument("--only-survivors", type=Path, help="the same, but only those not known to be killed")
+    parser.add_argument("--depth", default="sample", help="of the suite's long programs; empty: without this option")
+    parser.add_argument("--tests", type=Path, help="a JSON file: module to test paths, instead of the table")
     parser.add_argument("--extra", action="append", default=[], help="one more argument for pytest; may be repeated")
+    parser.add_argument("--confirm", action="store_true", help="run a failed test again before it counts")
     parser.add_argument("--result", type=Path, default=Path("mutants.json"))
     arguments = parser.parse_args()
-    if arguments.tree.resolve() == Path(__file__).resolve().parents[1]:
-        parser.error("the tree is the checkout itself; give a clone of it")
-    wanted = None
-    if arguments.survivors:
-        wanted = {row["key"] for row in json.loads(arguments.survivors.read_text()) if row["outcome"] == "survived"}
+    arguments.tests = json.loads(arguments.tests.read_text()) if arguments.tests else None
+    earlier: list[dict] | None = None
+    if source := arguments.mutants or arguments.only_survivors:
+        earlier = [row for row in json.loads(source.read_text()) if row["line"]]
+    if arguments.only_survivors:
+        earlier = [row for row in earlier or [] if row["outcome"] in ("survived", "unconfirmed")]
     rows: list[dict] = []
-    for module in arguments.module or MODULES:
-        rows += check_module(arguments.tree, module, arguments, wanted)
-        arguments.result.write_text(json.dumps(rows, indent=1))
+    # Tests make sockets below it, whose paths are limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="mu", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        work = Copy(arguments.tree.resolve(), Path(folder))
+        for module in arguments.module or MODULES:
+            for row in check_module(work, module, arguments, earlier):
+                rows.append(row)
+                arguments.result.write_text(json.dumps(rows, indent=1))
+                print(f"{row['outcome']:9.9} {module}:{row['line']} {row['before'][:70]!r} -> {row['after'][:70]!r}")
+                print(f"          {row.get('test', '')} {row.get('seconds', '')}", flush=True)
     for module in dict.fromkeys(row["module"] for row in rows):
-        outcomes = Counter(row["outcome"] != "survived" for row in rows if row["module"] == module)
-        print(f"{module:20} {outcomes[True]:3} killed, {outcomes[False]:3} survived")
+        outcomes = Counter(row["outcome"] for row in rows if row["module"] == module)
+        print(f"{module:20} " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
     return 0
 
 
