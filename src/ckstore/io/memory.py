@@ -37,20 +37,12 @@ class MemoryBackend:
     def __init__(self, *, nbytes_max: int | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         self.syncs: Counter[str] = Counter()
         """How often each file or folder was made durable, by name."""
-        self._nbytes_max = nbytes_max
+        self.nbytes_max = nbytes_max
+        """May be changed at any time, as a disk fills up and has room again."""
         self._clock = clock
         self._files: dict[str, _File] = {}
         self._folders = {""}
         self._lock = threading.RLock()
-
-    @property
-    def nbytes_max(self) -> int | None:
-        """All files together hold no more than this; may be set at any time, as a disk fills up and has room again."""
-        return self._nbytes_max
-
-    @nbytes_max.setter
-    def nbytes_max(self, nbytes: int | None) -> None:
-        self._nbytes_max = nbytes
 
     def files(self) -> dict[str, bytes]:
         """Return a copy of all files by name, sorted; for tests, which compare it with what a file system holds."""
@@ -68,7 +60,7 @@ class MemoryBackend:
         Args:
             modified_ns: The time of all its files; None keeps that of each.
         """
-        made = MemoryBackend(nbytes_max=self._nbytes_max, clock=self._clock)
+        made = MemoryBackend(nbytes_max=self.nbytes_max, clock=self._clock)
         with self._lock:
             copies = {
                 id(file): _File(file.content, file.modified_ns if modified_ns is None else modified_ns)
@@ -201,12 +193,12 @@ class MemoryBackend:
 
     def free_nbytes(self) -> int | None:
         """Return what is left of ``nbytes_max``."""
-        if self._nbytes_max is None:
+        if self.nbytes_max is None:
             return None
         with self._lock:
             # Two names of one file hold its bytes once.
             files = {id(file): file for file in self._files.values()}.values()
-            return self._nbytes_max - sum(len(file.content) for file in files)
+            return self.nbytes_max - sum(len(file.content) for file in files)
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
         """Make a new pack; CapacityError when what is expected does not fit."""
