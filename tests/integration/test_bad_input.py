@@ -196,7 +196,7 @@ def test_every_amount_of_missing_room_is_a_capacity_error_and_nothing_half_visib
         backend = MemoryBackend()
         with ckstore.open(backend) as store:
             store.commit(state_of(1), 1)
-        backend._nbytes_max = used + room
+        backend.nbytes_max = used + room
         with ckstore.open(backend) as store:
             try:
                 store.commit(state_of(2), 2)
@@ -207,16 +207,16 @@ def test_every_amount_of_missing_room_is_a_capacity_error_and_nothing_half_visib
                 assert store.steps() == [1]
             assert difference(store.restore(1), state_of(1)) is None
             assert store.verify("decode").is_clean
-            backend._nbytes_max = None
+            backend.nbytes_max = None
             store.commit(state_of(3), 3)
             assert difference(store.restore(), state_of(3)) is None
     assert outcomes == {"committed", "refused"}
 
 
 def _free(backend, nbytes_max):
-    backend._nbytes_max = nbytes_max
+    backend.nbytes_max = nbytes_max
     free = backend.free_nbytes()
-    backend._nbytes_max = None
+    backend.nbytes_max = None
     return free
 
 
