@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from ckstore import workers
 from ckstore.staging.crew import Crew
 from ckstore.workers import Headcount, Turns, begin, run_aside, run_in_turns
 
@@ -116,6 +117,12 @@ def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
         assert attempt()() is None
     finally:
         gc.enable()
+
+
+def test_a_step_aside_runs_on_the_thread_that_start_thread_gives_it(monkeypatch):
+    assert run_aside(threading.get_ident, on_interrupt=lambda error: None) != threading.get_ident()
+    monkeypatch.setattr(workers, "start_thread", lambda work: work())
+    assert run_aside(threading.get_ident, on_interrupt=lambda error: None) == threading.get_ident()
 
 
 def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thread_begins(monkeypatch):
