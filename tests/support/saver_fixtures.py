@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import threading
@@ -192,6 +194,26 @@ def policy(handing_store):
         handing_store._policy = dataclasses.replace(handing_store._policy, **fields)
 
     return choose
+
+
+@pytest.fixture
+def broken_logging():
+    """Return a context in which a filter of the user's raises; Python lets that through to whoever logs."""
+
+    def broken(record):
+        raise ValueError("no such field")
+
+    logger = logging.getLogger("ckstore")
+
+    @contextlib.contextmanager
+    def breaking():
+        logger.addFilter(broken)
+        try:
+            yield
+        finally:
+            logger.removeFilter(broken)
+
+    return breaking
 
 
 @pytest.fixture
