@@ -31,7 +31,7 @@ _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
-_SWITCHES = Path("/sys/kernel/mm/transparent_hugepage")
+SWITCHES = Path("/sys/kernel/mm/transparent_hugepage")
 
 _SMALL_PAGES_SECONDS = 1.2e-3
 """Somewhat less than what a thread takes here for 2 MiB in small pages: by ``async_pages``, what a call that was not
@@ -115,8 +115,8 @@ class Mapping:
 def are_huge_pages_wanted() -> bool:
     """Return whether this system has huge pages of 2 MiB, and nobody has switched them off altogether."""
     try:
-        is_known = int((_SWITCHES / "hpage_pmd_size").read_text()) == HUGE_PAGE_NBYTES
-        return is_known and "[never]" not in (_SWITCHES / "enabled").read_text()
+        is_known = int((SWITCHES / "hpage_pmd_size").read_text()) == HUGE_PAGE_NBYTES
+        return is_known and "[never]" not in (SWITCHES / "enabled").read_text()
     except (OSError, ValueError):
         return False
 

@@ -57,24 +57,24 @@ TO_TRAINER_SAMPLES = [
 
 
 @pytest.mark.parametrize("message", TO_SAVER_SAMPLES, ids=lambda message: type(message).__name__)
-def test_what_the_trainer_says_arrives_as_it_was(message):
+def test_message_of_the_trainer_arrives_as_it_was(message):
     assert decode_message(encode_message(message), TO_SAVER) == message
 
 
 @pytest.mark.parametrize("message", TO_TRAINER_SAMPLES, ids=lambda message: type(message).__name__)
-def test_what_the_saver_says_arrives_as_it_was(message):
+def test_message_of_the_saver_arrives_as_it_was(message):
     arrived = decode_message(encode_message(message), TO_TRAINER)
     assert arrived == message
     assert type(arrived) is type(message)
 
 
-def test_samples_above_are_all_there_are():
+def test_messages_tested_here_are_all_there_are():
     assert {type(message) for message in TO_SAVER_SAMPLES} == set(TO_SAVER)
     assert {type(message) for message in TO_TRAINER_SAMPLES} == set(TO_TRAINER)
 
 
 @pytest.mark.parametrize("message", TO_SAVER_SAMPLES, ids=lambda message: type(message).__name__)
-def test_nobody_accepts_what_only_the_other_side_may_say(message):
+def test_message_that_only_the_other_side_may_say_is_refused(message):
     with pytest.raises(MalformedError):
         decode_message(encode_message(message), TO_TRAINER)
 
@@ -156,7 +156,7 @@ def test_packets_keep_their_borders_on_the_socket():
         assert messages.receive(theirs, TO_SAVER) is None
 
 
-def test_sending_never_waits_for_a_reader():
+def test_send_never_waits_for_a_reader():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def send_many():
@@ -218,14 +218,14 @@ def test_errors_of_the_system_keep_their_class_too():
 @pytest.mark.parametrize(
     "error", [AssertionError("a chunk"), KeyError("x"), SystemExit(1), OSError("no number")], ids=repr
 )
-def test_our_own_bugs_become_saver_errors_that_name_them(error):
+def test_errors_of_our_own_bugs_become_saver_errors_that_name_them(error):
     back = error_of(failed_of(1, error))
     assert isinstance(back, SaverError)
     assert type(error).__name__ in str(back)
 
 
 @pytest.mark.parametrize("name", ["annotations", "ClassVar", "_message", "Any", "nonsense", "CkstoreErrors"])
-def test_no_name_but_an_error_s_is_ever_called(name):
+def test_error_of_a_name_that_is_no_error_is_a_saver_error(name):
     assert type(error_of(messages.Failed(1, name, "it failed", None, None, {}))) is SaverError
 
 

@@ -71,7 +71,7 @@ def switches(tmp_path, monkeypatch):
     """A system that has huge pages, for all that it says of itself."""
     (tmp_path / "hpage_pmd_size").write_text(f"{HUGE_PAGE_NBYTES}\n")
     (tmp_path / "enabled").write_text("always [madvise] never\n")
-    monkeypatch.setattr(shared_pages, "_SWITCHES", tmp_path)
+    monkeypatch.setattr(shared_pages, "SWITCHES", tmp_path)
     return tmp_path
 
 
@@ -128,7 +128,7 @@ def nbytes_of_addresses():
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
-def test_memory_of_a_slot_lies_on_huge_pages_where_the_system_has_them(huge, arena):
+def test_slot_memory_is_on_huge_pages_where_the_system_has_them(huge, arena):
     slot = arena.slots[1]
     slot.reserve(4 * UNIT_NBYTES)
     before = nbytes_huge()
@@ -144,7 +144,7 @@ def test_memory_of_a_slot_lies_on_huge_pages_where_the_system_has_them(huge, are
     other.close()
 
 
-def test_what_is_given_back_is_taken_in_huge_pages_again(huge, arena):
+def test_slot_memory_that_was_given_back_is_taken_in_huge_pages_again(huge, arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     before = nbytes_huge()
@@ -167,7 +167,7 @@ def test_huge_pages_are_asked_for_some_units_at_once_and_for_every_byte(ask, are
     assert not slot.is_populated(0, UNIT_NBYTES)
 
 
-def test_a_slot_that_grows_keeps_its_bytes_and_asks_for_no_page_twice(ask, arena):
+def test_slot_that_grows_keeps_its_bytes_and_asks_for_no_page_twice(ask, arena):
     slot = arena.slots[0]
     slot.reserve(UNIT_NBYTES)
     slot.populate(0, UNIT_NBYTES)
@@ -180,7 +180,7 @@ def test_a_slot_that_grows_keeps_its_bytes_and_asks_for_no_page_twice(ask, arena
     assert bytes(slot.view(5, 1)) == b"a"
 
 
-def test_pages_that_a_device_was_told_of_are_left_as_they_are(ask, arena):
+def test_slot_pages_that_a_device_was_told_of_are_left_as_they_are(ask, arena):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     slot.release_devices = lambda: True
@@ -191,7 +191,7 @@ def test_pages_that_a_device_was_told_of_are_left_as_they_are(ask, arena):
 
 
 @pytest.mark.parametrize("problem", [errno.EINVAL, errno.ENOMEM, errno.EBUSY])
-def test_a_system_without_huge_pages_is_asked_once_and_gives_small_ones(ask, arena, problem):
+def test_system_without_huge_pages_is_asked_once_and_gives_small_ones(ask, arena, problem):
     slot = arena.slots[0]
     slot.reserve(12 * UNIT_NBYTES)
     system = ask(problem)
@@ -201,7 +201,7 @@ def test_a_system_without_huge_pages_is_asked_once_and_gives_small_ones(ask, are
     assert os.fstat(arena.fd).st_blocks * 512 >= 12 * UNIT_NBYTES
 
 
-def test_what_is_in_the_way_of_one_huge_page_is_not_in_that_of_the_next(ask, arena):
+def test_huge_page_that_fails_for_now_does_not_keep_the_next_from_being_asked_for(ask, arena):
     slot = arena.slots[0]
     slot.reserve(12 * UNIT_NBYTES)
     system = ask(errno.EAGAIN)
@@ -227,7 +227,7 @@ def test_huge_pages_that_take_long_are_given_up(ask, arena, problem, millisecond
     assert len(system.asked) == tries + 1, "room that was mapped anew is tried again"
 
 
-def test_what_one_thread_has_given_up_no_other_takes_up_again(ask, arena):
+def test_huge_pages_that_one_thread_has_given_up_no_other_asks_for_again(ask, arena):
     slot = arena.slots[0]
     slot.reserve(12 * UNIT_NBYTES)
     system = ask()
@@ -264,7 +264,7 @@ def test_huge_pages_that_are_switched_off_or_of_another_size_are_not_asked_for(a
     assert slot.is_populated(0, 2 * UNIT_NBYTES)
 
 
-def test_no_memory_for_the_first_page_of_a_huge_one_is_an_error_of_small_ones(ask, arena, monkeypatch):
+def test_slot_without_memory_for_the_first_page_of_a_huge_one_raises_as_for_small_ones(ask, arena, monkeypatch):
     slot = arena.slots[0]
     slot.reserve(2 * UNIT_NBYTES)
     system = ask()
@@ -280,7 +280,7 @@ def test_no_memory_for_the_first_page_of_a_huge_one_is_an_error_of_small_ones(as
     assert not slot.is_populated(0, UNIT_NBYTES)
 
 
-def test_a_mapping_takes_no_more_addresses_than_it_has_and_leaves_none(arena):
+def test_mapping_takes_no_more_addresses_than_it_has_and_leaves_none(arena):
     gc.collect()
     slot = arena.slots[0]
     before = nbytes_of_addresses()
@@ -293,7 +293,7 @@ def test_a_mapping_takes_no_more_addresses_than_it_has_and_leaves_none(arena):
     assert abs(nbytes_of_addresses() - before) < HUGE_PAGE_NBYTES
 
 
-def test_what_cannot_be_mapped_leaves_no_addresses_taken():
+def test_mapping_that_fails_leaves_no_addresses_taken():
     gc.collect()
     before = nbytes_of_addresses()
     for _ in range(20):
@@ -305,7 +305,7 @@ def test_what_cannot_be_mapped_leaves_no_addresses_taken():
 
 
 @pytest.mark.parametrize("call", [2, 3, 4])
-def test_ctrl_c_while_something_is_mapped_leaves_nothing_of_it(arena, monkeypatch, call):
+def test_mapping_that_ctrl_c_interrupts_leaves_nothing(arena, monkeypatch, call):
     gc.collect()
     before, calls = nbytes_of_addresses(), []
 

@@ -38,7 +38,7 @@ class Decaying(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def test_a_wrapper_that_changes_parameters_itself_waits_too(store, held):
+def test_wrapper_that_changes_parameters_itself_waits_too(store, held):
     trainer = Trainer()
     wrapper = Decaying(trainer.optimizer)
     store.attach(wrapper)
@@ -48,7 +48,7 @@ def test_a_wrapper_that_changes_parameters_itself_waits_too(store, held):
     assert held.held == 1
 
 
-def test_a_wrapper_without_hooks_of_its_own_is_no_matter(store, held):
+def test_wrapper_without_hooks_of_its_own_guards_as_its_optimizer_does(store, held):
     trainer = Trainer()
     wrapper = Decaying(trainer.optimizer, is_complete=False)
     wrapper.optimizer.optimizer = wrapper
@@ -58,7 +58,7 @@ def test_a_wrapper_without_hooks_of_its_own_is_no_matter(store, held):
     assert held.held == 1
 
 
-def test_other_hooks_that_change_parameters_wait_too(store, held):
+def test_hooks_of_others_that_change_parameters_wait_too(store, held):
     trainer = Trainer()
 
     def decay(optimizer, *_):
@@ -80,7 +80,7 @@ STEPS_WITH_CLOSURES = [
 
 
 @pytest.mark.parametrize("optimizer", STEPS_WITH_CLOSURES, ids=["for each", "fused", "LBFGS"])
-def test_a_commit_inside_a_step_is_copied_before_it_returns(store, held, optimizer):
+def test_commit_inside_a_step_is_copied_before_it_returns(store, held, optimizer):
     """The guard has let that step pass, and it is about to change what was committed."""
     trainer = Trainer()
     trainer.optimizer = optimizer(trainer.model.parameters())
@@ -103,7 +103,7 @@ def test_a_commit_inside_a_step_is_copied_before_it_returns(store, held, optimiz
     assert not store.commit_async(trainer.state(), 2).is_staged, "between two steps it is guarded again"
 
 
-def test_a_step_that_failed_costs_speed_and_no_more(store, held):
+def test_step_that_failed_has_the_next_state_copied_at_once_and_the_one_after_guarded(store, held):
     trainer = Trainer()
     store.attach(trainer.optimizer)
 
@@ -117,7 +117,7 @@ def test_a_step_that_failed_costs_speed_and_no_more(store, held):
     assert not store.commit_async(trainer.state(), 2).is_staged
 
 
-def test_an_optimizer_that_has_forgotten_its_hooks_guards_nothing_until_it_is_attached_again(store, held):
+def test_optimizer_that_has_forgotten_its_hooks_guards_nothing_until_it_is_attached_again(store, held):
     trainer = Trainer()
     store.attach(trainer.optimizer)
     trainer.optimizer.__init__(trainer.model.parameters(), lr=1e-4)
@@ -137,7 +137,7 @@ class Forwarding:
         return getattr(self.__dict__["optimizer"], name)
 
 
-def test_a_wrapper_that_is_gone_leaves_nothing_in_the_optimizer_that_it_was_around(store, held):
+def test_wrapper_that_is_gone_leaves_nothing_in_the_optimizer_that_it_was_around(store, held):
     trainer = Trainer()
     for _ in range(3):
         store.attach(Forwarding(trainer.optimizer))
@@ -165,7 +165,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("wrap", [Compared, Slotted])
-def test_a_wrapper_that_cannot_be_remembered_is_no_matter(store, held, wrap):
+def test_wrapper_that_cannot_be_referred_to_weakly_guards_as_its_optimizer_does(store, held, wrap):
     trainer = Trainer()
     wrapper = wrap(trainer.optimizer)
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_wrapper_that_cannot_be_remembered_is_no_matter(store, held, wrap):
     assert held.held == 1
 
 
-def test_an_optimizer_that_can_only_half_be_hooked_is_refused_and_left_as_it_was(store, held):
+def test_optimizer_that_can_only_half_be_hooked_is_refused_and_left_as_it_was(store, held):
     class Half(torch.optim.SGD):
         def register_step_post_hook(self, hook):
             raise AttributeError("no such thing")

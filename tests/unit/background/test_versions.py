@@ -41,7 +41,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-def test_a_step_that_no_guard_held_up_fails_the_commit(store, held, options):
+def test_step_that_no_guard_held_up_fails_the_commit(store, held, options):
     trainer = Trainer(**options)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
@@ -61,7 +61,7 @@ def test_steps_behind_the_guard_are_not_taken_for_changes(store, options):
         assert pending.result().step == step
 
 
-def test_a_parameter_that_is_changed_before_it_was_copied_fails_the_commit(store, held):
+def test_parameter_that_is_changed_before_it_was_copied_fails_the_commit(store, held):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
@@ -100,7 +100,7 @@ def test_weights_that_are_swapped_when_all_was_copied_are_no_matter(store):
         assert pending.result().step == step
 
 
-def test_a_commit_inside_of_a_guard_is_copied_before_it_returns(store, held):
+def test_commit_inside_of_a_guard_is_copied_before_it_returns(store, held):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
     with store.guard(trainer.optimizer):
@@ -124,7 +124,7 @@ def test_memory_that_moves_before_it_was_copied_fails_the_commit(store, held):
         pending.result()
 
 
-def test_a_look_that_fails_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch):
+def test_look_at_versions_that_fails_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
@@ -141,11 +141,10 @@ def test_a_look_that_fails_fails_the_commit_and_holds_nobody_up(store, held, mon
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_a_look_that_ends_a_thread_that_copies_fails_the_commit_and_holds_nobody_up(store, held, monkeypatch, kind):
+def test_look_at_versions_that_ends_a_thread_that_copies_fails_the_commit(store, held, monkeypatch, kind):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
-    store._policy = ckstore.Policy(staging_threads=1)
-    pending = store.commit_async(trainer.state(), 1)
+    pending = store.commit_async(trainer.state(), 1, policy=ckstore.Policy(staging_threads=1))
 
     def ended(storages):
         raise kind
@@ -162,10 +161,9 @@ def test_a_look_that_ends_a_thread_that_copies_fails_the_commit_and_holds_nobody
 def test_steps_while_a_device_is_still_copying_neither_wait_nor_count_as_changes(store, on_device, threads):
     """What is told to a device after the guard has let it pass comes after the copies, as often as it likes."""
     one, other = Trainer(foreach=True), Trainer(foreach=False)
-    store._policy = ckstore.Policy(staging_threads=threads)
     for trainer in (one, other):
         store.attach(trainer.optimizer)
-    pending = store.commit_async([one.state(), other.state()], 1)
+    pending = store.commit_async([one.state(), other.state()], 1, policy=ckstore.Policy(staging_threads=threads))
     for trainer in (one, other, one, other):
         trainer.train()
     assert not pending.is_staged, "no step has waited for the device"
@@ -188,7 +186,7 @@ def changed(store, on_device):
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["when all has come", "by the guard"])
-def test_a_change_before_the_guard_is_found_while_a_device_copies(changed, is_guarded):
+def test_change_before_the_guard_is_found_while_a_device_copies(changed, is_guarded):
     trainer, pending = changed
     if is_guarded:
         trainer.train()
@@ -199,7 +197,9 @@ def test_a_change_before_the_guard_is_found_while_a_device_copies(changed, is_gu
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_a_look_that_ends_the_thread_that_waits_for_a_device_fails_the_commit(changed, store, monkeypatch, kind):
+def test_look_at_versions_that_ends_the_thread_that_waits_for_a_device_fails_the_commit(
+    changed, store, monkeypatch, kind
+):
     trainer, pending = changed
 
     def ended(storages):
@@ -213,7 +213,7 @@ def test_a_look_that_ends_the_thread_that_waits_for_a_device_fails_the_commit(ch
     assert store.commit_async(trainer.state(), 2).result().step == 2
 
 
-def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(changed, monkeypatch):
+def test_look_of_a_guard_that_is_interrupted_interrupts_the_step_and_is_done_again(changed, monkeypatch):
     trainer, pending = changed
     versions_of = staging_state.versions_of
 
@@ -232,7 +232,7 @@ def test_an_interrupted_look_of_a_guard_interrupts_the_step_and_is_done_again(ch
         pending.result()
 
 
-def test_a_parameter_may_be_changed_when_all_is_staged(store):
+def test_parameter_may_be_changed_when_all_is_staged(store):
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)
     pending = store.commit_async(trainer.state(), 1)
@@ -242,7 +242,7 @@ def test_a_parameter_may_be_changed_when_all_is_staged(store):
     assert pending.result().step == 1
 
 
-def test_what_a_capture_warns_of_goes_to_the_saver(store):
+def test_warnings_of_a_capture_go_to_the_saver(store):
     store.commit_async({"w": np.zeros(5_000_000)[::1000]}, 1)
     [warning] = PretendSaver.started[-1].head(1).warnings
     assert "w is a sparse view" in warning
@@ -257,7 +257,7 @@ def test_numpy_states_need_no_optimizer(store):
     assert PretendSaver.started[-1].content(1) == wanted
 
 
-def test_inside_a_guard_a_device_has_copied_all(store, on_device):
+def test_device_has_copied_all_inside_a_guard(store, on_device):
     """What is changed there may be told to another stream than the one that waits for the copies."""
     trainer = Trainer(foreach=True)
     store.attach(trainer.optimizer)

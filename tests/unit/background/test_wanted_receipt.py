@@ -1,16 +1,18 @@
-"""Protects when a saver begins that somebody waits for: at once if the receipt is wanted, else when all is copied."""
+"""Protects when a saver is hurried for who waits: at once if the receipt is wanted, else when all is copied."""
 
 from __future__ import annotations
 
 import os
 import threading
 
+import numpy as np
 import pytest
 
 from ckstore.pending import Pending
 from ckstore.receipt import Receipt
 from ckstore.staging.copying import HostCopy
-from support.fake_saver import OwnerOfAll, slow, state
+from support.fake_saver import slow
+from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, until
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -34,16 +36,23 @@ def copying(monkeypatch):
 
 
 @pytest.fixture
-def begun(handing_store, policy, copying, monkeypatch):
+def store(open_handing):
+    """A store whose crew has four threads."""
+    return open_handing(staging_threads=4)
+
+
+@pytest.fixture
+def begun(store, copying, monkeypatch):
     """Return a function that begins a commit, all of it guarded, on a machine of so many processors."""
+    weights = np.full(64 << 20, 7, np.uint8)
+    owner = attach_owner(store, weights)
 
     def begin(processor_count):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processor_count)))
-        policy(staging_threads=4)
-        handing_store._guarded = OwnerOfAll()
-        return handing_store.commit_async(state(1, 64 << 20), 1)
+        return store.commit_async({"w": weights}, 1)
 
-    return begin
+    yield begin
+    del owner
 
 
 def waiting(ask):
@@ -52,7 +61,7 @@ def waiting(ask):
     return thread
 
 
-def test_who_wants_the_receipt_has_the_saver_begin_beside_half_of_the_crew(begun, savers, copying):
+def test_result_without_a_limit_has_the_saver_begin_beside_half_of_the_crew(begun, savers, copying):
     entered, may_go_on = copying
     pending = begun(4)
     asking = waiting(pending.result)
@@ -66,7 +75,7 @@ def test_who_wants_the_receipt_has_the_saver_begin_beside_half_of_the_crew(begun
 
 
 @pytest.mark.parametrize("ask", [Pending.wait_staged, lambda pending: pending.result(SECONDS_MAX)])
-def test_who_wants_it_staged_or_has_a_limit_has_the_whole_crew_copy_first(begun, savers, copying, ask):
+def test_wait_for_staging_or_with_a_limit_has_the_whole_crew_copy_first(begun, savers, copying, ask):
     entered, may_go_on = copying
     pending = begun(4)
     asking = waiting(lambda: ask(pending))
@@ -78,7 +87,7 @@ def test_who_wants_it_staged_or_has_a_limit_has_the_whole_crew_copy_first(begun,
 
 
 @pytest.mark.parametrize("processor_count", [5, 2], ids=["the whole crew leaves some", "half of the crew leaves none"])
-def test_where_half_of_the_crew_would_change_nothing_all_of_it_copies(begun, savers, copying, processor_count):
+def test_result_has_the_whole_crew_copy_where_half_of_it_would_change_nothing(begun, savers, copying, processor_count):
     entered, may_go_on = copying
     pending = begun(processor_count)
     asking = waiting(pending.result)
@@ -89,7 +98,7 @@ def test_where_half_of_the_crew_would_change_nothing_all_of_it_copies(begun, sav
     assert pending.result().step == 1
 
 
-def test_who_wants_the_receipt_disturbs_nobody_who_has_the_whole_crew_copy(begun, savers, copying):
+def test_result_disturbs_nobody_who_has_the_whole_crew_copy(begun, savers, copying):
     entered, may_go_on = copying
     pending = begun(4)
     threads = [waiting(pending.wait_staged)]
@@ -103,10 +112,10 @@ def test_who_wants_the_receipt_disturbs_nobody_who_has_the_whole_crew_copy(begun
     assert pending.result().step == 1
 
 
-def test_a_store_that_waits_wants_the_receipts(begun, handing_store, savers, copying):
+def test_store_wait_wants_the_receipts(begun, store, savers, copying):
     entered, may_go_on = copying
     begun(4)
-    waits = waiting(handing_store.wait)
+    waits = waiting(store.wait)
     until(lambda: "hurry" in savers[-1].calls, "the saver being hurried")
     waits.join(0.2)
     assert len(entered) == 2
@@ -115,10 +124,10 @@ def test_a_store_that_waits_wants_the_receipts(begun, handing_store, savers, cop
     assert not waits.is_alive()
 
 
-def test_what_is_staged_already_is_waited_for_as_ever(begun, handing_store, savers, copying):
+def test_result_of_a_state_that_is_staged_hurries_nobody_who_copies(begun, store, savers, copying):
     _, may_go_on = copying
     may_go_on.set()
-    handing_store.prewarm(state(1, 64 << 20))
+    store.prewarm({"w": np.zeros(64 << 20, np.uint8)})
     saver = slow(savers)
     pending = begun(4)
     until(lambda: pending.is_staged, "half of the crew, which nobody rushes")
@@ -140,7 +149,7 @@ def test_what_is_staged_already_is_waited_for_as_ever(begun, handing_store, save
         (lambda pending: pending.wait_staged(0), []),
     ],
 )
-def test_copying_is_told_whether_the_receipt_is_wanted(ask, told):
+def test_copying_is_told_whether_the_receipt_is_wanted_now(ask, told):
     found = []
 
     def end(*waited_for, is_urgent=False):
