@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -184,16 +183,6 @@ def open_handing(savers, folder):
 def handing_store(open_handing):
     """A store on disk with pretended savers, which end what they have begun before it closes."""
     return open_handing()
-
-
-@pytest.fixture
-def policy(handing_store):
-    """Return a function that sets fields of that store's policy."""
-
-    def choose(**fields):
-        handing_store._policy = dataclasses.replace(handing_store._policy, **fields)
-
-    return choose
 
 
 @pytest.fixture
