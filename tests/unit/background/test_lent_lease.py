@@ -112,7 +112,7 @@ def test_ticket_whose_lease_is_lost_while_the_saver_holds_back_is_not_said_to_be
     served.commit(state(0), 0)
     # Every byte is there: it waits only for the word that all is.
     first = served.begin(state(1), 1).stage()
-    first.hear(messages.Began)
+    first.hear(messages.Progress)
     served.settle()
     second = served.begin(state(2), 2, slot=1, parent_ticket=2, hold_ms=LONG_MS).stage()
     if is_lost:
@@ -136,6 +136,8 @@ def test_orphan_that_has_lost_its_lease_does_not_take_it_again(open_served, stor
     served = open_served(has_trainer=True)
     served.commit(state(0), 0)
     first, orphan = served.begin(state(1), 1), served.begin(state(2), 2, slot=1).stage()
+    # The first one is being committed when the lease is lost, and the other one waits for its turn.
+    first.hear(messages.Progress)
     orphan.hear(messages.Began)
     orphan.slot.state = STAGED
     if is_lost:
