@@ -17,8 +17,9 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError, CorruptError
 from ckstore.format import layout
-from ckstore.io.memory import MemoryBackend, _File
+from ckstore.io.memory import MemoryBackend
 from ckstore.testing.model import difference
+from support import memory_files
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -53,7 +54,7 @@ def whole():
         store.tag(1, "good")
     with ckstore.open(backend, run="other", policy=POLICY) as store:
         store.commit(STATES[1], 1)
-    yield contents_of(backend, nbytes_max=64 << 10), set(backend._folders), STATES
+    yield contents_of(backend, nbytes_max=64 << 10), backend, STATES
     logging.getLogger("ckstore").setLevel(logging.NOTSET)
 
 
@@ -70,24 +71,19 @@ def small():
         for step in STEPS:
             store.commit(states[step], step)
         store.tag(1, "good")
-    yield contents_of(backend, nbytes_max=24 << 10), set(backend._folders), states
+    yield contents_of(backend, nbytes_max=24 << 10), backend, states
     logging.getLogger("ckstore").setLevel(logging.NOTSET)
 
 
 def contents_of(backend, *, nbytes_max):
-    files = {name: bytes(file.content) for name, file in backend._files.items()}
+    files = backend.files()
     assert sum(map(len, files.values())) <= nbytes_max
     return files
 
 
 def copy_of(whole, changes=None):
     """Make a backend with these files, some changed; None removes one."""
-    files, folders, _ = whole
-    backend = MemoryBackend()
-    backend._folders = set(folders)
-    contents = {**files, **(changes or {})}
-    backend._files = {name: _File(content, 1) for name, content in contents.items() if content is not None}
-    return backend
+    return memory_files.copy_of(whole[1], changes)
 
 
 def is_disposable(name):
@@ -156,9 +152,9 @@ class Probe:
     """One open store whose bytes are changed in place, for the mutations that there are many of."""
 
     def __init__(self, whole):
-        self.backend = copy_of(whole)
+        self.whole, self.backend = whole[0], copy_of(whole)
         # A look into a folder of this backend goes through all names: of 256 folders nearly all are empty.
-        self.backend._folders -= {f"packs/{number:02x}" for number in range(256)}
+        memory_files.remove_empty_folders(self.backend)
         self.stores = {run: ckstore.open(self.backend, run=run, policy=POLICY) for run in ("main", "other")}
         self.users = {}
         for store in self.stores.values():
@@ -171,18 +167,15 @@ class Probe:
 
     def flip(self, name, offset, mask):
         """Flip bits of one byte; verify must report it for the checkpoint whose commit wrote the file."""
-        content = self.backend._files[name].content
-        content[offset] ^= mask
+        self.backend.overwrite(name, flipped(self.whole[name], offset, mask))
         self._check_user_of(name, f"byte {offset}")
-        content[offset] ^= mask
+        self.backend.overwrite(name, self.whole[name])
 
     def truncate(self, name, nbytes):
         """Take bytes from the end of a file until so many are left, as ``flip`` does."""
-        content = self.backend._files[name].content
-        whole = bytes(content)
-        del content[nbytes:]
+        self.backend.overwrite(name, self.whole[name][:nbytes])
         self._check_user_of(name, f"cut to {nbytes}")
-        content[:] = whole
+        self.backend.overwrite(name, self.whole[name])
 
     def _check_user_of(self, name, label):
         store, reference, state = self.users[name][0]
@@ -356,7 +349,7 @@ def test_commit_after_damage_never_relies_on_it(whole):
 def test_wrong_store_file_never_opens_another_store_s_packs(whole):
     other = MemoryBackend()
     ckstore.open(other).close()
-    backend = copy_of(whole, {"store.json": bytes(other._files["store.json"].content)})
+    backend = copy_of(whole, {"store.json": other.files()["store.json"]})
     with ckstore.open(backend, create=False, policy=POLICY) as store:
         for step in STEPS:
             with pytest.raises(CorruptError):

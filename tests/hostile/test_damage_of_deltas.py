@@ -14,10 +14,11 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import Limits
 from ckstore.errors import CkstoreError
 from ckstore.format.layout import pack_name
-from ckstore.io.memory import MemoryBackend, _File
+from ckstore.io.memory import MemoryBackend
 from ckstore.store.parts import create_store
 from ckstore.testing.chains import ChainWriter
 from ckstore.testing.model import difference
+from support import memory_files
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -47,17 +48,14 @@ def whole():
             packs[step] = [pack_name(pack.pack_id) for pack in manifest.packs]
         assert manifest.header.depth_max == 4, "three residuals, and what is rounded from the last one"
     # A look into a folder of this backend goes through all names: of 256 folders nearly all are empty.
-    backend._folders -= {f"packs/{number:02x}" for number in range(256)}
+    memory_files.remove_empty_folders(backend)
     return backend, packs
 
 
 def check(whole, changes, label):
     """Restore everything from a changed copy: right or an error; verify tells."""
     original, packs = whole
-    backend = MemoryBackend()
-    backend._folders = set(original._folders)
-    for name, file in original._files.items():
-        backend._files[name] = _File(changes.get(name, bytes(file.content)), 1)
+    backend = memory_files.copy_of(original, changes)
     with ckstore.open(backend, create=False, policy=POLICY) as store:
         outcomes = {}
         for step in STEPS:
@@ -80,12 +78,12 @@ def check(whole, changes, label):
 
 
 def pack_names(whole):
-    return sorted(name for name in whole[0]._files if name.startswith("packs/"))
+    return memory_files.names_of(whole[0], "packs/")
 
 
 @pytest.mark.deep
 def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need_it(whole, nothing_aside, sample):
-    contents = {name: bytes(whole[0]._files[name].content) for name in pack_names(whole)}
+    contents = memory_files.files_of(whole[0], "packs/")
     points = [(name, offset) for name, content in contents.items() for offset in range(0, len(content), 37)]
     taken = sample.part(points, parts=40)
     for name, offset in taken:
@@ -97,9 +95,9 @@ def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need
 
 
 def test_truncated_and_stale_packs_are_found(whole, nothing_aside):
-    found = pack_names(whole)
+    found, files = pack_names(whole), whole[0].files()
     for name, other in zip(found, found[1:] + found[:1], strict=True):
-        content, stale = bytes(whole[0]._files[name].content), bytes(whole[0]._files[other].content)
+        content, stale = files[name], files[other]
         check(whole, {name: content[:4096]}, f"{name} cut")
         check(whole, {name: stale}, f"{other} lies at {name}")
         for begin in range(0, len(content), 1024):

@@ -15,6 +15,7 @@ import ckstore
 from ckstore.errors import BackendError, CapacityError, LeafTypeError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.model import difference
+from support.memory_files import names_of
 
 
 def state_of(seed, count=64):
@@ -41,7 +42,7 @@ def check_nothing_happened(store, backend_files):
 
 @pytest.fixture
 def claims(backend):
-    return lambda: [name for name in backend._files if name.startswith(("claims/", "packs/", "manifests/"))]
+    return lambda: names_of(backend, ("claims/", "packs/", "manifests/"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
+from support import memory_files
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_tags_need_no_lease(run, backend):
 def test_damaged_tag_does_not_hide_the_history(run, backend):
     run.tag(10, "good")
     run.tag(20, "fine")
-    backend._files["tags/main/good"].content[5] ^= 1
+    memory_files.flip(backend, "tags/main/good", 5)
     assert len(run.log()) == 4
     assert run.restore() == {"n": 3}
     assert run.latest().seq == 3
@@ -171,9 +172,9 @@ def test_rewind_copies_no_bytes(store, backend):
 
     store.commit({"w": np.arange(50_000.0)}, 1)
     store.commit({"w": np.ones(50_000)}, 2)
-    before = {name for name in backend._files if name.startswith("packs/")}
+    before = memory_files.names_of(backend, "packs/")
     assert store.rewind(1).bytes_written == 0
-    assert {name for name in backend._files if name.startswith("packs/")} == before
+    assert memory_files.names_of(backend, "packs/") == before
 
 
 def test_commit_after_a_rewind_has_it_as_parent(run):
@@ -197,8 +198,7 @@ def test_rewind_in_a_run_that_another_writes_is_a_conflict(run, backend):
 
 
 def test_rewind_to_a_torn_entry_is_refused(run, backend):
-    name = next(name for name in backend._files if name.startswith("manifests/main/00000000-"))
-    del backend._files[name].content[200:]
+    memory_files.truncate(backend, memory_files.first_of(backend, "manifests/main/00000000-"), 200)
     with pytest.raises(CorruptError):
         run.rewind("seq:0")
     assert run.restore() == {"n": 3}
@@ -281,7 +281,7 @@ def test_chunks_of_a_deleted_checkpoint_may_still_be_reused(store):
 
 def test_deleted_manifest_lies_in_the_trash(run, backend):
     run.delete(10)
-    assert [name for name in backend._files if name.startswith("trash/") and name.endswith(".ckm")]
+    assert [name for name in memory_files.names_of(backend, "trash/") if name.endswith(".ckm")]
     assert repository_of(run).tags.intents_on(0) == []
 
 
@@ -289,8 +289,7 @@ def test_deleted_manifest_lies_in_the_trash(run, backend):
 
 
 def test_damaged_header_is_an_error_of_the_log_that_names_the_file(run, backend):
-    name = next(name for name in backend._files if name.startswith("manifests/main/00000001-"))
-    backend._files[name].content[20] ^= 1
+    memory_files.flip(backend, memory_files.first_of(backend, "manifests/main/00000001-"), 20)
     with pytest.raises(CorruptError, match="00000001-"):
         run.log()
     assert run.restore() == {"n": 3}
