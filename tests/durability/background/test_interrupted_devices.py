@@ -13,6 +13,7 @@ import ckstore
 from ckstore._testing import background_of
 from ckstore.saver.arena import UNIT_NBYTES
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW
+from support.fake_saver import guard_with
 from support.interrupts import check_rounds, commit, filled, interrupt_each_line
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300)]
@@ -35,7 +36,7 @@ def interrupt(folder, lying, sample, kind, act, guard, *, is_checked=False):
         lying.kind = NOW
 
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
-        store._guarded = lying
+        guard_with(store, lying)
         rounds = interrupt_each_line(store, sample, from_device, after=then_from_host, parts=12)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole

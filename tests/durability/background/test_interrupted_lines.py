@@ -12,7 +12,7 @@ import ckstore
 from ckstore._testing import saver_of
 from ckstore.errors import SaverError
 from ckstore.handover import Handover
-from support.fake_saver import OwnerOfAll
+from support.fake_saver import OwnerOfAll, guard_with
 from support.interrupts import STEPS, check_rounds, commit_and_guard, filled, guard, interrupt_each_line
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.timeout(300)]
@@ -42,7 +42,7 @@ def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, s
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(witnesses, folder, sample, is_checked):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
-        store._guarded = OwnerOfAll()
+        guard_with(store, OwnerOfAll())
         rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=12)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
@@ -74,7 +74,7 @@ def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_o
 def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(folder, sample, tell, guarded):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=guarded, compression="none", saver_nice=0)) as store:
         if guarded:
-            store._guarded = OwnerOfAll()
+            guard_with(store, OwnerOfAll())
         rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=12, every=3)
         assert saver_of(store).pid
     with ckstore.open(folder) as store:

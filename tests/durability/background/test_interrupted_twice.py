@@ -22,6 +22,7 @@ from ckstore._testing import background_of
 from ckstore.errors import SaverError
 from ckstore.saver.arena import UNIT_NBYTES
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW
+from support.fake_saver import guard_with
 from support.interrupts import STEPS, Witness, check_seen, filled
 
 # The limit of time is kept by a thread: there is one timer that makes signals, and it is needed here.
@@ -105,7 +106,7 @@ def test_commit_interrupted_twice_stages_its_own_state_or_none(
         filled(far, step)
 
     with ckstore.open(folder) as store:
-        store._guarded = lying
+        guard_with(store, lying)
         store.prewarm(near)
         taken = []
         for _ in range(10):
