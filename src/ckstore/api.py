@@ -16,13 +16,13 @@ from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import DemotePolicy, EngineName, Limits, Policy, RepackPolicy
 from ckstore.demoting import Demoting, demotion_asked
-from ckstore.errors import CkstoreError, MissingChunkError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, CorruptError, MissingChunkError, NotFoundError, UsageError
 from ckstore.format.layout import check_name
 from ckstore.importer import Importing
 from ckstore.info import Info, require_exact
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
-from ckstore.keeping import Keeping, rules_given
+from ckstore.keeping import Keeping, rules_given, trash_seconds_given
 from ckstore.repairing import Repairing
 from ckstore.reporting import Reporting
 from ckstore.store.parts import Parts, create_store, read_store_record
@@ -54,6 +54,7 @@ def open(
     policy: Policy | None = None,
     retention: Retention | Mapping[str, Any] | None = None,
     gc_every: int = 10,
+    trash_for: str | float | None = None,
     demotion: DemotePolicy | Mapping[str, Any] | Literal["stored"] | None = None,
     demote_every: int = 10,
     engine: EngineName = "auto",
@@ -70,6 +71,9 @@ def open(
         retention: Drop what these rules do not keep, and free space, after every so many commits: in a process of its
             own, so that no commit waits. A ``Retention``, or a mapping of its rules.
         gc_every: After how many commits of the run, whatever the number of handles that made them.
+        trash_for: How long what these collections, and ``gc`` of this handle, drop can be brought back before its space
+            is freed: ``"2h"``, ``"7d"``, or seconds; 0: it is freed immediately. None: as is stored with the store, and
+            without that a day. A commit that finds the disk full frees the trash earlier.
         demotion: Store anew, with a loss, the checkpoints that these rules do not keep exact, after every so many
             commits: in a process of its own, too. A ``DemotePolicy``, a mapping of its rules, or ``"stored"``: as the
             store says at that time. Space is freed when the store is collected.
@@ -81,11 +85,12 @@ def open(
     Raises:
         NotFoundError: There is no store and ``create`` is False.
         UsageError: The folder holds something else, or others may write it; or a rule of ``retention`` or ``demotion``
-            is none.
+            is none, or ``trash_for`` is not a duration.
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
     check_policy(policy)
     rules, aging = rules_given(retention), demotion_asked(demotion)
+    seconds = trash_seconds_given(trash_for)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder)
     try:
         record = read_store_record(backend)
@@ -94,11 +99,23 @@ def open(
             raise
         record = create_store(backend, clock, Limits())
     store = Store(Parts(backend, record, run, clock=clock), policy or Policy())
+    store._trash_seconds = seconds
     if rules is not None:
         store._collect_after(rules, gc_every)
     if aging is not None:
         store._demote_after(aging, demote_every)
     return store
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a restore was asked for."""
+
+    into: Any
+    only: str | Sequence[str] | None
+    device: Any
+    exact: bool
+    on_progress: Callable[[int, int], None] | None
 
 
 class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
@@ -267,53 +284,102 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         only: str | Sequence[str] | None = None,
         device: Any = None,
         exact: bool = False,
+        fallback: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Any:
         """Return a state as it was committed, bit for bit unless its fidelity says otherwise, or raise.
 
         Args:
-            ref: Which checkpoint; None: the newest that is whole.
+            ref: Which checkpoint; None: the newest whose manifest is whole and whose packs are there. Newer ones are
+                passed over with a warning. Damage inside of a pack shows when it is read, and raises.
             into: A state to fill in place: its tensors are overwritten where they are, ``load_state_dict``
                 is called on objects, leaves that it lacks are made.
             only: Globs over dotted leaf paths, where ``*`` crosses dots; only their bytes are read. What
                 comes back is nested dicts, lists whole.
             device: Where tensors go; the CPU otherwise.
             exact: Refuse a checkpoint that was stored with a loss.
+            fallback: Where damage is met while the newest is read, go back to the newest one that can be read, with a
+                warning; ``restored`` says which that is. Only without a ``ref``, or with ``"latest"``.
             on_progress: Called now and then, from any thread, with bytes restored and bytes in all.
 
         Raises:
             NotFoundError: There is no such checkpoint, or nothing matches ``only``.
-            CorruptError: Stored bytes are damaged; names pack, offset and tensor. ``into`` may then be
+            CorruptError: Stored bytes are damaged; names pack, offset and tensor, `ckstore repair`, and the newest
+                checkpoint that reads whole (``whole_step``, ``whole_seq``), which is looked for then. ``into`` may be
                 partly overwritten.
             UsageError: ``into`` has other leaves, shapes or dtypes; nothing was written.
             BoundError: ``exact`` was asked for, and it is not.
         """
         with self._lock:
             self._check_open()
+            if fallback and ref not in (None, "latest"):
+                raise UsageError(
+                    "fallback=True goes back from the newest checkpoint only", where=f"restore({ref!r})",
+                    todo="leave out the reference, or fallback",
+                )  # fmt: skip
             self._settle()
-            last: tuple[int, int] | None = None
-            while True:
-                manifest, passed_over = self._chosen(ref)
-                if exact:
-                    require_exact(manifest.header, self._parts.backend.root)
-                try:
-                    return self._restore_from(manifest, passed_over, into, only, device, on_progress)
-                except MissingChunkError:
-                    # It may have been replaced, and its packs freed, since its manifest was read.
-                    found = (manifest.header.seq, manifest.header.generation)
-                    if found == last:
-                        raise
-                    last = found
+            wanted = _Wanted(into, only, device, exact, on_progress)
+            begun: list[int] = []
+            try:
+                return self._restore_newest_form(ref, wanted, begun)
+            except (CorruptError, BackendError) as error:
+                from ckstore.fallback import is_damage, with_way_out
 
-    def _restore_from(
-        self,
-        manifest: Manifest,
-        passed_over: list[str],
-        into: Any,
-        only: str | Sequence[str] | None,
-        device: Any,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> Any:
+                if not is_damage(error):
+                    raise
+                damaged = begun[-1] if begun else None
+                if not fallback:
+                    raise with_way_out(self._parts, self._policy, damaged, error) from error
+                return self._fall_back(damaged, error, wanted)
+
+    def _fall_back(self, damaged: int | None, error: CkstoreError, wanted: _Wanted) -> Any:
+        """Restore the newest other checkpoint that can be read; raise where none can."""
+        from ckstore.fallback import candidates, is_damage
+
+        first, passed_over = error, [f"seq {damaged} was passed over: {error}"]
+        for manifest in candidates(self._parts, damaged, first):
+            _log.warning("%s", passed_over[-1])
+            if wanted.exact:
+                require_exact(manifest.header, self._parts.backend.root)
+            try:
+                return self._restore_from(manifest, passed_over, wanted)
+            except (CorruptError, BackendError) as problem:
+                if not is_damage(problem):
+                    raise
+                header = manifest.header
+                passed_over.append(f"seq {header.seq} (step {header.step}) was passed over: {problem}")
+            except UsageError as problem:
+                raise UsageError(
+                    f"seq {manifest.header.seq} does not fit into what was given, of which parts were already "
+                    f"overwritten by a newer checkpoint that turned out to be damaged: {problem.what}",
+                    where=problem.where,
+                    todo=problem.todo,
+                ) from problem
+        raise type(first)(
+            f"{first.what}; no checkpoint of run {self.run!r} can be read whole",
+            where=first.where,
+            todo=f"run `ckstore repair {self._parts.backend.root}`, which says what can be made whole again",
+            **first.facts,
+        ) from first
+
+    def _restore_newest_form(self, ref: Reference | None, wanted: _Wanted, begun: list[int]) -> Any:
+        """Restore what a reference means, again where it was replaced meanwhile; add what is begun to a list."""
+        last: tuple[int, int] | None = None
+        while True:
+            manifest, passed_over = self._chosen(ref)
+            begun.append(manifest.header.seq)
+            if wanted.exact:
+                require_exact(manifest.header, self._parts.backend.root)
+            try:
+                return self._restore_from(manifest, passed_over, wanted)
+            except MissingChunkError:
+                # It may have been replaced, and its packs freed, since its manifest was read.
+                found = (manifest.header.seq, manifest.header.generation)
+                if found == last:
+                    raise
+                last = found
+
+    def _restore_from(self, manifest: Manifest, passed_over: list[str], wanted: _Wanted) -> Any:
         from ckstore.placement import libraries_needed, prepare_restore
         from ckstore.restore import restore
 
@@ -322,16 +388,16 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             manifest.tree,
             manifest.tensors,
             manifest.storages,
-            into=into,
-            only=only,
-            device=device,
+            into=wanted.into,
+            only=wanted.only,
+            device=wanted.device,
             adapters=_adapters(needs_torch=needs_torch),
         )
-        state = restore(self._parts, manifest, placement, self._policy, on_progress=on_progress)
+        state = restore(self._parts, manifest, placement, self._policy, on_progress=wanted.on_progress)
         for sentence in placement.warnings:
             _log.warning("%s", sentence)
         self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
-        if only is None:
+        if wanted.only is None:
             self._parts.known.pin(manifest)
             self._known_bases().follow(manifest)
             self._parent = manifest.header.seq

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.format import layout
 from ckstore.format.layout import CONFIG_FILE, ManifestName
-from ckstore.format.records import ConfigRecord
+from ckstore.format.records import ConfigRecord, with_changes
 from ckstore.ids import PackId
 from ckstore.io.backend import Distant, Probing
 from ckstore.retention.plan import Entry, RunPlan, plan_run
 from ckstore.retention.policy import Retention
+from ckstore.retention.spans import span_seconds, span_words
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.gc import GcDone, collect
 from ckstore.store.gc_far import collect_far
-from ckstore.store.gc_lock import collector_lock
+from ckstore.store.gc_lock import PATIENCE_SECONDS, collector_lock
 from ckstore.store.gc_marks import Marked, Marker
 from ckstore.store.gc_pace import paced
 from ckstore.store.gc_plan import GcLimits, GcPlan, make_plan
@@ -33,6 +34,9 @@ from ckstore.store.tier_proof import Unproven, unproven_packs
 if TYPE_CHECKING:
     # Only a type here: frames are counted with numpy, and only where packs may be rewritten.
     from ckstore.store.gc_waste import PackUse
+
+TRASH_SECONDS = GcLimits().trash_seconds
+"""How long the trash is kept where nobody says otherwise."""
 
 __all__ = ["GcDone", "GcLimits", "GcPlan", "GcReport", "collect_store", "set_stored_policy", "stored_policy"]
 
@@ -126,6 +130,7 @@ def collect_store(
     limits: GcLimits,
     dry_run: bool,
     max_delete: int | None = None,
+    patience_seconds: float = PATIENCE_SECONDS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> GcReport:
     """Plan a collection of the whole store, and unless it is a dry run, carry it out.
@@ -137,6 +142,7 @@ def collect_store(
         limits: Ages and budgets.
         dry_run: Only plan.
         max_delete: Refuse a plan that drops more checkpoints than this.
+        patience_seconds: How long to wait for another collection to end.
         on_progress: Called with steps done and steps in all.
 
     Raises:
@@ -149,7 +155,7 @@ def collect_store(
         return _planned(parts, Marker(parts), policy, runs, limits, max_delete)
     if isinstance(parts.backend, Probing):
         parts.backend.probe()
-    with collector_lock(parts.backend, parts.clock):
+    with collector_lock(parts.backend, parts.clock, patience_seconds=patience_seconds):
         marker = Marker(parts)
         report = _planned(parts, marker, policy, runs, limits, max_delete)
         if report.refused:
@@ -274,5 +280,38 @@ def set_stored_policy(parts: Parts, policy: Retention | None) -> None:
     def change(record: ConfigRecord) -> ConfigRecord:
         kept = {name: getattr(record, name) for name in record.__struct_fields__}
         return ConfigRecord(**{**kept, "retention": rules})
+
+    change_config(parts.backend, change)
+
+
+_TRASH_FOR = "trash_for"
+
+
+def stored_trash_seconds(parts: Parts) -> float | None:
+    """Return how long the trash is kept as ``config.json`` says, in seconds; None where it does not.
+
+    Raises:
+        UsageError: What it says is not a duration.
+        CorruptError: The file is damaged.
+    """
+    span = read_config(parts.backend).policy.get(_TRASH_FOR)
+    if span is None:
+        return None
+    if span in (0, "0"):
+        return 0.0
+    try:
+        return span_seconds(span)
+    except UsageError as error:
+        where = f"trash_for of {parts.backend.location_of(CONFIG_FILE)}"
+        raise UsageError(error.what, where=where, todo=error.todo) from None
+
+
+def set_stored_trash_seconds(parts: Parts, seconds: float | None) -> None:
+    """Write into ``config.json``, durably, how long the trash is kept; None removes it."""
+
+    def change(record: ConfigRecord) -> ConfigRecord:
+        others = {name: value for name, value in record.policy.items() if name != _TRASH_FOR}
+        stored = {} if seconds is None else {_TRASH_FOR: span_words(seconds) if seconds else 0}
+        return with_changes(record, policy={**others, **stored})
 
     change_config(parts.backend, change)

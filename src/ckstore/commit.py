@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckstore.bases import Bases
@@ -67,11 +67,33 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     """Write one checkpoint; it exists when this returns and not before.
 
     Raises:
-        CapacityError: The disk is full; earlier checkpoints are intact, nothing of this one is visible.
+        CapacityError: The disk is full, and was still full after the trash had given up what it may; earlier
+            checkpoints are intact, nothing of this one is visible.
         ConflictError: Another live writer has the run, or packs vanished twice under this commit.
         BackendError: The medium failed twice.
         BoundError: The policy allows no loss that fits into its bounds, and nothing exact instead.
     """
+    try:
+        return _try(parts, request, watch)
+    except CapacityError as error:
+        from ckstore.room import room_after
+
+        given_up = room_after(parts, request.captured.nbytes, error)
+    try:
+        committed = _try(parts, request, watch)
+    except CapacityError as error:
+        raise CapacityError(
+            f"{error.what}, although the disk was full before and what could go was given up: {given_up}",
+            where=error.where,
+            todo=error.todo,
+            **error.facts,
+        ) from error
+    warning = f"the disk was full: {given_up}; what lay there cannot be brought back"
+    receipt = replace(committed.receipt, warnings=(*committed.receipt.warnings, warning))
+    return replace(committed, receipt=receipt)
+
+
+def _try(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     parts.prepare_run()
     parts.lease.take()  # 1
     request.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
@@ -164,7 +186,7 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, reques
                 writer.run()
             with watch("flush"):
                 return run_aside(writer.flush, on_interrupt=lambda error: None)
-        except (BackendError, CapacityError) as error:
+        except BackendError as error:
             # The pack is never synced again: the kernel may have dropped its bytes and say nothing the
             # second time. Everything is still in memory, so it is written anew, once.
             writer.abandon()

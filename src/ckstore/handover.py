@@ -378,8 +378,12 @@ class Handover:
         with contextlib.suppress(BackendError, CapacityError):
             self._parts.wait_for_orphan()
 
+        retention = self._parts.retention
+
         def start() -> Saver:
-            self._saver = Saver.start(place, run, arena, nice=self._nice, engine=engine, clock=clock)
+            self._saver = Saver.start(
+                place, run, arena, nice=self._nice, engine=engine, retention=retention, clock=clock
+            )
             return self._saver
 
         # Ctrl-C must not leave a process that nobody knows of.

@@ -19,7 +19,7 @@ from ckstore.info import Info
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
 from ckstore.retention.policy import Retention
-from ckstore.retention.spans import span_seconds
+from ckstore.retention.spans import span_seconds, span_words
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import Reference
 from ckstore.store.trash import TrashFolder
@@ -77,6 +77,8 @@ class Keeping(Handle):
     """A run of a store, to be tidied up."""
 
     _automatic: AutomaticGc | None = None
+    _trash_seconds: float | None = None
+    """How long what goes to the trash can be brought back, where ``open`` was given that."""
 
     def gc(
         self,
@@ -87,7 +89,7 @@ class Keeping(Handle):
         now: bool = False,
         max_delete: int | None = None,
         min_age: str | float = "1h",
-        trash_for: str | float = "24h",
+        trash_for: str | float | None = None,
         repack_nbytes_max: int | None = None,
         waste_max: float | None = None,
         on_progress: Callable[[int, int], None] | None = None,
@@ -104,7 +106,7 @@ class Keeping(Handle):
             now: Free at once what is in the trash and what goes there; then nothing can be brought back.
             max_delete: Refuse to drop more checkpoints than this.
             min_age: Leave packs that no manifest ever named alone until they are this old: ``"1h"``, or seconds.
-            trash_for: How long what goes to the trash can be brought back.
+            trash_for: How long what goes there can be brought back; None: as ``open`` was told, or the store, or 24h.
             repack_nbytes_max: Bytes that may be written to rewrite packs of which much is needed by nobody; 0: only
                 whole packs are freed.
             waste_max: The share of a pack that may be needed by nobody before it is rewritten.
@@ -121,7 +123,7 @@ class Keeping(Handle):
         chosen = {"repack_nbytes_max": repack_nbytes_max, "waste_max": waste_max}
         limits = GcLimits(
             min_age_seconds=_age(min_age),
-            trash_seconds=_age(trash_for),
+            trash_seconds=self._trash_seconds_or(trash_for),
             is_now=now,
             **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
         )
@@ -156,6 +158,29 @@ class Keeping(Handle):
         with self._lock:
             self._check_open()
             set_stored_policy(self._parts, rules)
+
+    @property
+    def trash_for(self) -> str | None:
+        """How long the trash is kept as is stored with the store, such as ``"12h"``; None where nothing is stored."""
+        from ckstore.collection import stored_trash_seconds
+
+        with self._lock:
+            self._check_open()
+            seconds = stored_trash_seconds(self._parts)
+            return None if seconds is None else span_words(seconds)
+
+    def set_trash_for(self, span: str | float | None) -> None:
+        """Store with the store how long its trash is kept, for collections that are not given it; None removes it.
+
+        Raises:
+            UsageError: It is not a duration.
+        """
+        from ckstore.collection import set_stored_trash_seconds
+
+        seconds = trash_seconds_given(span)
+        with self._lock:
+            self._check_open()
+            set_stored_trash_seconds(self._parts, seconds)
 
     def trash(self) -> list[TrashEntry]:
         """Return what lies in the trash, the oldest first."""
@@ -265,12 +290,24 @@ class Keeping(Handle):
         """Collect this run by these rules after every so many of its commits, in a process of its own."""
         from ckstore.automatic_gc import AutomaticGc
 
-        self._automatic = AutomaticGc(self._parts, policy, every)
+        self._automatic = AutomaticGc(self._parts, policy, every, trash_seconds=self._trash_seconds)
+        # A commit that finds the disk full does not wait for the next collection.
+        self._parts.retention = policy.to_config()
 
     def _committed(self, seq: int) -> None:
         """Take note of acknowledged commits, of which ``seq`` is the newest; never raises and never waits."""
         if self._automatic is not None:
             self._automatic.after_commit(seq)
+
+    def _trash_seconds_or(self, trash_for: str | float | None) -> float:
+        """Return how long the trash is kept: as is said here, or by ``open``, or in the store, or a day."""
+        from ckstore.collection import TRASH_SECONDS, stored_trash_seconds
+
+        for seconds in (trash_seconds_given(trash_for), self._trash_seconds):
+            if seconds is not None:
+                return seconds
+        stored = stored_trash_seconds(self._parts)
+        return TRASH_SECONDS if stored is None else stored
 
     def _trash_folder(self, trash_id: str) -> TrashFolder:
         found = [gc_id for gc_id in self._parts.trash.folders() if gc_id.startswith(trash_id)] if trash_id else []
@@ -309,6 +346,11 @@ def keep(path: str | os.PathLike[str] | Backend, *, run: str = "main", allow_sha
 def rules_given(policy: object) -> Retention | None:
     """Return a policy as callers may give one; UsageError for what is none."""
     return None if policy is None else Retention.given(policy)
+
+
+def trash_seconds_given(span: str | float | None) -> float | None:
+    """Return how long the trash is to be kept, in seconds; UsageError for what is not a duration."""
+    return None if span is None else _age(span)
 
 
 def _age(span: str | float) -> float:

@@ -6,6 +6,7 @@ A row in here changes only in the commit that explains why.
 from __future__ import annotations
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
+GROUND |= {"metric_order"}  # Which value of a metric is the best, by its name and nothing else.
 GROUND |= {"latch"}  # What happens once, for whoever waits for it.
 GROUND |= {"memory_spans"}  # What a capture finds, by address.
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
@@ -18,6 +19,7 @@ CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", 
 ALLOWED = {
     "errors": set(),
     "clock": set(),
+    "metric_order": set(),
     "ids": {"errors"},
     # What a policy may lose is told in the quantizers' own settings, which import errors only.
     "config": {"errors", "quant"},
@@ -113,7 +115,11 @@ ALLOWED = {
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
     | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing", "written"}
-    | {"write_blocks"},
+    | {"write_blocks", "room"},
+    # Where a disk is full, a commit collects.
+    "room": CORE | {"collection", "retention"},
+    # After damage: what else can be read.
+    "fallback": CORE | {"decoder"},
     "restore": CORE | {"fetch", "chain_reader", "decoder", "restore_plan"},
     "history": CORE,
     # Rules and plans know no files; the collector knows no rules; they meet in ``collection``.
@@ -158,7 +164,7 @@ ALLOWED = {
     # It tells the story of a commit in another process, with what a handle remembers in this one.
     "saver": GROUND
     | {"format", "io", "store", "plan", "survey", "bases", "stale", "receipt", "commit", "history", "policies"}
-    | {"write_blocks"},
+    | {"write_blocks", "room"},
     # The trainer's end of a background commit: from captured tensors to a slot that the saver was told of.
     "staging": CORE | {"saver", "adapters"},
     "pending": {"clock", "errors", "latch", "logs", "receipt"},
@@ -188,6 +194,7 @@ ALLOWED = {
         "handle",
         "contents",
         "commit",
+        "fallback",
         "restore",
         "history",
         "receipt",

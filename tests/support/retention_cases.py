@@ -97,17 +97,17 @@ CASES = {
     "best of equals is the newer, for max too": (rated(1, 7, 7, 4), {"keep_best": "loss:1:max"}, {2, 3}),
     "best without the metric is kept": (rated(3, None, 2, 4), {"keep_best": "loss"}, {1, 2, 3}),
     "best with NaN is kept": (rated(3, NAN, 2, 4), {"keep_best": "loss"}, {1, 2, 3}),
-    "best of a metric that nobody has keeps all": (rated(3, 1, 2), {"keep_best": "los"}, {0, 1, 2}),
+    "best of a metric that nobody has keeps all": (rated(3, 1, 2), {"keep_best": "los:min"}, {0, 1, 2}),
     "best takes infinity for a number": (rated(float("-inf"), 1, float("inf")), {"keep_best": "loss"}, {0, 2}),
     "best of two metrics": (
         [(number, number, {"metrics": {"a": number, "b": b}}) for number, b in enumerate((5, 9, 7))],
-        {"keep_best": ["a:1", "b:1:max"]},
+        {"keep_best": ["a:1:min", "b:1:max"]},
         {0, 1, 2},
     ),
     "best of more than there are": (rated(3, 1), {"keep_best": "loss:9"}, {0, 1}),
     "best does not rank archival ones": (
         [(1, 0, {"metrics": {"l": 5}}), (2, 1, {"metrics": {"l": 6}}), (1, 2, {"metrics": {"l": 1}, **ARCHIVAL})],
-        {"keep_best": "l"},
+        {"keep_best": "l:min"},
         {0, 1, 2},
     ),
     # tags

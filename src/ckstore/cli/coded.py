@@ -51,13 +51,13 @@ def base_facts(coding: Coding) -> list[tuple[str, str]]:
     return facts
 
 
-def show_coding(coding: Coding, limit: int | None, *, as_json: bool) -> None:
+def show_coding(coding: Coding, ref: str, limit: int | None, *, as_json: bool) -> None:
     """Print how each tensor is coded, with the estimates that decided it."""
     if as_json:
         output.print_json(json_of_coding(coding))
         return
     info = coding.info
-    output.print_facts([("checkpoint", f"{name_of(info)} of run {info.run}"), *base_facts(coding)])
+    output.print_facts([("checkpoint", f"{name_of(info, ref)} of run {info.run}"), *base_facts(coding)])
     if limit is None and output.is_terminal():
         limit = ROWS_ON_TERMINAL
     shown = coding.tensors[: limit or len(coding.tensors)]

@@ -53,7 +53,7 @@ def run(
         output.print_json({**origin_of(info), **written, "seconds": seconds, **told})
         return
     output.say(
-        f"Exported {exported.tensor_count} tensors of {name_of(info)} of run {run} to {output_file}: "
+        f"Exported {exported.tensor_count} tensors of {name_of(info, ref)} of run {run} to {output_file}: "
         f"{output.size(exported.nbytes)} in {output.duration(seconds)}."
     )
     _print_rest(exported)

@@ -15,6 +15,7 @@ from ckstore.errors import CorruptError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from ckstore.collection import GcReport
+    from ckstore.keeping import Keeping
     from ckstore.retention.plan import RunPlan
     from ckstore.retention.policy import Retention
 
@@ -25,8 +26,6 @@ _COLUMNS = (
     Column(""),
     Column("why", is_elastic=True),
 )
-
-TRASH_FOR = "24h"
 
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 
@@ -41,7 +40,10 @@ Every = Annotated[int | None, _option("Keep steps that are multiples of this.", 
 Within = Annotated[str | None, _option("Keep what is at most this much older than the newest: 7d, 12h.", "SPAN")]
 Hourly = Annotated[int | None, _option("Keep the newest of each of the last N hours that have one.", "N", least=1)]
 Periods = Annotated[int | None, _option("The same for longer periods.", "N", least=1)]
-Best = Annotated[list[str] | None, _option("Keep the N best by a metric; may be repeated.", "METRIC[:N][:min|max]")]
+Best = Annotated[
+    list[str] | None,
+    _option("Keep the N best by a metric: loss:2, speed:1:max; may be repeated.", "METRIC[:N][:min|max]"),
+]
 Tagged = Annotated[list[str] | None, _option("A rule for tags ('release-*'); every tag keeps anyway.", "NAME")]
 Zone = Annotated[str | None, _option("Where days begin: UTC, or an offset as in +02:00.", "ZONE")]
 DryRun = Annotated[bool, _option("Only print what would be done.", None, "--dry-run")]
@@ -51,10 +53,13 @@ MinAge = Annotated[
     str | None,
     _option("Leave packs alone that are younger, and that nobody ever named. [default: 1h; 24h in a tier]", "SPAN"),
 ]
-TrashFor = Annotated[str, _option("How long what goes can be brought back.", "SPAN")]
+TrashFor = Annotated[
+    str | None,
+    _option("How long what goes can be brought back: 2h, 7d, 0. [default: as kept with the store, else 24h]", "SPAN"),
+]
 RepackMax = Annotated[str, _option("Bytes to write, at most, to rewrite half-empty packs; 0: none.", "SIZE")]
 Save = Annotated[
-    bool, _option("Keep these rules with the store, for collections without rules.", None, "--save-policy")
+    bool, _option("Keep these rules, and --trash-for, with the store, for collections without.", None, "--save-policy")
 ]
 InTier = Annotated[
     str | None, _option("Collect in this tier instead: remove there what was dropped and freed here.", "NAME", "--tier")
@@ -63,7 +68,9 @@ ClearLists = Annotated[
     bool,
     _option("With --tier: nobody else collects there, whatever lists of dead collectors say.", None, "--clear-lists"),
 ]
-Forget = Annotated[bool, _option("Remove the rules that are kept with the store.", None, "--forget-policy")]
+Forget = Annotated[
+    bool, _option("Remove the rules that are kept with the store, and --trash-for.", None, "--forget-policy")
+]
 
 
 def run(
@@ -84,7 +91,7 @@ def run(
     now: Now = False,
     max_delete: MaxDelete = None,
     min_age: MinAge = None,
-    trash_for: TrashFor = TRASH_FOR,
+    trash_for: TrashFor = None,
     repack_max: RepackMax = "4G",
     save_policy: Save = False,
     forget_policy: Forget = False,
@@ -97,7 +104,8 @@ def run(
 
     What any rule keeps is kept; each run is looked at by itself. The newest checkpoint and tagged ones always stay.
     Without rules those kept with the store apply; if there are none, only garbage is collected. What goes lies in the
-    trash for a day: `ckstore undelete` and `ckstore trash` bring it back. Training may go on meanwhile.
+    trash for a day (--trash-for): `ckstore undelete` and `ckstore trash` bring it back. A commit that finds the
+    disk full frees the trash earlier. Training may go on meanwhile.
     """
     policy = _policy_of({name: value for name, value in locals().items() if name.startswith("keep_")}, time_zone)
     if tier is not None or clear_lists:
@@ -105,26 +113,38 @@ def run(
 
         others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
         others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
-        others["--trash-for"] = trash_for if trash_for != TRASH_FOR else None
+        others["--trash-for"] = trash_for
         given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         given |= {"dry_run": dry_run, "clear_lists": clear_lists}
         collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
         return
     from ckstore.keeping import keep
 
-    if save_policy and policy is None:
-        raise UsageError("--save-policy needs rules", todo="for example --keep-last 3")
+    if save_policy and policy is None and trash_for is None:
+        raise UsageError("--save-policy needs rules, or --trash-for", todo="for example --keep-last 3")
     with keep(path, run=run or "main", allow_shared_folder=allow_shared_folder) as store:
         if run is not None and run not in store.runs():
             raise NotFoundError(f"there is no run {run!r}", where=str(path), todo="`ckstore ls` shows the runs")
         if forget_policy and not dry_run:
-            store.set_retention(None)
+            _forget(store)
         limits = {"min_age": min_age or "1h", "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
         asked = {"dry_run": dry_run, "now": now, "max_delete": max_delete}
         report = store.gc(policy, all_runs=run is None, **asked, **limits)  # type: ignore[arg-type]
         if save_policy and not dry_run:
-            store.set_retention(policy)
+            _save(store, policy, trash_for)
     _tell(report, as_json=as_json)
+
+
+def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> None:
+    if policy is not None:
+        store.set_retention(policy)
+    if trash_for is not None:
+        store.set_trash_for(trash_for)
+
+
+def _forget(store: Keeping) -> None:
+    store.set_retention(None)
+    store.set_trash_for(None)
 
 
 def _policy_of(rules: dict[str, Any], time_zone: str | None) -> Retention | None:

@@ -24,6 +24,10 @@ def run(
         ),
     ] = None,
     only: Only = None,
+    fallback: Annotated[
+        bool,
+        typer.Option("--fallback", help="Where the newest turns out to be damaged, take the newest that reads whole."),
+    ] = False,
     force: Force = False,
     run: Run = "main",
     as_json: AsJson = False,
@@ -44,7 +48,7 @@ def run(
     check_suffix(output_file)
     check_target(output_file, force=force)
     begun = SYSTEM_CLOCK.monotonic()
-    state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder)
+    state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder, fallback=fallback)
     with output.progress(f"writing {output.one_line(output_file.name)}"):
         notes = write_state(state, output_file, force=force)
     seconds = SYSTEM_CLOCK.monotonic() - begun
@@ -53,8 +57,7 @@ def run(
         written = {"file": str(output_file), "nbytes": nbytes, "seconds": seconds, "notes": notes}
         output.print_json({**origin_of(info), **written})
         return
-    output.say(
-        f"Restored {name_of(info)} of run {run} to {output_file}: {output.size(nbytes)} in {output.duration(seconds)}."
-    )
+    how = f"{output.size(nbytes)} in {output.duration(seconds)}"
+    output.say(f"Restored {name_of(info, ref)} of run {run} to {output_file}: {how}.")
     for leaf, note in notes.items():
         output.say(f"  {leaf}: {note}")

@@ -11,12 +11,18 @@ from ckstore.info import Info
 
 
 def restored(
-    path: str, ref: str | None, *, only: Sequence[str] | None, run: str, allow_shared_folder: bool
+    path: str,
+    ref: str | None,
+    *,
+    only: Sequence[str] | None,
+    run: str,
+    allow_shared_folder: bool,
+    fallback: bool = False,
 ) -> tuple[Any, Info]:
     """Restore a state, with a bar where someone looks; return it and what is known of it."""
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         with output.progress("restoring") as on_progress:
-            state = store.restore(ref, only=only or None, on_progress=on_progress)
+            state = store.restore(ref, only=only or None, fallback=fallback, on_progress=on_progress)
         info = store.restored
         assert info is not None, "a restore says what it restored"
     return state, info

@@ -25,4 +25,4 @@ def run(
     if as_json:
         output.print_json(json_of(info))
     else:
-        output.say(f"Rewound run {run}: {name_of(before)} is the newest again, as seq {info.seq}.")
+        output.say(f"Rewound run {run}: {name_of(before, ref)} is the newest again, as seq {info.seq}.")

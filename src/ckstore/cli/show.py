@@ -13,6 +13,7 @@ from ckstore.cli.output import NOTHING, Column
 from ckstore.cli.shown import json_of, metrics_of
 from ckstore.contents import Contents, LossRow, TensorRow
 from ckstore.info import Info
+from ckstore.store.references import words_of
 
 _TENSORS = (
     Column("path", is_elastic=True),
@@ -86,7 +87,7 @@ def run(
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if codec:
-            show_coding(store.coding(ref), limit, as_json=as_json)
+            show_coding(store.coding(ref), ref, limit, as_json=as_json)
             return
         contents = store.contents(ref)
     if as_json:
@@ -94,7 +95,8 @@ def run(
         return
     if limit is None and output.is_terminal():
         limit = ROWS_ON_TERMINAL
-    output.print_facts(_facts(contents.info, contents.base_nbytes))
+    chosen = [("chosen as", words)] if (words := words_of(ref)) else []
+    output.print_facts([*chosen, *_facts(contents.info, contents.base_nbytes)])
     _print_groups(contents)
     _print_tensors(contents, limit or len(contents.tensors))
     _print_losses(contents, limit or len(contents.losses))

@@ -6,6 +6,7 @@ from typing import Any
 
 from ckstore.cli import output
 from ckstore.info import Info
+from ckstore.store.references import words_of
 
 
 def json_of(info: Info) -> dict[str, Any]:
@@ -15,9 +16,10 @@ def json_of(info: Info) -> dict[str, Any]:
     return facts
 
 
-def name_of(info: Info) -> str:
-    """Return a checkpoint for people: ``step 300 (seq 2)``."""
-    return f"step {info.step} (seq {info.seq})"
+def name_of(info: Info, ref: str | None = None) -> str:
+    """Return a checkpoint for people, and which value made it the best: ``step 300 (seq 2), the lowest loss``."""
+    words = "" if ref is None else words_of(ref)
+    return f"step {info.step} (seq {info.seq}){f', {words}' if words else ''}"
 
 
 def metrics_of(info: Info) -> str:

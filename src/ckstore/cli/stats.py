@@ -79,13 +79,13 @@ def run(
         return
     if limit is None and output.is_terminal():
         limit = ROWS_ON_TERMINAL
-    _print(stats, limit or len(stats.tensors))
+    _print(stats, ref, limit or len(stats.tensors))
 
 
-def _print(stats: Stats, limit: int) -> None:
+def _print(stats: Stats, ref: str, limit: int) -> None:
     info = stats.info
     how = "every element" if stats.is_exact else "samples (see --exact)"
-    facts = [("checkpoint", f"{name_of(info)} of run {info.run}"), *base_facts(stats.coding), ("measured", how)]
+    facts = [("checkpoint", f"{name_of(info, ref)} of run {info.run}"), *base_facts(stats.coding), ("measured", how)]
     output.print_facts(facts)
     groups = [
         [group.key or "(the state itself)", str(group.tensor_count), ", ".join(group.modes), *_cells(group.share)]

@@ -26,4 +26,4 @@ def run(
     if as_json:
         output.print_json(json_of(info))
     else:
-        output.say(f"{name} now names {name_of(info)} of run {run}.")
+        output.say(f"{name} now names {name_of(info, ref)} of run {run}.")

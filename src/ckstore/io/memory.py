@@ -5,6 +5,7 @@ Names are a dict, files are byte arrays, and what was synced is counted.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -249,7 +250,8 @@ class MemoryBackend:
     def _check_room(self, nbytes: int) -> None:
         free = self.free_nbytes()
         if free is not None and nbytes > free:
-            raise CapacityError("the memory backend is full", where=self.root, todo="collect, or allow more")
+            full = "the memory backend is full"
+            raise CapacityError(full, where=self.root, todo="collect, or allow more", errno=errno.ENOSPC)
 
 
 class _MemoryReadFile:

@@ -173,6 +173,8 @@ class _Judged:
     def notes(self, policy: Retention) -> Iterable[str]:
         """Yield what the rules could not judge."""
         for best in policy.best:
+            if best.contradicts_name:
+                yield f"keep_best {best}: its name says the opposite; write {best.metric}:{best.count} if you mean that"
             unrated = [entry for entry in self.rated if _value(entry, best) is None]
             if unrated and len(unrated) == len(self.rated):
                 known = sorted({name for entry in self.rated for name in entry.metrics})

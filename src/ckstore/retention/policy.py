@@ -12,9 +12,10 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ckstore.errors import UsageError
+from ckstore.metric_order import WORDS, Order, order_of
 from ckstore.retention.spans import PERIODS, span_seconds, span_words, zone_offset_seconds
 
 COUNT_MAX = 10**9
@@ -25,28 +26,49 @@ class Best:
     """Keep the checkpoints with the best values of a metric."""
 
     metric: str
-    count: int = 1
-    order: Literal["min", "max"] = "min"
+    count: int
+    order: Order
 
     def __str__(self) -> str:
+        return f"{self.spec} ({WORDS[self.order]})"
+
+    @property
+    def spec(self) -> str:
+        """As it is written on a command line and in ``config.json``."""
         return f"{self.metric}:{self.count}:{self.order}"
+
+    @property
+    def contradicts_name(self) -> bool:
+        """Whether the name of the metric says the opposite, as where an older version took every metric for a loss."""
+        return order_of(self.metric) not in (None, self.order)
 
     @classmethod
     def of(cls, text: str) -> Best:
-        """Read ``metric[:count][:min|max]``; UsageError where it is written otherwise."""
+        """Read ``metric[:count][:min|max]``.
+
+        Raises:
+            UsageError: It is written otherwise; or the order is left out, and the name of the metric leaves doubt.
+        """
         metric, *rest = text.split(":") if isinstance(text, str) else ("",)
-        count, order = 1, "min"
+        count, order = 1, None
         if rest and rest[0].isascii() and rest[0].isdigit():
             count = int(rest.pop(0))
         if rest:
             order = rest.pop(0)
-        if rest or not metric or not 1 <= count <= COUNT_MAX or order not in ("min", "max"):
-            near = difflib.get_close_matches(order, ("min", "max"), n=1, cutoff=0.3)
-            todo = f"did you mean {near[0]!r}?" if near and order not in ("min", "max") else "for example loss:2:min"
+        if rest or not metric or not 1 <= count <= COUNT_MAX or order not in (None, "min", "max"):
+            near = difflib.get_close_matches(order or "", ("min", "max"), n=1, cutoff=0.3)
+            is_typo = bool(near) and order not in (None, "min", "max")
+            todo = f"did you mean {near[0]!r}?" if is_typo else "for example loss:2:min"
             raise UsageError(
                 "keep_best is written METRIC, METRIC:COUNT or METRIC:COUNT:min|max", where=repr(text)[:80], todo=todo
             )
-        return cls(metric, count, "max" if order == "max" else "min")
+        found = order_of(metric) if order is None else "max" if order == "max" else "min"
+        if found is None:
+            raise UsageError(
+                f"keep_best {text}: the name does not say whether the lowest or the highest {metric} is the best",
+                todo=f"write {metric}:{count}:min or {metric}:{count}:max",
+            )
+        return cls(metric, count, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +87,9 @@ class Retention:
         keep_weekly: The same for weeks, which begin on Mondays.
         keep_monthly: The same for months.
         keep_yearly: The same for years.
-        keep_best: Those with the best values of a metric: ``"loss"``, ``"loss:2"``, ``"accuracy:3:max"``, or several of
-            these. One without the metric, or with NaN, cannot be judged and is kept.
+        keep_best: Those with the best values of a metric: ``"loss"``, ``"loss:2"``, ``"speed:3:max"``, or several of
+            these. ``min`` or ``max`` may be left out where the name leaves no doubt (loss, ppl, error: the lowest; acc,
+            f1, bleu, reward: the highest). One without the metric, or with NaN, cannot be judged and is kept.
         keep_tag: Those with a tag that matches: a name or pattern (``"release-*"``), or several. Every tag keeps its
             checkpoint anyway; this makes a policy of it.
         time_zone: Where days begin: ``"UTC"``, or a fixed offset as in ``"+02:00"``.
@@ -96,7 +119,7 @@ class Retention:
             object.__setattr__(self, "keep_within", span_words(span_seconds(self.keep_within)))
         zone_offset_seconds(self.time_zone)
         # The same order in the same words, so that equal policies are equal.
-        object.__setattr__(self, "keep_best", tuple(str(best) for best in self.best))
+        object.__setattr__(self, "keep_best", tuple(best.spec for best in self.best))
         if not self.to_config().keys() - {"time_zone"}:
             raise UsageError(
                 "a retention policy needs a rule", where="Retention()", todo=f"give one of {', '.join(RULES)}"
@@ -163,7 +186,7 @@ class Retention:
     def __str__(self) -> str:
         words = []
         for name, value in self.to_config().items():
-            values = value if isinstance(value, list) else [value]
+            values = self.best if name == "keep_best" else value if isinstance(value, list) else [value]
             words += [f"{name} {each}" for each in values]
         return ", ".join(words)
 

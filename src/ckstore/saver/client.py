@@ -17,7 +17,10 @@ import socket
 import subprocess
 import threading
 import weakref
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import EngineName
@@ -44,6 +47,8 @@ GRACE_SECONDS = 5.0
 SPEAK_SECONDS = 0.02
 """Between two tries to say something to a saver that does not read; it takes hundreds of messages to get there."""
 
+
+_NO_RULES: Mapping[str, Any] = MappingProxyType({})
 
 _TAKE_TIME = (messages.Begin, messages.Release, messages.Warm, messages.Forget, messages.Quit)
 
@@ -82,6 +87,7 @@ class Saver:
         *,
         nice: int = 19,
         engine: EngineName = "auto",
+        retention: Mapping[str, Any] = _NO_RULES,
         clock: Clock = SYSTEM_CLOCK,
     ) -> Saver:
         """Start a saver; returns at once, and tickets may be handed to it at once.
@@ -92,13 +98,14 @@ class Saver:
             arena: What tickets are staged in; the saver maps it too.
             nice: Added to the saver's niceness.
             engine: What moves packs.
+            retention: Rules by which checkpoints may go when the disk is full.
             clock: Where time comes from.
 
         Raises:
             SaverError: No process can be started.
         """
         try:
-            process, channel, bell = launch(hello_to(address, run, engine, nice), arena.fd)
+            process, channel, bell = launch(hello_to(address, run, engine, nice, retention), arena.fd)
         except OSError as error:
             raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
         watch = Watch(process.pid, process_started(process.pid) or "")

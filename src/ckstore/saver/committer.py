@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from ckstore.errors import CapacityError, CkstoreError, SaverError
 from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
 from ckstore.receipt import Receipt, Stopwatch
+from ckstore.room import room_after
 from ckstore.saver import messages
 from ckstore.saver.messages import Message
 from ckstore.saver.state import GatedLease, Ticket
@@ -94,6 +96,7 @@ class Committer:
         # Whether others may write the folder was judged when the trainer opened it.
         backend = backend_for(hello.address, engine=cast(EngineName, hello.engine), allow_shared_folder=True)
         parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
+        parts.retention = json.loads(hello.retention)
         parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
         self._parts = parts
         if isinstance(backend, LocalBackend):
@@ -247,8 +250,13 @@ class Committer:
             # Whoever had it meanwhile, and is gone again, may have resumed an older state and gone on from there.
             self._lease.check_held()
         self._lease.wait_for_orphan()
-        self._parts.prepare_run()
-        self._lease.take()
+        try:
+            self._parts.prepare_run()
+            self._lease.take()
+        except CapacityError as error:
+            _log.warning("the disk is full: %s", room_after(self._parts, ticket.nbytes, error))
+            self._parts.prepare_run()
+            self._lease.take()
         self._on_lease()
 
     def _follow(self, parent: int | None) -> None:

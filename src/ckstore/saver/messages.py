@@ -35,7 +35,8 @@ Fact = Scalar | list[str]
 class Hello(NamedTuple):
     """Trainer: the first message; where to save, and whom to watch.
 
-    ``trainer_started`` is what ``store.processes.process_started`` says of the trainer.
+    ``trainer_started`` is what ``store.processes.process_started`` says of the trainer; ``retention`` holds,
+    as JSON, the rules by which checkpoints may go when the disk is full.
     """
 
     address: str
@@ -45,6 +46,7 @@ class Hello(NamedTuple):
     trainer_started: ShortText
     nice: int
     log_level: Count
+    retention: str = "{}"
 
 
 class Begin(NamedTuple):

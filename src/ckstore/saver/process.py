@@ -6,6 +6,7 @@ Never by the end of a pipe or socket alone: a forked child keeps that open after
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
@@ -13,6 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from ckstore.children import environment
 from ckstore.config import EngineName
@@ -81,7 +84,7 @@ def how_ended(code: int) -> str:
     return f"was killed by {name}" + (" (by hand, or for want of memory)" if -code == signal.SIGKILL else "")
 
 
-def hello_to(address: str, run: str, engine: EngineName, nice: int) -> messages.Hello:
+def hello_to(address: str, run: str, engine: EngineName, nice: int, retention: Mapping[str, Any]) -> messages.Hello:
     """Return what this process says first to a saver of its own."""
     return messages.Hello(
         address=address,
@@ -91,6 +94,7 @@ def hello_to(address: str, run: str, engine: EngineName, nice: int) -> messages.
         trainer_started=process_started(os.getpid()) or "",
         nice=nice,
         log_level=_log.getEffectiveLevel(),
+        retention=json.dumps(dict(retention)),
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import Limits
@@ -166,6 +166,8 @@ class Parts:
         self.tiers = Tiers(backend, clock)
         self.newest: Manifest | None = None
         """The newest whole checkpoint of the run, as the first commit found it."""
+        self.retention: Mapping[str, Any] = {}
+        """Rules by which a commit that finds the disk full lets checkpoints of its run go; empty: none."""
         self._seq_highest: int | None = None
         self._nbytes_written_last: int | None = None
 
@@ -336,7 +338,7 @@ class Parts:
             f"pack {pack_id.hex()} of seq {header.seq} (step {header.step}), which holds tensor "
             f"{tensors[0] if tensors else '(none)'}, is missing or has another size",
             where=backend.location_of(layout.pack_name(pack_id)),
-            todo="restore an older checkpoint, or bring the file back from a copy",
+            todo="run `ckstore repair`, restore an older checkpoint, or bring the file back from a copy",
             pack_id=pack_id.hex(),
             tensor=tensors[0] if tensors else None,
         )

@@ -12,6 +12,7 @@ from ckstore.errors import CkstoreError, ConflictError, CorruptError, MissingChu
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
 from ckstore.format.layout import ManifestName
+from ckstore.metric_order import WORDS, order_of
 from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOST_TIER
 from ckstore.store.manifests import Manifests, no_checkpoint
@@ -95,7 +96,7 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
         raise UsageError(
             "a checkpoint is named by a step (int) or a string", where=repr(reference),
-            todo="use a step, a tag, latest, best:metric, seq:N or id:prefix",
+            todo="use a step, a tag, latest, best:metric, best:metric:max, seq:N or id:prefix",
         )  # fmt: skip
     if isinstance(reference, int) or re.fullmatch(r"-?[0-9]{1,18}", reference):
         return _by_step(parts, int(reference))
@@ -111,7 +112,7 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
     if separator:
         raise UsageError(
             f"{kind!r} is no way to name a checkpoint", where=repr(reference),
-            todo="use a step, a tag, latest, best:metric, seq:N or id:prefix",
+            todo="use a step, a tag, latest, best:metric, best:metric:max, seq:N or id:prefix",
         )  # fmt: skip
     return _by_tag(parts, reference)
 
@@ -192,9 +193,24 @@ def _best(parts: Parts, rest: str) -> ManifestName:
             where=parts.backend.root,
             todo=f"metrics there are: {known}",
         )
-    choose = max if order == "max" else min
+    chosen = order or order_of(metric)
+    if not chosen:
+        raise UsageError(
+            f"the name does not say whether the lowest or the highest {metric} is the best",
+            where=f"best:{metric}",
+            todo=f"say best:{metric}:min or best:{metric}:max",
+        )
+    choose = max if chosen == "max" else min
     header = choose(rated, key=lambda pair: pair[0])[1]
     return ManifestName(parts.run, header.seq, header.step, header.generation)
+
+
+def words_of(reference: Reference) -> str:
+    """Say what a reference to the best of a metric means, such as ``the lowest loss``; empty for every other one."""
+    kind, _, rest = str(reference).partition(":")
+    metric, _, order = rest.partition(":")
+    chosen = order_of(metric) if not order else "max" if order == "max" else "min"
+    return f"the {WORDS[chosen]} {metric}" if kind == "best" and metric and chosen else ""
 
 
 def _by_tag(parts: Parts, name: str) -> ManifestName:
@@ -297,5 +313,5 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
     raise CorruptError(
         f"none of the {len(passed_over)} checkpoints of run {parts.run!r} is whole; {passed_over[0]}",
         where=parts.backend.root,
-        todo="run `ckstore verify`",
+        todo="run `ckstore repair`, which says what can be made whole again",
     )

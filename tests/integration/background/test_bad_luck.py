@@ -88,6 +88,19 @@ def test_full_disk_fails_commits_and_space_that_comes_back_is_used(small_disk):
         assert np.array_equal(store.restore()["w0"], noise(4)["w0"])
 
 
+@pytest.mark.root
+def test_saver_on_a_full_disk_lets_go_what_rules_drop_and_empties_the_trash(small_disk):
+    with ckstore.open(small_disk / "store", policy=POLICY, retention={"keep_last": 1}, gc_every=1000) as store:
+        for step in range(3):
+            store.commit_async(noise(step), step).result()
+        with (small_disk / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free - 2 * MIB)
+        receipt = store.commit_async(noise(3), 3).result()
+        assert "the disk was full" in receipt.warnings[0]
+        assert store.steps() == [2, 3]
+        assert np.array_equal(store.restore()["w0"], noise(3)["w0"])
+
+
 # A program that ends right after the call
 
 

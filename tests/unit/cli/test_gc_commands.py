@@ -52,7 +52,7 @@ def test_dry_run_prints_the_plan_that_is_carried_out(call, store):
 def test_table_tells_reasons_of_what_is_kept_and_dropped(call, store):
     code, out, _ = call("gc", store, "--keep-last", "1", "--keep-best", "loss:1:max", "--dry-run")
     assert code == 0
-    assert "run main: 3 kept, 2 dropped by keep_last 1, keep_best loss:1:max" in out
+    assert "run main: 3 kept, 2 dropped by keep_last 1, keep_best loss:1:max (highest)" in out
     assert "tag good" in out
     assert "3 is number 1" in out
     code, out, _ = call("gc", store, "--keep-last", "1", "--dry-run")
@@ -91,11 +91,29 @@ def test_policy_is_saved_used_and_forgotten(call, store):
     call("gc", store, "--keep-last", "1", "--save-policy", "--dry-run")
     assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == ""
     call("gc", store, "--keep-last", "4", "--keep-best", "loss", "--save-policy")
-    assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == "keep_last 4, keep_best loss:1:min"
+    assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == "keep_last 4, keep_best loss:1:min (lowest)"
     assert documents(call, "gc", store, "--keep-every", "7", "--dry-run")["runs"][0]["rules"] == "keep_every 7"
     call("gc", store, "--forget-policy")
     assert documents(call, "gc", store, "--dry-run")["runs"][0]["rules"] == ""
     assert call("verify", store)[0] == 0
+
+
+def test_time_of_the_trash_is_said_saved_and_forgotten(call, store):
+    call("gc", store, "--keep-last", "4")
+    assert documents(call, "gc", store, "--dry-run")["plan"]["waiting_nbytes"] > 0
+    assert documents(call, "gc", store, "--trash-for", "0", "--dry-run")["plan"]["waiting_nbytes"] == 0
+    call("gc", store, "--trash-for", "2h", "--save-policy")
+    with ckstore.open(store, create=False) as opened:
+        assert (opened.trash_for, opened.retention) == ("2h", None)
+    call("gc", store, "--keep-last", "3", "--save-policy")
+    with ckstore.open(store, create=False) as opened:
+        assert (opened.trash_for, str(opened.retention)) == ("2h", "keep_last 3")
+        opened.set_trash_for(0)
+    assert documents(call, "gc", store, "--dry-run")["plan"]["waiting_nbytes"] == 0
+    call("gc", store, "--forget-policy", "--trash-for", "9h")
+    with ckstore.open(store, create=False) as opened:
+        assert (opened.trash_for, opened.retention) == (None, None)
+    assert call("gc", store, "--trash-for", "7days")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """What a restore promises: bit for bit what was committed, or an error that names what is damaged.
 
-Falling back to an older checkpoint happens without a name only, and only for torn manifests and missing packs.
+Falling back to an older checkpoint happens without a name only: by itself for torn manifests and missing packs, and for
+damage that shows while reading if that is asked for.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -15,6 +17,7 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import (
+    BackendError,
     ChecksumError,
     CorruptError,
     MalformedError,
@@ -262,6 +265,109 @@ def test_damage_met_while_reading_raises_and_does_not_fall_back(run, backend):
     with pytest.raises(CorruptError):
         run.restore()
     assert difference(run.restore(20), state_of(1)) is None
+
+
+def damage_frame(store, backend, seq):
+    """Damage a frame of a checkpoint, so that it shows only when the frame is read."""
+    flip(backend, pack_of(store, seq), frame_of(store, seq).offset + FRAME_HEADER_NBYTES + 10)
+
+
+@pytest.mark.parametrize("reference", [None, "latest", 30])
+def test_damage_met_while_reading_names_repair_and_the_newest_that_reads_whole(run, backend, reference):
+    damage_frame(run, backend, 2)
+    with pytest.raises(ChecksumError, match=r"step 30 \(seq 2\)") as caught:
+        run.restore(reference)
+    said = str(caught.value)
+    assert f"ckstore repair {backend.root}" in said
+    assert "is step 20" in said
+    assert 'restore("seq:1")' in said
+    assert "restore(fallback=True)" in said
+    assert (caught.value.whole_step, caught.value.whole_seq) == (20, 1)
+    assert caught.value.tensor
+    assert difference(run.restore("seq:1"), state_of(1)) is None
+
+
+def test_what_is_said_to_read_whole_was_read(run, backend):
+    damage_frame(run, backend, 2)
+    damage_frame(run, backend, 1)
+    with pytest.raises(CorruptError) as caught:
+        run.restore()
+    assert caught.value.whole_seq == 0
+    damage_frame(run, backend, 0)
+    with pytest.raises(CorruptError, match=r"no other checkpoint of run main reads whole"):
+        run.restore()
+
+
+def test_damage_of_an_old_one_names_the_newest(run, backend):
+    damage_frame(run, backend, 0)
+    with pytest.raises(CorruptError) as caught:
+        run.restore(10)
+    assert caught.value.whole_seq == 2
+    assert "fallback=True" not in str(caught.value), "that would not go back from an old one"
+
+
+def test_torn_manifest_and_missing_pack_of_a_named_one_name_a_way_out_too(run, backend):
+    damage_manifest(run, backend, 2)
+    with pytest.raises(CorruptError, match="ckstore repair") as caught:
+        run.restore(30)
+    assert caught.value.whole_seq == 1
+    backend.unlink(pack_of(run, 1))
+    with pytest.raises(MissingChunkError, match="ckstore repair") as caught:
+        run.restore(20)
+    assert caught.value.whole_seq == 0
+
+
+@pytest.mark.parametrize("reference", [None, "latest"])
+def test_fallback_goes_to_the_newest_that_reads_whole_with_a_warning(run, backend, warned, reference):
+    damage_frame(run, backend, 2)
+    damage_frame(run, backend, 1)
+    assert difference(run.restore(reference, fallback=True), state_of(0)) is None
+    assert "seq 2 was passed over" in warned.text
+    assert "seq 1 (step 20) was passed over" in warned.text
+    assert (run.restored.step, run.restored.seq) == (10, 0)
+    assert len(run.restored.warnings) == 2
+    assert run.commit(state_of(3), 40).seq == 3
+    assert run.info(40).parent == 0
+
+
+def test_fallback_into_a_live_state_overwrites_all_of_it(run, backend):
+    damage_frame(run, backend, 2)
+    live = run.restore("seq:0")
+    run.restore(into=live, fallback=True)
+    assert difference(live, state_of(1)) is None
+
+
+def test_fallback_without_damage_is_a_restore(run):
+    assert difference(run.restore(fallback=True), state_of(2)) is None
+    assert run.restored.warnings == ()
+
+
+def test_fallback_where_nothing_can_be_read_raises_what_the_newest_met(run, backend):
+    for seq in range(3):
+        damage_frame(run, backend, seq)
+    with pytest.raises(ChecksumError, match="no checkpoint of run 'main' can be read whole"):
+        run.restore(fallback=True)
+
+
+@pytest.mark.parametrize("reference", [20, "seq:1", "best:loss"])
+def test_fallback_is_not_for_a_named_checkpoint(run, reference):
+    with pytest.raises(UsageError, match="fallback=True"):
+        run.restore(reference, fallback=True)
+
+
+def test_disk_that_cannot_read_a_pack_is_damage_too(run, backend, monkeypatch):
+    damaged, open_read = pack_of(run, 2), backend.open_read
+
+    def fail(name):
+        if name == damaged:
+            raise BackendError("open failed (EIO)", errno=errno.EIO)
+        return open_read(name)
+
+    monkeypatch.setattr(backend, "open_read", fail)
+    with pytest.raises(BackendError, match="ckstore repair") as caught:
+        run.restore()
+    assert caught.value.whole_seq == 1
+    assert difference(run.restore(fallback=True), state_of(1)) is None
 
 
 def test_run_without_a_whole_checkpoint_says_so_and_why(run, backend):

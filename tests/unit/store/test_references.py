@@ -38,7 +38,8 @@ def run(store):
         ("best:loss", 3),
         ("best:loss:min", 3),
         ("best:loss:max", 0),
-        ("best:acc", 0),
+        ("best:acc", 3),
+        ("best:acc:min", 0),
         ("best:acc:max", 3),
     ],
 )

@@ -60,10 +60,10 @@ def test_every_reason_of_a_kept_one_is_told():
     reasons = reasons_of(plan_of(history, rules))
     assert reasons[1] == (
         "tag good", "tag fine", "keep_last 2", "keep_every 1000", "keep_within 1h",
-        "keep_best loss:1:min: 0.5 is number 1",
+        "keep_best loss:1:min (lowest): 0.5 is number 1",
     )  # fmt: skip
     assert reasons[2] == ("the newest", "keep_last 2", "keep_within 1h", "keep_daily 1: 2024-02-26")
-    assert reasons[0] == ("keep_every 1000", "keep_best loss:1:min: it has no value to compare")
+    assert reasons[0] == ("keep_every 1000", "keep_best loss:1:min (lowest): it has no value to compare")
 
 
 def test_dropped_one_tells_why_of_every_rule():
@@ -80,7 +80,7 @@ def test_dropped_one_tells_why_of_every_rule():
         "keep_every 100: step 77 is no multiple",
         "keep_within 1h: 1d7h older than the newest",
         "keep_daily 1: 2024-02-26 is none of the last 1",
-        "keep_best loss:1:min: 3 is number 3",
+        "keep_best loss:1:min (lowest): 3 is number 3",
         "keep_tag x: no such tag",
     )
 
@@ -107,9 +107,9 @@ def test_blocked_run_says_why_and_keeps_all():
 
 
 def test_metric_that_nobody_has_is_told_with_those_there_are():
-    plan = plan_of(golden.rated(3, 1, 2), {"keep_best": "los"})
+    plan = plan_of(golden.rated(3, 1, 2), {"keep_best": "los:min"})
     assert plan.notes == (
-        "keep_best los:1:min: no checkpoint has this metric, so all are kept; metrics there are: loss",
+        "keep_best los:1:min (lowest): no checkpoint has this metric, so all are kept; metrics there are: loss",
     )  # fmt: skip
     assert "no metric was ever recorded" in plan_of(golden.TEN, {"keep_best": "loss"}).notes[0]
     assert "1 checkpoints lack the metric" in plan_of(golden.rated(3, None, 2), {"keep_best": "loss"}).notes[0]
@@ -118,7 +118,7 @@ def test_metric_that_nobody_has_is_told_with_those_there_are():
 
 def test_metric_with_nan_alone_is_not_told_as_missing():
     plan = plan_of(golden.rated(float("nan"), float("nan")), {"keep_best": "loss"})
-    assert plan.notes == ("keep_best loss:1:min: this metric has only NaN, so all are kept",)
+    assert plan.notes == ("keep_best loss:1:min (lowest): this metric has only NaN, so all are kept",)
 
 
 def test_tag_that_nobody_has_is_told_with_those_there_are():

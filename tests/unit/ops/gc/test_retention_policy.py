@@ -92,13 +92,13 @@ def test_calendar_agrees_with_the_standard_library_for_every_day_of_four_centuri
 @pytest.mark.parametrize(
     ("text", "best"),
     [
-        ("loss", Best("loss")), ("loss:3", Best("loss", 3)), ("loss:max", Best("loss", 1, "max")),
-        ("val/acc:2:max", Best("val/acc", 2, "max")), ("loss:2:min", Best("loss", 2)),
+        ("loss", Best("loss", 1, "min")), ("loss:3", Best("loss", 3, "min")), ("loss:max", Best("loss", 1, "max")),
+        ("val/acc:2", Best("val/acc", 2, "max")), ("loss:2:min", Best("loss", 2, "min")),
     ],
 )  # fmt: skip
 def test_best_is_read(text, best):
     assert Best.of(text) == best
-    assert Best.of(str(best)) == best
+    assert Best.of(best.spec) == best
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,8 @@ def test_policy_survives_the_way_through_a_config_file():
 def test_equal_policies_are_equal_however_they_are_written():
     assert Retention(keep_within="36h", keep_best="loss") == Retention(keep_within="1d12h", keep_best=("loss:1:min",))
     assert Retention.of({"keep-last": 3}) == Retention(keep_last=3)
-    assert str(Retention(keep_last=3, keep_best=["b", "a"])) == "keep_last 3, keep_best b:1:min, keep_best a:1:min"
+    policy = Retention(keep_last=3, keep_best=["b:min", "a:max"])
+    assert str(policy) == "keep_last 3, keep_best b:1:min (lowest), keep_best a:1:max (highest)"
 
 
 def test_policy_without_a_rule_is_refused():

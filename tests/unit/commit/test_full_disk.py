@@ -1,0 +1,271 @@
+"""Protects that a full disk stops training only where nothing can be given up, and that nothing else is given up."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore._testing import repository_of
+from ckstore.collection import GcLimits
+from ckstore.errors import CapacityError
+from ckstore.format import layout
+from ckstore.io.memory import MemoryBackend
+from support.gc_histories import packs_in_place
+from support.memory_files import flip
+
+NBYTES = 1 << 19
+PLAIN = ckstore.Policy(compression="none", threads=1)
+
+
+class Disk(MemoryBackend):
+    """A folder in memory that counts the packs that were begun, and knows when folders were made."""
+
+    def __init__(self, clock):
+        super().__init__(clock=clock)
+        self.packs_begun = 0
+        self._clock_of_folders, self._made_ns = clock, {}
+
+    def make_folder(self, name):
+        self._made_ns.setdefault(name, self._clock_of_folders.now_ns())
+        return super().make_folder(name)
+
+    def stat(self, name):
+        info = super().stat(name)
+        return replace(info, modified_ns=self._made_ns[name]) if info and name in self._made_ns else info
+
+    def create_pack(self, name, *, nbytes_expected):
+        self.packs_begun += 1
+        return super().create_pack(name, nbytes_expected=nbytes_expected)
+
+
+def noise(step):
+    return {"w": np.random.default_rng(step).integers(0, 256, NBYTES, np.uint8)}
+
+
+@pytest.fixture
+def disk(clock):
+    return Disk(clock)
+
+
+@pytest.fixture
+def store(disk, clock):
+    with ckstore.open(disk, policy=PLAIN, clock=clock) as opened:
+        yield opened
+
+
+def fill(disk, nbytes_free=NBYTES // 2):
+    """Leave no more room than this."""
+    disk.nbytes_max = None
+    disk.nbytes_max = sum(len(content) for content in disk.files().values()) + nbytes_free
+
+
+def drop(store, clock, steps):
+    """Move these to the trash, an hour after each other."""
+    for step in steps:
+        store.delete(step)
+        store.gc(min_age=0)
+        clock.now += 3600
+
+
+def test_commit_on_a_full_disk_empties_the_oldest_trash_and_says_so(store, disk, clock):
+    for step in range(8):
+        store.commit(noise(step), step)
+    drop(store, clock, range(6))
+    fill(disk)
+    receipt = store.commit(noise(8), 8)
+    assert len([line for line in receipt.warnings if line.startswith("the disk was full: ")]) == 1
+    assert np.array_equal(store.restore()["w"], noise(8)["w"])
+    assert [store.undelete(step).step for step in (4, 5)] == [4, 5], "no more is freed than is likely to be needed"
+    with pytest.raises(ckstore.CkstoreError):
+        store.undelete(0)
+    assert store.verify("decode").is_clean
+
+
+def test_nothing_is_written_anew_in_vain(store, disk):
+    store.commit(noise(0), 0)
+    fill(disk)
+    begun = disk.packs_begun
+    with pytest.raises(CapacityError, match="the trash of the store has nothing to give up") as caught:
+        store.commit(noise(1), 1)
+    assert disk.packs_begun == begun + 1
+    assert "ckstore gc" in str(caught.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert store.steps() == [0]
+
+
+def test_one_more_try_and_no_more(store, disk, clock):
+    for step in range(3):
+        store.commit(noise(step), step)
+    drop(store, clock, [0, 1])
+    fill(disk)
+    begun = disk.packs_begun
+    large = {"w": np.random.default_rng(9).integers(0, 256, 8 * NBYTES, np.uint8)}
+    with pytest.raises(CapacityError, match="although the disk was full before") as caught:
+        store.commit(large, 9)
+    assert disk.packs_begun == begun + 2
+    assert "emptied" in str(caught.value)
+    assert store.steps() == [2]
+    assert np.array_equal(store.restore()["w"], noise(2)["w"])
+
+
+def test_what_a_checkpoint_needs_is_brought_back_and_not_freed(store, disk, clock):
+    for step in range(4):
+        store.commit(noise(step), step)
+    drop(store, clock, [0])
+    parts = repository_of(store)
+    # As a collector leaves it that was killed, or that another handle has overtaken.
+    needed = layout.parse_pack_file(sorted(packs_in_place(disk))[0].rpartition("/")[2])
+    parts.trash.move_packs([needed], parts.trash.new_packs_folder())
+    fill(disk)
+    store.commit(noise(4), 4)
+    assert store.steps() == [1, 2, 3, 4]
+    assert store.verify("decode").is_clean
+
+
+def test_nothing_is_freed_while_a_manifest_cannot_be_read(store, disk, clock, caplog):
+    for step in range(4):
+        store.commit(noise(step), step)
+    drop(store, clock, [0, 1])
+    name = repository_of(store).manifests.listing().names[0].path
+    flip(disk, name, len(disk.files()[name]) // 2)
+    fill(disk)
+    there = {path for path in disk.files() if path.startswith("trash/")}
+    with pytest.raises(CapacityError, match="nothing to give up"):
+        store.commit(noise(4), 4)
+    assert there <= disk.files().keys()
+    assert "nothing of the trash was freed" in caplog.text
+
+
+def test_rules_of_the_handle_drop_what_they_would_have_dropped_later(disk, clock):
+    with ckstore.open(
+        disk, policy=PLAIN, clock=clock, retention=ckstore.Retention(keep_last=2), gc_every=1000
+    ) as store:
+        for step in range(6):
+            store.commit(noise(step), step)
+        store.tag(1, "good")
+        fill(disk)
+        receipt = store.commit(noise(6), 6)
+        assert "rules of retention= dropped 3" in receipt.warnings[0]
+        assert store.steps() == [1, 4, 5, 6]
+        assert store.verify("decode").is_clean
+
+
+def test_other_runs_are_left_alone(disk, clock):
+    with ckstore.open(disk, run="other", policy=PLAIN, clock=clock) as other:
+        for step in range(4):
+            other.commit(noise(100 + step), step)
+        with ckstore.open(disk, policy=PLAIN, clock=clock, retention={"keep_last": 1}, gc_every=1000) as store:
+            for step in range(3):
+                store.commit(noise(step), step)
+            fill(disk)
+            store.commit(noise(3), 3)
+            assert store.steps() == [2, 3]
+        assert other.steps() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.ENOMEM, errno.EMFILE])
+def test_want_of_anything_but_space_frees_nothing(store, disk, clock, number, monkeypatch):
+    for step in range(3):
+        store.commit(noise(step), step)
+    drop(store, clock, [0, 1])
+    before = set(disk.files())
+
+    def refuse(name, *, nbytes_expected):
+        raise CapacityError("no", errno=number)
+
+    monkeypatch.setattr(disk, "create_pack", refuse)
+    with pytest.raises(CapacityError):
+        store.commit(noise(3), 3)
+    assert before <= disk.files().keys()
+
+
+def test_quota_is_met_as_a_full_disk_is(store, disk, clock, monkeypatch):
+    for step in range(3):
+        store.commit(noise(step), step)
+    drop(store, clock, [0, 1])
+    make, refused = disk.create_pack, []
+
+    def refuse_once(name, *, nbytes_expected):
+        if not refused:
+            refused.append(name)
+            raise CapacityError("no", errno=errno.EDQUOT)
+        return make(name, nbytes_expected=nbytes_expected)
+
+    monkeypatch.setattr(disk, "create_pack", refuse_once)
+    assert "the disk was full" in store.commit(noise(3), 3).warnings[0]
+
+
+@pytest.mark.parametrize("folder", ["claims", "manifests", "tmp", "leases"])
+def test_disk_that_is_full_where_small_files_go(disk, clock, folder, monkeypatch):
+    with ckstore.open(disk, policy=PLAIN, clock=clock) as store:
+        for step in range(3):
+            store.commit(noise(step), step)
+        drop(store, clock, [0, 1])
+    refused = []
+    for verb in ("create", "link", "rename", "rename_new"):
+        make = getattr(disk, verb)
+
+        def refuse_once(*names, _make=make, **options):
+            if not refused and any(str(name).startswith(folder) for name in names[:2]):
+                refused.append(names)
+                raise CapacityError("no", errno=errno.ENOSPC)
+            return _make(*names, **options)
+
+        monkeypatch.setattr(disk, verb, refuse_once)
+    with ckstore.open(disk, policy=PLAIN, clock=clock) as store:
+        assert "the disk was full" in store.commit(noise(3), 3).warnings[0]
+        assert refused
+        assert store.restore(3)["w"][0] == noise(3)["w"][0]
+        assert store.verify("decode").is_clean
+
+
+# How long the trash is kept
+
+
+def test_trash_is_kept_as_long_as_open_says_or_the_store_or_a_day(disk, clock):
+    with ckstore.open(disk, clock=clock) as store:
+        assert store.trash_for is None
+        assert store.gc().limits.trash_seconds == GcLimits().trash_seconds == 86_400
+        store.set_trash_for("90m")
+        assert store.trash_for == "1h30m"
+        assert store.gc().limits.trash_seconds == 5400
+        assert store.gc(trash_for="2h").limits.trash_seconds == 7200
+    with ckstore.open(disk, clock=clock, trash_for="3h") as store:
+        assert store.gc().limits.trash_seconds == 10_800
+        assert store.gc(trash_for=0).limits.trash_seconds == 0
+        store.set_trash_for(None)
+        assert store.trash_for is None
+        store.set_trash_for(0)
+        assert store.trash_for == "0s"
+    with ckstore.open(disk, clock=clock) as store:
+        assert store.gc().limits.frees_at_once
+
+
+def test_other_rules_of_the_store_stay_when_the_time_of_the_trash_is_set(store):
+    store.set_retention({"keep_last": 3})
+    store.set_demotion({"keep_newest": 5})
+    store.set_trash_for("2h")
+    assert store.retention == ckstore.Retention(keep_last=3)
+    assert store.demotion.keep_newest == 5
+    store.set_demotion(None)
+    assert store.trash_for == "2h"
+
+
+@pytest.mark.parametrize("span", ["soon", -1, float("nan"), "7days"])
+def test_what_is_not_a_duration_is_refused_when_the_store_is_opened(disk, clock, span):
+    with pytest.raises(ckstore.UsageError, match=r"span of time|duration"):
+        ckstore.open(disk, clock=clock, trash_for=span)
+
+
+def test_collections_after_commits_keep_the_trash_as_long_as_open_says(disk, clock):
+    with ckstore.open(
+        disk, policy=PLAIN, clock=clock, retention=ckstore.Retention(keep_last=1), gc_every=1, trash_for="1h"
+    ) as store:
+        for step in range(4):
+            store.commit(noise(step), step)
+            clock.now += 2 * 3600
+        assert len([entry for entry in store.trash() if entry.manifests]) == 1

@@ -1,0 +1,85 @@
+"""Protects that the direction of a metric is taken from its name only where that is beyond doubt, and is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckstore.errors import NotFoundError, UsageError
+from ckstore.metric_order import order_of
+from ckstore.retention.policy import Best, Retention
+from ckstore.store.references import words_of
+
+LOWER = (
+    "loss", "val_loss", "loss/eval", "train.loss_ema", "valLoss", "LOSS", "ppl", "eval/perplexity", "error", "top1_err",
+    "word_error_rate", "wer", "RMSE", "test-mse", "nll", "loss_per_token", "l1_loss", "best_val_loss", "lm_loss_epoch",
+)  # fmt: skip
+HIGHER = (
+    "acc", "accuracy", "val/acc", "acc@5", "top5_acc", "evalAccuracy", "f1", "f1_macro", "eval_f1_score", "bleu",
+    "BLEU-4", "bleu4", "rougeL", "rouge1", "mean_reward", "reward", "auroc", "mIoU/val", "r2", "success_rate",
+    "win_rate", "recall@10",
+)  # fmt: skip
+DOUBTFUL = (
+    "score", "speed", "lr", "x", "", "3", "throughput", "neg_log_loss", "negative_loss", "-loss", "1-acc",
+    "accuracy_loss",
+    "loss_accuracy", "f1_error", "loss_scale", "reward_std", "acc_drop", "loss_ratio", "train_val_gap", "loss_diff",
+    "time", "step", "kl", "entropy", "eval", "success", "win", "not_f1", "rate", "val", "grad_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("order", "names"), [("min", LOWER), ("max", HIGHER), (None, DOUBTFUL)], ids=["min", "max", "doubt"]
+)
+def test_order_is_that_of_the_word_that_names_the_metric(order, names):
+    assert [name for name in names if order_of(name) != order] == []
+
+
+@pytest.mark.parametrize("metric", ["score", "neg_log_loss", "speed"])
+def test_best_of_a_doubtful_metric_must_say_which_end(store, metric):
+    for step, value in enumerate([2.0, 1.0, 3.0]):
+        store.commit({"n": step}, step, metrics={metric: value})
+    with pytest.raises(UsageError, match="lowest or the highest") as caught:
+        store.info(f"best:{metric}")
+    assert f"best:{metric}:min or best:{metric}:max" in str(caught.value)
+    assert (store.info(f"best:{metric}:min").step, store.info(f"best:{metric}:max").step) == (1, 2)
+    with pytest.raises(UsageError, match="lowest or the highest") as caught:
+        Retention(keep_best=f"{metric}:2")
+    assert f"{metric}:2:min or {metric}:2:max" in str(caught.value)
+    with pytest.raises(NotFoundError, match=f"(?i)metrics there are: {metric}"):
+        store.info("best:speeed")
+
+
+@pytest.mark.parametrize(("metric", "step"), [("acc", 2), ("eval/f1", 2), ("val_loss", 1), ("ppl", 1)])
+def test_best_of_a_metric_beyond_doubt_is_the_better_end(store, metric, step):
+    for number, value in enumerate([2.0, 1.0, 3.0]):
+        store.commit({"n": number}, number, metrics={metric: value})
+    assert store.info(f"best:{metric}").step == step
+    assert store.gc(Retention(keep_best=metric), dry_run=True).runs[0].verdicts[2 - step].is_kept
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("best:loss", "the lowest loss"), ("best:acc", "the highest acc"), ("best:acc:min", "the lowest acc"),
+        ("best:score:max", "the highest score"), ("latest", ""), (3, ""), ("seq:3", ""),
+        ("best:score", ""), ("best", ""),
+    ],
+)  # fmt: skip
+def test_references_say_which_end_they_mean(reference, words):
+    assert words_of(reference) == words
+
+
+def test_rules_say_which_end_they_mean():
+    assert str(Best.of("acc:3")) == "acc:3:max (highest)"
+    assert (
+        str(Retention(keep_best=("loss", "acc:min"))) == "keep_best loss:1:min (lowest), keep_best acc:1:min (lowest)"
+    )
+    assert Retention(keep_best="acc").to_config() == {"keep_best": ["acc:1:max"]}
+
+
+def test_rule_that_contradicts_the_name_is_carried_out_and_told(store):
+    """As an older version stored it, which took every metric for a loss."""
+    for step, value in enumerate([2.0, 1.0, 3.0]):
+        store.commit({"n": step}, step, metrics={"acc": value})
+    plan = store.gc({"keep_best": ["acc:1:min"]}, dry_run=True).runs[0]
+    assert [verdict.step for verdict in plan.kept] == [2, 1]
+    assert plan.notes == ("keep_best acc:1:min (lowest): its name says the opposite; write acc:1 if you mean that",)
