@@ -3,12 +3,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Most of torch is never imported, and Python compiles the rest when it is: --no-compile saves half of the install.
+# PIP_NO_COMPILE=no means: do not compile. Most of torch is never imported, and this saves half of the install.
 PIP    := PIP_NO_COMPILE=no $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 TESTS  ?= tests
 
-# The suite starts thousands of processes, and without what Python writes beside a module each compiles all of it.
+# The suite starts thousands of processes. Without .pyc files each of them would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-unit test-slice test-deep lint bench bench-table clean
@@ -32,7 +32,7 @@ test-unit: $(VENV)/.installed  ## Only the tests of single modules.
 test-slice: $(VENV)/.installed  ## A larger part of each long programme, and nothing else.
 	$(PYTEST) --depth=slice $(TESTS)
 
-test-deep: $(VENV)/.installed  ## Everything: every point of every long programme, half an hour or more.
+test-deep: $(VENV)/.installed  ## Everything: every point of every long programme. Takes an hour.
 	$(PYTEST) --depth=all $(TESTS)
 
 lint: $(VENV)/.installed  ## Linters, formatter and type checker.

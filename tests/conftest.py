@@ -38,11 +38,10 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Hea
 settings.register_profile("sample", max_examples=25, stateful_step_count=20, **_COMMON)
 settings.register_profile("slice", max_examples=100, stateful_step_count=30, **_COMMON)
 settings.register_profile("all", max_examples=100, stateful_step_count=30, derandomize=True, **_COMMON)
-settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, **_COMMON)
 
 
 def pytest_configure(config):
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", config.getoption("depth")))
+    settings.load_profile(config.getoption("depth"))
     # A shell that was told to go on in the background ignores Ctrl-C, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

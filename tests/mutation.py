@@ -292,8 +292,8 @@ class Copy:
 
 
 def _commit_of(tree: Path) -> str:
-    """Return "NUMBER:HASH", by which the suite samples long programs: a copy has no repository."""
-    words = (["rev-list", "--count", "HEAD"], ["rev-parse", "HEAD"])
+    """Return "NUMBER:HASH", by which the suite samples long programmes: a copy has no repository."""
+    words = (["rev-list", "--count", "--first-parent", "HEAD"], ["rev-parse", "HEAD"])
     return ":".join(subprocess.check_output(["git", "-C", tree, *each], text=True).strip() for each in words)
 
 
@@ -364,7 +364,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
     parser.add_argument("--mutants", type=Path, help="the changes of an earlier result, placed by their text")
     parser.add_argument("--only-survivors", type=Path, help="the same, but only those not known to be killed")
-    parser.add_argument("--depth", default="sample", help="of the suite's long programs; empty: without this option")
+    parser.add_argument("--depth", default="sample", help="of the suite's long programmes; empty: without this option")
     parser.add_argument("--tests", type=Path, help="a JSON file: module to test paths, instead of the table")
     parser.add_argument("--extra", action="append", default=[], help="one more argument for pytest; may be repeated")
     parser.add_argument("--confirm", action="store_true", help="run a failed test again before it counts")

@@ -6,7 +6,7 @@ Nothing here is public.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckstore.api import Store
@@ -26,6 +26,16 @@ def background_of(store: Store) -> Handover:
     """Return the trainer's side of the background commits of an open store, which the first of them makes."""
     assert store._handover is not None, "no background commit was made and nothing was prewarmed"
     return store._handover
+
+
+def guard_memory(store: Store, owner: Any) -> None:
+    """Have an owner say which memory is copied behind the guard, in place of attached optimizers.
+
+    Args:
+        store: An open store.
+        owner: Has ``spans()``, a list of (address, bytes), and ``release()``.
+    """
+    store._guarded = owner
 
 
 def bases_of(store: Store) -> Bases:

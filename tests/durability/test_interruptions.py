@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -52,7 +53,11 @@ def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, sam
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        for step in range(sample.count(8, parts=2)):
+        least, deadline = sample.count(8, parts=2), time.monotonic() + 60
+        for step in itertools.count():
+            # Whether a change comes between hashing and encoding is chance: go on until one does.
+            if step >= least and (messages or not verify_encoded or time.monotonic() > deadline):
+                break
             before = set(store.steps())
             try:
                 store.commit({"w": array}, step, policy=policy)
@@ -62,7 +67,7 @@ def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, sam
     finally:
         stop.set()
         thread.join()
-    assert messages or not verify_encoded or not sample.is_whole, "no change was noticed"
+    assert messages or not verify_encoded, "no change was noticed"
     assert all("changed while it was being committed" in message for message in messages)
     for step in store.steps():
         if verify_encoded:

@@ -9,6 +9,7 @@ Stores are copied in memory, so that a mutation costs milliseconds.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -187,20 +188,31 @@ CODED = ("packs/", "manifests/")
 """Kinds of files that a probe changes in place: whatever is wrong with them, a checkpoint that uses them is lost."""
 
 
+def is_coded(name):
+    return name.startswith(CODED)
+
+
+def is_not_coded(name):
+    return not name.startswith(CODED)
+
+
 @pytest.fixture
 def probes(small, whole, nothing_aside):
     return {"small": Probe(small), "whole": Probe(whole)}
 
 
-def points_of(small, whole, is_wanted, stride):
-    """Return (store, file, offset) for each byte of the small store, and for every ``stride``-th of the other one."""
-    return [
-        (which, name, offset)
-        for which, store, step in (("small", small, 1), ("whole", whole, stride))
-        for number, name in enumerate(sorted(store[0]))
-        if is_wanted(name)
-        for offset in strided(len(store[0][name]), step, number)
-    ]
+def points_of(small, whole, is_wanted, stride, *, part=lambda offsets: offsets):
+    """Return (store, file, offset) for bytes of the small store, and for every ``stride``-th of the other one.
+
+    ``part`` chooses offsets, the same ones for all files: the order of files is another one in each run, because names
+    of packs are random.
+    """
+    found = []
+    for which, store, step in (("small", small, 1), ("whole", whole, stride)):
+        contents = {name: content for name, content in store[0].items() if is_wanted(name)}
+        for offset in part(range(0, max(map(len, contents.values())), step)):
+            found += [(which, name, offset) for name, content in contents.items() if offset < len(content)]
+    return found
 
 
 def mask_at(offset):
@@ -209,8 +221,8 @@ def mask_at(offset):
 
 @pytest.mark.deep
 def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, tell):
-    all_points = points_of(small, whole, lambda name: name.startswith(CODED), 7)
-    points = sample.part(all_points, parts=40)
+    all_points = points_of(small, whole, is_coded, 7)
+    points = points_of(small, whole, is_coded, 7, part=partial(sample.part, parts=40))
     for which, name, offset in points:
         probes[which].flip(name, offset, mask_at(offset))
     assert len(points) >= (18_768 if sample.is_whole else 18_768 // 40)
@@ -219,8 +231,8 @@ def test_flipped_byte_of_a_pack_or_manifest_is_reported_by_verify(small, whole, 
 
 @pytest.mark.deep
 def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, sample, tell):
-    all_points = points_of(small, whole, lambda name: name.startswith(CODED), 64)
-    points = sample.part(all_points, parts=40)
+    all_points = points_of(small, whole, is_coded, 64)
+    points = points_of(small, whole, is_coded, 64, part=partial(sample.part, parts=40))
     for which, name, nbytes in points:
         probes[which].truncate(name, nbytes)
     assert len(points) >= (18_768 if sample.is_whole else 18_768 // 40)
@@ -231,7 +243,7 @@ def test_truncated_pack_or_manifest_is_reported_by_verify(small, whole, probes, 
 @pytest.mark.usefixtures("nothing_aside")
 def test_flipped_byte_of_another_file_is_reported_by_verify(small, whole, sample):
     stores = {"small": small, "whole": whole}
-    points = sample.part(points_of(small, whole, lambda name: not name.startswith(CODED), 2), parts=20)
+    points = points_of(small, whole, is_not_coded, 2, part=partial(sample.part, parts=20))
     for which, name, offset in points:
         content = stores[which][0][name]
         check_reported(stores[which], {name: flipped(content, offset, mask_at(offset))}, f"{name} byte {offset}")
@@ -242,7 +254,7 @@ def test_flipped_byte_of_another_file_is_reported_by_verify(small, whole, sample
 @pytest.mark.usefixtures("nothing_aside")
 def test_truncated_other_file_is_reported_by_verify(small, whole, sample):
     stores = {"small": small, "whole": whole}
-    points = sample.part(points_of(small, whole, lambda name: not name.startswith(CODED), 11), parts=20)
+    points = points_of(small, whole, is_not_coded, 11, part=partial(sample.part, parts=20))
     for which, name, nbytes in points:
         check_reported(stores[which], {name: stores[which][0][name][:nbytes]}, f"{name} cut to {nbytes}")
     assert {name.split("/")[0] for _, name, _ in points} >= {"store.json", "tags", "trash"}

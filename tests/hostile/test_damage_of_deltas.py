@@ -84,14 +84,14 @@ def pack_names(whole):
 @pytest.mark.deep
 def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need_it(whole, nothing_aside, sample):
     contents = memory_files.files_of(whole[0], "packs/")
-    points = [(name, offset) for name, content in contents.items() for offset in range(0, len(content), 37)]
-    taken = sample.part(points, parts=40)
-    for name, offset in taken:
+    # Offsets have their turn, the same ones in all packs: the order of packs changes, because their names are random.
+    offsets = sample.part(range(0, max(map(len, contents.values())), 37), parts=40)
+    points = [(name, offset) for offset in offsets for name in contents if offset < len(contents[name])]
+    for name, offset in points:
         changed = bytearray(contents[name])
         changed[offset] ^= 1 << offset % 8
         check(whole, {name: bytes(changed)}, f"{name} byte {offset}")
-    assert len(points) > 1000
-    assert {name for name, _ in taken} == set(contents)
+    assert len(points) > (1000 if sample.is_whole else 20)
 
 
 def test_truncated_and_stale_packs_are_found(whole, nothing_aside):

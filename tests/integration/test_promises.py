@@ -14,6 +14,7 @@ import pytest
 
 import ckstore
 from ckstore import Policy, UsageError, chunks, decoder, forms, kernels, pipeline
+from ckstore._testing import bases_of
 from ckstore.commit import Request
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.format.wire import xxh3_64
@@ -269,7 +270,7 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
     monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
     state = {"w": np.random.default_rng(8).integers(0, 256, 9 << 20, np.uint8)}
     store.commit(state, 1, policy=Policy(compression="none"))
-    assert len(store._bases._checksums) == 3
+    assert len(bases_of(store)._checksums) == 3
 
     def fail(packer):
         raise BackendError("the disk is gone", where="here")
@@ -279,7 +280,7 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
         state["w"] += 1
         with pytest.raises(BackendError, match="the disk is gone"):
             store.commit(state, step, policy=Policy(compression="none"))
-    assert len(store._bases._checksums) == 3
+    assert len(bases_of(store)._checksums) == 3
 
 
 def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch):
@@ -288,8 +289,8 @@ def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch
     state = {"w": np.random.default_rng(9).standard_normal(3 << 20).astype(np.float32)}
     policy = Policy(compression="fast", base_cache="none")
     store.commit(state, 1, policy=policy)
-    for chunk_id in store._bases._checksums:
-        store._bases._checksums[chunk_id] ^= 1
+    for chunk_id in bases_of(store)._checksums:
+        bases_of(store)._checksums[chunk_id] ^= 1
     state["w"][::1000] += np.float32(1)
 
     def fail(packer):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from support.sampling import COMMITS_MAX, SLICE_FACTOR, VARIABLE, Commit, Sample
 from support.sampling_plugin import PROGRAMMES, Programme
 
+TESTS = Path(__file__).parent.parent
 PARTS = [(cases, points) for cases in range(1, 41) for points in range(1, 41) if cases * points <= COMMITS_MAX]
 
 
@@ -53,11 +57,31 @@ def test_slice_is_several_times_thicker_than_a_sample(parts):
 
 def test_union_of_the_samples_of_every_collected_programme_is_the_whole(request):
     programmes = request.config.stash[PROGRAMMES]
+    assert programmes or "tests" not in request.config.args
     for name, programme in programmes.items():
         assert programme.case_parts <= COMMITS_MAX, name
         for depth in ("sample", "slice"):
             visited = {case_id for case_id, _ in visits(programme, [0], 1, range(7, 7 + COMMITS_MAX), depth)}
             assert visited == set(programme.case_ids), name
+
+
+@pytest.mark.parametrize("options", [[], ["-q"], ["-q", "-n2"]], ids=str)
+def test_run_prints_how_it_is_repeated(tmp_path, options):
+    (tmp_path / "test_one.py").write_text("def test_one(): pass")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "support.sampling_plugin",
+        "--rootdir",
+        tmp_path,
+        *options,
+        tmp_path,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), VARIABLE: "7:abc"}
+    printed = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert printed.count(f"repeat with {VARIABLE}=7:abc") == 1, printed
 
 
 def test_programme_cannot_be_divided_into_more_parts_than_promised():
@@ -81,7 +105,10 @@ def test_commit_is_that_of_the_checkout_or_of_the_variable(tmp_path, monkeypatch
     for command in (
         ["init", "-q"],
         ["commit", "-q", "--allow-empty", "-m", "1"],
-        ["commit", "-q", "--allow-empty", "-m", "2"],
+        ["checkout", "-q", "-b", "side"],
+        ["commit", "-q", "--allow-empty", "-m", "side"],
+        ["checkout", "-q", "-"],
+        ["merge", "-q", "--no-ff", "-m", "2", "side"],
     ):
         subprocess.run([*git, *command], check=True)
     found = Commit.of_checkout(tmp_path)

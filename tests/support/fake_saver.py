@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 
+from ckstore._testing import guard_memory
 from ckstore.config import MIB
 from ckstore.errors import SaverError
 from ckstore.receipt import Receipt
@@ -213,7 +214,7 @@ class OwnerOfAll:
 
 def guard_with(store, owner):
     """Have an owner say which memory is copied behind the guard; no public call attaches memory without tensors."""
-    store._guarded = owner
+    guard_memory(store, owner)
 
 
 def state(seed, nbytes=5 * MIB):

@@ -99,10 +99,6 @@ def damage(backend, path, at=200):
     flip(backend, path, at)
 
 
-def reopened(backend, clock, run="main"):
-    return ckstore.open(backend, run=run, clock=clock)
-
-
 def parts_state(number, changed):
     """Return a state of four parts, each a chunk of its own; those that are ``changed`` are this number's own."""
     return {

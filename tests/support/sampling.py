@@ -1,4 +1,4 @@
-"""Which part of a long programme a run takes: some of its points now, others with the next commit, all in a deep run.
+"""Choose which part of a long programme a run executes.
 
 A programme is a test marked ``deep``: it visits many points (system calls to be killed at, bytes to be flipped). Its
 *cases* are its parametrizations, and a case may divide its *points* further by ``Sample.part``. The number of the
@@ -6,7 +6,7 @@ commit, counted from the first, says which cases and which points have their tur
 
 Invariants:
 - Any ``COMMITS_MAX`` successive commits visit every point of every case of every programme.
-- A run is repeated by the commit's number and hash, which its header prints.
+- A run is repeated by the commit's number and hash, which its summary prints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMITS_MAX = 40
 """Into so many parts a programme may be divided, cases and points together."""
 
 SLICE_FACTOR = 6
-"""A slice of the deep tier is so many times thicker than a sample of the same programme."""
+"""A slice of the deep tier is so many times larger than a sample of the same programme."""
 
 DEPTHS = ("sample", "slice", "all")
 """``make test`` samples, ``.ci/run`` adds a slice of the programmes, ``make test-deep`` runs all points."""
@@ -38,7 +38,7 @@ class Commit:
     """The commit that is tested.
 
     Attributes:
-        number: How many commits it has behind it, itself included. Successive commits take turns by it.
+        number: How many commits the branch has, this one included; a merge counts once. Successive commits take turns.
         digest: Its hash, which seeds what is random.
     """
 
@@ -50,7 +50,7 @@ class Commit:
         """Return the one that is checked out.
 
         A shallow clone does not know how many commits there were: there the hash decides, so that any part of a
-        programme may have its turn. Outside of a repository the first part has, always.
+        programme may run. Outside a repository the first part always runs.
         """
         if text := os.environ.get(VARIABLE):
             number, _, digest = text.partition(":")
@@ -59,7 +59,7 @@ class Commit:
             digest = _git(folder, "rev-parse", "HEAD")
             if _git(folder, "rev-parse", "--is-shallow-repository") == "true":
                 return cls(int(digest[:8], 16), digest)
-            return cls(int(_git(folder, "rev-list", "--count", "HEAD")), digest)
+            return cls(int(_git(folder, "rev-list", "--count", "--first-parent", "HEAD")), digest)
         except (OSError, subprocess.CalledProcessError):
             return cls(0, "0")
 

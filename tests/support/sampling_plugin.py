@@ -31,7 +31,7 @@ def pytest_addoption(parser):
         "--depth",
         choices=DEPTHS,
         default="sample",
-        help="how much of each long programme to run: sample, slice (thicker, and programmes only), or all",
+        help="how much of each long programme to run: sample, slice (larger, and programmes only), or all",
     )
 
 
@@ -48,9 +48,10 @@ def pytest_configure(config):
         config.option.hypothesis_seed = commit.seed
 
 
-def pytest_report_header(config):
+def pytest_terminal_summary(terminalreporter, config):
+    # A header would not be printed: make test runs pytest with -q.
     commit, depth = config.stash[COMMIT], config.getoption("depth")
-    return f"long programmes: {depth}, for commit {commit} (repeat with CKSTORE_TEST_COMMIT={commit})"
+    terminalreporter.write_line(f"long programmes: {depth}, repeat with {VARIABLE}={commit}")
 
 
 def sample_of(config, item):

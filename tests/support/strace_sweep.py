@@ -121,13 +121,15 @@ def strike_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signa
                     strike = striker.strike if number <= most[call] else striker.strike_past
                     strike(servers[lane], call, number, fault)
 
+            reachable = sum(number <= most[call] for call, number in points)
+
             list(lanes.map(work, range(LANES)))
         finally:
             for server in servers:
                 server.close()
     assert not striker.tally.failures, "\n".join(striker.tally.failures)
     # Threads take turns by chance: a child may make fewer calls than the one that was counted.
-    assert striker.tally.struck > striker.tally.points // 2
+    assert striker.tally.struck >= reachable // 2
     made = sum(most.values())
     assert not sample.is_whole or every > 1 or striker.tally.points > made, f"{striker.tally} for {made} calls"
     return striker.tally, f"strace, {scenario}, {engine}, {fault}: {made} calls, {striker.tally}"

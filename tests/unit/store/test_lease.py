@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,19 @@ def test_taking_again_lets_a_heart_beat_that_ctrl_c_has_kept_from_it(lease, monk
     assert lease.is_held
     lease.take()
     assert "ckstore-lease" in [thread.name for thread in threading.enumerate()]
+
+
+def test_heartbeat_moves_for_as_long_as_the_lease_is_held(backend, lease, monkeypatch):
+    monkeypatch.setattr("ckstore.store.lease.HEARTBEAT_SECONDS", 0.005)
+    lease.take()
+    seen = [holder_of(backend).heartbeat_ns]
+    deadline = time.monotonic() + 30
+    while len(seen) < 4 and time.monotonic() < deadline:
+        time.sleep(0.005)
+        if (now := holder_of(backend).heartbeat_ns) != seen[-1]:
+            seen.append(now)
+    assert len(seen) == 4
+    assert seen == sorted(seen)
 
 
 def test_second_handle_is_refused_and_told_who_holds_it(backend, lease):
