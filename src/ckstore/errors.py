@@ -149,7 +149,10 @@ class CapacityError(CkstoreError):
 
 
 class BackendError(CkstoreError):
-    """The medium failed; ``is_transient`` says whether trying again can help."""
+    """The medium failed; ``is_transient`` says whether trying again can help.
+
+    ``is_refused``: what is stored may be whole, and this user, or these credentials, may not have it.
+    """
 
     code = "backend"
     exit_code = 15
@@ -161,9 +164,16 @@ class BackendError(CkstoreError):
         where: object = None,
         todo: str | None = None,
         is_transient: bool = False,
+        is_refused: bool = False,
         **facts: object,
     ) -> None:
-        super().__init__(what, where=where, todo=todo, is_transient=is_transient, **facts)
+        given = {"is_transient": is_transient, "is_refused": is_refused, **facts}
+        super().__init__(what, where=where, todo=todo, **given)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether an error says that the caller may not have what is stored: no word about whether it is whole."""
+    return isinstance(error, BackendError) and bool(error.is_refused)
 
 
 class BoundError(CkstoreError):

@@ -225,7 +225,11 @@ class Locking(Protocol):
     """A backend that can keep two processes from doing the same work at once; safety never rests on it."""
 
     def try_lock(self, name: str) -> FileLock | None:
-        """Lock a file, which is made if it is not there; None when another holds it."""
+        """Lock a file, which is made if it is not there; None when another holds it.
+
+        Raises:
+            UnsupportedError: There are no locks in this place.
+        """
         ...
 
 

@@ -32,6 +32,7 @@ from ckstore.io.os_calls import medium_errors, rename_noreplace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NOWHERE = frozenset({"", ".", ".."})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 
 WRITE_DEPTH = {"uring": 8, "pwrite": 8}
 READ_DEPTH = {"uring": 32, "pwrite": 8}
@@ -222,7 +223,11 @@ class LocalBackend:
         return RangeReader(queue, pool, depth, nbytes_max=READ_NBYTES_MAX).run(requests)
 
     def try_lock(self, name: str) -> FileLock | None:
-        """Lock a file by flock, and make it if it is not there; None when another holds it."""
+        """Lock a file by flock, and make it if it is not there; None when another holds it.
+
+        Raises:
+            UnsupportedError: The file system has no flock, as Lustre mounted without it, and some of FUSE.
+        """
         path = self._path(name)
         with medium_errors(path, "locking"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -231,8 +236,12 @@ class LocalBackend:
             except BlockingIOError:
                 os.close(fd)
                 return None
-            except BaseException:
+            except BaseException as error:
                 os.close(fd)
+                if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                    raise UnsupportedError(
+                        "the file system has no locks (flock)", where=path, todo="mount it with flock if you can"
+                    ) from error
                 raise
         return os.fdopen(fd, "rb", buffering=0)
 

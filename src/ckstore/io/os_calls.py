@@ -1,5 +1,8 @@
 """System calls Python lacks, and the one place where an errno becomes an error of ckstore.
 
+Each errno that people meet has a sentence of its own: a missing right, a mount that is gone, a full quota and a dying
+disk need different hands.
+
 Invariants:
 - fallocate never falls back to writing zeros, as glibc's posix_fallocate does.
 - ``FileNotFoundError`` and ``FileExistsError`` are ordinary answers; everything else is given a meaning here.
@@ -10,10 +13,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckstore.errors import BackendError, CapacityError, CkstoreError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, UnsupportedError
 
 PAGE_NBYTES = 4096
 """What O_DIRECT offsets, lengths and addresses are multiples of."""
@@ -22,9 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM})
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EINTR, errno.ESTALE})
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
@@ -73,20 +75,80 @@ def rename_noreplace(source: str, target: str) -> bool:
     raise OSError(number, os.strerror(number), source, None, target)
 
 
+_COLLECT = "collect old checkpoints (`ckstore gc`), or enlarge"
+_FULL = {
+    errno.ENOSPC: f"the disk is full; {_COLLECT} it",
+    errno.EDQUOT: f"the quota of this user, group or project is used up; {_COLLECT} the quota",
+    errno.EFBIG: "the file is larger than a limit: see `ulimit -f`, and what this file system allows",
+    errno.EMFILE: "raise the limit of open files of this process (`ulimit -n`)",
+    errno.ENFILE: "raise the limit of open files of this machine (fs.file-max)",
+    errno.ENOMEM: "free memory, or raise the memory limit of this process",
+}
+_CANNOT = {
+    errno.ENOSYS: "this file system, or a sandbox, does not have this operation; use a folder on another file system",
+    errno.EOPNOTSUPP: "this file system does not have this operation; use a folder on another file system",
+    errno.ENOLCK: "the file server grants no locks; mount it with locks, or use a folder on another file system",
+}
+_FAILED = {
+    errno.EACCES: "this user lacks the right to do so",
+    errno.EPERM: "the system does not allow this to this user: check owner, immutable flags, and the rules of a sandbox",
+    errno.EROFS: "the file system is mounted read-only; remount it for writing, or use a folder on another one",
+    errno.ENOTDIR: "a part of this path is a file where a folder must be; check the path",
+    errno.EISDIR: "this is a folder where a file must be; check the path",
+    errno.ENOENT: "the file, or a folder above it, is gone; find out who removes files from the store",
+    errno.ENAMETOOLONG: "the path is too long for this file system; use a folder with a shorter path",
+    errno.ELOOP: "a symbolic link is where a file or folder of the store must be, and none is followed; remove the link",
+    errno.ESTALE: "the file server has removed or exchanged what was open; open the store again, and see what it holds",
+    errno.ETIMEDOUT: "the file server does not answer; check the network and the server, then try again",
+    errno.ENOTCONN: "the process or server behind this mount has ended; mount it again",
+    errno.EHOSTDOWN: "the file server is down; try again when it is back",
+    errno.ENODEV: "the device is gone; check how the disk is connected and mounted",
+    errno.ENXIO: "the device is gone; check how the disk is connected and mounted",
+    errno.EXDEV: "the store is spread over two file systems; keep all of its folders on one",
+    errno.EMLINK: "the file has as many names as this file system allows",
+    errno.EINVAL: "this file system refuses the operation; use a folder on another file system",
+    errno.EBUSY: "another process, or the kernel, is using it; try again",
+    errno.EIO: "read the system log; the disk or its connection may be failing",
+}
+
+
 def medium_error(error: OSError, *, where: object, what: str) -> CkstoreError:
     """Return what a failure of the medium means to the caller."""
     number = error.errno or errno.EIO
     reason = f"{what} failed ({errno.errorcode.get(number, number)}: {os.strerror(number)})"
     if number in _FULL:
-        todo = "collect old checkpoints, or enlarge the disk or quota"
-        return CapacityError(reason, where=where, todo=todo, errno=number)
-    if number in _TOO_MANY:
-        return CapacityError(reason, where=where, todo="raise the limit of open files or memory", errno=number)
+        return CapacityError(reason, where=where, todo=_FULL[number], errno=number)
+    if number in _CANNOT:
+        return UnsupportedError(reason, where=where, todo=_CANNOT[number], errno=number)
+    todo = _FAILED.get(number, "the system log may say more")
     if number in _REFUSED:
-        todo = "check owner, mode and mount options of the store's folder"
-        return BackendError(reason, where=where, todo=todo, errno=number)
-    todo = "look at the system log; the disk or its connection may be failing"
-    return BackendError(reason, where=where, todo=todo, is_transient=number in _TRANSIENT, errno=number)
+        todo = f"{todo}; {_rights(str(where))}"
+    return BackendError(
+        reason,
+        where=where,
+        todo=todo,
+        is_transient=number in _TRANSIENT,
+        is_refused=number in _REFUSED,
+        errno=number,
+    )
+
+
+def _rights(path: str) -> str:
+    """Say who this process is, and whose the path is, or the nearest folder above it that shows its owner."""
+    place = os.path.abspath(path)
+    while True:
+        try:
+            found = os.lstat(place)
+        except OSError:
+            if place == os.path.dirname(place):
+                return f"this process is user {os.geteuid()}"
+            place = os.path.dirname(place)
+            continue
+        mode = stat.S_IMODE(found.st_mode)
+        return (
+            f"this process is user {os.geteuid()}, and {place} belongs to user {found.st_uid} (mode {mode:04o}): "
+            f"have it given to the store's owner (`chown`), or run as that user"
+        )
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def meaning_of(
         return CapacityError(reason, where=where, todo="enlarge the bucket's quota, or remove what lies there")
     if failed.kind == "refused":
         todo = "check the credentials in the environment, profile or role, and what they may do in this bucket"
-        return BackendError(reason, where=where, todo=todo)
+        return BackendError(reason, where=where, todo=todo, is_refused=True)
     if failed.kind == "odd name":
         todo = "find that object with the tools of your bucket and remove it: nothing of ckstore's is named so"
         return BackendError(reason, where=where, todo=todo)

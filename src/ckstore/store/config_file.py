@@ -3,27 +3,31 @@
 Invariants:
 - A change is made durable before it is relied on.
 - It replaces what it was made from, and nothing else: of two who change at once, neither is lost. In a bucket the
-  server sees to that (update by etag), in a folder a lock that the kernel takes from a dead holder. A person who edits
-  the file by hand has no lock.
+  server sees to that (update by etag), in a folder a lock that the kernel takes from a dead holder, and where the file
+  system has no such locks, a file that only one can make. A person who edits the file by hand has no lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import ConflictError, CorruptError, LockHeldError
+from ckstore.errors import ConflictError, CorruptError, LockHeldError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, decode_record, encode_record
 from ckstore.ids import new_token
-from ckstore.io.backend import Backend, Locking, Swapping
+from ckstore.io.backend import Backend, FileLock, Locking, Swapping
 
 _TRIES_MAX = 20
 LOCK_PATIENCE_SECONDS = 10.0
 """How long a change waits for one that another process makes."""
+LOCK_AGE_SECONDS_MAX = 60
+"""Where there are no locks: a file in place of one is a dead process's when it is this old. A change takes moments."""
 _LOCK_POLL_SECONDS = 0.01
+_LOCK_BY_NAME = f"{layout.TMP_FOLDER}/config.lock"
 _IN_THIS_PROCESS = threading.Lock()
 
 
@@ -95,9 +99,9 @@ def _serialised(backend: Backend) -> Iterator[None]:
     """Keep others from replacing it at the same time; for the few moments that a reading and a rename take."""
     with _IN_THIS_PROCESS:
         deadline = SYSTEM_CLOCK.monotonic() + LOCK_PATIENCE_SECONDS
-        lock = None
+        lock: FileLock | None = None
         while isinstance(backend, Locking) and lock is None:
-            lock = backend.try_lock(layout.CONFIG_LOCK_FILE)
+            lock = _try_lock(backend, backend)
             if lock is None and SYSTEM_CLOCK.monotonic() > deadline:
                 raise LockHeldError(
                     "another process is changing the configuration, and does not end",
@@ -111,3 +115,45 @@ def _serialised(backend: Backend) -> Iterator[None]:
         finally:
             if lock is not None:
                 lock.close()
+
+
+def _try_lock(locks: Locking, backend: Backend) -> FileLock | None:
+    try:
+        return locks.try_lock(layout.CONFIG_LOCK_FILE)
+    except UnsupportedError:
+        return _FileOfOne.try_make(backend)
+
+
+class _FileOfOne:
+    """A file that only one process can make at a time, in place of a lock; one that was left behind ends by its age."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @classmethod
+    def try_make(cls, backend: Backend) -> _FileOfOne | None:
+        """Make it; None while another's is there."""
+        with contextlib.suppress(FileExistsError):
+            backend.create(_LOCK_BY_NAME, b"", sync=False)
+            return cls(backend)
+        info = backend.stat(_LOCK_BY_NAME)
+        if info is not None and _is_left_behind(info.modified_ns):
+            # Moved to a name of our own first: two who find it must not remove each other's new one.
+            mine = layout.draft_name(new_token(), "lock")
+            with contextlib.suppress(FileNotFoundError):
+                backend.rename_new(_LOCK_BY_NAME, mine)
+                moved = backend.stat(mine)
+                if moved is not None and not _is_left_behind(moved.modified_ns):
+                    with contextlib.suppress(FileExistsError):
+                        backend.link(mine, _LOCK_BY_NAME)
+                backend.unlink(mine)
+        return None
+
+    def close(self) -> None:
+        """Remove it."""
+        with contextlib.suppress(FileNotFoundError):
+            self._backend.unlink(_LOCK_BY_NAME)
+
+
+def _is_left_behind(modified_ns: int) -> bool:
+    return SYSTEM_CLOCK.now_ns() - modified_ns > LOCK_AGE_SECONDS_MAX * 10**9

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckstore.clock import Clock
-from ckstore.errors import LockHeldError
+from ckstore.errors import LockHeldError, UnsupportedError
 from ckstore.format import layout
 from ckstore.io.backend import Backend, FileLock, Locking
+
+_log = logging.getLogger("ckstore")
 
 PATIENCE_SECONDS = 2.0
 """A ring can keep a dead process's descriptor, and so its lock, for a moment."""
@@ -18,7 +21,7 @@ _POLL_SECONDS = 0.1
 
 @contextmanager
 def collector_lock(backend: Backend, clock: Clock, *, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold ``gc.lock`` while the block runs; where the backend has no locks, just run it.
+    """Hold ``gc.lock`` while the block runs; where the place has no locks, just run it.
 
     Raises:
         LockHeldError: Another collector is at work.
@@ -31,10 +34,14 @@ def collector_lock(backend: Backend, clock: Clock, *, patience_seconds: float = 
             lock.close()
 
 
-def _lock(backend: Locking, clock: Clock, patience_seconds: float) -> FileLock:
+def _lock(backend: Locking, clock: Clock, patience_seconds: float) -> FileLock | None:
     deadline = clock.monotonic() + patience_seconds
     while True:
-        lock = backend.try_lock(layout.GC_LOCK_FILE)
+        try:
+            lock = backend.try_lock(layout.GC_LOCK_FILE)
+        except UnsupportedError as error:
+            _log.info("this collection runs without a lock, and two at a time are safe: %s", error)
+            return None
         if lock is not None:
             return lock
         if clock.monotonic() >= deadline:

@@ -25,7 +25,7 @@ from ckstore.errors import (
 from ckstore.format import layout
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
-from ckstore.io.backend import Backend, Probing
+from ckstore.io.backend import Backend, Locking, Probing
 from ckstore.store.doomed import doomed_in
 from ckstore.store.known import LOCAL_TIER, Known
 from ckstore.store.lease import Lease
@@ -74,6 +74,8 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
         backend.probe()
     else:
         _probe(backend)
+        if problem := why_no_locks(backend):
+            _log.warning("%s", problem)
     for folder in layout.pack_folders():
         backend.sync_folder(folder)
     for folder in layout.TOP_FOLDERS:
@@ -123,6 +125,23 @@ def _probe(backend: Backend) -> None:
             with contextlib.suppress(FileNotFoundError):
                 backend.unlink(name)
         backend.sync_folder(layout.TMP_FOLDER)
+
+
+def why_no_locks(backend: Backend) -> str:
+    """Say what is done without in a place that has no locks; empty where it has them. Makes and removes a file."""
+    if not isinstance(backend, Locking):
+        return ""
+    name = f"{layout.TMP_FOLDER}/{new_token()}.probe"
+    try:
+        lock = backend.try_lock(name)
+        if lock is not None:
+            lock.close()
+    except UnsupportedError as error:
+        return f"{error}. Nothing is lost without: two collections at a time are safe, and only do some work twice"
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            backend.unlink(name)
+    return ""
 
 
 def read_store_record(backend: Backend) -> StoreRecord:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ckstore.errors import BackendError, CapacityError, CkstoreError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, UnsupportedError, is_refused
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
 from ckstore.io.engine_choice import choose_engine
@@ -115,10 +115,22 @@ def test_child_forked_while_the_lock_was_held_can_be_asked_for_its_engine(forkin
         (errno.EMFILE, CapacityError, None),
         (errno.ENFILE, CapacityError, None),
         (errno.ENOMEM, CapacityError, None),
+        (errno.EFBIG, CapacityError, None),
         (errno.EACCES, BackendError, False),
+        (errno.EPERM, BackendError, False),
         (errno.EROFS, BackendError, False),
+        (errno.ENOTDIR, BackendError, False),
+        (errno.ENOENT, BackendError, False),
+        (errno.ENAMETOOLONG, BackendError, False),
+        (errno.ELOOP, BackendError, False),
+        (errno.ENOTCONN, BackendError, False),
         (errno.EIO, BackendError, False),
         (errno.EAGAIN, BackendError, True),
+        (errno.ESTALE, BackendError, True),
+        (errno.ETIMEDOUT, BackendError, True),
+        (errno.ENOSYS, UnsupportedError, None),
+        (errno.EOPNOTSUPP, UnsupportedError, None),
+        (errno.ENOLCK, UnsupportedError, None),
     ],
 )
 def test_each_errno_has_a_meaning(number, kind, is_transient):
@@ -129,6 +141,26 @@ def test_each_errno_has_a_meaning(number, kind, is_transient):
     assert "/place" in str(error)
     assert errno.errorcode[number] in str(error)
     assert error.facts.get("is_transient") is is_transient
+
+
+NUMBERS = (
+    "EACCES EPERM EROFS ENOTDIR ENOENT ENAMETOOLONG ELOOP ENOTCONN EIO ESTALE ETIMEDOUT ENOSYS ENOLCK ENOSPC EDQUOT EFBIG"
+).split()
+
+
+def test_each_errno_has_a_sentence_of_its_own_and_only_eio_blames_the_disk():
+    advice = {
+        name: medium_error(OSError(getattr(errno, name), "x"), where="/place", what="writing").todo for name in NUMBERS
+    }
+    assert len(set(advice.values())) == len(NUMBERS)
+    assert [name for name, todo in advice.items() if "failing" in todo] == ["EIO"]
+
+
+def test_missing_right_names_the_user_and_the_owner(tmp_path):
+    error = medium_error(OSError(errno.EACCES, "x"), where=tmp_path / "gone" / "file", what="reading a file")
+    assert is_refused(error)
+    assert f"this process is user {os.geteuid()}, and {tmp_path} belongs to user {tmp_path.stat().st_uid}" in str(error)
+    assert not is_refused(medium_error(OSError(errno.EROFS, "x"), where=tmp_path, what="writing"))
 
 
 def test_file_size_limit_is_a_capacity_error(tmp_path):

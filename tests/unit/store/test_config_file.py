@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 
@@ -99,3 +102,51 @@ def test_holder_that_does_not_end_is_told_and_nothing_is_changed(tmp_path, monke
         change_config(backend, with_tier("ours"))
     assert read_config(backend).tiers == {}
     assert change_config(backend, with_tier("ours")).tiers == {"ours": "/ours"}
+
+
+# Without locks: Lustre mounted without flock, some FUSE
+
+
+def without_locks(monkeypatch, number=errno.ENOSYS):
+    def refuse(fd, operation):
+        raise OSError(number, "no flock")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_store_without_locks_says_so_at_init_and_collects_and_is_configured(tmp_path, monkeypatch, caplog, number):
+    without_locks(monkeypatch, number)
+    with ckstore.open(tmp_path / "store", retention={"keep_last": 1}, gc_every=100) as store:
+        assert "has no locks (flock)" in caplog.text
+        for step in range(3):
+            store.commit({"step": step}, step)
+        assert store.gc({"keep_last": 1}).dropped_count == 2
+        store.set_retention({"keep_last": 2})
+        assert store.retention.keep_last == 2
+    assert "failing" not in caplog.text
+    assert backend_for(tmp_path / "store").list_names(layout.TMP_FOLDER) == []
+
+
+def test_without_locks_a_change_waits_for_another_and_not_for_one_that_was_killed(tmp_path, monkeypatch):
+    ckstore.open(tmp_path / "store").close()
+    backend = backend_for(tmp_path / "store")
+    without_locks(monkeypatch)
+    monkeypatch.setattr(config_file, "LOCK_PATIENCE_SECONDS", 0.05)
+    stand_in = tmp_path / "store" / "tmp" / "config.lock"
+    stand_in.touch()
+    with pytest.raises(LockHeldError, match="does not end"):
+        change_config(backend, with_tier("a"))
+    old = stand_in.stat().st_mtime - config_file.LOCK_AGE_SECONDS_MAX - 5
+    os.utime(stand_in, (old, old))
+    assert set(change_config(backend, with_tier("a")).tiers) == {"a"}
+    assert backend.list_names(layout.TMP_FOLDER) == []
+
+
+def test_without_locks_two_processes_lose_no_change(tmp_path):
+    ckstore.open(tmp_path / "store").close()
+    program = "import errno, fcntl\ndef no(*a): raise OSError(errno.ENOSYS, 'no')\nfcntl.flock = no\n" + PROGRAM
+    command = [sys.executable, "-c", program, str(tmp_path / "store")]
+    running = [subprocess.Popen([*command, str(number), "4"]) for number in range(2)]
+    assert [process.wait(60) for process in running] == [0, 0]
+    assert len(read_config(backend_for(tmp_path / "store")).tiers) == 8
