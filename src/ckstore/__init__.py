@@ -76,6 +76,7 @@ _MODULE_OF = {
     ),
     "TrainState": "train_state",
     "register_converter": "values",
+    "repair_store": "api",
     **dict.fromkeys(
         (
             "BackendError",
@@ -135,6 +136,7 @@ __all__ = [
     "WeightSettings",
     "open",
     "register_converter",
+    "repair_store",
 ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from ckstore import history
-from ckstore.arguments import check_metrics, check_policy, check_step, check_tags
+from ckstore.arguments import check_metrics, check_policy, check_shared, check_step, check_tags
 from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import DemotePolicy, EngineName, Limits, Policy, RepackPolicy
@@ -23,7 +23,7 @@ from ckstore.info import Info, require_exact
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
 from ckstore.keeping import Keeping, rules_given, trash_seconds_given
-from ckstore.repairing import Repairing
+from ckstore.repairing import Repairing, opened_copies
 from ckstore.reporting import Reporting
 from ckstore.store.parts import Parts, create_store, read_store_record
 from ckstore.store.references import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
     from ckstore.receipt import Receipt
     from ckstore.repack import RepackReport
+    from ckstore.repair import RepairReport
     from ckstore.retention.policy import Retention
 
 _log = logging.getLogger("ckstore")
@@ -59,6 +60,7 @@ def open(
     demote_every: int = 10,
     engine: EngineName = "auto",
     allow_shared_folder: bool = False,
+    shared: Literal["group", "umask"] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Store:
     """Open a store, and make it on first use.
@@ -80,6 +82,9 @@ def open(
         demote_every: After how many commits of the run.
         engine: What moves packs: ``"auto"`` takes io_uring where it works, else pwrite.
         allow_shared_folder: Accept a folder that others may write.
+        shared: Who may use a store that is made now: ``"group"``, everyone in the group of its folder; ``"umask"``,
+            whoever the umask lets; None: its owner only. A store that is there already says so itself. Whatever it
+            says, files that root makes in it are given to its owner.
         clock: Where time comes from.
 
     Raises:
@@ -89,9 +94,10 @@ def open(
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
     check_policy(policy)
+    check_shared(shared)
     rules, aging = rules_given(retention), demotion_asked(demotion)
     seconds = trash_seconds_given(trash_for)
-    backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder)
+    backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder, sharing=shared)
     try:
         record = read_store_record(backend)
     except NotFoundError:
@@ -105,6 +111,44 @@ def open(
     if aging is not None:
         store._demote_after(aging, demote_every)
     return store
+
+
+def repair_store(
+    path: str | os.PathLike[str] | Backend,
+    *,
+    dry_run: bool = True,
+    sources: Sequence[str | os.PathLike[str] | Backend] = (),
+    allow_shared_folder: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepairReport:
+    """Mend a store as ``Store.repair`` does, also one that cannot be opened because ``store.json`` is gone.
+
+    That file is then made again: manifests and packs carry the store's id. What stood in ``config.json`` alone, such as
+    the addresses of tiers, is not.
+
+    Args:
+        path: A folder, a URL, or a backend.
+        dry_run: Only say what would be done.
+        sources: Copies of this store: folders, URLs or backends.
+        allow_shared_folder: Accept a folder that others may write.
+        on_progress: Called with packs looked at and packs in all.
+
+    Raises:
+        NotFoundError: There is no store, and nothing is left of one.
+        ConflictError: Files of several stores lie there, or another live process writes a run that has to be mended.
+        CapacityError: The disk is full; each checkpoint is as it was, or mended.
+        UsageError: A source is another store.
+    """
+    from ckstore.store.remake import record_or_remade, write_store_record
+
+    backend = backend_for(path, allow_shared_folder=allow_shared_folder)
+    with opened_copies(sources, None) as copies:
+        record, is_made = record_or_remade(backend, SYSTEM_CLOCK, copies)
+    if is_made and not dry_run:
+        write_store_record(backend, record)
+    with Store(Parts(backend, record, "main"), Policy()) as store:
+        report = store.repair(dry_run=dry_run, sources=sources, on_progress=on_progress)
+    return dataclasses.replace(report, is_identity_made=is_made)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,13 +246,14 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         with self._lock:
             self._check_open()
             self._settle()
-            self._parts.manifests.make_folders()
+            self._parts.make_folders()
             history.tag(self._parts, name, ref)
 
     def untag(self, name: str) -> None:
         """Remove a name; NotFoundError when there is none."""
         with self._lock:
             self._check_open()
+            self._parts.make_folders()
             self._parts.tags.remove(name)
 
     def rewind(self, ref: Reference) -> Info:
@@ -239,6 +284,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         with self._lock:
             self._check_open()
             self._settle()
+            self._parts.make_folders()
             return history.delete(self._parts, ref)
 
     def repack(

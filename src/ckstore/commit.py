@@ -119,6 +119,7 @@ def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
             parts.note_committed(manifest)
             basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
             request.bases.leave_slots(request.kept_ticket)
+            parts.keep_young(manifest.packs)
             return _acknowledge(parts, request, manifest, stored, watch)  # 10
         parts.manifests.withdraw(name)
         parts.known.forget_packs(packs_gone)

@@ -16,18 +16,21 @@ from typing import Literal
 
 from ckstore import __version__, kernels
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.errors import CkstoreError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, NotFoundError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
 from ckstore.io.address import backend_for
-from ckstore.io.backend import Backend, Locking
+from ckstore.io.backend import Ageing, Backend, Locking
 from ckstore.io.local import LocalBackend
+from ckstore.store.inventory import packs_in
 from ckstore.store.lease import STALE_SECONDS
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.processes import boot_identity, process_started
 from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30
+AGE_DAYS_MAX = 14
+"""Purges of scratch file systems begin at some weeks."""
 
 Verdict = Literal["ok", "note", "warning"]
 
@@ -77,9 +80,11 @@ def diagnose_store(
         NotFoundError: There is no such folder.
     """
     backend = backend_for(address, allow_shared_folder=allow_shared_folder)
-    if not Path(backend.root).is_dir():
-        raise NotFoundError("there is no such folder", where=backend.root, todo="check the path")
-    findings = list(_folder(backend))
+    findings: list[Finding] = []
+    if isinstance(backend, LocalBackend):
+        if not Path(backend.root).is_dir():
+            raise NotFoundError("there is no such folder", where=backend.root, todo="check the path")
+        findings += _folder(backend)
     try:
         record = read_store_record(backend)
     except NotFoundError:
@@ -90,14 +95,23 @@ def diagnose_store(
     runs = Parts(backend, record, "main", clock=clock).runs()
     findings.append(Finding("runs", ", ".join(runs) or "none yet"))
     for run in runs:
-        findings += _run(Parts(backend, record, run, clock=clock), clock)
-    findings += _leftovers(backend, record.store_id, clock)
+        findings += _each(_run(Parts(backend, record, run, clock=clock), clock))
+    findings += _each(_leftovers(backend))
+    if isinstance(backend, Ageing):
+        findings += _each(_ages(backend, clock))
     backend.close()
     return findings
 
 
-def _folder(backend: Backend) -> Iterator[Finding]:
-    assert isinstance(backend, LocalBackend), "addresses are folders"
+def _each(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield findings; where the place does not answer, or this user may not look, that is one more."""
+    try:
+        yield from findings
+    except CkstoreError as error:
+        yield Finding("not seen", str(error), "warning")
+
+
+def _folder(backend: LocalBackend) -> Iterator[Finding]:
     kind, options = _mount_of(Path(backend.root))
     is_remote = kind.startswith(("nfs", "cifs", "smb", "fuse", "lustre", "9p"))
     yield Finding("file system", f"{kind} ({options})", "note" if is_remote else "ok")
@@ -106,10 +120,27 @@ def _folder(backend: Backend) -> Iterator[Finding]:
         yield Finding("free", f"{free / (1 << 30):.1f} GiB", "warning" if free < FREE_NBYTES_LOW else "ok")
     if not os.access(backend.root, os.W_OK | os.X_OK):
         yield Finding("writable", "no: this user can read only", "warning")
+        # The others are found out by writing.
+        return
+    if problem := _no_locks(backend):
+        yield Finding("locks", problem, "note")
     is_direct = backend.is_direct
     yield Finding("O_DIRECT", "yes" if is_direct else "refused: packs go through the page cache", _note(not is_direct))
     is_uring = backend.engine_name == "uring"
     yield Finding("engine", backend.engine_reason, _note(not is_uring))
+
+
+def _no_locks(backend: LocalBackend) -> str:
+    """Say what is done without where the file system has no locks, by a file that is there already."""
+    for name in (layout.GC_LOCK_FILE, layout.CONFIG_LOCK_FILE):
+        if backend.stat(name) is not None:
+            try:
+                lock = backend.try_lock(name)
+            except UnsupportedError as error:
+                return f"{error.what}: nothing is lost without, two collections may do some work twice"
+            if lock is not None:
+                lock.close()
+    return ""
 
 
 def _note(is_worth_knowing: bool) -> Verdict:
@@ -135,13 +166,9 @@ def _mount_of(folder: Path) -> tuple[str, str]:
 
 def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
     topic = f"run {parts.run}"
-    try:
-        listing = parts.manifests.listing()
-        yield Finding(topic, f"checkpoints: {len(listing.names)}")
-        holder = parts.lease.holder()
-    except CkstoreError as error:
-        yield Finding(topic, str(error), "warning")
-        return
+    listing = parts.manifests.listing()
+    yield Finding(topic, f"checkpoints: {len(listing.names)}")
+    holder = parts.lease.holder()
     if holder is not None:
         yield _lease(topic, holder, clock)
     if listing.dropped:
@@ -172,7 +199,21 @@ def _intents(parts: Parts) -> int:
     return sum(claim is not None and claim.kind == "intent" for claim in claims)
 
 
-def _leftovers(backend: Backend, store_id: str, clock: Clock) -> Iterator[Finding]:
+def _ages(backend: Backend, clock: Clock) -> Iterator[Finding]:
+    """Say how old the oldest file is that a checkpoint may need: some file systems remove such files."""
+    infos = [info for _, info in packs_in(backend)]
+    for run in filter(layout.is_name, backend.list_names(layout.MANIFESTS_FOLDER)):
+        folder = layout.manifests_folder(run)
+        infos += [info for file in backend.list_names(folder) if (info := backend.stat(f"{folder}/{file}"))]
+    if store_file := backend.stat(layout.STORE_FILE):
+        infos.append(store_file)
+    days = (clock.now_ns() - min((info.modified_ns for info in infos), default=clock.now_ns())) / (86400 * 1e9)
+    if days >= AGE_DAYS_MAX:
+        advice = "where old files are removed by a purge, keep a copy elsewhere: ckstore mirror"
+        yield Finding("age", f"the oldest file was last changed {days:.0f} days ago; {advice}", "note")
+
+
+def _leftovers(backend: Backend) -> Iterator[Finding]:
     kinds: Counter[str] = Counter()
     for name in backend.list_names(layout.TMP_FOLDER):
         kinds[name.rpartition(".")[2] if layout.parse_draft_file(name) else "foreign"] += 1
@@ -206,7 +247,11 @@ def _is_collected(backend: Backend) -> bool:
     """Whether somebody holds the lock of collections; its file stays when they have ended."""
     if not isinstance(backend, Locking) or backend.stat(layout.GC_LOCK_FILE) is None:
         return False
-    lock = backend.try_lock(layout.GC_LOCK_FILE)
+    try:
+        lock = backend.try_lock(layout.GC_LOCK_FILE)
+    except (BackendError, UnsupportedError):
+        # A store that can only be read, or a place without locks: nobody can tell.
+        return False
     if lock is not None:
         lock.close()
     return lock is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError
+from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError, is_refused
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.info import Info
@@ -30,12 +30,14 @@ class Entry:
         step: The trainer's step.
         info: What its header says; None when that cannot be read.
         damage: Why the header cannot be read; empty otherwise.
+        refused: Why this user may not read it; it may be whole.
     """
 
     seq: int
     step: int
     info: Info | None
     damage: str = ""
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,25 @@ class RunLog:
 
     Attributes:
         count: How many entries the run has.
-        damaged_tags: For every tag that cannot be read, its name and why.
+        damaged_tags: For every tag that is damaged, its name and why.
+        refused_tags: For every tag that this user may not read, its name and why.
     """
 
     run: str
     count: int
     entries: tuple[Entry, ...]
     damaged_tags: tuple[tuple[str, str], ...]
+    refused_tags: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_damaged(self) -> bool:
-        """Whether an entry shown, or a tag, cannot be read."""
-        return bool(self.damaged_tags) or any(entry.info is None for entry in self.entries)
+        """Whether an entry shown, or a tag, is damaged."""
+        return bool(self.damaged_tags) or any(entry.damage for entry in self.entries)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there is an entry, or a tag, that this user may not read."""
+        return bool(self.refused_tags) or any(entry.refused for entry in self.entries)
 
 
 def log_of_store(
@@ -83,7 +92,7 @@ def log_of_store(
 
 def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
     """Return the newest ``limit`` entries of the run, or all; damage is told, not raised."""
-    tags, damaged_tags = _tags_by_seq(parts)
+    tags, damaged_tags, refused_tags = _tags_by_seq(parts)
     names = parts.manifests.listing().names
     entries: list[Entry] = []
     # Far away, many are asked for at the same time, and a few more than are wanted.
@@ -92,7 +101,7 @@ def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
             entries.append(entry)
         if limit is not None and len(entries) >= limit:
             break
-    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags))
+    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags))
 
 
 def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:
@@ -103,13 +112,18 @@ def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entr
             return None
         info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(parts.manifests, header))
     except UNREADABLE as error:
-        return Entry(name.seq, name.step, None, str(error))
+        why = {"refused" if is_refused(error) else "damage": str(error)}
+        return Entry(name.seq, name.step, None, **why)
     return Entry(header.seq, header.step, info)
 
 
-def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], list[tuple[str, str]]]:
+_Problems = list[tuple[str, str]]
+
+
+def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], _Problems, _Problems]:
     by_seq: dict[int, list[str]] = {}
-    damaged: list[tuple[str, str]] = []
+    damaged: _Problems = []
+    refused: _Problems = []
     for name in parts.backend.list_names(layout.tags_folder(parts.run)):
         if not layout.is_name(name):
             continue
@@ -119,5 +133,5 @@ def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], list[tuple[str, st
             # Removed since it was listed.
             continue
         except UNREADABLE as error:
-            damaged.append((name, str(error)))
-    return by_seq, damaged
+            (refused if is_refused(error) else damaged).append((name, str(error)))
+    return by_seq, damaged, refused

@@ -2,7 +2,8 @@
 
 Invariants:
 - What has the name already is replaced only when that was asked for; a symbolic link is never followed.
-- The draft lies in the same folder, with O_EXCL and mode 0600, and is gone when this raises.
+- The draft is in the same folder, made with O_EXCL, and gone when this raises. Its mode is what the umask leaves of
+  0666, as of any file that a program writes for its user.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def new_file(target: Path, *, force: bool = False) -> Iterator[BinaryIO]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with medium_errors(target, "writing a file"):
-            with os.fdopen(os.open(draft, flags, 0o600), "w+b") as file:
+            with os.fdopen(os.open(draft, flags, 0o666), "w+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

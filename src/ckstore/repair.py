@@ -71,6 +71,7 @@ class RepairReport:
         claims_made: ``run/seq`` of claims that were missing.
         bytes_copied: Bytes of frames that were copied to new packs.
         left: What cannot be mended, in sentences.
+        is_identity_made: ``store.json`` was missing: it was made again from manifests and packs, or would be.
     """
 
     is_dry_run: bool
@@ -80,10 +81,13 @@ class RepairReport:
     claims_made: tuple[str, ...]
     bytes_copied: int
     left: tuple[str, ...]
+    is_identity_made: bool = False
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing was found that is not as it was written."""
+        if self.is_identity_made:
+            return False
         return not (self.entries or self.packs or self.packs_rescued or self.claims_made or self.left)
 
     @property
@@ -150,6 +154,8 @@ def _report(plan: RepairPlan, copies: Copies, *, dry_run: bool) -> RepairReport:
 
 
 def _act(parts: Parts, plan: RepairPlan, copies: Copies) -> None:
+    for run in {run for run, _ in plan.claims}:
+        parts.of_run(run).make_folders()
     for run, seq in plan.claims:
         with contextlib.suppress(FileExistsError):
             parts.backend.create(layout.claim_name(run, seq), b"", sync=False)

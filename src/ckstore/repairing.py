@@ -66,7 +66,7 @@ class Repairing(Background):
         from ckstore.repair import repair
 
         limits = self._parts.limits
-        with self._lock, _opened(sources, self._parts.store_id) as backends:
+        with self._lock, opened_copies(sources, self._parts.store_id) as backends:
             self._check_open()
             self._settle()
             if not dry_run:
@@ -83,8 +83,10 @@ class Repairing(Background):
 
 
 @contextmanager
-def _opened(sources: Sequence[str | os.PathLike[str] | Backend], store_id: bytes) -> Iterator[list[Backend]]:
-    """Open copies of this store, and close them."""
+def opened_copies(
+    sources: Sequence[str | os.PathLike[str] | Backend], store_id: bytes | None
+) -> Iterator[list[Backend]]:
+    """Open copies of this store, and close them; None: of whichever store."""
     backends: list[Backend] = []
     opened: list[Backend] = []
     try:
@@ -93,7 +95,7 @@ def _opened(sources: Sequence[str | os.PathLike[str] | Backend], store_id: bytes
             backends.append(backend)
             if backend is not source:
                 opened.append(backend)
-            if bytes.fromhex(read_store_record(backend).store_id) != store_id:
+            if store_id is not None and bytes.fromhex(read_store_record(backend).store_id) != store_id:
                 raise UsageError("this is another store, and no copy of this one", where=backend.root)
         yield backends
     finally:

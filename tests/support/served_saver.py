@@ -168,7 +168,7 @@ class ServedSaver:
         self._trainer = subprocess.Popen(["sleep", "600"]) if has_trainer else None
         self.trainer_pid = os.getpid() if self._trainer is None else self._trainer.pid
         self._hello = messages.Hello(
-            self.address, run, engine, self.trainer_pid, process_started(self.trainer_pid), NICE, 30
+            os.fsencode(self.address), run, engine, self.trainer_pid, process_started(self.trainer_pid), NICE, 30
         )
         self._leave_seconds = leave_seconds
         self._heard, self._codes = [], []

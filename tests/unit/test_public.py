@@ -53,6 +53,7 @@ NAMES = [
     "WeightSettings",
     "open",
     "register_converter",
+    "repair_store",
 ]
 """Public names, fixed by the design; a name is added on purpose and never taken away."""
 

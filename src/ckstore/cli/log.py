@@ -12,7 +12,7 @@ from typing import Any
 from ckstore.cli import output
 from ckstore.cli.output import NOTHING, Column
 from ckstore.cli.shown import json_of, metrics_of
-from ckstore.errors import CorruptError
+from ckstore.errors import BackendError, CorruptError
 from ckstore.listing import Entry, RunLog, log_of_store
 
 ROWS_ON_TERMINAL = 30
@@ -69,7 +69,8 @@ def print_log(
 
     Raises:
         NotFoundError: There is no store, or no such run.
-        CorruptError: Something could not be read; the rest was printed.
+        CorruptError: Something is damaged; the rest was printed.
+        BackendError: This user may not read something; the rest was printed.
     """
     if limit is None and not as_json and output.is_terminal():
         limit = ROWS_ON_TERMINAL
@@ -83,6 +84,10 @@ def print_log(
             if number:
                 output.say("")
             _print(log)
+    _raise_what_was_not_read(path, logs)
+
+
+def _raise_what_was_not_read(path: str, logs: Sequence[RunLog]) -> None:
     damaged = [log.run for log in logs if log.is_damaged]
     if damaged:
         raise CorruptError(
@@ -90,17 +95,26 @@ def print_log(
             where=path,
             todo="the list says what; run `ckstore verify` for all damage",
         )
+    refused = [log.run for log in logs if log.is_refused]
+    if refused:
+        raise BackendError(
+            f"something in run {', '.join(refused)} may not be read by this user",
+            where=path,
+            todo="the list says what; have it given to the store's owner (`chown`)",
+            is_refused=True,
+        )
 
 
 def _json_of(log: RunLog) -> dict[str, Any]:
     entries = [
-        {"seq": entry.seq, "step": entry.step, "damage": entry.damage}
+        {"seq": entry.seq, "step": entry.step, "damage": entry.damage or None, "refused": entry.refused or None}
         if entry.info is None
-        else {**json_of(entry.info), "damage": None}
+        else {**json_of(entry.info), "damage": None, "refused": None}
         for entry in log.entries
     ]
     tags = [{"name": name, "damage": damage} for name, damage in log.damaged_tags]
-    return {"run": log.run, "count": log.count, "entries": entries, "damaged_tags": tags}
+    refused = [{"name": name, "refused": why} for name, why in log.refused_tags]
+    return {"run": log.run, "count": log.count, "entries": entries, "damaged_tags": tags, "refused_tags": refused}
 
 
 def _print(log: RunLog) -> None:
@@ -117,16 +131,20 @@ def _print(log: RunLog) -> None:
     if missing > 0:
         output.say(f"... and {missing} older; --limit 0 shows all")
     for entry in log.entries:
-        if entry.info is None:
+        if entry.damage:
             output.say(f"DAMAGED seq {entry.seq}: {entry.damage}")
+        if entry.refused:
+            output.say(f"NO ACCESS to seq {entry.seq}: {entry.refused}")
     for name, damage in log.damaged_tags:
         output.say(f"DAMAGED tag {name}: {damage}")
+    for name, why in log.refused_tags:
+        output.say(f"NO ACCESS to tag {name}: {why}")
 
 
 def _row(entry: Entry) -> list[str]:
     info = entry.info
     if info is None:
-        return [str(entry.seq), str(entry.step), "DAMAGED", *[NOTHING] * 10]
+        return [str(entry.seq), str(entry.step), "NO ACCESS" if entry.refused else "DAMAGED", *[NOTHING] * 10]
     fidelity = f"{info.fidelity}, archival" if info.is_archival else info.fidelity
     return [
         str(info.seq),

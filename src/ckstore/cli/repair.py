@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckstore.cli import output
-from ckstore.cli.options import AsJson, Shared, StorePath, opened
+from ckstore.cli.options import AsJson, Shared, StorePath
 from ckstore.cli.quarantine import Apply
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CorruptError
@@ -36,7 +36,8 @@ def run(
 ) -> None:
     """Mend a damaged store; without --apply it is only said how.
 
-    Every frame that a checkpoint of any run names is read. What is damaged or missing is looked for in all packs, in
+    Where store.json is missing, it is made again from manifests and packs. Every frame that a checkpoint of any run
+    names is read. What is damaged or missing is looked for in all packs, in
     the trash, in quarantine, and in --from.
 
     \b
@@ -48,9 +49,12 @@ def run(
     Damaged files go to quarantine/ in the store; nothing is removed. Nobody may commit meanwhile to a run that is
     mended. Exit code 12 when something is lost, or would be.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
+    import ckstore
+
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
-        report = store.repair(dry_run=not apply, sources=sources or ())
+    report = ckstore.repair_store(
+        path, dry_run=not apply, sources=sources or (), allow_shared_folder=allow_shared_folder
+    )
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(path, report, seconds))
@@ -69,6 +73,9 @@ def _print(report: RepairReport, seconds: float) -> None:
     if report.is_clean:
         output.say(f"No damage; everything that is named was read in {output.duration(seconds)}.")
         return
+    if report.is_identity_made:
+        made = "would be made" if report.is_dry_run else "was made"
+        output.say(f"store.json was missing: it {made} again from what manifests and packs say")
     for entry in report.entries:
         _print_entry(entry)
     for pack_id, problem in report.packs.items():
@@ -98,6 +105,7 @@ def _json_of(path: str, report: RepairReport, seconds: float) -> dict[str, Any]:
         "path": path,
         "is_dry_run": report.is_dry_run,
         "is_clean": report.is_clean,
+        "is_identity_made": report.is_identity_made,
         "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
         "packs": report.packs,
         "packs_rescued": report.packs_rescued,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from ckstore.cli import output
 from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import CorruptError, UsageError
+from ckstore.errors import BackendError, CorruptError, UsageError
 
 if TYPE_CHECKING:
     from ckstore.store.verify import Damage, Report
@@ -56,12 +57,19 @@ def run(
         output.print_json(_json_of(path, report, seconds))
     else:
         _print(report, seconds)
-    if not report.is_clean:
+    if report.damage:
         count = len(report.damage)
         raise CorruptError(
             f"{count} damaged {'place' if count == 1 else 'places'} found",
             where=path,
             todo="restore checkpoints that are not in the list, or bring the files back from a copy",
+        )
+    if report.refused:
+        raise BackendError(
+            f"{_counted(report.refused)} may not be read by this user, and may be whole",
+            where=path,
+            todo="have them given to the store's owner (`chown`), or verify as that user",
+            is_refused=True,
         )
 
 
@@ -85,16 +93,17 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
         "bytes_read": report.bytes_read,
         "packs_elsewhere": report.packs_elsewhere,
         "seconds": seconds,
-        "damage": [
-            {
-                "what": damage.what,
-                "where": damage.where,
-                "checkpoints": damage.checkpoints,
-                "tensors": damage.tensors,
-            }
-            for damage in report.damage
-        ],
+        "damage": [_json_of_damage(damage) for damage in report.damage],
+        "refused": [_json_of_damage(refused) for refused in report.refused],
     }
+
+
+def _json_of_damage(damage: Damage) -> dict[str, Any]:
+    return {name: getattr(damage, name) for name in ("what", "where", "checkpoints", "tensors")}
+
+
+def _counted(places: Sequence[object]) -> str:
+    return f"{len(places)} {'place' if len(places) == 1 else 'places'}"
 
 
 def _print(report: Report, seconds: float) -> None:
@@ -109,12 +118,16 @@ def _print(report: Report, seconds: float) -> None:
     if report.is_clean:
         output.say(f"No damage. Level {report.level}: {looked_at}; read {spent}.")
         return
-    output.say(f"DAMAGE. Level {report.level}: {looked_at}; read {spent}.")
+    verdict = "DAMAGE" if report.damage else "NO ACCESS to all of it; no damage in the rest"
+    output.say(f"{verdict}. Level {report.level}: {looked_at}; read {spent}.")
     for damage in report.damage:
         _print_damage(damage)
+    for refused in report.refused:
+        _print_damage(refused)
     hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
     output.say("")
-    output.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
+    if report.damage:
+        output.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
 
 
 def _print_damage(damage: Damage) -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from ckstore import errors
 from ckstore.capture import Captured
+from ckstore.children import module_places
 from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.importing.child import MESSAGE_NBYTES_MAX
@@ -132,7 +133,7 @@ class Loader:
             return self._channel
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package = str(Path(__file__).parents[2])
-        found = [str(Path.cwd() / entry) for entry in sys.path]
+        found = module_places()
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(found if package in found else [package, *found]),

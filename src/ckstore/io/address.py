@@ -10,13 +10,24 @@ from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
+from ckstore.io.ownership import Sharing, is_shared_on_purpose
 from ckstore.io.remote_options import is_bucket_address
 
 
 def backend_for(
-    address: str | os.PathLike[str] | Backend, *, engine: EngineName = "auto", allow_shared_folder: bool = False
+    address: str | os.PathLike[str] | Backend,
+    *,
+    engine: EngineName = "auto",
+    allow_shared_folder: bool = False,
+    sharing: Sharing | None = None,
 ) -> Backend:
     """Return the backend at an address; nothing is made there.
+
+    Args:
+        address: A folder, a URL, or a backend.
+        engine: What moves packs.
+        allow_shared_folder: Accept a folder that others may write, although its store was not made to be shared.
+        sharing: Who may use a store that is made there.
 
     Raises:
         UsageError: An unknown engine, or a folder that others may write.
@@ -38,13 +49,14 @@ def backend_for(
         raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")
     if not allow_shared_folder and folder.is_dir():
         mode = folder.stat().st_mode
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        too_much = stat.S_IWOTH if sharing else stat.S_IWGRP | stat.S_IWOTH
+        if mode & too_much and not mode & stat.S_ISVTX and not is_shared_on_purpose(str(folder)):
             raise UsageError(
                 "others may write this folder, so they could replace checkpoints",
                 where=folder,
                 todo=f"`chmod go-w {folder}`, or allow it: allow_shared_folder=True, --allow-shared-folder",
             )
-    return LocalBackend(folder, engine=engine)
+    return LocalBackend(folder, engine=engine, sharing=sharing)
 
 
 def _bucket(text: str) -> Backend:

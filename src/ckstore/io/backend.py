@@ -152,11 +152,11 @@ class Backend(Protocol):
         ...
 
     def make_folder(self, name: str) -> bool:
-        """Make a folder (0700), parents included; return whether it is new."""
+        """Make a folder, parents included; return whether it is new."""
         ...
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Make a new file (0600, O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
+        """Make a new file (O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
         ...
 
     def link(self, source: str, target: str) -> None:
@@ -192,7 +192,7 @@ class Backend(Protocol):
         ...
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack (0600, O_EXCL) and reserve space for it in large steps."""
+        """Make a new pack (O_EXCL) and reserve space for it in large steps."""
         ...
 
     def open_read(self, name: str) -> ReadFile:
@@ -230,6 +230,15 @@ class Locking(Protocol):
         Raises:
             UnsupportedError: There are no locks in this place.
         """
+        ...
+
+
+@runtime_checkable
+class Ageing(Protocol):
+    """A backend whose files may be removed by others for their age."""
+
+    def renew(self, name: str, *, before_ns: int) -> None:
+        """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The parts of the standard chain of credentials that obstore leaves out: profiles, and endpoints without TLS.
+"""The parts of the standard chain of credentials that obstore leaves out: profiles, endpoints without TLS, checks.
 
 obstore itself takes keys from the environment, web identities, and the roles of containers and machines.
 
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from ckstore.errors import NotFoundError
+from ckstore.errors import NotFoundError, UsageError
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _OTHER_SOURCES = (
@@ -57,6 +60,59 @@ def profile_credentials() -> dict[str, Any]:
     if os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         found.pop("region", None)
     return found
+
+
+_ADDRESSES = {
+    "s3": (
+        *_ENDPOINTS,
+        "AWS_ENDPOINT_URL_STS",
+        "AWS_METADATA_ENDPOINT",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    ),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_MSI_ENDPOINT", "AZURE_STORAGE_AUTHORITY_HOST"),
+}
+_WORDS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_SAS_TOKEN"),
+}
+_WORD = re.compile(r"[!-~]*", re.ASCII)
+
+
+def check_settings(scheme: str, profile: Mapping[str, str]) -> None:
+    """Refuse settings in the environment, or a profile, that the client of buckets cannot use.
+
+    Raises:
+        UsageError: An endpoint is no ``http://`` or ``https://`` address, or a key or region is no single word; the
+            message names the variable, and of a secret nothing else.
+    """
+    for name in _ADDRESSES[scheme]:
+        value = os.environ.get(name, "")
+        if value and not _is_endpoint(value):
+            lacks_scheme = "//" not in value and _is_endpoint(f"http://{value}")
+            raise UsageError(
+                "the address of a server in the environment must be http://HOST or https://HOST, with :PORT if needed",
+                where=f"{name}={'...' if '@' in value else value}"[:200],
+                todo=f"put http:// or https:// before it: {name}=http://{value}" if lacks_scheme else "correct it",
+            )
+    words = {name: os.environ.get(name, "") for name in _WORDS.get(scheme, ())}
+    words |= {f"{name} of the profile": value for name, value in profile.items()}
+    for name, value in words.items():
+        if not _WORD.fullmatch(value):
+            raise UsageError(
+                "a setting for the client of buckets holds a space, a line break or another letter that it cannot hold",
+                where=name,
+                todo="set it again, without what an editor or a copied line has added",
+            )
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and is_host and "@" not in parts.netloc and bool(_WORD.fullmatch(text))
 
 
 def _section(variable: str, file: str, section: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A folder: names by ordinary calls, packs by an engine, past the page cache where the folder takes it.
 
 Invariants:
-- Files are made with O_EXCL and mode 0600, folders with 0700; no symbolic link below the root is followed
-  to open a file.
+- Files are made with O_EXCL, and with owner and mode of the store (``ownership``: 0600 and 0700, unless it is shared);
+  no symbolic link below the root is followed to open a file.
 - Engine and queues are made when they are first needed, and again in a forked child: rings and threads
   do not survive a fork.
 """
@@ -28,6 +28,7 @@ from ckstore.io.engine_choice import choose_engine, takes_direct
 from ckstore.io.local_pack import LocalPackSink
 from ckstore.io.local_read import LocalReadFile, RangeReader
 from ckstore.io.os_calls import medium_errors, rename_noreplace
+from ckstore.io.ownership import Ownership, Sharing, ownership_of
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NOWHERE = frozenset({"", ".", ".."})
@@ -48,14 +49,22 @@ class LocalBackend:
         root: The folder; it need not exist yet, ``make_folder("")`` makes it.
         engine: Which engine moves packs, or an engine.
         try_direct: Use O_DIRECT where the folder takes it; False always goes through the page cache.
+        sharing: Who may use a store that is made here; one that is there already says so itself.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, engine: EngineName | Engine = "auto", try_direct: bool = True
+        self,
+        root: str | os.PathLike[str],
+        *,
+        engine: EngineName | Engine = "auto",
+        try_direct: bool = True,
+        sharing: Sharing | None = None,
     ) -> None:
-        self._root = str(Path(root).absolute())
+        self._root = str(_absolute(Path(root)))
         self._wanted_engine = engine
         self._try_direct = try_direct
+        self._sharing = sharing
+        self._given: Ownership | None = None
         self._takes_direct: bool | None = None
         self._chosen: tuple[Engine, str] | None = None
         self._queues: dict[str, IoQueue] = {}
@@ -119,18 +128,25 @@ class LocalBackend:
         return self._read(name, nbytes)
 
     def make_folder(self, name: str) -> bool:
-        """Make a folder (0700), parents included; return whether it is new."""
+        """Make a folder, parents included; return whether it is new."""
         path = self._path(name)
         with medium_errors(path, "making a folder"):
             # Nobody can sync the folders above the root by name, so that is done here.
-            return _make_folder(Path(path), sync_parents=not name)
+            is_new = _make_folder(Path(path), self._ownership, sync_parents=not name)
+            if not name:
+                if self._sharing is not None and not is_new:
+                    self._ownership.give_folder(path)
+                # From now on what is made takes after this folder.
+                self._given = None
+        return is_new
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Make a new file (0600, O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
+        """Make a new file (O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
         path = self._path(name)
         with medium_errors(path, "writing a file"):
             fd = os.open(path, _CREATE_FLAGS, 0o600)
             try:
+                self._ownership.give_file(fd, path)
                 rest = memoryview(content)
                 while len(rest):
                     rest = rest[os.write(fd, rest) :]
@@ -187,6 +203,13 @@ class LocalBackend:
         """Make the names in a folder durable."""
         self._sync(name, os.O_RDONLY | os.O_DIRECTORY)
 
+    def renew(self, name: str, *, before_ns: int) -> None:
+        """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
+        path = self._path(name)
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_mtime_ns < before_ns:
+                os.utime(path, follow_symlinks=False)
+
     def free_nbytes(self) -> int | None:
         """Return the bytes that can still be written, or None when the folder does not say."""
         try:
@@ -196,7 +219,7 @@ class LocalBackend:
         return found.f_bavail * found.f_frsize
 
     def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
-        """Make a new pack (0600, O_EXCL) and reserve space for it in large steps, or in small ones for lack of room.
+        """Make a new pack (O_EXCL) and reserve space for it in large steps, or in small ones for lack of room.
 
         A full disk shows when what is written does not fit. After an error the name is free again.
         """
@@ -206,7 +229,9 @@ class LocalBackend:
         with medium_errors(path, "creating a pack"):
             fd = os.open(path, flags, 0o600)
         try:
-            return LocalPackSink(fd, name, path, queue, nbytes_expected=nbytes_expected)
+            ownership = self._ownership
+            ownership.give_file(fd, path)
+            return LocalPackSink(fd, name, path, queue, nbytes_expected=nbytes_expected, final_mode=ownership.pack_mode)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(FileNotFoundError):
@@ -230,7 +255,7 @@ class LocalBackend:
         """
         path = self._path(name)
         with medium_errors(path, "locking"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = self._open_lock(path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -260,6 +285,22 @@ class LocalBackend:
         if "\0" in name or not _NOWHERE.isdisjoint(name.split("/")):
             raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
         return os.path.join(self._root, name)
+
+    def _open_lock(self, path: str) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return os.open(path, flags)
+        self._ownership.give_file(fd, path)
+        return fd
+
+    @property
+    def _ownership(self) -> Ownership:
+        """What new files and folders are given; looked up when the first one is made."""
+        if self._given is None:
+            self._given = ownership_of(self._root, sharing=self._sharing)
+        return self._given
 
     def _leave_parent(self) -> None:
         """In a forked child, forget the parent's queues; comes before the lock is taken."""
@@ -310,7 +351,18 @@ class LocalBackend:
             _fsync(path, flags)
 
 
-def _make_folder(path: Path, *, sync_parents: bool = False) -> bool:
+def _absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        raise UsageError(
+            "this path is relative, and the working folder of this process was removed",
+            where=path,
+            todo="name the store by an absolute path, or change to a folder that exists",
+        ) from None
+
+
+def _make_folder(path: Path, ownership: Ownership, *, sync_parents: bool = False) -> bool:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -318,8 +370,9 @@ def _make_folder(path: Path, *, sync_parents: bool = False) -> bool:
             raise
         return False
     except FileNotFoundError:
-        _make_folder(path.parent, sync_parents=sync_parents)
-        return _make_folder(path, sync_parents=sync_parents)
+        _make_folder(path.parent, ownership, sync_parents=sync_parents)
+        return _make_folder(path, ownership, sync_parents=sync_parents)
+    ownership.give_folder(str(path))
     if sync_parents:
         _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     return True

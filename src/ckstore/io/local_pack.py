@@ -42,16 +42,20 @@ class LocalPackSink:
         fd: Open for writing; the sink owns it.
         nbytes_expected: About how large the pack will be; that much is reserved at once, up to 16 GiB, or
             less where there is less room: the pack may turn out smaller.
+        final_mode: Mode of the finished pack, which nobody writes any more.
 
     Raises:
         BackendError: Reserving failed for another reason than a lack of room.
     """
 
-    def __init__(self, fd: int, name: str, path: str, queue: IoQueue, *, nbytes_expected: int) -> None:
+    def __init__(
+        self, fd: int, name: str, path: str, queue: IoQueue, *, nbytes_expected: int, final_mode: int = 0o400
+    ) -> None:
         self._fd = fd
         self._name = name
         self._path = path
         self._queue = queue
+        self._final_mode = final_mode
         self._expected_nbytes = round_up(nbytes_expected)
         self._reserved_nbytes = 0
         self._step_nbytes_max = STEP_NBYTES_MAX
@@ -108,7 +112,7 @@ class LocalPackSink:
         try:
             with medium_errors(self._path, "making the pack durable"):
                 os.ftruncate(self._fd, nbytes)
-                os.fchmod(self._fd, 0o400)
+                os.fchmod(self._fd, self._final_mode)
                 os.fdatasync(self._fd)
             self._is_finished = True
         except BaseException as error:

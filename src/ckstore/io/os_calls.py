@@ -16,6 +16,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ckstore.errors import BackendError, CapacityError, CkstoreError, UnsupportedError
 
@@ -91,13 +92,13 @@ _CANNOT = {
 }
 _FAILED = {
     errno.EACCES: "this user lacks the right to do so",
-    errno.EPERM: "the system does not allow this to this user: check owner, immutable flags, and the rules of a sandbox",
+    errno.EPERM: "the system forbids this user to do so: check owner, immutable flags, and the rules of a sandbox",
     errno.EROFS: "the file system is mounted read-only; remount it for writing, or use a folder on another one",
     errno.ENOTDIR: "a part of this path is a file where a folder must be; check the path",
     errno.EISDIR: "this is a folder where a file must be; check the path",
     errno.ENOENT: "the file, or a folder above it, is gone; find out who removes files from the store",
     errno.ENAMETOOLONG: "the path is too long for this file system; use a folder with a shorter path",
-    errno.ELOOP: "a symbolic link is where a file or folder of the store must be, and none is followed; remove the link",
+    errno.ELOOP: "a symbolic link is where a file or folder must be, and none is followed; remove the link",
     errno.ESTALE: "the file server has removed or exchanged what was open; open the store again, and see what it holds",
     errno.ETIMEDOUT: "the file server does not answer; check the network and the server, then try again",
     errno.ENOTCONN: "the process or server behind this mount has ended; mount it again",
@@ -135,20 +136,17 @@ def medium_error(error: OSError, *, where: object, what: str) -> CkstoreError:
 
 def _rights(path: str) -> str:
     """Say who this process is, and whose the path is, or the nearest folder above it that shows its owner."""
-    place = os.path.abspath(path)
-    while True:
+    here = Path("/", path)
+    for place in (here, *here.parents):
         try:
-            found = os.lstat(place)
+            found = place.lstat()
         except OSError:
-            if place == os.path.dirname(place):
-                return f"this process is user {os.geteuid()}"
-            place = os.path.dirname(place)
             continue
-        mode = stat.S_IMODE(found.st_mode)
         return (
-            f"this process is user {os.geteuid()}, and {place} belongs to user {found.st_uid} (mode {mode:04o}): "
-            f"have it given to the store's owner (`chown`), or run as that user"
+            f"this process is user {os.geteuid()}, and {place} belongs to user {found.st_uid} "
+            f"(mode {stat.S_IMODE(found.st_mode):04o}): have it given to the store's owner (`chown`), or run as that user"
         )
+    return f"this process is user {os.geteuid()}"
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CkstoreError, MalformedError, UsageError
 from ckstore.ids import new_token
-from ckstore.io.cloud_credentials import allows_plain_http, profile_credentials
+from ckstore.io.cloud_credentials import allows_plain_http, check_settings, profile_credentials
 from ckstore.io.remote_errors import FINAL, Failed, check_describes, checked, judged, meaning_of
 from ckstore.io.remote_options import ObjectInfo, RemoteOptions, check_address
 
@@ -137,7 +137,7 @@ class Bucket:
                 failed = Failed("transient", f"{offset - begun} bytes came of {end - begun}")
             except FileNotFoundError:
                 raise
-            except Exception as error:
+            except BaseException as error:
                 failed = judged(error)
             if offset < end:
                 # A stream that got on has earned its tries anew.
@@ -241,7 +241,7 @@ class Bucket:
         attributes: Any = {_ATTEMPT: attempt}
         try:
             obstore.put(self._store, key, content, mode=cast(Any, mode), use_multipart=False, attributes=attributes)
-        except Exception as error:
+        except BaseException as error:
             raise judged(error) from None
 
     def _look_back(self, key: str) -> ObjectInfo | Failed | None:
@@ -274,7 +274,7 @@ class Bucket:
                 chunk_size=part_nbytes,
                 max_concurrency=self.options.parts_at_once,
             )
-        except Exception as error:
+        except BaseException as error:
             if count.error is not None:
                 raise count.error from None
             failed = judged(error)
@@ -331,6 +331,7 @@ class Bucket:
             if allows_plain_http():
                 client["allow_http"] = True
             more = profile_credentials()
+        check_settings(self.root.partition("://")[0], more)
         retries: Any = {
             "max_retries": max(0, options.try_count - 1),
             "retry_timeout": timedelta(seconds=180),
@@ -356,7 +357,7 @@ class Bucket:
             self._pause(number)
             try:
                 return ask()
-            except Exception as error:
+            except BaseException as error:
                 last = judged(error)
             if last.kind == "missing":
                 raise FileNotFoundError(self.location_of(key)) from None

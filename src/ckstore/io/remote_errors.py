@@ -54,11 +54,14 @@ class Failed(Exception):
         self.said = said
 
 
-def judged(error: Exception) -> Failed:
-    """Return what an exception of obstore means; one of ours is raised again."""
+def judged(error: BaseException) -> Failed:
+    """Return what an exception of obstore means; one of ours, and what is no failure, is raised again."""
     if isinstance(error, Failed):
         return error
-    if isinstance(error, CkstoreError):
+    if type(error).__name__ == "PanicException":
+        # A fault of the library in another language, which Python is shown as no ordinary exception.
+        return Failed("other", "the client of buckets has failed inside; a setting for it may be unusable")
+    if isinstance(error, CkstoreError) or not isinstance(error, Exception):
         raise error
     text = str(error)
     status = next(iter(_STATUS.findall(text)), "")

@@ -80,7 +80,7 @@ class _Gathering:
 
     def row_of(self, run: str, entry: Entry) -> dict[str, Any]:
         """Return the facts of one checkpoint."""
-        row: dict[str, Any] = {"seq": entry.seq, "step": entry.step, "damage": shown(entry.damage)}
+        row: dict[str, Any] = {"seq": entry.seq, "step": entry.step, "damage": shown(entry.damage or entry.refused)}
         if entry.info is None:
             return row
         row |= _facts_of(entry.info)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,7 +95,9 @@ class Committer:
         """
         hello = self._hello
         # Whether others may write the folder was judged when the trainer opened it.
-        backend = backend_for(hello.address, engine=cast(EngineName, hello.engine), allow_shared_folder=True)
+        backend = backend_for(
+            os.fsdecode(hello.address), engine=cast(EngineName, hello.engine), allow_shared_folder=True
+        )
         parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
         parts.retention = json.loads(hello.retention)
         parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)

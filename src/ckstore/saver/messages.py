@@ -35,11 +35,12 @@ Fact = Scalar | list[str]
 class Hello(NamedTuple):
     """Trainer: the first message; where to save, and whom to watch.
 
-    ``trainer_started`` is what ``store.processes.process_started`` says of the trainer; ``retention`` holds,
-    as JSON, the rules by which checkpoints may go when the disk is full.
+    The address is as the file system has it, which need not be UTF-8. ``trainer_started`` is what
+    ``store.processes.process_started`` says of the trainer; ``retention`` holds, as JSON, the rules by which
+    checkpoints may go when the disk is full.
     """
 
-    address: str
+    address: bytes
     run: ShortText
     engine: ShortText
     trainer_pid: Count

@@ -87,7 +87,7 @@ def how_ended(code: int) -> str:
 def hello_to(address: str, run: str, engine: EngineName, nice: int, retention: Mapping[str, Any]) -> messages.Hello:
     """Return what this process says first to a saver of its own."""
     return messages.Hello(
-        address=address,
+        address=os.fsencode(address),
         run=run,
         engine=engine,
         trainer_pid=os.getpid(),

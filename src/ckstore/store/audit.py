@@ -80,8 +80,15 @@ class Audit:
             memory_nbytes_max=self.policy.memory_nbytes_max,
         )
 
-    def add(self, pack_id: PackId, what: str, offset: int | None = None, place: Place | None = None) -> None:
-        """Add damage, of one frame or of all of a pack, with the checkpoints that need it."""
+    def add(
+        self,
+        pack_id: PackId,
+        what: str,
+        offset: int | None = None,
+        place: Place | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Add damage, of one frame or of all of a pack, with the checkpoints that need it; ``error`` as it came."""
         uses = self.uses.packs[pack_id]
         hit = list(uses.refs) if place is None else uses.places.get(place, [])
         if self.is_partial and not hit:
@@ -95,7 +102,7 @@ class Audit:
             if place is not None:
                 self._damaged.add((pack_id, place))
             tensors = self._tensors_of(hit, pack_id, place)
-            self.report.damage.append(Damage(what, where, checkpoints, tensors))
+            self.report.add(Damage(what, where, checkpoints, tensors), error)
 
     def home_of(self, pack_id: PackId) -> Backend:
         """Return where a pack lies as manifests say: here, if one of them says so."""

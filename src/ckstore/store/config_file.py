@@ -84,6 +84,8 @@ def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecor
 def _replace_if(backend: Backend, before: bytes | None, after: bytes) -> bool:
     if isinstance(backend, Swapping):
         return backend.replace_if(layout.CONFIG_FILE, before, after)
+    # A purge may have taken it while it was empty.
+    backend.make_folder(layout.TMP_FOLDER)
     with _serialised(backend):
         if _content(backend) != before:
             return False

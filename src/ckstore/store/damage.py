@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ckstore.errors import CkstoreError
+from ckstore.errors import CkstoreError, is_refused
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.ids import ChunkId, PackId
@@ -50,6 +50,8 @@ class Report:
 
     level: str
     damage: list[Damage] = field(default_factory=list)
+    refused: list[Damage] = field(default_factory=list)
+    """What this user, or these credentials, may not read: it may be whole."""
     checkpoint_count: int = 0
     pack_count: int = 0
     frame_count: int = 0
@@ -59,8 +61,12 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.damage
+        """Whether all was read, and nothing is damaged."""
+        return not self.damage and not self.refused
+
+    def add(self, found: Damage, error: BaseException | None = None) -> None:
+        """Add what was found; where ``error`` says that it may not be read, not as damage."""
+        (self.refused if error is not None and is_refused(error) else self.damage).append(found)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ckstore.clock import Clock
-from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError, is_refused
 from ckstore.format import layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
@@ -141,7 +141,17 @@ def lists_in(backend: Backend) -> list[str]:
     """Return the lists of collectors in a place, by path."""
     folders = filter(layout.is_token, backend.list_names(layout.TRASH_FOLDER))
     paths = (f"{layout.trash_folder(folder)}/{LIST_FILE}" for folder in folders)
-    return [path for path in paths if backend.stat(path) is not None]
+    return [path for path in paths if _may_be_there(backend, path)]
+
+
+def _may_be_there(backend: Backend, path: str) -> bool:
+    try:
+        return backend.stat(path) is not None
+    except BackendError as error:
+        if not is_refused(error):
+            raise
+        # A folder that this user may not read may hold one.
+        return True
 
 
 def doomed_in(backend: Backend, packs: AbstractSet[PackId], clock: Clock) -> set[PackId]:
@@ -153,7 +163,13 @@ def doomed_in(backend: Backend, packs: AbstractSet[PackId], clock: Clock) -> set
     for path in lists_in(backend):
         # One that is gone meanwhile has done what it said, and the packs tell.
         with contextlib.suppress(FileNotFoundError):
-            record = _read_list(backend, path)
+            try:
+                record = _read_list(backend, path)
+            except BackendError as error:
+                if not is_refused(error):
+                    raise
+                doomed |= _doomed_unread(backend, clock, path, packs, error)
+                continue
             found = packs if record is None else packs & {PackId(bytes.fromhex(each)) for each in record.packs}
             if found and not _is_dead(backend, clock, path, record):
                 maker = "a collector" if record is None else f"pid {record.pid} on {record.host}"
@@ -162,6 +178,25 @@ def doomed_in(backend: Backend, packs: AbstractSet[PackId], clock: Clock) -> set
                 _log.warning(words, maker, len(found), backend.location_of(path), remedy)
                 doomed |= found
     return doomed
+
+
+def _doomed_unread(
+    backend: Backend, clock: Clock, path: str, packs: AbstractSet[PackId], error: BackendError
+) -> set[PackId]:
+    """Return those of these packs that a list which this user may not read may name: all that are older than it.
+
+    So a commit writes again what it would have reused, and goes on.
+    """
+    # The folder was made for the list, right before it, and its own time may be read.
+    made = backend.stat(path.rpartition("/")[0])
+    if made is None or (clock.now_ns() - made.modified_ns) / 1e9 > LIST_AGE_SECONDS_MAX:
+        return set()
+    infos = {pack_id: backend.stat(layout.pack_name(pack_id)) for pack_id in packs}
+    found = {pack_id for pack_id, info in infos.items() if info is not None and info.modified_ns <= made.modified_ns}
+    if found:
+        words = "%d packs that are needed here are not reused: %s may say that a collector is about to remove them (%s)"
+        _log.warning(words, len(found), backend.location_of(path), error)
+    return found
 
 
 def remove_dead_lists(backend: Backend, clock: Clock, *, everyone: bool = False) -> int:

@@ -27,7 +27,7 @@ from ckstore.format.header import (
 )
 from ckstore.format.layout import ManifestName
 from ckstore.ids import new_token
-from ckstore.io.backend import Backend
+from ckstore.io.backend import Backend, Distant
 from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.trash import make_durable_folder
@@ -159,12 +159,12 @@ class Manifests:
     # Writing
 
     def make_folders(self) -> None:
-        """Make the run's folders durable, once per handle: another process may have left them unsynced."""
-        if self._has_folders:
+        """Make the run's folders durable, old ones once per handle: another process may have left them unsynced."""
+        if self._has_folders and isinstance(self.backend, Distant):
             return
         for folder in (layout.manifests_folder(self.run), layout.claims_folder(self.run), layout.tags_folder(self.run)):
-            self.backend.make_folder(folder)
-            self.backend.sync_folder(folder.rsplit("/", 1)[0])
+            if self.backend.make_folder(folder) or not self._has_folders:
+                self.backend.sync_folder(folder.rsplit("/", 1)[0])
         self._has_folders = True
 
     def claim(self, seq_first: int) -> int:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckstore.errors import BackendError, CorruptError, MalformedError, UnsupportedError
+from ckstore.errors import BackendError, CorruptError, MalformedError, UnsupportedError, is_refused
 from ckstore.format import layout
 from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, check_payload, decode_frame_header
 from ckstore.format.pack import (
@@ -60,7 +60,13 @@ class PackAudit:
     def run(self) -> None:
         """Check, and add what is wrong to the report."""
         self._report.pack_count += 1
-        file = self._open()
+        try:
+            file = self._open()
+        except BackendError as error:
+            if not is_refused(error):
+                raise
+            self._audit.add(self._pack_id, error.what, error=error)
+            return
         if file is None:
             is_lost = all(ref.tier == LOST_TIER for ref in self._uses.refs.values())
             self._add("chunks are lost, as a repair has recorded" if is_lost else "the pack is missing")
@@ -68,7 +74,7 @@ class PackAudit:
         try:
             self.check(file)
         except (CorruptError, UnsupportedError, BackendError) as error:
-            self._add(error.what)
+            self._audit.add(self._pack_id, error.what, error=error)
         finally:
             file.close()
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import Limits
 from ckstore.errors import (
+    BackendError,
     CkstoreError,
     CorruptError,
     MissingChunkError,
     NotFoundError,
     UnsupportedError,
     UsageError,
+    is_refused,
 )
 from ckstore.format import layout
+from ckstore.format.layout import ManifestName
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
-from ckstore.io.backend import Backend, Locking, Probing
+from ckstore.io.backend import Ageing, Backend, Distant, Locking, Probing
 from ckstore.store.doomed import doomed_in
 from ckstore.store.known import LOCAL_TIER, Known
 from ckstore.store.lease import Lease
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckstore")
 
 STORE_FILE_NBYTES_MAX = 1 << 20
+_RENEWED_AFTER_NS = 86400 * 10**9
 OTHER_RUNS_MAX = 16
 """Other runs whose newest checkpoint is looked at for chunks to share; bounds the first commit's reading."""
 
@@ -60,13 +64,6 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
             f"the folder is not empty and no store: it holds {foreign[0]!r}",
             where=backend.root,
             todo="name an empty or new folder",
-        )
-    runs = backend.list_names(layout.MANIFESTS_FOLDER)
-    if runs:
-        raise CorruptError(
-            f"store.json is missing from a store that holds checkpoints of run {runs[0]!r}",
-            where=backend.location_of(layout.STORE_FILE),
-            todo="bring it back from a copy; without it nobody can tell that these manifests belong here",
         )
     for folder in (*layout.TOP_FOLDERS, *layout.pack_folders()):
         backend.make_folder(folder)
@@ -156,10 +153,28 @@ def read_store_record(backend: Backend) -> StoreRecord:
     try:
         content = backend.read_bytes(layout.STORE_FILE, nbytes_max=STORE_FILE_NBYTES_MAX)
     except FileNotFoundError:
+        if what := _left_of_a_store(backend):
+            raise CorruptError(
+                f"store.json is missing from a store that holds {what}",
+                where=where,
+                todo=f"`ckstore repair {backend.root} --apply` makes it again; a purge of old files may have taken it",
+            ) from None
         raise NotFoundError(
             "there is no store here", where=backend.root, todo="check the path; `ckstore init PATH` makes a store"
         ) from None
     return decode_record(content, StoreRecord, nbytes_max=STORE_FILE_NBYTES_MAX, where=where)
+
+
+def _left_of_a_store(backend: Backend) -> str:
+    """Say which files show that a store was here; empty where there are none, and a new one may be made."""
+    for run in filter(layout.is_name, backend.list_names(layout.MANIFESTS_FOLDER)):
+        if any(layout.parse_manifest_file(run, file) for file in backend.list_names(layout.manifests_folder(run))):
+            return f"checkpoints of run {run!r}"
+    if not isinstance(backend, Distant):
+        for folder in backend.list_names(layout.PACKS_FOLDER):
+            if any(map(layout.parse_pack_file, backend.list_names(f"{layout.PACKS_FOLDER}/{folder}"))):
+                return "packs"
+    return ""
 
 
 class Parts:
@@ -189,6 +204,7 @@ class Parts:
         """Rules by which a commit that finds the disk full lets checkpoints of its run go; empty: none."""
         self._seq_highest: int | None = None
         self._nbytes_written_last: int | None = None
+        self._renewed: float | None = None
 
     @property
     def engine_name(self) -> str:
@@ -210,15 +226,13 @@ class Parts:
         return [name for name in self.backend.list_names(layout.MANIFESTS_FOLDER) if layout.is_name(name)]
 
     def prepare_run(self) -> None:
-        """Once per handle, before the first commit: make folders, and learn which chunks there are."""
+        """Before a commit: make folders; before the first of a handle, learn which chunks there are."""
+        self.make_folders()
         if self._seq_highest is not None:
             return
         if isinstance(self.backend, Probing):
             # Whoever made the store, a push perhaps, needed less than a commit does.
             self.backend.probe()
-        for folder in layout.TOP_FOLDERS:
-            # Init has made them; a copy of the store may have left out the empty ones.
-            self.backend.make_folder(folder)
         # Whoever made the store may have died, or still be, before its last sync: without this one, store.json
         # could vanish in a power cut under checkpoints that were acknowledged.
         self.backend.sync_folder("")
@@ -228,22 +242,69 @@ class Parts:
         self._seq_highest = max([listing.claimed_max, *seqs, *listing.dropped, -1])
         self._learn_known()
 
+    def make_folders(self) -> None:
+        """Make what is missing of the store's folders and the run's: a copy, or a purge, leaves out empty ones.
+
+        Raises:
+            NotFoundError: The store itself is gone.
+            CorruptError: ``store.json`` is gone.
+        """
+        if not isinstance(self.backend, Distant):
+            if self.backend.stat(layout.STORE_FILE) is None:
+                # Nothing is made where another disk, or none, is mounted by now.
+                read_store_record(self.backend)
+            for folder in layout.TOP_FOLDERS:
+                if self.backend.make_folder(folder):
+                    self.backend.sync_folder("")
+        self.manifests.make_folders()
+
+    def keep_young(self, packs: Iterable[PackRef]) -> None:
+        """Renew the times of files that every later commit or restore needs, at most once an hour; never raises.
+
+        Purges of scratch file systems remove what was not changed for weeks. What a running training still needs is
+        no leftover: ``store.json``, the configuration, tags, and the packs of the newest checkpoint.
+        """
+        now = self.clock.monotonic()
+        if not isinstance(self.backend, Ageing) or (self._renewed is not None and now - self._renewed < 3600):
+            return
+        self._renewed = now
+        try:
+            tags = (layout.tag_name(self.run, name) for name in self.backend.list_names(layout.tags_folder(self.run)))
+            names = [*layout.TOP_FILES, *tags, *(layout.pack_name(p.pack_id) for p in packs if p.tier == LOCAL_TIER)]
+            before_ns = self.clock.now_ns() - _RENEWED_AFTER_NS
+            for name in names:
+                self.backend.renew(name, before_ns=before_ns)
+        except CkstoreError as error:
+            _log.debug("times of files were not renewed: %s", error)
+
     def _learn_known(self) -> None:
         others = sorted((run for run in self.runs() if run != self.run), key=self._changed_ns, reverse=True)
         others = others[:OTHER_RUNS_MAX]
         newest: list[tuple[Manifests, int]] = [(self.manifests_of(run), 1) for run in others]
         newest.append((self.manifests, self.known.manifests_max))
         for manifests, count in newest:
-            for name in manifests.listing().names[-count:]:
+            for name in self._names_known(manifests)[-count:]:
                 try:
                     manifest = manifests.load(name)
                     self.known.add(manifest)
                     if manifests is self.manifests:
                         self.newest = manifest
                         self._nbytes_written_last = manifest.header.bytes_written
-                except (CorruptError, UnsupportedError, FileNotFoundError) as error:
+                except (CorruptError, UnsupportedError, BackendError, FileNotFoundError) as error:
+                    if isinstance(error, BackendError) and not is_refused(error):
+                        raise
                     # Nothing is lost: what is not known is written again.
                     _log.warning("chunks of %s cannot be reused: %s", manifests.path_of(name), error)
+
+    def _names_known(self, manifests: Manifests) -> Sequence[ManifestName]:
+        """Return what a run holds; of another run that this user may not list, nothing."""
+        try:
+            return manifests.listing().names
+        except BackendError as error:
+            if manifests is self.manifests or not is_refused(error):
+                raise
+            _log.warning("chunks of run %r cannot be reused: %s", manifests.run, error)
+            return ()
 
     def _changed_ns(self, run: str) -> int:
         info = self.backend.stat(layout.manifests_folder(run))

@@ -13,7 +13,15 @@ import socket
 from collections.abc import Callable, Sequence
 
 from ckstore.clock import Clock
-from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError, UnsupportedError
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    UnsupportedError,
+    is_refused,
+)
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
 from ckstore.ids import new_token
@@ -36,22 +44,28 @@ class Tags:
         self._folder = layout.tags_folder(run)
 
     def all(self, *, is_strict: bool = False) -> dict[str, TagRecord]:
-        """Return every tag by name; a damaged one is logged and left out, since no checkpoint depends on it.
+        """Return every tag by name; one that cannot be read is logged and left out: no checkpoint depends on it.
 
         Args:
-            is_strict: Raise CorruptError for a damaged one, for who would drop what it may point to.
+            is_strict: Raise CorruptError for a damaged one, and BackendError for one that this user may not read: for
+                who would drop what it may point to.
         """
-        found = {}
-        for name in self._backend.list_names(self._folder):
-            if not layout.is_name(name):
-                continue
+        found: dict[str, TagRecord] = {}
+        try:
+            names = self._backend.list_names(self._folder)
+        except BackendError as error:
+            if is_strict or not is_refused(error):
+                raise
+            _log.warning("%s", error)
+            return found
+        for name in filter(layout.is_name, names):
             try:
                 found[name] = self.get(name)
             except NotFoundError:
                 # Removed since it was listed.
                 continue
-            except CorruptError as error:
-                if is_strict:
+            except (CorruptError, BackendError) as error:
+                if is_strict or not (isinstance(error, CorruptError) or is_refused(error)):
                     raise
                 _log.warning("%s", error)
         return found

@@ -230,6 +230,12 @@ def _checked(address: str) -> str:
         raise UsageError(
             "a tier is a bucket or an absolute path", where=repr(address)[:200], todo="name s3://bucket/prefix (gs, az)"
         )
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            "the path of a tier must be UTF-8: it is written into config.json", where=ascii(address)[:200]
+        ) from None
     return str(path)
 
 

@@ -8,14 +8,17 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckstore.errors import BackendError
+from ckstore.errors import BackendError, is_refused
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, FileInfo
+
+_log = logging.getLogger("ckstore")
 
 _LOOKS = 2
 """Each further one would be fooled only by one more move there and one more back, between two names."""
@@ -151,11 +154,26 @@ class Trash:
         return moved
 
     def find_pack(self, pack_id: PackId) -> Iterator[str]:
-        """Yield the names under which a pack lies in the trash."""
+        """Yield the names under which a pack is in the trash.
+
+        Raises:
+            BackendError: A folder of the trash may not be read by this user, so that the pack may be in it; the others
+                were searched before.
+        """
+        refused: BackendError | None = None
         for gc_id in self.folders():
             name = f"{layout.trash_packs_folder(gc_id)}/{layout.pack_file(pack_id)}"
-            if self._backend.stat(name) is not None:
+            try:
+                is_there = self._backend.stat(name) is not None
+            except BackendError as error:
+                if not is_refused(error):
+                    raise
+                refused = error
+                continue
+            if is_there:
                 yield name
+        if refused is not None:
+            raise refused
 
     def paths_of(self, pack_id: PackId) -> Iterator[str]:
         """Yield where a pack may lie, to whoever takes the first name that holds it: in place, in the trash, and again.
@@ -172,10 +190,16 @@ class Trash:
     def rescue_pack(self, pack_id: PackId) -> bool:
         """Rename a pack back into its place, durably; return whether one was found."""
         has_found = False
-        for name in self.find_pack(pack_id):
-            has_found = True
-            if self.put_back(name, layout.pack_name(pack_id)):
-                break
+        try:
+            for name in self.find_pack(pack_id):
+                has_found = True
+                if self.put_back(name, layout.pack_name(pack_id)):
+                    break
+        except BackendError as error:
+            if not is_refused(error):
+                raise
+            # Whoever asks sees that the pack is not in its place, and does without it.
+            _log.warning("pack %s is not brought back: %s", pack_id.hex(), error)
         return has_found
 
     def put_back(self, path: str, target: str) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from ckstore.config import Policy
-from ckstore.errors import BackendError, CkstoreError, CorruptError, UnsupportedError, UsageError
+from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.records import ConfigRecord, decode_record
@@ -123,8 +123,11 @@ def _check_tags(parts: Parts, run: str, seqs: set[int], report: Report) -> None:
             continue
         try:
             record = tags.get(file)
-        except CorruptError as error:
-            report.damage.append(Damage(error.what, where))
+        except NotFoundError:
+            # Removed since it was listed.
+            continue
+        except (CorruptError, UnsupportedError, BackendError) as error:
+            report.add(Damage(error.what, where), error)
             continue
         if record.seq not in seqs:
             report.damage.append(Damage(f"the tag points to seq {record.seq}, which is not in place", where))
@@ -137,7 +140,7 @@ def _check_config(parts: Parts, report: Report) -> None:
     except FileNotFoundError:
         return
     except CkstoreError as error:
-        report.damage.append(Damage(error.what, parts.backend.location_of(layout.CONFIG_FILE)))
+        report.add(Damage(error.what, parts.backend.location_of(layout.CONFIG_FILE)), error)
 
 
 def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report: Report) -> None:
@@ -148,7 +151,7 @@ def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report
         # Dropped or replaced since it was listed.
         return
     except (CorruptError, UnsupportedError, BackendError) as error:
-        report.damage.append(Damage(error.what, where, (label_of(name),)))
+        report.add(Damage(error.what, where, (label_of(name),)), error)
         return
     report.checkpoint_count += 1
     uses.add(name, manifest)

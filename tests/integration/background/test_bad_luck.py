@@ -339,7 +339,7 @@ class Looked:
 start.Server = Looked
 start.Arena.attach = lambda fd: None
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-messages.send(ours, messages.Hello("nowhere", "main", "auto", os.getpid(), "now", 0, 30))
+messages.send(ours, messages.Hello(b"nowhere", "main", "auto", os.getpid(), "now", 0, 30))
 start.main([theirs.detach(), os.eventfd(0), os.memfd_create("arena")])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import traceback
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.errors import BackendError, CkstoreError, NotFoundError
+from ckstore.errors import BackendError, CkstoreError, NotFoundError, UsageError
 from ckstore.io.address import backend_for
 from ckstore.testing.fault_proxy import FAULTS, LEAK
 from ckstore.testing.s3_server import KEY_ID, SECRET
@@ -122,3 +123,64 @@ def test_no_credentials_at_all_is_told(address, no_keys, hasty, monkeypatch):
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(BackendError):
         backend_for(address).read_bytes("store.json", nbytes_max=10)
+
+
+ODD_ENDPOINTS = ["minio:9000", "minio", "http//minio", "http://", "http://minio:99999", "http://a b", "ftp://minio", ""]
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AWS_METADATA_ENDPOINT"])
+def test_endpoint_that_is_no_address_is_an_error_that_names_it(name, monkeypatch, tmp_path, capfd):
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit(STATE, 1)
+        for value in filter(None, ODD_ENDPOINTS):
+            monkeypatch.setenv(name, value)
+            for use in (lambda: backend_for("s3://bucket/run"), lambda: store.push("s3://bucket/run")):
+                with pytest.raises(UsageError, match=f"{name}={re.escape(value)}"):
+                    use()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "name"), [("gs://bucket/run", "GOOGLE_BASE_URL"), ("az://bucket/run", "AZURE_STORAGE_ENDPOINT")]
+)
+def test_other_clouds_refuse_such_endpoints_too(address, name, monkeypatch):
+    monkeypatch.setenv(name, "127.0.0.1:9")
+    with pytest.raises(UsageError, match=f"http:// or https:// before it: {name}=http://127.0.0.1:9"):
+        backend_for(address)
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
+def test_line_break_in_a_setting_names_the_variable_and_not_the_value(name, monkeypatch):
+    monkeypatch.setenv(name, f"{SECRET}\n")
+    with pytest.raises(UsageError, match=name) as caught:
+        backend_for("s3://bucket/run")
+    assert_no_secret(str(caught.value))
+
+
+def test_password_in_an_endpoint_is_not_repeated(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{KEY_ID}:{SECRET}@minio:9000")
+    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL") as caught:
+        backend_for("s3://bucket/run")
+    assert_no_secret(str(caught.value))
+
+
+class PanicException(BaseException):
+    """What is no ordinary exception."""
+
+
+def test_panic_of_the_library_is_an_error_of_ours(address, monkeypatch):
+    bucket = backend_for(address).bucket
+
+    def panic(*arguments, **options):
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    monkeypatch.setattr("obstore.get", panic)
+    monkeypatch.setattr("obstore.put", panic)
+    calls = (
+        lambda: bucket.head("x"),
+        lambda: bucket.put_new("x", b""),
+        lambda: list(bucket.get_stream("x", 0, 9, piece_nbytes=9)),
+    )
+    for call in calls:
+        with pytest.raises(BackendError, match="failed inside"):
+            call()

@@ -30,7 +30,7 @@ from ckstore.saver.messages import (
 
 RECEIPT = Receipt(5, 3, "ab" * 32, 100, 50, 4, 1, 2, 1, {"write": 0.5, "total": 1.0}, "uring", ("look at this",))
 TO_SAVER_SAMPLES = [
-    messages.Hello("/a/store", "main", "auto", 77, "1234", 19, 20),
+    messages.Hello(b"/a/store", "main", "auto", 77, "1234", 19, 20),
     messages.Begin(4, 1, 8192, 300, None, 3),
     messages.Begin(5, 0, 0, 1, 12, 0, False, 10),
     messages.Staged(4),

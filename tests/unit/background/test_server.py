@@ -202,7 +202,7 @@ NONSENSE = {
     "garbage": b"\1garbage",
     "direction": messages.encode_message(messages.Ready(1)),
     "twice": messages.encode_message(messages.Quit()) * 2,
-    "another hello": messages.encode_message(messages.Hello("a", "main", "auto", 1, "", 0, 0)),
+    "another hello": messages.encode_message(messages.Hello(b"a", "main", "auto", 1, "", 0, 0)),
     "a ticket that is not new": messages.encode_message(messages.Begin(1, 1, 0, 1, None, 0)),
     "a slot that is not there": messages.encode_message(messages.Begin(9, 5, 0, 1, None, 0)),
     "a slot that is not free": messages.encode_message(messages.Begin(9, 0, 0, 1, None, 0)),

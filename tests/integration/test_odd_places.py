@@ -1,0 +1,89 @@
+"""Protects stores where processes are odd: paths that are not UTF-8, and a working folder that was removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.children import module_places
+from ckstore.cli.main import run as ckstore_command
+from ckstore.errors import UsageError
+
+STATE = {"x": np.arange(20_000, dtype=np.float32)}
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """A path with bytes that are no UTF-8."""
+    return os.fsdecode(os.fsencode(tmp_path) + b"/st\xffore \xe9")
+
+
+def test_path_that_is_not_utf8_is_committed_to_in_the_foreground_and_background(odd):
+    with ckstore.open(odd) as store:
+        store.commit(STATE, 0, tags=["good"])
+        assert store.commit_async(STATE, 1).result().step == 1
+        assert store.restore("good")["x"][-1] == 19_999
+        store.delete("seq:1")
+        store.gc({"keep_last": 1})
+        store.mirror(odd + "2")
+        assert store.verify().is_clean
+    with ckstore.open(odd + "2", create=False) as copy:
+        assert copy.steps() == [0]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "doctor", "repair", "gc"])
+def test_commands_take_a_path_that_is_not_utf8(odd, command, capsysbinary):
+    with ckstore.open(odd) as store:
+        store.commit(STATE, 0)
+    assert ckstore_command([command, odd]) == 0
+    assert ckstore_command([command, odd, "--json"]) == 0
+    assert ckstore_command([command, odd + "gone"]) == 10
+    json.loads(capsysbinary.readouterr().out.splitlines()[-1])
+
+
+def test_tier_whose_path_is_not_utf8_is_refused_since_no_record_can_name_it(odd):
+    with ckstore.open(odd) as store:
+        store.commit(STATE, 0)
+        with pytest.raises(UsageError, match="UTF-8"):
+            store.push(odd + "2")
+
+
+REMOVED = """
+import os, sys, tempfile
+gone = tempfile.mkdtemp()
+os.chdir(gone)
+os.rmdir(gone)
+import numpy as np
+import ckstore
+from ckstore.errors import UsageError
+state = {"x": np.ones(1000, np.float32)}
+with ckstore.open(sys.argv[1], retention={"keep_last": 1}, gc_every=1) as store:
+    store.commit(state, 0)
+    store.commit_async(state, 1).result()
+    assert store.restore()["x"][0] == 1
+try:
+    ckstore.open("relative")
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_removed_working_folder_hinders_nothing_but_relative_paths(tmp_path):
+    places = os.pathsep.join(module_places())
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", REMOVED, str(tmp_path / "store")],
+        env={**os.environ, "PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "working folder of this process was removed" in done.stdout
+    assert "did not begin" not in done.stderr
