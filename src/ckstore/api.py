@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from ckstore import history
-from ckstore.arguments import check_metrics, check_policy, check_shared, check_step, check_tags
+from ckstore.arguments import check_metrics, check_policy, check_step, check_tags
 from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import DemotePolicy, EngineName, Limits, Policy, RepackPolicy
@@ -82,9 +82,7 @@ def open(
         demote_every: After how many commits of the run.
         engine: What moves packs: ``"auto"`` takes io_uring where it works, else pwrite.
         allow_shared_folder: Accept a folder that others may write.
-        shared: Who may use a store that is made now: ``"group"``, everyone in the group of its folder; ``"umask"``,
-            whoever the umask lets; None: its owner only. A store that is there already says so itself. Whatever it
-            says, files that root makes in it are given to its owner.
+        shared: Who may use a store that is made now: its folder's ``"group"``, as the ``"umask"`` says; None: its owner.
         clock: Where time comes from.
 
     Raises:
@@ -94,7 +92,6 @@ def open(
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
     check_policy(policy)
-    check_shared(shared)
     rules, aging = rules_given(retention), demotion_asked(demotion)
     seconds = trash_seconds_given(trash_for)
     backend = backend_for(path, engine=engine, allow_shared_folder=allow_shared_folder, sharing=shared)

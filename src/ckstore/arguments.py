@@ -58,9 +58,3 @@ def check_policy(policy: object) -> None:
         raise UsageError(
             "a policy is a ckstore.Policy", where=f"policy={shown}", todo="as in ckstore.Policy(compression='fast')"
         )
-
-
-def check_shared(shared: object) -> None:
-    """Raise UsageError for what is no way to share a store."""
-    if shared not in (None, "group", "umask"):
-        raise UsageError("a store is shared with its 'group', or as the 'umask' says", where=f"shared={shared!r}"[:80])

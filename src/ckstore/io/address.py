@@ -37,6 +37,8 @@ def backend_for(
         return address
     text = os.fspath(address)
     if is_bucket_address(text):
+        if sharing is not None:
+            raise UsageError("files in a bucket have no mode; who may use it is set there", where=f"shared={sharing!r}")
         return _bucket(text)
     scheme, separator, rest = text.partition("://")
     if separator and scheme != "file":
@@ -44,6 +46,8 @@ def backend_for(
             f"stores cannot be opened at {scheme[:20]}:// addresses by this version",
             todo="name a folder, or s3://bucket/prefix (gs, az)",
         )
+    if sharing not in (None, "group", "umask"):
+        raise UsageError("a store is shared with its 'group', or as the 'umask' says", where=f"shared={sharing!r}"[:80])
     folder = Path(rest if separator else text)
     if engine not in ("auto", "uring", "pwrite"):
         raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")

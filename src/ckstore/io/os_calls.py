@@ -144,7 +144,8 @@ def _rights(path: str) -> str:
             continue
         return (
             f"this process is user {os.geteuid()}, and {place} belongs to user {found.st_uid} "
-            f"(mode {stat.S_IMODE(found.st_mode):04o}): have it given to the store's owner (`chown`), or run as that user"
+            f"(mode {stat.S_IMODE(found.st_mode):04o}): have it given to the store's owner (`chown`), "
+            "or run as that user"
         )
     return f"this process is user {os.geteuid()}"
 
