@@ -82,7 +82,7 @@ def open(
         demote_every: After how many commits of the run.
         engine: What moves packs: ``"auto"`` takes io_uring where it works, else pwrite.
         allow_shared_folder: Accept a folder that others may write.
-        shared: Who may use a store that is made now: its folder's ``"group"``, as the ``"umask"`` says; None: its owner.
+        shared: Who may use a store that is made now: ``"group"``, ``"umask"``, or None, its owner only.
         clock: Where time comes from.
 
     Raises:
