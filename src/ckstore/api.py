@@ -87,8 +87,7 @@ def open(
 
     Raises:
         NotFoundError: There is no store and ``create`` is False.
-        UsageError: The folder holds something else, or others may write it; or a rule of ``retention`` or ``demotion``
-            is none, or ``trash_for`` is not a duration.
+        UsageError: The folder holds something else, or others may write it; or a rule, or ``trash_for``, is no such.
         UnsupportedError: A newer ckstore made it, or the file system lacks what durability needs.
     """
     check_policy(policy)
