@@ -121,6 +121,12 @@ class Advising(Handle):
             self._last_commits = [each for each in self._last_commits if each()] + [weakref.ref(last)]
             return last
 
+    def _leave_signals(self, error: BaseException) -> None:
+        """Listen to no signal any more: what went wrong ends the run, and not the signal."""
+        for each in self._last_commits:
+            if (listener := each()) is not None:
+                listener.leave(error)
+
     def close(self) -> None:
         """Listen to no signal any more, and let go of everything."""
         with self._lock:

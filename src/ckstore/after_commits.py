@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import subprocess
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, ClassVar
 
-from ckstore.children import environment
+from ckstore.children import start
 from ckstore.errors import CkstoreError, LockHeldError, UsageError
 from ckstore.io.backend import Distant
 from ckstore.io.local import LocalBackend
@@ -145,10 +144,8 @@ class AfterCommits(ABC):
             words, told, source = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             source.write(given)
             source.seek(0)
-            child = subprocess.Popen(
-                [sys.executable, "-c", f"import os; os.nice({self.nice}); {program}", *arguments],
-                cwd="/",
-                env=environment(),
+            child = start(
+                ["-c", f"import os; os.nice({self.nice}); {program}", *arguments],
                 stdin=source,
                 stdout=told if self.tells else subprocess.DEVNULL,
                 stderr=words,

@@ -229,6 +229,8 @@ class Background(Advising):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._leave_signals(error)
         # What went wrong first is raised; what a commit met was logged when it did.
         with contextlib.suppress(*(() if kind is None else (CkstoreError,))):
             self.close()

@@ -1,10 +1,47 @@
-"""What the processes that this one starts for itself are given to go by."""
+"""How the processes that this one starts for itself are begun: with the same modules, and out of reach of job signals.
+
+A scheduler sends its signals to every process of a job: a warning before the time limit (SIGUSR1, SIGUSR2, SIGXCPU),
+the end of a session (SIGHUP), a cancellation (SIGTERM). What they mean is the trainer's affair. A child has work to
+finish, and ends by itself when that is done, or when its parent is gone.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+_FAULTS = {
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+"""What a process does wrong by itself: it cannot go on."""
+
+_NEVER_HELD = {signal.SIGKILL, signal.SIGSTOP}
+"""Neither can be blocked."""
+
+_HARMLESS = {
+    signal.SIGCHLD,
+    signal.SIGCONT,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+    signal.SIGURG,
+    signal.SIGWINCH,
+}
+"""What ends no process: it does nothing, or stops and continues it."""
+
+JOB_SIGNALS = frozenset(signal.valid_signals()) - _FAULTS - _NEVER_HELD - _HARMLESS
+"""Every signal that is sent from outside and would end a process that does not handle it, real-time ones included."""
 
 
 def environment() -> dict[str, str]:
@@ -25,3 +62,22 @@ def module_places() -> list[str]:
         # The working folder was removed: what was to be found in it is gone, too.
         return [entry for entry in sys.path if Path(entry).is_absolute()]
     return [str(here / entry) for entry in sys.path]
+
+
+def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start this interpreter with all job signals blocked; the child unblocks those that it handles.
+
+    Args:
+        arguments: What follows the interpreter on the command line.
+        options: As for ``subprocess.Popen``.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    # A child inherits what is blocked, through exec as well: there is no moment at which a signal could end it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    try:
+        # Modules are looked for where Python is started; and a child must not keep a disk from being unmounted.
+        return subprocess.Popen([sys.executable, *arguments], cwd="/", env=environment(), **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

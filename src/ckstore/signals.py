@@ -9,15 +9,20 @@ Invariants:
 - What a signal interrupts is not waited for: no lock is taken, nothing is logged and no thread is started there.
 - A signal that came is acted on in the end: by the last commit and what follows it, or as if nobody had listened.
 - A forked child listens to nothing: whoever ends data-loader workers by SIGTERM ends them.
+- A child that the same signal has ended does not end the step: what a handler of SIGCHLD raises then (torch's, when a
+  data-loader worker was killed) is held back until the last commit was made.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
 import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -42,6 +47,12 @@ TRIES = 3
 
 STAGED_SECONDS = 1.0
 """After the deadline: for a commit that was begun to be staged."""
+
+SIGNAL_SECONDS = 1.0
+"""For this process to get the signal that has ended a child: a scheduler signals one process after the other."""
+
+_HOLDS = "ckstore_holds"
+"""Attribute of a handler that holds back what the handler below it raises."""
 
 _Listener = Callable[[int, FrameType | None], Any]
 
@@ -125,14 +136,17 @@ class LastCommit:
         self._owner = os.getpid()
         self._commit_count = store.costs.commit_count
         self._is_over = self._is_done = self._is_ending = self._is_closed = self._is_untagged = False
+        self._is_exiting = self._is_waiting = False
+        self._of_children: tuple[_Listener, _Listener] | None = None
         self._previous = _listeners_of((signal.SIGTERM,) if signals is None else signals)
         # Written to where no lock may be taken; read by a thread that may.
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         # Only when nobody can ring it any more: another file may get its number.
-        weakref.finalize(self, os.close, self._bell)
+        weakref.finalize(self, os.close, self._bell).atexit = False
         self._teller = threading.Thread(target=self._tell, name="ckstore-signals", daemon=True)
         self._teller.start()
         leave_in_children(self)
+        _open.add(self)
         for number in self._previous:
             signal.signal(number, self._hear)
 
@@ -159,6 +173,9 @@ class LastCommit:
         """
         if self.signal is None or self._is_over:
             self._commit_count = self._store.costs.commit_count
+            if not self._is_over:
+                # A data loader that was made meanwhile has put its own there.
+                self._hold_children()
             return self._is_over
         number = self.signal
         # Whatever comes of it, it is not tried a second time.
@@ -175,7 +192,7 @@ class LastCommit:
         Raises:
             SystemExit: A signal came after the last check; nothing was committed, and the process ends all the same.
         """
-        if self._leave() and self.signal is not None:
+        if self.leave() and self.signal is not None:
             self._end(self.signal)
 
     def __enter__(self) -> LastCommit:
@@ -188,10 +205,14 @@ class LastCommit:
             self.close()
         else:
             # What went wrong first ends the run.
-            self._leave()
+            self.leave(error)
 
-    def _leave(self) -> bool:
-        """Stop listening and telling; return whether a signal has come that nobody has acted on."""
+    def leave(self, error: BaseException | None = None) -> bool:
+        """Stop listening, and say so where a signal has come that nobody has acted on; return whether one has.
+
+        Args:
+            error: What has ended the loop, if anything did.
+        """
         self._stop_listening()
         if not self._is_closed:
             self._is_closed = True
@@ -201,8 +222,22 @@ class LastCommit:
         is_left = self.signal is not None and not self._is_over
         if is_left and self.signal is not None:
             self._is_over = True
-            _log.warning("%s came after the last step that was checked: nothing was committed", self.signal.name)
+            _log.warning("%s", self._left_text(self.signal.name, error))
         return is_left
+
+    def _left_text(self, name: str, error: BaseException | None) -> str:
+        if error is None:
+            return f"{name} came after the last step that was checked: nothing was committed"
+        return (
+            f"{name} received, but the loop ended ({type(error).__name__}) before the step was complete: no last "
+            f"commit; earlier checkpoints are intact{_ranks_text()}"
+        )
+
+    def leave_at_exit(self) -> None:
+        """Say at the end of the process that a signal has come that nobody has acted on."""
+        if self._owner == os.getpid() and not self._is_closed:
+            # Of an exception that nobody has caught Python keeps this.
+            self.leave(getattr(sys, "last_value", None))
 
     # Where the signal comes
 
@@ -212,6 +247,7 @@ class LastCommit:
         elif self.signal is None:
             self._deadline = SYSTEM_CLOCK.monotonic() + self._deadline_seconds
             self.signal = signal.Signals(number)
+            self._hold_children()
             os.eventfd_write(self._bell, 1)
         elif self._is_ending:
             # The last commit was made on another thread; only this one can end the process.
@@ -226,6 +262,47 @@ class LastCommit:
         # SIGTERM comes twice of itself, from a scheduler to all processes and from a launcher to its own.
         is_again = number == signal.SIGINT and self.signal == signal.SIGINT
         return is_again or (SYSTEM_CLOCK.monotonic() > self._deadline and not self._is_over)
+
+    # What children have died of
+
+    def _hold_children(self) -> None:
+        """Hold back what a handler of SIGCHLD raises, if there is one that is not held back yet."""
+        if threading.current_thread() is not threading.main_thread() or os.getpid() != self._owner:
+            return
+        below = signal.getsignal(signal.SIGCHLD)
+        if not callable(below) or hasattr(below, _HOLDS):
+            return
+
+        def held(number: int, frame: FrameType | None) -> None:
+            try:
+                below(number, frame)
+            except Exception as error:
+                if not any(each._is_holding(error) for each in list(_open)):
+                    raise
+
+        setattr(held, _HOLDS, True)
+        self._of_children = held, below
+        signal.signal(signal.SIGCHLD, held)
+
+    def _is_holding(self, error: Exception) -> bool:
+        """Whether the step is to go on although a child has died."""
+        if self._is_waiting:
+            # Another child has died meanwhile; the first one decides.
+            return True
+        if not (self.is_asked or self._is_closed) and self._names_signal(error):
+            until = SYSTEM_CLOCK.monotonic() + SIGNAL_SECONDS
+            self._is_waiting = True
+            try:
+                # Handlers are called in here, too.
+                while not self.is_asked and SYSTEM_CLOCK.monotonic() < until:
+                    time.sleep(0.005)
+            finally:
+                self._is_waiting = False
+        return self.is_asked and (self._is_exiting or not self._is_closed)
+
+    def _names_signal(self, error: Exception) -> bool:
+        """Whether an error says that a child was killed by a signal that this one listens to."""
+        return any(name in str(error) for number in self._previous if (name := signal.strsignal(number)))
 
     # What comes of it
 
@@ -303,11 +380,13 @@ class LastCommit:
             self._is_ending = True
             signal.pthread_kill(_main_thread(), number)
             return True
-        self._stop_listening()
         previous = self._previous[number]
+        # A child that dies from here on must not turn the exit code into another one.
+        self._is_exiting = previous == signal.SIG_DFL
+        self._stop_listening()
         if callable(previous):
             previous(number, frame)
-        elif previous == signal.SIG_DFL:
+        elif self._is_exiting:
             raise SystemExit(128 + number)
         return True
 
@@ -317,12 +396,22 @@ class LastCommit:
             for number, previous in self._previous.items():
                 if signal.getsignal(number) == self._hear:
                     signal.signal(number, previous)
+            if not self._is_exiting:
+                self._let_children_raise()
+
+    def _let_children_raise(self) -> None:
+        if self._of_children is not None:
+            held, below = self._of_children
+            if signal.getsignal(signal.SIGCHLD) is held:
+                signal.signal(signal.SIGCHLD, below)
+            self._of_children = None
 
     def leave_child(self) -> None:
         """In a forked child: as if nobody had listened."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, previous)
+        self._let_children_raise()
         self._is_closed = True
 
     # The thread that tells
@@ -333,7 +422,8 @@ class LastCommit:
         if self._is_closed or self.signal is None:
             return
         name = self.signal.name
-        _log.warning("%s: after this step the state is committed once more, within %.3g s", name, self._left())
+        text = "%s: after this step the state is committed once more, within %.3g s%s"
+        _log.warning(text, name, self._left(), _ranks_text())
         poll = select.poll()
         poll.register(bell, select.POLLIN)
         while not poll.poll(1000 * self._left()):
@@ -347,10 +437,34 @@ class LastCommit:
         elif not self._is_closed:
             _log.error(
                 "%s: no step was checked within %.3g s, and nothing was committed: a state in the middle of a step is "
-                "none. The next check commits all the same; another signal ends the process",
+                "none. The next check commits all the same; another signal ends the process%s",
                 name,
                 self._deadline_seconds,
+                _ranks_text(),
             )
+
+
+_open: weakref.WeakSet[LastCommit] = weakref.WeakSet()
+"""Those that listen, or have listened."""
+
+
+def _leave_at_exit() -> None:
+    for each in list(_open):
+        each.leave_at_exit()
+
+
+atexit.register(_leave_at_exit)
+
+
+def _ranks_text() -> str:
+    """Return what a last commit needs of other ranks, where this is one of several (``torchrun`` says so)."""
+    count, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "?")
+    if not count.isdigit() or int(count) < 2:
+        return ""
+    return (
+        f". This is rank {rank} of {count}: a rank that does not listen to the signal ends in the middle of the step, "
+        "which no other rank can then complete; open the store and call commit_on_signal on every rank"
+    )
 
 
 def _listeners_of(numbers: Sequence[int]) -> dict[int, _Listener | int]:

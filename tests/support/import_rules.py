@@ -13,7 +13,7 @@ GROUND |= {"recapture", "workers"}  # A capture again, from what the last one ha
 GROUND |= {"pool"}  # Threads that ask many things at once; what they ask they do not know.
 GROUND |= {"forks"}  # What a forked child lets go of; it knows nobody who has something.
 GROUND |= {"logs"}  # How to log where nothing may be raised or waited for; it knows no logger.
-GROUND |= {"children"}  # What child processes are given to go by; it starts none.
+GROUND |= {"children"}  # How child processes are started; it knows none of them.
 """``values leaves capture matching placement`` are ``tree`` and ``tensor`` cut to the limit of a file's length."""
 CORE = {*GROUND, "format", "io", "kernels", "codec", "delta", "quant", "store", "plan", "pipeline", "forms"}
 ALLOWED = {

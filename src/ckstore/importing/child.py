@@ -11,7 +11,6 @@ import array
 import contextlib
 import os
 import resource
-import signal
 import socket
 from typing import Any
 
@@ -30,9 +29,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def serve(fd: int) -> None:
     """Answer jobs from this socket until its other end is closed."""
-    # Ctrl-C in a terminal reaches this process too; its parent says when it is to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # No signal of a terminal or a scheduler ends it (``children.start``): its parent does.
     with contextlib.suppress(ValueError, OSError):
         # What it loads is nobody's business but its parent's: no core dump holds it.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

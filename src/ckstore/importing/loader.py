@@ -14,13 +14,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import TracebackType
 
 from ckstore import errors
 from ckstore.capture import Captured
-from ckstore.children import module_places
+from ckstore.children import start
 from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.importing.child import MESSAGE_NBYTES_MAX
@@ -132,21 +131,11 @@ class Loader:
         if self._channel is not None:
             return self._channel
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        package = str(Path(__file__).parents[2])
-        found = module_places()
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(found if package in found else [package, *found]),
-            # Threads of arithmetic would cost memory, and do nothing here.
-            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-        }
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "ckstore.importing", str(theirs.fileno())],
+                self._process = start(
+                    ["-m", "ckstore.importing", str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
-                    cwd="/",
-                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -13,11 +13,10 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ckstore.children import environment
+from ckstore.children import start
 from ckstore.config import EngineName
 from ckstore.errors import SaverError
 from ckstore.saver import messages
@@ -27,9 +26,6 @@ _log = logging.getLogger("ckstore")
 
 POLL_SECONDS = 0.5
 """How often to look where the system has no pidfds."""
-
-HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What must not end a saver that is still starting; it lets them in when it can answer."""
 
 
 class Watch:
@@ -132,18 +128,10 @@ def launch(hello: messages.Hello, arena: int) -> tuple[subprocess.Popen[bytes], 
 def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
     """Start the process, with this interpreter and the same modules to be found, in a session of its own."""
     fds = (channel, bell, arena)
-    # It inherits this: what comes before it has a handler waits until it has one.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "ckstore.saver", *map(str, fds)],
-            pass_fds=fds,
-            # Python looks for modules where it is started; and a saver must not keep a disk from being unmounted.
-            cwd="/",
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return start(
+        ["-m", "ckstore.saver", *map(str, fds)],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )

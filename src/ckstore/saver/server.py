@@ -21,6 +21,7 @@ import socket
 import threading
 from collections import deque
 
+from ckstore.children import JOB_SIGNALS
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CapacityError, CkstoreError, MalformedError, SaverError
 from ckstore.saver import messages
@@ -29,7 +30,7 @@ from ckstore.saver.channel import Channel
 from ckstore.saver.committer import Committer
 from ckstore.saver.head import decode_head
 from ckstore.saver.priority import Priority
-from ckstore.saver.process import HELD_SIGNALS, Watch
+from ckstore.saver.process import Watch
 from ckstore.saver.state import Board, Held, Job, Ticket
 from ckstore.write_blocks import WRITE_BLOCKS, WRITE_BLOCKS_MIN
 
@@ -77,10 +78,9 @@ class Server:
 
     def run(self) -> int:
         """Serve until the end, as a process that signals may ask to end; return the exit code."""
-        # Ctrl-C in a terminal is the trainer's affair.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: self.ask_to_end())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        # Ctrl-C, and whatever else a terminal or a scheduler sends to all processes of a job, is the trainer's affair.
+        signal.pthread_sigmask(signal.SIG_SETMASK, JOB_SIGNALS - {signal.SIGTERM})
         return self.serve()
 
     def serve(self) -> int:

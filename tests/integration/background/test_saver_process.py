@@ -1,4 +1,4 @@
-"""The process of a saver: light, never torch, deaf to Ctrl-C, and ended by SIGTERM when nothing is left to do."""
+"""The process of a saver: light, never torch, and ended by SIGTERM alone, when nothing is left to do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from pathlib import Path
 import pytest
 
 import ckstore
+from ckstore.children import JOB_SIGNALS
 from ckstore.errors import NotFoundError
 from ckstore.format import layout
 from support.saver_desk import SECONDS_MAX, SOURCE, Desk, links, noise, until
 
 NICE = 7
+
+# SIGTERM asks a saver to end: tests of its own are below.
+NAMED = sorted(number for number in JOB_SIGNALS - {signal.SIGTERM} if isinstance(number, signal.Signals))
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +80,23 @@ def test_saver_has_three_descriptors_of_its_trainer_and_gives_way(started):
     assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
 
 
-def test_saver_does_not_end_by_ctrl_c(ready):
-    os.kill(ready.saver.pid, signal.SIGINT)
+@pytest.mark.parametrize("number", NAMED, ids=lambda number: number.name)
+def test_signal_to_all_processes_of_a_job_does_not_end_a_saver(ready, number):
+    begun = ready.begin(noise(2), 2).stage(1)
+    os.kill(ready.saver.pid, number)
+    assert begun.stage().finish().wait().step == 2
+
+
+def test_real_time_signals_do_not_end_a_saver(ready):
+    for number in JOB_SIGNALS - set(NAMED) - {signal.SIGTERM}:
+        os.kill(ready.saver.pid, number)
     assert ready.commit(noise(2), 2).step == 2
+
+
+def test_signals_to_a_saver_that_is_starting_do_not_end_it(desk):
+    for number in JOB_SIGNALS - {signal.SIGTERM}:
+        os.kill(desk.saver.pid, number)
+    assert desk.commit(noise(1), 1).step == 1
 
 
 def test_log_records_of_the_saver_reach_the_trainer_s_log(ready, caplog):

@@ -359,3 +359,97 @@ say("ended", receipt.seq, last.receipt.seq, *[info.step for info in store.log()]
     seq, last_seq, *steps, tagged = run.hear("ended")
     assert (seq, last_seq, steps, tagged) == ("0", "0", ["3"], "0")
     assert run.end()[0] == 0
+
+
+# Children that the same signal ends: data-loader workers
+
+WORKERS = """
+def killed_worker(number, frame):
+    # As torch's handler does, wherever the main thread is.
+    info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is not None and info.si_status:
+        raise RuntimeError(f"a worker is killed by signal: {signal.strsignal(info.si_status)}")
+
+def forked():
+    pid = os.fork()
+    if pid == 0:
+        # Nobody who reads what the trainer says waits for it.
+        os.closerange(1, 3)
+        time.sleep(600)
+        os._exit(0)
+    return pid
+
+def end(*pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+        if pid != os.getpid():
+            # Its death is told before the next one is signalled.
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            time.sleep(0.01)
+"""
+
+# The trainer gets it while it waits, as where a scheduler signals one process after the other; or before the others.
+FIRST = "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start(); end(*workers)"
+LAST = "end(os.getpid(), *workers)"
+
+
+@pytest.mark.parametrize("order", [FIRST, LAST], ids=["first", "last"])
+def test_workers_that_the_same_signal_ends_do_not_cost_the_last_commit(trainer, order):
+    begin = """
+last = store.commit_on_signal(lambda: state)
+train_one_step()
+signal.signal(signal.SIGCHLD, killed_worker)
+workers = [forked(), forked()]
+last.check(1)
+ORDER
+train_one_step()
+last.check(2)
+"""
+    run = trainer(WORKERS + begin.replace("ORDER", order))
+    code, told = run.end()
+    assert code == 143, told
+    assert run.restored()["step"] == 2
+    assert "Traceback" not in told
+
+
+def test_worker_that_dies_of_something_else_ends_the_loop_as_ever(trainer):
+    code = """
+signal.signal(signal.SIGCHLD, killed_worker)
+with store.commit_on_signal(lambda: state) as last:
+    last.check(0)
+    worker = forked()
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(60)
+"""
+    code, told = trainer(WORKERS + code).end()
+    assert code == 1
+    assert "RuntimeError: a worker is killed by signal: Killed" in told
+
+
+def test_handler_of_dead_children_is_as_it_was_when_listening_ends(trainer):
+    code = """
+signal.signal(signal.SIGCHLD, killed_worker)
+with store.commit_on_signal(lambda: state, then="return") as last:
+    last.check(0)
+    say("held", signal.getsignal(signal.SIGCHLD) is not killed_worker)
+say("after", signal.getsignal(signal.SIGCHLD) is killed_worker)
+"""
+    run = trainer(WORKERS + code)
+    assert run.hear("held") == ["True"]
+    assert run.hear("after") == ["True"]
+    assert run.end()[0] == 0
+
+
+@pytest.mark.parametrize("begin", [WITH, WITHOUT, "if last := store.commit_on_signal(lambda: state):"])
+def test_loop_that_ends_by_an_error_after_the_signal_says_that_nothing_was_committed(trainer, begin):
+    code = """
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise ValueError("a peer is gone")
+"""
+    ranks = 'os.environ.update(RANK="0", WORLD_SIZE="2")\n'
+    code, told = trainer(ranks + begin + code).end()
+    assert code == 1
+    assert "ValueError: a peer is gone" in told
+    assert "SIGTERM received, but the loop ended (ValueError) before the step was complete: no last commit" in told
+    assert "rank 0 of 2" in told
+    assert "call commit_on_signal on every rank" in told

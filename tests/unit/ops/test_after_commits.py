@@ -12,8 +12,10 @@ import pytest
 
 from ckstore._testing import repository_of
 from ckstore.after_commits import AfterCommits
+from ckstore.children import JOB_SIGNALS
 from ckstore.errors import UsageError
 from support.gc_histories import commit_all
+from support.saver_desk import until
 
 SECONDS_MAX = 240
 SLEEP = "import time; time.sleep(600)"
@@ -206,3 +208,20 @@ def test_child_that_is_let_go_of_ends_by_itself(make, tmp_path):
     may_end.touch()
     assert os.waitpid(child, 0)[1] == 0
     assert has_ended.exists()
+
+
+def test_signals_to_all_processes_of_a_job_do_not_end_a_child(make, tmp_path):
+    has_begun, may_end = tmp_path / "has begun", tmp_path / "may end"
+    work = make(
+        f"import pathlib, time\npathlib.Path({str(has_begun)!r}).touch()\n"
+        f"while not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.01)\nprint('done', end='')"
+    )
+    work.after_commit(0)
+    # Before Python has started in it, and when it is at work.
+    for _ in range(2):
+        for number in JOB_SIGNALS:
+            os.kill(work.child_pid, number)
+        until(has_begun.exists, "a child at work")
+    may_end.touch()
+    work.wait(SECONDS_MAX)
+    assert work.told == ["done"]

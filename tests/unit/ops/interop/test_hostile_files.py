@@ -17,6 +17,7 @@ import torch
 
 import ckstore
 from ckstore.adapters.safetensors_header import read_header
+from ckstore.children import JOB_SIGNALS
 from ckstore.errors import CapacityError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.importing import loader as loader_module
 from ckstore.importing.inert_pickle import Record, Symbol, read_inert
@@ -142,6 +143,10 @@ def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypat
             assert loader.child_pid is None
         loader.patience_seconds = 200.0
         torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
+        captured = loader.load("torch", tmp_path / "y.pt", 2000)
+        # A scheduler sends them to every process of a job that imports.
+        for number in JOB_SIGNALS:
+            os.kill(loader.child_pid, number)
         captured = loader.load("torch", tmp_path / "y.pt", 2000)
         assert bytes(captured.storages[0].read(0, 12)) == struct.pack("<3f", 1, 1, 1)
         child = loader.child_pid
