@@ -22,7 +22,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -295,7 +294,7 @@ class LastCommit:
             try:
                 # Handlers are called in here, too.
                 while not self.is_asked and SYSTEM_CLOCK.monotonic() < until:
-                    time.sleep(0.005)
+                    SYSTEM_CLOCK.sleep(0.005)
             finally:
                 self._is_waiting = False
         return self.is_asked and (self._is_exiting or not self._is_closed)
