@@ -53,6 +53,8 @@ class Request:
     """How many threads may hash and code, at any time."""
     blocks: WriteBlocks = field(default_factory=WriteBlocks)
     """Where the blocks come from that packs are written through."""
+    time_ns: int | None = None
+    """When the state was made; None: now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> 
         run=parts.run,
         seq=seq,
         step=request.step,
-        time_ns=parts.clock.now_ns(),
+        time_ns=parts.clock.now_ns() if request.time_ns is None else min(request.time_ns, parts.clock.now_ns()),
         parent=request.parent,
         origin_id=None,
         is_archival=False,

@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ckstore.adapters.dcp_keys import with_keys_of_torch
 from ckstore.adapters.foreign_torch import check_torch, load_stream
+from ckstore.adapters.stand_ins import StandIns
 from ckstore.adapters.torch_state import DTYPES
 from ckstore.errors import CorruptError, MalformedError, NotFoundError, UnsupportedError
 
@@ -57,11 +59,12 @@ class _Place:
     nbytes: int
 
 
-def load_dcp(folder: str, *, read_inert: ReadInert, is_peek: bool = False) -> Any:
+def load_dcp(folder: str, stand_ins: StandIns, *, read_inert: ReadInert, is_peek: bool = False) -> Any:
     """Return the state in a folder, nested as it was saved.
 
     Args:
         folder: Holds ``.metadata`` and ``.distcp`` files.
+        stand_ins: Takes the stand-ins of what only code can make.
         read_inert: What reads a pickle without running it.
         is_peek: Leave out tensors.
 
@@ -70,14 +73,15 @@ def load_dcp(folder: str, *, read_inert: ReadInert, is_peek: bool = False) -> An
         UnsupportedError: It was written in a form that is not read here.
     """
     check_torch()
-    return _Folder(Path(folder), read_inert).load(is_peek=is_peek)
+    return with_keys_of_torch(_Folder(Path(folder), stand_ins, read_inert).load(is_peek=is_peek))
 
 
 class _Folder:
     """One checkpoint."""
 
-    def __init__(self, path: Path, read_inert: ReadInert) -> None:
+    def __init__(self, path: Path, stand_ins: StandIns, read_inert: ReadInert) -> None:
         self._path = path
+        self._stand_ins = stand_ins
         self._where = str(path / METADATA_FILE)
         metadata = self._read_metadata(read_inert)
         self._entries = self._dict_of(self._field(metadata, "state_dict_metadata"))
@@ -171,7 +175,7 @@ class _Folder:
             content = file.read(place.nbytes)
         if len(content) != place.nbytes:
             raise CorruptError("the file ends early", where=path)
-        return load_stream(io.BytesIO(content), where=f"{path}, offset {place.offset} ({name})")
+        return load_stream(io.BytesIO(content), self._stand_ins, where=f"{path}, offset {place.offset} ({name})")
 
     def _value(self, name: str) -> Any:
         return self._part(name, None)

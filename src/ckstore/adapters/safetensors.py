@@ -23,6 +23,9 @@ from ckstore.outfile import new_file
 HEADER_NBYTES_MAX = 100_000_000
 """Readers of the format refuse longer ones."""
 
+SAME_TENSORS = "ckstore.same_tensors"
+"""Key of the metadata under which an export says, as JSON, which names are other tensors of the file."""
+
 _BLOCK_NBYTES = 64 << 20
 _TORCH = {
     "bool": "BOOL",
@@ -42,6 +45,9 @@ _TORCH = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4",
 }
 _NUMPY = {
     "b1": "BOOL",
@@ -115,6 +121,8 @@ def export_safetensors(
     # Wide elements first, as the format's own writer does, so that every tensor is aligned.
     names = sorted(items, key=lambda name: (-items[name].itemsize, name))
     texts = {"format": "pt" if any(item.library == "torch" for item in items.values()) else "np"}
+    if shared:
+        texts[SAME_TENSORS] = json.dumps(shared, ensure_ascii=False)
     header: dict[str, Any] = {"__metadata__": {**texts, **(metadata or {}), **shared}}
     total = 0
     for name in names:
@@ -175,13 +183,21 @@ def _torch_item(leaf: Any) -> _Item | str:
     if name not in _TORCH:
         return f"dtype {name} is not in the format"
 
+    shape = tuple(leaf.shape)
+    if _TORCH[name] == "F4":
+        if not shape:
+            return "a scalar of four-bit elements is not in the format"
+        # torch counts pairs, the format elements; and torch copies no elements of this dtype.
+        shape = (*shape[:-1], 2 * shape[-1])
+        leaf = leaf.detach().view(torch.uint8)
+
     def content() -> memoryview:
         flat = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return memoryview(flat.view(torch.uint8).numpy())
 
     identity = ("torch", leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
     itemsize = leaf.dtype.itemsize
-    return _Item(_TORCH[name], tuple(leaf.shape), itemsize, leaf.numel() * itemsize, content, identity, "torch")
+    return _Item(_TORCH[name], shape, itemsize, leaf.numel() * itemsize, content, identity, "torch")
 
 
 def _numpy_item(leaf: Any) -> _Item | str:

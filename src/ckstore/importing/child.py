@@ -12,13 +12,17 @@ import contextlib
 import os
 import resource
 import socket
+from pathlib import Path
 from typing import Any
 
 from ckstore.capture import capture
-from ckstore.errors import CapacityError, CkstoreError, CorruptError
+from ckstore.errors import CapacityError, CkstoreError, CorruptError, UnsupportedError
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.importing.inert_pickle import read_inert
 from ckstore.importing.parcel import Answer, Job, write_parcel
+from ckstore.importing.plain_fields import PlainFields
+from ckstore.importing.storable import Loaded, storable
+from ckstore.tree import place_of
 
 MESSAGE_NBYTES_MAX = 64 << 10
 BASE_NBYTES = 6 << 30
@@ -90,21 +94,49 @@ def _bounded(nbytes_max: int) -> Any:
 
 def _load(job: Job, memory: int) -> tuple[int, int]:
     # Imported by the first job: torch takes a second or two.
-    from ckstore.adapters.foreign_dcp import load_dcp
-    from ckstore.adapters.foreign_torch import load_file
     from ckstore.adapters.torch_state import TorchAdapter
 
-    if job.kind == "dcp":
-        state = load_dcp(job.path, read_inert=read_inert, is_peek=job.is_peek)
+    state, notes = _read(job)
+    if job.is_peek:
+        loaded = Loaded(capture(_plain_values(state), [TorchAdapter()]))
     else:
-        state = load_file(job.path, is_peek=job.is_peek)
-    captured = capture(_plain_values(state) if job.is_peek else state, [TorchAdapter()])
-    if captured.nbytes > job.nbytes_max:
+        loaded = storable(state, [TorchAdapter()], key=job.key, skip=job.skip, where=job.path)
+        loaded.captured.warnings.extend(notes)
+    if loaded.captured.nbytes > job.nbytes_max:
         raise CapacityError(
-            f"the tensors take {captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.path,
+            f"the tensors take {loaded.captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.path,
             todo="it is compressed, or was made to harm; load it where you trust it and save it plainly",
         )  # fmt: skip
-    return write_parcel(captured, memory)
+    return write_parcel(loaded, memory)
+
+
+def _read(job: Job) -> tuple[Any, list[str]]:
+    """Return the state in a file, with the plain fields of objects, and what the user should know of it."""
+    from ckstore.adapters.dcp_keys import keys_left_as_text
+    from ckstore.adapters.foreign_dcp import load_dcp
+    from ckstore.adapters.foreign_torch import load_file
+    from ckstore.adapters.stand_ins import StandIns
+
+    stand_ins, notes = StandIns(), []
+    if job.kind == "dcp":
+        state = load_dcp(job.path, stand_ins, read_inert=read_inert, is_peek=job.is_peek)
+        prefix = (job.key,) if job.key else ()
+        notes = [
+            f"The keys of {place_of((*prefix, *path))} are numbers as text: torch.distributed.checkpoint wrote them so."
+            for path in keys_left_as_text(state)
+        ]
+    elif job.kind == "pickle":
+        state = read_inert(Path(job.path).read_bytes(), where=job.path)
+    else:
+        state = load_file(job.path, stand_ins, is_peek=job.is_peek)
+    fields = PlainFields(stand_ins.kind_of)
+    state = fields.of(state, (job.key,) if job.key else ())
+    if fields.notes and not fields.leaf_count and not job.key and not job.is_peek:
+        raise UnsupportedError(
+            f"the file holds only objects, which only code can make: {fields.notes[0]}", where=job.path,
+            todo="leave the file out with --exclude, or load it where you trust it and save its state_dicts alone",
+        )  # fmt: skip
+    return state, notes + fields.notes
 
 
 def _plain_values(state: Any) -> dict[str, Any]:

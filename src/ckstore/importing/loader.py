@@ -14,16 +14,17 @@ import select
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from ckstore import errors
-from ckstore.capture import Captured
 from ckstore.children import start
 from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.records import decode_inner, encode_inner
 from ckstore.importing.child import MESSAGE_NBYTES_MAX
 from ckstore.importing.parcel import Answer, Job, read_parcel
+from ckstore.importing.storable import Loaded
 from ckstore.importing.storages import OpenFile
 
 START_SECONDS = 120.0
@@ -53,13 +54,17 @@ class Loader:
     ) -> None:
         self.close()
 
-    def load(self, kind: str, path: Path, nbytes: int, *, is_peek: bool = False) -> Captured:
+    def load(
+        self, kind: str, path: Path, nbytes: int, *, key: str = "", skip: Sequence[str] = (), is_peek: bool = False
+    ) -> Loaded:
         """Return the state in a file, or with ``is_peek`` its plain values only.
 
         Args:
-            kind: ``"torch"`` or ``"dcp"``.
+            kind: ``"torch"``, ``"pickle"`` or ``"dcp"``.
             path: The file, or the folder.
             nbytes: How long it is, all files of a folder together.
+            key: The key that it gets in the state; empty: it is the whole state.
+            skip: Globs over dotted paths of leaves that are left out.
             is_peek: Read no tensor.
 
         Raises:
@@ -69,7 +74,7 @@ class Loader:
         """
         memory = OpenFile(_memory_file(), str(path))
         try:
-            answer = self._ask(Job(kind, str(path), is_peek, nbytes), memory, path)
+            answer = self._ask(Job(kind, str(path), is_peek, nbytes, key, list(skip)), memory, path)
             if answer.error is not None:
                 raise _error_of(answer.error)
             return read_parcel(memory, answer)

@@ -16,6 +16,7 @@ from ckstore.capture import Captured
 from ckstore.errors import MalformedError
 from ckstore.format.nodes import decode_tree, encode_tree
 from ckstore.format.records import Count, TensorRow, decode_inner, encode_inner
+from ckstore.importing.storable import Loaded
 from ckstore.importing.storages import FileStorage, OpenFile
 from ckstore.tensor import HostStorage, TensorSpec
 
@@ -37,15 +38,27 @@ class _Head(NamedTuple):
     tensors: list[TensorRow]
     storages: list[StorageRow]
     warnings: list[str]
+    left_out: list[tuple[str, str]]
 
 
 class Job(NamedTuple):
-    """Asks the child to load one part of a checkpoint; ``is_peek``: only its plain values, and no tensor."""
+    """Asks the child to load one part of a checkpoint.
+
+    Attributes:
+        kind: How it is read.
+        path: Where it is.
+        is_peek: Only its plain values are wanted, and no tensor.
+        nbytes_max: How long it is.
+        key: The key that it gets in the state; empty: it is the whole state.
+        skip: Globs of leaves that are left out.
+    """
 
     kind: str
     path: str
     is_peek: bool
     nbytes_max: Count
+    key: str
+    skip: list[str]
 
 
 class Answer(NamedTuple):
@@ -56,8 +69,9 @@ class Answer(NamedTuple):
     error: tuple[str, str, str | None, str | None] | None
 
 
-def write_parcel(captured: Captured, fd: int) -> tuple[int, int]:
+def write_parcel(loaded: Loaded, fd: int) -> tuple[int, int]:
     """Write a state into a file; return place and length of its head."""
+    captured = loaded.captured
     place, rows = 0, []
     for storage in captured.storages:
         rows.append(StorageRow(place, storage.nbytes, storage.element_width, storage.is_float))
@@ -80,6 +94,7 @@ def write_parcel(captured: Captured, fd: int) -> tuple[int, int]:
         ],
         storages=rows,
         warnings=list(captured.warnings),
+        left_out=list(loaded.left_out.items()),
     )
     return place, _write_all(fd, memoryview(encode_inner(head)), place)
 
@@ -91,7 +106,7 @@ def _write_all(fd: int, content: memoryview, place: int) -> int:
     return done
 
 
-def read_parcel(file: OpenFile, answer: Answer) -> Captured:
+def read_parcel(file: OpenFile, answer: Answer) -> Loaded:
     """Return the state that a child wrote into a file; its bytes are read when they are asked for.
 
     Raises:
@@ -111,7 +126,7 @@ def read_parcel(file: OpenFile, answer: Answer) -> Captured:
         raise MalformedError("a tensor lies in a storage that is not there", where=_WHERE)
     # Whether tensors lie within their storages is checked when the manifest is written, as for every commit.
     tree = decode_tree(head.tree, tensor_count=len(tensors), where=_WHERE)
-    return Captured(tree, [], tensors, storages, list(head.warnings))
+    return Loaded(Captured(tree, [], tensors, storages, list(head.warnings)), dict(head.left_out))
 
 
 def _spec_of(row: TensorRow) -> TensorSpec:

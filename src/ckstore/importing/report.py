@@ -15,21 +15,26 @@ class ImportEntry:
         name: Its file or folder.
         step: The step it was, or would be, committed under.
         kinds: What it is made of: ``torch``, ``safetensors``, ``dcp``.
-        action: ``"import"``, or ``"skip"``.
-        reason: Why it is skipped, or where its step was found.
+        action: ``"import"``; ``"skip"``: the run has it already, or gets it from another file; ``"leave out"``: its
+            step is taken by other content.
+        reason: Why it is skipped or left out, or where its step was found.
         nbytes: Bytes of its files.
         seq: Its number in the run; None where it was not imported yet.
         bytes_state: Plain bytes of its tensors; None as above.
         bytes_written: Bytes that it added to the store; None as above.
         metrics: What was found of metrics.
-        left_out: File -> why it is no part of it.
-        warnings: What its commit met.
+        left_out: Dotted path of a leaf -> why it is left out.
+        without_state: File -> why it is left out; it holds settings, and no state.
+        warnings: What its commit met, and what became of objects in it.
+        time_ns: When the last of its files was modified: the time of the checkpoint.
+        is_compared: False where it is skipped although the run's entry of this step has another time, so that it may be
+            of other content.
     """
 
     name: str
     step: int
     kinds: tuple[str, ...]
-    action: Literal["import", "skip"]
+    action: Literal["import", "skip", "leave out"]
     reason: str
     nbytes: int
     seq: int | None = None
@@ -37,7 +42,10 @@ class ImportEntry:
     bytes_written: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    without_state: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    time_ns: int = 0
+    is_compared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +57,23 @@ class ImportReport:
         run: The run it went into.
         is_dry_run: Nothing was changed.
         entries: Every checkpoint found.
+        left_out: Path below the source -> why it is in no checkpoint, although it may hold a state.
+        warnings: What the user should know, in whole sentences.
     """
 
     source: str
     run: str
     is_dry_run: bool
     entries: tuple[ImportEntry, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether anything that may hold a state was left out, for whatever reason."""
+        return bool(self.left_out) or any(
+            entry.left_out or entry.action == "leave out" or not entry.is_compared for entry in self.entries
+        )
 
     @property
     def stored(self) -> tuple[ImportEntry, ...]:

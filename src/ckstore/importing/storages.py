@@ -7,14 +7,18 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckstore.capture import Captured
 from ckstore.errors import CorruptError
+from ckstore.format.nodes import encode_tree
 from ckstore.tensor import HostStorage, TensorSpec
 from ckstore.tree import ConvertedNode, DictNode, Key, ListNode, Node, TensorNode, TupleNode
+
+_BLOCK_NBYTES = 4 << 20
 
 
 class OpenFile:
@@ -75,6 +79,18 @@ class FileStorage:
         """Return bytes ``lo`` to ``hi``."""
         assert 0 <= lo <= hi <= self.nbytes, "a storage is read within its bounds"
         return self.file.read(self.offset + lo, hi - lo)
+
+
+def digest_of(captured: Captured) -> bytes:
+    """Return a digest of a state: two with the same one hold the same keys, values and bytes."""
+    digest = hashlib.sha256(encode_tree(captured.tree))
+    for spec in captured.tensors:
+        digest.update(repr(spec).encode())
+    for storage in captured.storages:
+        digest.update(f"{storage.nbytes}:".encode())
+        for lo in range(0, storage.nbytes, _BLOCK_NBYTES):
+            digest.update(storage.read(lo, min(lo + _BLOCK_NBYTES, storage.nbytes)))
+    return digest.digest()
 
 
 def joined(parts: Iterable[tuple[str, Captured]]) -> Captured:

@@ -6,38 +6,46 @@ Invariants:
 - Nothing is committed before every checkpoint has its step, and all of them fit behind what the run holds.
 - Each commit is durable before the next file is opened: an import that was interrupted goes on where it stopped.
 - The files themselves are read, and never written.
+- What may hold a state and is not imported is listed, with the reason.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import filecmp
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from ckstore.capture import Captured, capture
-from ckstore.errors import CkstoreError, UnsupportedError, UsageError
+from ckstore.capture import Captured
+from ckstore.errors import CkstoreError, UsageError
 from ckstore.format.layout import STEP_MAX
-from ckstore.importing.discover import Found, Part, discover
+from ckstore.importing.discover import Found, discover
 from ckstore.importing.loader import Loader
-from ckstore.importing.names import metrics_of_name, natural, number_of_name
+from ckstore.importing.names import dates_in_name, metrics_of_name, natural, number_of_name
+from ckstore.importing.reading import Reader, plain_values
 from ckstore.importing.report import ImportEntry, ImportReport
-from ckstore.importing.safetensors_file import open_safetensors
-from ckstore.importing.storages import joined, merged
+from ckstore.importing.storable import reason_of
+from ckstore.importing.storages import digest_of
+from ckstore.importing.torn import unfinished
 from ckstore.importing.trainer_state import metrics_in, read_trainer_state, step_in
 from ckstore.info import Info
 from ckstore.receipt import Receipt
-from ckstore.tree import DictNode, ValueNode, items_of
-from ckstore.values import decode_plain
+from ckstore.tree import DictNode, items_of
 
 STEP_KEYS = ("global_step", "iter_num", "iteration", "step", "steps", "iter", "global_steps", "n_steps", "num_updates")
 METRIC_KEYS = ("best_val_loss", "val_loss", "loss", "train_loss", "eval_loss", "best_loss")
 
 
-CommitCaptured = Callable[[Captured, int, Mapping[str, float]], Receipt]
-"""Commits a state that was taken apart already, with its step and metrics."""
+class CommitCaptured(Protocol):
+    """Commits a state that was taken apart already."""
+
+    def __call__(self, captured: Captured, step: int, metrics: Mapping[str, float], time_ns: int) -> Receipt:
+        """Commit it, as of this time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +56,15 @@ class Wanted:
         source: A file or folder.
         step: The step of the only checkpoint; None: it is found.
         numbered: Give steps 0, 1, 2 in the order of names, whatever names and contents say.
-        exclude: Globs of names of files and folders that are left out.
+        exclude: Globs of paths below the source that are left out.
+        skip_leaf: Globs over dotted paths of leaves that are left out.
     """
 
     source: Path
     step: int | None = None
     numbered: bool = False
     exclude: Sequence[str] = ()
+    skip_leaf: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -62,6 +72,15 @@ class _Planned:
     found: Found
     step: int
     reason: str
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What is to be imported, and what is not."""
+
+    planned: list[_Planned]
+    left_out: dict[str, str]
+    warnings: list[str]
 
 
 def run_import(
@@ -89,41 +108,107 @@ def run_import(
         UnsupportedError: A file holds what only code can make, or torch is missing or too old.
     """
     with Loader() as loader:
-        planned = _plan(wanted, loader)
-        entries = [_entry_of(each, planned, there) for each in planned]
+        reader = Reader(loader, wanted.skip_leaf)
+        plan = _plan(wanted, reader)
+        entries = [_entry_of(each, plan.planned, there, reader) for each in plan.planned]
         _check_order(entries, there, run)
         if dry_run:
-            return ImportReport(str(wanted.source), run, True, tuple(entries))
+            return ImportReport(str(wanted.source), run, True, tuple(entries), plan.left_out, tuple(plan.warnings))
         total = sum(entry.nbytes for entry in entries if entry.action == "import")
         done = 0
-        for index, (each, entry) in enumerate(zip(planned, entries, strict=True)):
+        for index, (each, entry) in enumerate(zip(plan.planned, entries, strict=True)):
             if entry.action != "import":
                 continue
-            entries[index] = _import(each, entry, loader, commit)
+            entries[index] = _import(each, entry, reader, commit)
             done += entry.nbytes
             if on_progress is not None:
                 on_progress(done, total)
-    return ImportReport(str(wanted.source), run, False, tuple(entries))
+    warnings = [*plan.warnings, *_unused(wanted.skip_leaf, entries)]
+    return ImportReport(str(wanted.source), run, False, tuple(entries), plan.left_out, tuple(warnings))
 
 
-def _plan(wanted: Wanted, loader: Loader) -> list[_Planned]:
-    found = discover(wanted.source, exclude=wanted.exclude)
+def _unused(patterns: Sequence[str], entries: Sequence[ImportEntry]) -> list[str]:
+    reasons = {why for entry in entries for why in entry.left_out.values()}
+    is_new = any(entry.action == "import" for entry in entries)
+    return [
+        f"--skip-leaf {pattern} matches nothing. It is a dotted path in the state; * crosses dots."
+        for pattern in patterns
+        if is_new and reason_of(pattern) not in reasons
+    ]
+
+
+def _plan(wanted: Wanted, reader: Reader) -> _Plan:
+    discovery = discover(wanted.source, exclude=wanted.exclude)
+    found, left_out, warnings = discovery.found, dict(discovery.left_out), list(discovery.warnings)
     if wanted.step is not None:
         if len(found) != 1:
             raise UsageError(
                 f"one step was given, and there are {len(found)} checkpoints", where=wanted.source,
                 todo="name one file or folder of them",
             )  # fmt: skip
-        return [_Planned(found[0], wanted.step, "as was asked for")]
-    if wanted.numbered:
-        return [_Planned(each, index, "in the order of names") for index, each in enumerate(found)]
-    planned = [_Planned(each, *_step_of(each, loader)) for each in found]
+        planned = [_Planned(found[0], wanted.step, "as was asked for")]
+    elif wanted.numbered:
+        planned = [_Planned(each, index, "in the order of names") for index, each in enumerate(found)]
+    else:
+        planned = _with_steps(wanted.source, found, left_out, reader)
+        torn = dict(unfinished(wanted.source, [(each.found, each.step) for each in planned]))
+        for each in planned:
+            if each.found.name in torn:
+                left_out.update((name, torn[each.found.name]) for name in _names_of(each.found, wanted.source))
+        planned = [each for each in planned if each.found.name not in torn]
+    return _Plan(planned, left_out, warnings)
+
+
+def _with_steps(source: Path, found: Sequence[Found], left_out: dict[str, str], reader: Reader) -> list[_Planned]:
+    """Return those of which the step is told, in its order; leave out others, if any has one."""
+    planned: list[_Planned] = []
+    without: list[Found] = []
+    for each in found:
+        told = _step_of(each, reader)
+        if told is None:
+            without.append(each)
+        else:
+            planned.append(_Planned(each, *told))
+    if not planned:
+        raise UsageError(
+            _why_no_step(without[0]), where=without[0].name,
+            todo="give --step for a single one, or --numbered for steps in the order of names",
+        )  # fmt: skip
+    files = [path for each in planned for path in _files_of(each.found)]
+    for each in without:
+        for path in (path for part in each.parts for path in part.paths):
+            # A model that was saved once more next to the folders of its checkpoints is imported with them.
+            if path.is_dir() or not any(_are_same(path, file) for file in files):
+                name = os.path.relpath(path, source)
+                left_out[name] = f"{_why_no_step(each)}; import it by its own path, with --step"
     # Of two with one step the one whose name says so comes first: "last" is a copy of it.
     return sorted(planned, key=lambda each: (each.step, each.found.step is None, natural(each.found.name)))
 
 
-def _step_of(found: Found, loader: Loader) -> tuple[int, str]:
-    """Return the step of a checkpoint, and where it was found."""
+def _names_of(found: Found, source: Path) -> list[str]:
+    """Return what to list of a checkpoint that is left out: itself, or its files if they lie in the source itself."""
+    paths = [path for part in found.parts for path in part.paths]
+    if found.parts[0].key and any(path.parent == Path(os.path.abspath(source)) for path in paths):  # noqa: PTH100
+        return [os.path.relpath(path, source) for path in paths]
+    return [found.name]
+
+
+def _why_no_step(found: Found) -> str:
+    dates = dates_in_name(found.name)
+    taken = f" ({dates[0]} in its name is taken for a date)" if dates else ""
+    return f"neither name nor content says of which step the checkpoint is{taken}"
+
+
+def _files_of(found: Found) -> list[Path]:
+    return [path for part in found.parts if part.kind != "dcp" for path in part.paths]
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and filecmp.cmp(one, other, shallow=False)
+
+
+def _step_of(found: Found, reader: Reader) -> tuple[int, str] | None:
+    """Return the step of a checkpoint, and where it was found; None: nothing says it."""
     if found.trainer_state is not None:
         step = step_in(read_trainer_state(found.trainer_state))
         if step is not None:
@@ -131,40 +216,51 @@ def _step_of(found: Found, loader: Loader) -> tuple[int, str]:
     if found.step is not None:
         return found.step, "from its name"
     for part in found.parts:
-        if part.kind in ("torch", "dcp"):
-            plain = _plain_values(_loaded(part, loader, is_peek=True))
-            for key in STEP_KEYS:
-                value = plain.get(key)
-                if type(value) is int and 0 <= value <= STEP_MAX:
-                    return value, f"{key} in its content"
-    number = number_of_name(Path(found.name).stem if found.parts[0].key == "" else found.name)
-    if number is not None:
-        return number, "from the number in its name"
-    raise UsageError(
-        "neither name nor content says of which step the checkpoint is", where=found.name,
-        todo="give --step for a single one, --numbered for steps in the order of names, or --exclude it",
-    )  # fmt: skip
+        plain = reader.plain_values(part)
+        for key in STEP_KEYS:
+            value = plain.get(key)
+            if type(value) is int and 0 <= value <= STEP_MAX:
+                return value, f"{key} in its content"
+    name = Path(found.name)
+    number = number_of_name(name.stem if found.parts[0].key == "" else name.name)
+    return None if number is None else (number, "from the number in its name")
 
 
-def _entry_of(each: _Planned, planned: Sequence[_Planned], there: Mapping[int, Info]) -> ImportEntry:
+def _entry_of(each: _Planned, planned: Sequence[_Planned], there: Mapping[int, Info], reader: Reader) -> ImportEntry:
     found, step = each.found, each.step
     kinds = tuple(dict.fromkeys(part.kind for part in found.parts))
-    entry = ImportEntry(found.name, step, kinds, "import", each.reason, found.nbytes, left_out=dict(found.left_out))
+    entry = ImportEntry(
+        found.name, step, kinds, "import", each.reason, found.nbytes, without_state=dict(found.without_state),
+        time_ns=found.time_ns,
+    )  # fmt: skip
     first = next(other for other in planned if other.step == step)
     if first is not each:
-        return replace(entry, action="skip", reason=f"{first.found.name} is of the same step")
+        if _hold_the_same(each.found, first.found, reader):
+            return replace(entry, action="skip", reason=f"{first.found.name} holds the same")
+        reason = f"{first.found.name} is of the same step, and holds something else; import it into another --run"
+        return replace(entry, action="leave out", reason=reason)
     info = there.get(step)
     if info is not None:
+        is_of_file = info.time_ns == found.time_ns
         return replace(
             entry,
             action="skip",
-            reason=f"the run holds step {step} already",
+            reason=f"the run holds step {step} already" + ("" if is_of_file else ", of another time; not compared"),
+            is_compared=is_of_file,
             seq=info.seq,
             bytes_state=info.bytes_state,
             bytes_written=info.bytes_written,
             metrics=info.metrics,
         )
     return entry
+
+
+def _hold_the_same(one: Found, other: Found, reader: Reader) -> bool:
+    files = [part.paths for found in (one, other) for part in found.parts]
+    are_single = len(files) == 2 and all(len(paths) == 1 and paths[0].is_file() for paths in files)
+    if are_single and _are_same(files[0][0], files[1][0]):
+        return True
+    return digest_of(reader.read(one).captured) == digest_of(reader.read(other).captured)
 
 
 def _check_order(entries: Sequence[ImportEntry], there: Mapping[int, Info], run: str) -> None:
@@ -177,12 +273,12 @@ def _check_order(entries: Sequence[ImportEntry], there: Mapping[int, Info], run:
         )
 
 
-def _import(each: _Planned, entry: ImportEntry, loader: Loader, commit: CommitCaptured) -> ImportEntry:
+def _import(each: _Planned, entry: ImportEntry, reader: Reader, commit: CommitCaptured) -> ImportEntry:
     found = each.found
     try:
-        captured = _captured(found, loader)
-        metrics = _metrics(found, captured)
-        receipt = commit(captured, each.step, metrics)
+        loaded = reader.read(found)
+        metrics = _metrics(found, loaded.captured)
+        receipt = commit(loaded.captured, each.step, metrics, found.time_ns)
     except CkstoreError as error:
         # Which of many files it was matters more than where in it.
         where = f"{found.name} (step {each.step})" + ("" if error.where is None else f", {error.where}")
@@ -194,50 +290,14 @@ def _import(each: _Planned, entry: ImportEntry, loader: Loader, commit: CommitCa
         bytes_written=receipt.bytes_written,
         metrics=metrics,
         warnings=receipt.warnings,
+        left_out=loaded.left_out,
     )
-
-
-def _captured(found: Found, loader: Loader) -> Captured:
-    """Return the state of a checkpoint: of one file as it is, of several under a key for each."""
-    if len(found.parts) == 1 and not found.parts[0].key:
-        return _loaded(found.parts[0], loader)
-    parts = [(part.key, _loaded(part, loader)) for part in found.parts]
-    if found.trainer_state is not None:
-        parts.append(("trainer_state", capture(read_trainer_state(found.trainer_state))))
-    return joined(parts)
-
-
-def _loaded(part: Part, loader: Loader, *, is_peek: bool = False) -> Captured:
-    if part.kind == "safetensors":
-        return merged([open_safetensors(path) for path in part.paths], where=str(part.paths[0]))
-    if importlib.util.find_spec("torch") is None:
-        raise UnsupportedError(
-            "torch is not installed, and reads such files", where=part.paths[0],
-            todo="install torch 2.10 or later; safetensors files need none",
-        )  # fmt: skip
-    shards = []
-    for path in part.paths:
-        nbytes = path.stat().st_size if path.is_file() else part.nbytes
-        shards.append(loader.load(part.kind, path, nbytes, is_peek=is_peek))
-    return merged(shards, where=str(part.paths[0]))
-
-
-def _plain_values(captured: Captured) -> dict[str, object]:
-    """Return the plain values that stand directly in a state."""
-    if not isinstance(captured.tree, DictNode):
-        return {}
-    plain = ("none", "bool", "int", "float", "str")
-    return {
-        str(key): decode_plain(node)
-        for key, node in items_of(captured.tree)
-        if isinstance(node, ValueNode) and node.type in plain
-    }
 
 
 def _metrics(found: Found, captured: Captured) -> dict[str, float]:
     """Return what names and contents say of losses, so that ``best:loss`` finds them."""
     metrics: dict[str, float] = {}
-    plain = {**_plain_values(captured), **_numbers_in_tensors(captured)}
+    plain = {**plain_values(captured), **_numbers_in_tensors(captured)}
     for key in METRIC_KEYS:
         value = plain.get(key)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):

@@ -8,22 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from ckstore.errors import CorruptError
+from ckstore.importing.nature import check_nature
 
 NBYTES_MAX = 256 << 20
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        CorruptError: It is no JSON, or longer than can be.
+    """
+    check_nature(path, "json")
+    if path.stat().st_size > NBYTES_MAX:
+        raise CorruptError("the file is longer than can be", where=path)
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as problem:
+        raise CorruptError(f"the file is no JSON ({problem})"[:200], where=path) from None
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:
     """Return the content of a ``trainer_state.json``.
 
     Raises:
-        CorruptError: It is no JSON, or longer than can be.
+        CorruptError: It is no JSON, longer than can be, or holds no table.
     """
-    if path.stat().st_size > NBYTES_MAX:
-        raise CorruptError("the file is longer than can be", where=path)
-    try:
-        state = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise CorruptError(f"the file is no JSON ({problem})"[:200], where=path) from None
+    state = read_json(path)
     if not isinstance(state, dict):
         raise CorruptError("the file holds no table", where=path)
     return state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from itertools import pairwise
 
 import numpy as np
@@ -73,7 +75,11 @@ def test_trainer_folders_become_states_with_a_key_for_each_file(store, tmp_path,
     assert [(entry.step, entry.name) for entry in report.entries] == [
         (500, "checkpoint-500"), (1000, "checkpoint-1000")
     ]  # fmt: skip
-    assert [dict(entry.left_out).keys() for entry in report.entries] == [{"training_args.bin"}] * 2
+    assert [list(entry.without_state) for entry in report.entries] == [
+        ["checkpoint-500/training_args.bin"], ["checkpoint-1000/training_args.bin"]
+    ]  # fmt: skip
+    # Neither name nor content says of which step the model next to them is.
+    assert set(report.left_out) == {"model.safetensors"}
     for step, state in states.items():
         restored = store.restore(step)
         assert set(restored) == {"model", "optimizer", "scheduler", "rng_state", "trainer_state"}
@@ -94,8 +100,8 @@ def test_distributed_checkpoints_come_back_nested_as_they_were_saved(store, tmp_
     restored = store.restore(20)
     for key in ("model", "history", "step"):
         assert difference({key: restored[key]}, {key: _plain(states[20][key])}) is None, key
-    # torch.distributed.checkpoint itself makes text of the numbers that are keys of a dict.
-    assert set(restored["optimizer"]["state"]) == {str(key) for key in states[20]["optimizer"]["state"]}
+    # torch.distributed.checkpoint makes text of the numbers that are keys of a dict; an optimizer needs numbers.
+    assert difference(restored["optimizer"]["state"], states[20]["optimizer"]["state"]) is None
 
 
 def _plain(state):
@@ -169,6 +175,57 @@ def test_exported_safetensors_come_back_with_their_tied_tensors(store, tmp_path)
     restored = store.restore(1)
     assert restored["head"].data_ptr() == restored["embed"].data_ptr()
     assert torch.equal(restored["head"], embedding)
+
+
+def load_file_of_torch(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F8_E4M3FNUZ", [8]), ("F8_E5M2FNUZ", [2, 4]), ("F8_E8M0", [8]), ("F4", [2, 8])]
+)
+def test_safetensors_of_small_floats_are_read_as_the_reader_does_and_exported_again(store, tmp_path, dtype, shape):
+    from ckstore.adapters.safetensors import export_safetensors
+
+    header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 8], "note": "unknown"}}).encode()
+    file = tmp_path / "step_1.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(range(8)))
+    store.import_from(file)
+    restored = store.restore(1)["a"]
+    assert restored.view(torch.uint8).flatten().tolist() == list(range(8))
+    exported = export_safetensors({"a": restored}, tmp_path / "again.safetensors")
+    assert not exported.left_out
+    content = (tmp_path / "again.safetensors").read_bytes()
+    again = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])["a"]
+    assert (again["dtype"], again["shape"]) == (dtype, shape)
+    if dtype != "F8_E8M0":  # The reader's own table for torch lacks it.
+        theirs = load_file_of_torch(file)["a"]
+        assert (theirs.dtype, theirs.shape) == (restored.dtype, restored.shape)
+
+
+def test_safetensors_with_null_metadata_are_read(store, tmp_path):
+    header = json.dumps({"__metadata__": None, "a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "step_1.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\x01\x02")
+    store.import_from(tmp_path / "step_1.safetensors")
+    assert store.restore(1)["a"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("metadata", [{"note": "bias", "modelspec.predict_key": "weight"}, {"head.weight": "weight"}])
+def test_metadata_makes_no_tensor_and_is_reported(store, tmp_path, metadata):
+    save_file({"weight": torch.ones(2), "bias": torch.zeros(2)}, tmp_path / "step_1.safetensors", metadata=metadata)
+    report = store.import_from(tmp_path / "step_1.safetensors")
+    assert set(store.restore(1)) == {"weight", "bias"}
+    assert next(iter(metadata)) in " ".join(report.entries[0].warnings)
+
+
+def test_files_are_read_as_what_they_are_whatever_their_names_say(store, tmp_path):
+    (tmp_path / "out").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "out" / "step_1.bin")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "out" / "step_2.safetensors")
+    store.import_from(tmp_path / "out")
+    assert [store.restore(step)["w"].tolist() for step in (1, 2)] == [[1, 1], [0, 0]]
 
 
 def test_second_import_skips_what_is_there_and_goes_on(store, tmp_path):

@@ -1,0 +1,327 @@
+"""An import accounts for every file: what may hold a state is imported, or listed with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckstore.errors import CorruptError, NotFoundError, UsageError
+
+WEIGHTS = {"w": torch.arange(4.0)}
+
+
+def write_checkpoint(folder, step, *, weights=WEIGHTS, parts=("optimizer", "trainer_state")):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    for part in parts:
+        if part == "trainer_state":
+            (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        else:
+            # Read by what it is; no process is needed to read this one.
+            save_file({"moments": torch.full((2,), float(step))}, folder / f"{part}.bin")
+
+
+@pytest.fixture
+def out(tmp_path):
+    for step in (2, 4):
+        write_checkpoint(tmp_path / "out" / f"checkpoint-{step}", step)
+    return tmp_path / "out"
+
+
+def test_whole_history_is_not_partial(store, out):
+    (out / "README.md").write_text("x")
+    (out / "events.out.tfevents.1").write_bytes(b"x")
+    report = store.import_from(out)
+    assert [entry.step for entry in report.entries] == [2, 4]
+    assert (dict(report.left_out), report.is_partial) == ({}, False)
+
+
+def test_exclude_leaves_out_this_path_and_no_file_of_the_same_name_below(store, out):
+    save_file({"w": torch.zeros(4)}, out / "model.safetensors")
+    report = store.import_from(out, exclude=["model.safetensors"])
+    assert dict(report.left_out) == {"model.safetensors": "as asked for with --exclude model.safetensors"}
+    assert report.is_partial
+    assert all("model" in store.restore(step) for step in (2, 4))
+
+
+def test_exclude_at_every_depth_is_asked_for_and_every_file_is_listed(store, out):
+    report = store.import_from(out, exclude=["**/optimizer.bin"])
+    assert set(report.left_out) == {"checkpoint-2/optimizer.bin", "checkpoint-4/optimizer.bin"}
+    assert set(store.restore(4)) == {"model", "trainer_state"}
+
+
+def test_excluded_folder_is_listed(store, out):
+    report = store.import_from(out, exclude=["checkpoint-4"])
+    assert set(report.left_out) == {"checkpoint-4/"}
+    assert store.steps() == [2]
+
+
+def test_exclude_that_matches_nothing_is_reported(store, out):
+    report = store.import_from(out, exclude=["optimiser.bin"])
+    assert [warning for warning in report.warnings if "optimiser.bin matches nothing" in warning]
+    assert not report.is_partial
+
+
+def test_model_saved_once_more_next_to_its_checkpoints_is_not_missed(store, out):
+    save_file(WEIGHTS, out / "model.safetensors")
+    assert not store.import_from(out).is_partial
+
+
+def test_other_model_next_to_checkpoints_is_listed_with_what_to_do(store, out):
+    save_file({"w": torch.zeros(4)}, out / "model.safetensors")
+    report = store.import_from(out)
+    assert store.steps() == [2, 4]
+    assert "import it by its own path, with --step" in report.left_out["model.safetensors"]
+
+
+def test_final_checkpoint_with_a_step_of_its_own_is_imported(store, out):
+    write_checkpoint(out, 5, weights={"w": torch.zeros(4)})
+    assert not store.import_from(out).is_partial
+    assert torch.equal(store.restore(5)["model"]["w"], torch.zeros(4))
+
+
+def test_final_model_without_its_optimizer_does_not_become_the_latest(store, out):
+    write_checkpoint(out, 5, weights={"w": torch.zeros(4)}, parts=("trainer_state",))
+    report = store.import_from(out)
+    assert store.latest().step == 4
+    assert "lacks optimizer, which checkpoint-4 has" in report.left_out["model.safetensors"]
+
+
+def test_adapter_next_to_a_whole_model_has_a_key_of_its_own(store, out):
+    save_file({"lora_A": torch.ones(2)}, out / "checkpoint-4" / "adapter_model.safetensors")
+    store.import_from(out / "checkpoint-4")
+    restored = store.restore(4)
+    assert (set(restored["model"]), set(restored["adapter_model"])) == ({"w"}, {"lora_A"})
+
+
+def test_adapter_alone_is_the_model(store, tmp_path):
+    write_checkpoint(tmp_path / "checkpoint-4", 4)
+    (tmp_path / "checkpoint-4" / "model.safetensors").rename(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
+    store.import_from(tmp_path / "checkpoint-4")
+    assert set(store.restore(4)) == {"model", "optimizer", "trainer_state"}
+
+
+def test_files_of_one_stem_are_parts_of_their_own(store, out):
+    # The names say that these are one thing in two formats; nobody has compared them.
+    save_file({"w": torch.zeros(9)}, out / "checkpoint-4" / "model.bin")
+    save_file({"w": torch.ones(9)}, out / "checkpoint-4" / "pytorch_model.bin")
+    store.import_from(out)
+    restored = store.restore(4)
+    assert [len(restored[key]["w"]) for key in ("model", "model.bin", "pytorch_model")] == [4, 9, 9]
+
+
+def test_unfinished_folder_is_left_out_and_listed(store, out):
+    write_checkpoint(out / "tmp-checkpoint-8", 8, parts=())
+    report = store.import_from(out)
+    assert store.latest().step == 4
+    assert "not finished" in report.left_out["tmp-checkpoint-8/"]
+
+
+@pytest.mark.parametrize("parts", [(), ("optimizer",), ("trainer_state",)])
+def test_newest_that_lacks_what_the_one_before_has_is_left_out(store, out, parts):
+    write_checkpoint(out / "checkpoint-6", 6, parts=parts)
+    report = store.import_from(out)
+    assert store.latest().step == 4
+    assert "which checkpoint-4 has" in report.left_out["checkpoint-6"]
+
+
+def test_older_ones_without_an_optimizer_are_imported(store, out):
+    (out / "checkpoint-2" / "optimizer.bin").unlink()
+    assert not store.import_from(out).is_partial
+    assert store.steps() == [2, 4]
+
+
+def test_newest_that_the_pointer_file_does_not_name_yet_is_left_out(store, tmp_path):
+    for step in (100, 200, 300):
+        write_checkpoint(tmp_path / "out" / f"global_step{step}", step, parts=())
+    (tmp_path / "out" / "latest").write_text("global_step200\n")
+    report = store.import_from(tmp_path / "out")
+    assert store.steps() == [100, 200]
+    assert "latest names step 200" in report.left_out["global_step300"]
+
+
+def test_distributed_checkpoint_without_metadata_is_listed_as_unfinished(store, out):
+    (out / "checkpoint-6").mkdir()
+    (out / "checkpoint-6" / "__0_0.distcp").write_bytes(b"x")
+    report = store.import_from(out)
+    assert "the .metadata is missing" in report.left_out["checkpoint-6/__0_0.distcp"]
+
+
+def test_files_of_kinds_that_are_not_read_are_listed(store, out):
+    for name in ("weights.npz", "state.h5", "run.zip"):
+        (out / "checkpoint-4" / name).write_bytes(b"x")
+    report = store.import_from(out)
+    assert set(report.left_out) == {f"checkpoint-4/{name}" for name in ("weights.npz", "state.h5", "run.zip")}
+    assert "unpack it" in report.left_out["checkpoint-4/run.zip"]
+
+
+def test_many_files_of_one_reason_are_one_line(store, out):
+    (out / "data").mkdir()
+    for number in range(20):
+        (out / "data" / f"{number}.npy").write_bytes(b"x")
+    assert set(store.import_from(out).left_out) == {"data/0.npy and 19 more"}
+
+
+def test_json_of_a_state_is_imported(store, out):
+    (out / "checkpoint-4" / "dataloader_state.json").write_text('{"position": 3}')
+    store.import_from(out)
+    assert store.restore(4)["dataloader_state"] == {"position": 3}
+
+
+def test_files_far_below_are_imported(store, out):
+    deep = out / "checkpoint-4" / "a" / "b" / "c" / "d" / "e" / "f"
+    deep.mkdir(parents=True)
+    save_file({"w": torch.ones(1)}, deep / "x.safetensors")
+    store.import_from(out)
+    assert "a/b/c/d/e/f/x" in store.restore(4)
+
+
+def test_other_runs_below_are_listed(store, out):
+    write_checkpoint(out / "second" / "checkpoint-7", 7)
+    report = store.import_from(out)
+    assert store.steps() == [2, 4]
+    assert "import it by its own path" in report.left_out["second/"]
+
+
+def test_links_are_followed_once_and_broken_ones_are_listed(store, out):
+    (out / "latest-link").symlink_to("checkpoint-4")
+    (out / "checkpoint-4" / "up").symlink_to("..")
+    (out / "checkpoint-4" / "scaler.pt").symlink_to("/nonexistent/blob")
+    report = store.import_from(out)
+    assert [entry.step for entry in report.entries] == [2, 4]
+    assert set(report.left_out) == {"checkpoint-4/scaler.pt"}
+    assert "which is missing" in report.left_out["checkpoint-4/scaler.pt"]
+
+
+def test_links_into_a_cache_outside_are_read(store, tmp_path):
+    (tmp_path / "blobs").mkdir()
+    save_file(WEIGHTS, tmp_path / "blobs" / "3f2a")
+    (tmp_path / "snapshot" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "snapshot" / "checkpoint-3" / "model.safetensors").symlink_to(tmp_path / "blobs" / "3f2a")
+    store.import_from(tmp_path / "snapshot")
+    assert torch.equal(store.restore(3)["model"]["w"], WEIGHTS["w"])
+
+
+def test_two_of_one_step_with_other_content_are_not_taken_for_one(store, tmp_path):
+    (tmp_path / "out").mkdir()
+    save_file(WEIGHTS, tmp_path / "out" / "step_3.safetensors")
+    save_file(WEIGHTS, tmp_path / "out" / "copy-step_3.safetensors", metadata={"other": "header"})
+    save_file({"w": torch.zeros(4)}, tmp_path / "out" / "other-step_3.safetensors")
+    report = store.import_from(tmp_path / "out")
+    assert {entry.name: entry.action for entry in report.entries} == {
+        "copy-step_3.safetensors": "import", "other-step_3.safetensors": "leave out", "step_3.safetensors": "skip"
+    }  # fmt: skip
+    assert report.is_partial
+
+
+def test_step_that_the_run_holds_from_elsewhere_is_not_called_imported(store, out):
+    store.commit({"other": np.ones(3)}, 2)
+    report = store.import_from(out)
+    entry = report.entries[0]
+    assert (entry.action, entry.is_compared, report.is_partial) == ("skip", False, True)
+    assert "not compared" in entry.reason
+
+
+def test_second_import_of_the_same_files_is_whole(store, out):
+    store.import_from(out)
+    report = store.import_from(out)
+    assert [entry.action for entry in report.entries] == ["skip", "skip"]
+    assert not report.is_partial
+
+
+def test_modification_times_are_the_times_of_checkpoints(store, out):
+    for number, step in enumerate((2, 4)):
+        for file in (out / f"checkpoint-{step}").iterdir():
+            os.utime(file, ns=(10**18, 10**18 + number))
+    store.import_from(out)
+    assert [store.info(step).time_ns for step in (2, 4)] == [10**18, 10**18 + 1]
+
+
+def test_time_in_the_future_is_now(store, out):
+    os.utime(out / "checkpoint-4" / "model.safetensors", ns=(1 << 62, 1 << 62))
+    store.import_from(out)
+    assert store.info(4).time_ns < 1 << 62
+
+
+def test_dates_are_no_steps(store, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("run-20240115", "checkpoint_2024-01-16_10-30-00"):
+        save_file(WEIGHTS, tmp_path / "out" / f"{name}.safetensors")
+    with pytest.raises(UsageError, match="is taken for a date"):
+        store.import_from(tmp_path / "out")
+    save_file(WEIGHTS, tmp_path / "out" / "checkpoint_7-20240117.safetensors")
+    report = store.import_from(tmp_path / "out")
+    assert store.steps() == [7]
+    assert report.is_partial is False, "the others have the bytes of step 7"
+
+
+def test_shard_that_an_index_names_must_be_there(store, tmp_path):
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    save_file({"a": torch.ones(1)}, folder / "first.safetensors")
+    index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptError, match=r"second\.safetensors is missing"):
+        store.import_from(folder)
+    save_file({"b": torch.ones(1)}, folder / "second.safetensors")
+    store.import_from(folder)
+    assert set(store.restore(5)["model"]) == {"a", "b"}
+
+
+def test_one_shard_is_not_a_state(store, tmp_path):
+    save_file(WEIGHTS, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(UsageError, match="shard 1 of 2"):
+        store.import_from(tmp_path / "model-00001-of-00002.safetensors", step=1)
+
+
+def test_folder_named_for_its_step_is_imported_with_the_folders_in_it(store, tmp_path):
+    folder = tmp_path / "checkpoint-5"
+    write_checkpoint(folder, 5)
+    write_checkpoint(folder / "global_step5", 5, parts=())
+    store.import_from(folder)
+    assert set(store.restore(5)) == {"model", "optimizer", "global_step5/model", "trainer_state"}
+
+
+NATURES = {
+    "Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "git-annex pointer": b"/annex/objects/SHA256E-s1--00\n",
+    "HTML page": b"\n<!DOCTYPE html><html><body>Sign in</body></html>",
+    "XML document": b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+    "empty": b"",
+    "zeros only": bytes(4096),
+    "compressed with gzip": b"\x1f\x8b\x08\x00" + bytes(50),
+    "a text that begins with": b'{"error": "Repository not found"}',
+    "tar archive": b"x" * 257 + b"ustar\x0000" + bytes(300),
+    "zip archive that ends early": b"PK\x03\x04" + bytes(22) + b"\x0c\x00\x00\x00archive/data" + bytes(900),
+    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(50),
+}
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "bin"])
+def test_file_that_is_something_else_is_named_as_what_it_is(store, tmp_path, suffix):
+    for nature, content in NATURES.items():
+        (tmp_path / f"step_1.{suffix}").write_bytes(content)
+        with pytest.raises(CorruptError, match=nature) as raised:
+            store.import_from(tmp_path / f"step_1.{suffix}")
+        assert "weights_only" not in str(raised.value)
+
+
+def test_safetensors_file_that_ends_early_is_named_so(store, tmp_path):
+    save_file({"w" * 3000: torch.ones(3)}, tmp_path / "step_1.safetensors")
+    os.truncate(tmp_path / "step_1.safetensors", 2000)
+    with pytest.raises(CorruptError, match="ends early"):
+        store.import_from(tmp_path / "step_1.safetensors")
+
+
+def test_archive_is_to_be_unpacked(store, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.zip").write_bytes(b"PK")
+    with pytest.raises(UsageError, match="unpack it"):
+        store.import_from(tmp_path / "out" / "run.zip")
+    with pytest.raises(NotFoundError, match=r"Left out: run\.zip: an archive"):
+        store.import_from(tmp_path / "out")
