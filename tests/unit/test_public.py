@@ -103,7 +103,7 @@ VERBS = {
     "push": ["address", "keep_local", "older_than", "tier", "read_back", "dry_run", "on_progress"],
     "pull": ["refs", "dry_run", "on_progress"],
     "mirror": ["address", "read_back", "dry_run", "on_progress"],
-    "import_from": ["source", "step", "numbered", "exclude", "policy", "dry_run", "on_progress"],
+    "import_from": ["source", "step", "numbered", "exclude", "skip_leaf", "policy", "dry_run", "on_progress"],
     "quarantine": ["dry_run"],
     "repair": ["dry_run", "sources", "on_progress"],
     "report": ["on_progress"],

@@ -15,7 +15,6 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from ckstore.config import Policy
     from ckstore.importing.report import ImportEntry, ImportReport
 
 PARTLY = 3
@@ -79,15 +78,12 @@ def run(
 
     Everything that may hold a state and is not imported is listed with the reason; the exit code is then 3.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    import ckstore
-
     begun = SYSTEM_CLOCK.monotonic()
     options: dict[str, Any] = {
         "step": step, "numbered": numbered, "exclude": exclude or (), "skip_leaf": skip_leaf or ()
     }  # fmt: skip
-    policy = ckstore.Policy(compression="best" if best else "fast")
     opening = {"run": run, "allow_shared_folder": allow_shared_folder}
-    report = _import(path, source, opening, options, policy, dry_run=dry_run)
+    report = _import(path, source, opening, options, is_best=best, dry_run=dry_run)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         output.print_json(_json_of(report, seconds))
@@ -98,7 +94,7 @@ def run(
 
 
 def _import(
-    path: Path, source: Path, opening: dict[str, Any], options: dict[str, Any], policy: Policy, *, dry_run: bool
+    path: str, source: Path, opening: dict[str, Any], options: dict[str, Any], *, is_best: bool, dry_run: bool
 ) -> ImportReport:
     import ckstore
     from ckstore.importer import plan_import
@@ -111,6 +107,7 @@ def _import(
             # A dry run makes no store; what there is to import can be said without one.
             return plan_import(source, run=opening["run"], **options)
         stack.enter_context(store)
+        policy = ckstore.Policy(compression="best" if is_best else "fast")
         return store.import_from(source, policy=policy, dry_run=dry_run, on_progress=on_progress, **options)
 
 
