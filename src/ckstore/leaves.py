@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.tensor import Memory, Sights, TensorLeaf, TensorSpec, extent_of
+from ckstore.tensor import KnownObject, Memory, Sights, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -286,6 +286,10 @@ class NumpyAdapter:
 
     def written(self, target: object) -> None:
         """Do nothing: arrays keep no version."""
+
+    def object_of(self, item: object) -> KnownObject | None:
+        """Return None: numpy has no such objects."""
+        return None
 
 
 class BytesAdapter(NumpyAdapter):

@@ -2,6 +2,7 @@
 
 Invariants:
 - Matching changes nothing. Only the steps it returns write, and they are run when every byte is in place.
+- What goes into an object with ``load_state_dict`` is matched by ``loading.py``.
 - Every live tensor has the library, dtype and shape of the checkpoint's, may be written, and shares memory
   with another one only as the checkpoint's do.
 - A container that stands at two places of the live state is written at the first; the other gets a copy, unless
@@ -13,14 +14,16 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckstore.capture import has_state_dict
-from ckstore.errors import UsageError
+from ckstore.differences import KeyDifference, describe_differences, listed
+from ckstore.errors import LeafTypeError, UsageError
 from ckstore.leaves import share_bytes
-from ckstore.tensor import LeafAdapter, TensorLeaf, TensorSpec, byte_strides_of, overlaps_itself
+from ckstore.loading import Progress, match_object
+from ckstore.tensor import KnownObject, LeafAdapter, TensorLeaf, TensorSpec, byte_strides_of, overlaps_itself
 from ckstore.tree import (
     DEPTH_MAX,
     DictNode,
@@ -32,12 +35,12 @@ from ckstore.tree import (
     TensorNode,
     TupleNode,
     items_of,
+    leaves_of,
     place_of,
     tensors_of,
 )
 from ckstore.values import converter_for, encode_plain
 
-_NAMED_MAX = 5
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 
 Make = Callable[[Node], object]
@@ -52,7 +55,7 @@ class Target:
     """A live tensor that is to be overwritten.
 
     Args:
-        may_be_replaced: It was taken from an object that is no module: loading may give the object another one.
+        may_be_replaced: It is an object's, which may be given another tensor to load.
     """
 
     path: Path
@@ -97,14 +100,14 @@ def match_state(
     Raises:
         UsageError: The state has other leaves, shapes, dtypes or ties than the checkpoint.
     """
-    matching = _Matching(tensors, adapters, selection)
+    matching = Matching(tensors, adapters, selection)
     step = matching.match(tree, state, ())
     matching.check_ties()
     matching.complain()
     return Match(step, matching.targets, matching.created, matching.warnings)
 
 
-class _Matching:
+class Matching:
     """One walk over a tree and a live state, side by side."""
 
     def __init__(
@@ -116,88 +119,73 @@ class _Matching:
         self.targets: dict[int, list[Target]] = {}
         self.created: set[int] = set()
         self.warnings: list[str] = []
-        self.extras: list[Path] = []
         self.problems: list[tuple[Path, str]] = []
+        self.progress = Progress()
+        self._differences: list[KeyDifference] = []
         self._replaced: set[Target] = set()
-        self._is_replaceable = False
         # The containers are kept beside the numbers: an id means nothing once its object is gone.
         self._containers: dict[int, tuple[object, Node]] = {}
 
     def match(self, node: Node, target: Any, path: Path) -> Step:
         """Match one node with what stands at its place."""
-        if has_state_dict(target) and converter_for(type(target)) is None and self._describe(target, path) is None:
-            return self._object(node, target, path)
+        if has_state_dict(target) and converter_for(type(target)) is None and self.describe(target, path) is None:
+            return match_object(self, node, target, path)
         if isinstance(node, DictNode):
             return self._dict(node, target, path)
         if isinstance(node, ListNode | TupleNode):
             return self._sequence(node, target, path)
         if isinstance(node, TensorNode) and self.tensors[node.tensor].library != "bytes":
-            return self._tensor(node, target, path)
+            self.progress.add(path, is_written=True)
+            return self.match_tensor(node, target, path)
         if not self._is_plain(target) or (isinstance(target, dict) and target):
-            self._differ(path, "a plain value", target)
-        return self._create(node)
+            self.differ(path, "a plain value", target)
+        return self.create(node, path)
 
-    def _create(self, node: Node) -> Step:
+    def create(self, node: Node, path: Path | None = None) -> Step:
+        """Make a part anew; ``path`` if it is no part of an object."""
         self.created.update(tensors_of(node))
-        return lambda make: make(node)
+        if path is None:
+            return lambda make: make(node)
+        self.progress.add(path)
+        return lambda make: self.progress.make(path, lambda: make(node), is_end=True)
 
-    def _differ(self, path: Path, what: str, target: object) -> None:
-        self.problems.append((path, f"{what} in the checkpoint, {type(target).__qualname__} in the state"))
+    def differ(self, path: Path, what: str, target: object) -> None:
+        """Note that something else is in the state."""
+        self.problems.append((path, f"is {what} in the checkpoint, {type(target).__qualname__} in the state"))
 
-    def _object(self, node: Node, target: Any, path: Path) -> Step:
-        inner = target.state_dict()
-        is_module = callable(getattr(target, "named_parameters", None))
-        if is_module and isinstance(node, DictNode) and isinstance(inner, Mapping):
-            # A module takes no tensors that it does not know; say so before anything is written.
-            unknown = [(*path, key) for key in node.keys if key not in inner]
-            self.problems.extend((place, "in the checkpoint, unknown to the module") for place in unknown)
-        outer, self._is_replaceable = self._is_replaceable, not is_module
-        step = self.match(node, inner, path)
-        self._is_replaceable = outer
+    def differ_in_keys(self, path: Path, missing: Sequence[Key], unexpected: Sequence[Key]) -> None:
+        """Note keys of one place that only the state has, or only the checkpoint."""
+        ours, theirs = [tuple((*path, key) for key in keys) for keys in (missing, unexpected)]
+        self._differences.append(KeyDifference(path, ours, theirs))
 
-        def load(make: Make) -> object:
-            loaded = step(make)
-            target.load_state_dict(loaded)
-            if not is_module:
-                changed = list(self._changed(loaded, target.state_dict(), path))
-                self.warnings.extend(
-                    f"load_state_dict of {type(target).__qualname__} changed {place_of(place)} {how}."
-                    for place, how in changed
-                )
-            return target
+    def is_chosen(self, path: Path) -> bool:
+        """Say whether a leaf of the state would be chosen by ``only=``."""
+        return self.selection is None or self.selection.covers(path)
 
-        return load
-
-    def _changed(self, loaded: object, now: object, path: Path) -> Iterator[tuple[Path, str]]:
-        if isinstance(loaded, dict) and isinstance(now, dict):
-            for key in loaded:
-                if key in now:
-                    yield from self._changed(loaded[key], now[key], (*path, key))
-        elif isinstance(loaded, list | tuple) and isinstance(now, list | tuple):
-            for index, (before, after) in enumerate(zip(loaded, now, strict=False)):
-                yield from self._changed(before, after, (*path, index))
-        else:
-            before_leaf, after_leaf = self._describe(loaded, path), self._describe(now, path)
-            if before_leaf and after_leaf and before_leaf.dtype != after_leaf.dtype:
-                yield path, f"from {before_leaf.dtype} to {after_leaf.dtype}"
+    def known_object(self, item: object) -> KnownObject | None:
+        """Return what a library knows of an object."""
+        found = (adapter.object_of(item) for adapter in self.adapters)
+        return next((known for known in found if known is not None), None)
 
     def _dict(self, node: DictNode, target: Any, path: Path) -> Step:
         if target is None:
-            return self._create(node)
+            return self.create(node, path)
         if type(target) not in _DICTS:
-            self._differ(path, f"a {node.kind}", target)
-            return self._create(node)
+            self.differ(path, f"a {node.kind}", target)
+            return self.create(node, path)
         held = self._writable(target, node)
         # Keys are typed: to Python 1, 1.0 and True are one key, to a checkpoint they are not.
         rest = {(type(key), key): value for key, value in target.items()}
         steps: list[tuple[Key, Step]] = []
+        added: list[Path] = []
         for key, child in items_of(node):
+            here = (*path, key)
             if (type(key), key) in rest:
-                steps.append((key, self.match(child, rest.pop((type(key), key)), (*path, key))))
+                steps.append((key, self.match(child, rest.pop((type(key), key)), here)))
             else:
-                steps.append((key, self._create(child)))
-        for (_, key), value in rest.items():
-            self._extra(value, (*path, key), 0)
+                steps.append((key, self.create(child, here)))
+                added.extend(_places_of(child, here))
+        self._note_extras(path, [((*path, key), value) for (_, key), value in rest.items()], added)
         metadata = node.metadata
         if metadata is not None:
             self.created.update(tensors_of(metadata))
@@ -213,20 +201,22 @@ class _Matching:
 
     def _sequence(self, node: ListNode | TupleNode, target: Any, path: Path) -> Step:
         if target is None:
-            return self._create(node)
+            return self.create(node, path)
         kind = list if isinstance(node, ListNode) else tuple
         holds_tensors = any(self.tensors[index].library != "bytes" for index in tensors_of(node))
         if not holds_tensors and isinstance(target, list | tuple) and self._is_plain(target):
-            create, replaced = self._create(node), self._writable(target, node)
+            create, replaced = self.create(node, path), self._writable(target, node)
             return lambda make: _renew(replaced, create(make))
         if type(target) is not kind:
-            self._differ(path, f"a {kind.__name__}", target)
-            return self._create(node)
-        for index in range(len(node.children), len(target)):
-            self._extra(target[index], (*path, index), 0)
+            self.differ(path, f"a {kind.__name__}", target)
+            return self.create(node, path)
+        more = [((*path, index), target[index]) for index in range(len(node.children), len(target))]
+        self._note_extras(path, more, [])
         held = self._writable(target, node)
         steps = [
-            self.match(child, target[index], (*path, index)) if index < len(target) else self._create(child)
+            self.match(child, target[index], (*path, index))
+            if index < len(target)
+            else self.create(child, (*path, index))
             for index, child in enumerate(node.children)
         ]
         return lambda make: _renew(held, kind(step(make) for step in steps))
@@ -235,35 +225,78 @@ class _Matching:
         first, its_node = self._containers.setdefault(id(target), (target, node))
         return first if its_node is node or its_node == node else copy.copy(target)
 
-    def _extra(self, item: Any, path: Path, depth: int) -> None:
-        """Note the leaves of a part of the state that the checkpoint lacks."""
+    def _note_extras(self, path: Path, items: Sequence[tuple[Path, object]], added: Sequence[Path]) -> None:
+        """Note the leaves of parts of the state that the checkpoint lacks, and what it has in their place."""
+        extras: list[Path] = []
+        for here, item in items:
+            self._list_extras(item, here, 0, extras)
+        if extras:
+            self._differences.append(KeyDifference(path, tuple(extras), tuple(added)))
+
+    def _list_extras(self, item: Any, path: Path, depth: int, found: list[Path]) -> None:
         if isinstance(item, dict | list | tuple) and depth < DEPTH_MAX:
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             for key, value in pairs:
-                self._extra(value, (*path, key), depth + 1)
-        elif self.selection is None or self.selection.covers(path):
-            self.extras.append(path)
+                self._list_extras(value, (*path, key), depth + 1, found)
+        elif self.is_chosen(path):
+            found.append(path)
 
-    def _tensor(self, node: TensorNode, target: object, path: Path) -> Step:
+    def fits(self, node: TensorNode, target: object, path: Path) -> bool:
+        """Say whether a live tensor can take the checkpoint's bytes as it is."""
+        spec, leaf = self.tensors[node.tensor], self.describe(target, path)
+        return (
+            leaf is not None
+            and (leaf.library, leaf.dtype, leaf.shape) == (spec.library, spec.dtype, spec.shape)
+            and leaf.is_writable
+            and not _cannot_be_filled(spec, leaf)
+        )
+
+    def match_tensor(self, node: Node, target: object, path: Path, *, owner: Path | None = None) -> Step:
+        """Have a live tensor overwritten.
+
+        Args:
+            node: What the checkpoint has there.
+            target: The tensor.
+            path: Its place.
+            owner: The object that loads it afterwards, if there is one.
+        """
+        if not isinstance(node, TensorNode):
+            self.differ(path, "a plain value", target)
+            return self.create(node)
         spec = self.tensors[node.tensor]
-        leaf = self._describe(target, path)
+        try:
+            leaf = self._described(target, path)
+        except LeafTypeError as error:
+            self.problems.append((path, f"cannot be overwritten in the state: {error.what}"))
+            return self.create(node)
         if leaf is None:
             if not self._is_plain(target) or isinstance(target, dict | list | tuple):
-                self._differ(path, "a tensor", target)
-            return self._create(node)
+                self.differ(path, "a tensor", target)
+            return self.create(node)
         if (leaf.library, leaf.dtype, leaf.shape) != (spec.library, spec.dtype, spec.shape):
             here = f"{leaf.library} {leaf.dtype} {leaf.shape}"
             there = f"{spec.library} {spec.dtype} {spec.shape}"
-            self.problems.append((path, f"{there} in the checkpoint, {here} in the state"))
+            self.problems.append((path, f"is {there} in the checkpoint, {here} in the state"))
         elif not leaf.is_writable:
-            self.problems.append((path, "read-only or a lazy conjugate in the state"))
+            self.problems.append((path, "is read-only or a lazy conjugate in the state"))
         elif _cannot_be_filled(spec, leaf):
-            self.problems.append((path, "a tensor in the state whose elements share memory"))
-        place = Target(path, target, leaf, self._is_replaceable)
+            self.problems.append((path, "is a tensor in the state whose elements share memory"))
+        if owner is not None:
+            self.progress.touch(owner)
+        place = Target(path, target, leaf, owner is not None)
         self.targets.setdefault(node.tensor, []).append(place)
         return lambda make: make(node) if place in self._replaced else target
 
-    def _describe(self, item: object, path: Path) -> TensorLeaf | None:
+    def describe(self, item: object, path: Path) -> TensorLeaf | None:
+        """Describe a tensor that can be overwritten; None: it is something else."""
+        try:
+            return self._described(item, path)
+        except LeafTypeError:
+            return None
+
+    def _described(self, item: object, path: Path) -> TensorLeaf | None:
+        if converter_for(type(item)) is not None:
+            return None
         for adapter in self.adapters:
             leaf = adapter.describe(item, path)
             if leaf is not None and leaf.library != "bytes":
@@ -294,18 +327,22 @@ class _Matching:
                 if pair[1].leaf.memory.space == memory.space
                 and pair[1].leaf.memory.start + pair[1].leaf.memory.nbytes > memory.start
             ]
-            foreign = [
-                other for number, other in running if not self._is_tied_alike(index, target.leaf, number, other.leaf)
-            ]
-            if not foreign:
+            others = [pair for pair in running if not self._is_tied_alike(index, target.leaf, pair[0], pair[1].leaf)]
+            if not others:
                 running.append((index, target))
-            elif target.may_be_replaced:
-                self.targets[index].remove(target)
-                self._replaced.add(target)
-                self.created.add(index)
+            elif all(place.may_be_replaced for _, place in [*others, (index, target)]):
+                # As loading has it: each object copies its own, the last one stays.
+                self._replace(others, target, index)
             else:
-                told = f"shares memory with {place_of(foreign[0].path)} only in the state"
-                self.problems.append((target.path, told))
+                place = next((other.path for _, other in others if not other.may_be_replaced), others[0][1].path)
+                self.problems.append((target.path, f"shares memory with {place_of(place)} only in the state"))
+
+    def _replace(self, others: Sequence[tuple[int, Target]], target: Target, index: int) -> None:
+        for number, each in [*others, (index, target)]:
+            if each not in self._replaced:
+                self.targets[number].remove(each)
+                self._replaced.add(each)
+                self.created.add(number)
 
     def _is_tied_alike(self, index: int, leaf: TensorLeaf, other_index: int, other: TensorLeaf) -> bool:
         spec, other_spec = self.tensors[index], self.tensors[other_index]
@@ -330,20 +367,25 @@ class _Matching:
         Raises:
             UsageError: Something was.
         """
-        if self.extras:
-            raise UsageError(
-                f"the state has {len(self.extras)} leaves that the checkpoint lacks",
-                where=_listed([place_of(path) for path in self.extras]),
-                todo="take them out of the state, or choose with only=",
-                paths=tuple(self.extras),
-            )
+        if self._differences:
+            what, where, todo = describe_differences(self._differences)
+            paths = tuple(path for each in self._differences for path in each.missing or each.unexpected)
+            raise UsageError(what, where=where, todo=f"{todo}. Nothing was written", paths=paths)
         if self.problems:
+            count = len(self.problems)
             raise UsageError(
-                f"{len(self.problems)} leaves of the state do not fit the checkpoint",
-                where=_listed([f"{place_of(path)} is {why}" for path, why in self.problems]),
-                todo="restore without into=, or into a state of the same structure, shapes and dtypes",
+                f"{count} leaves of the state do not fit the checkpoint"
+                if count > 1
+                else "a part of the state does not fit the checkpoint",
+                where=listed([f"{place_of(path)} {why}" for path, why in self.problems]),
+                todo="restore without into=, or into a state of the same structure, shapes and dtypes. "
+                "Nothing was written",
                 paths=tuple(path for path, _ in self.problems),
             )
+
+
+def _places_of(node: Node, path: Path) -> list[Path]:
+    return [place for place, _ in leaves_of(node, path)] or [path]
 
 
 def _cannot_be_filled(spec: TensorSpec, leaf: TensorLeaf) -> bool:
@@ -357,8 +399,3 @@ def _renew(target: object, items: object) -> object:
         target[:] = items
         return target
     return items
-
-
-def _listed(places: list[str]) -> str:
-    named = ", ".join(places[:_NAMED_MAX])
-    return named if len(places) <= _NAMED_MAX else f"{named} and {len(places) - _NAMED_MAX} more"

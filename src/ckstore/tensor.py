@@ -8,9 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from ckstore.errors import MalformedError
 
@@ -208,6 +208,34 @@ class Sights(NamedTuple):
     readers: Sequence[Callable[[int, int], memoryview] | None]
 
 
+class KnownObject(Protocol):
+    """An object with ``load_state_dict`` of which a library knows what its loading does."""
+
+    @property
+    def kind(self) -> Literal["module", "optimizer"]:
+        """Whether it holds all its tensors already and takes no others, or takes over what it is given."""
+        ...
+
+    def live(self) -> Mapping[Any, Any] | None:
+        """Return its state if its loading only copies, so that these tensors may be written before it is called.
+
+        None: its loading may do more, and has to be given what was restored.
+        """
+        ...
+
+    def misfits(self, state: Mapping[Any, Any]) -> list[tuple[Path, str]]:
+        """Return what does not fit although keys and tensors do: places below the object, and texts.
+
+        Args:
+            state: What would be loaded, with a ``TensorSpec`` in place of each tensor.
+        """
+        ...
+
+    def now(self) -> Mapping[Any, Any]:
+        """Return the tensors that it holds now, by the keys of its state, without calling anything of its own."""
+        ...
+
+
 class LeafAdapter(Protocol):
     """A library of tensors: how its leaves become spans of bytes, and how they come back."""
 
@@ -268,6 +296,10 @@ class LeafAdapter(Protocol):
 
     def written(self, target: object) -> None:
         """Tell the library that the target's bytes were overwritten behind its back."""
+        ...
+
+    def object_of(self, item: object) -> KnownObject | None:
+        """Return what is known of an object with ``load_state_dict``; None: nothing."""
         ...
 
 

@@ -46,55 +46,85 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; tensors are the live ones."""
-        parts = {_MODEL: self.model.state_dict(), _OPTIMIZER: self._named_optimizer()}
-        for name, part in self.others.items():
-            parts[name] = part.state_dict() if has_state_dict(part) else part
-        return parts
+        return {name: part.state_dict() if has_state_dict(part) else part for name, part in self.parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a state back: the model's by ``load_state_dict``, the optimizer's by the names of its parameters.
 
         Raises:
-            UsageError: Model or optimizer are missing from it, or it has parameters that this optimizer lacks.
+            UsageError: A part is missing from it, or it has parameters that this optimizer lacks.
         """
-        missing = {_MODEL, _OPTIMIZER} - state.keys()
+        parts = self.parts()
+        missing = [name for name in parts if name not in state]
         if missing:
-            raise UsageError(f"the state has no {sorted(missing)[0]}", todo="commit a TrainState to restore one")
-        numbered = self._numbered_optimizer(state[_OPTIMIZER])
-        self.model.load_state_dict(state[_MODEL])
-        self.optimizer.load_state_dict(numbered)
+            raise UsageError(
+                f"the state has no {missing[0]}",
+                where=f"it has {', '.join(map(str, state)) or 'nothing'}",
+                todo="commit a TrainState with the same parts to restore one",
+            )
+        # What does not fit is refused before the model is loaded.
+        parts[_OPTIMIZER].numbered(state[_OPTIMIZER])
+        loaded: dict[str, Any] = {}
         for name, part in state.items():
-            if name in (_MODEL, _OPTIMIZER):
-                continue
-            if has_state_dict(self.others.get(name)):
-                self.others[name].load_state_dict(part)
+            if has_state_dict(parts.get(name)):
+                parts[name].load_state_dict(part)
             else:
-                self.others[name] = part
+                loaded[name] = part
+        self.take(loaded)
 
-    def _names(self) -> list[str]:
-        """Return the name of each parameter of the optimizer, in its order."""
-        by_id: dict[int, str] = {}
-        for name, parameter in self.model.named_parameters():
-            by_id.setdefault(id(parameter), name)
-        names: list[str] = []
-        for group_number, group in enumerate(self.optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                # Parameters that are not the model's are told by their place.
-                names.append(by_id.get(id(parameter), f"param_groups.{group_number}.{number}"))
-        if len(set(names)) != len(names):
-            raise UsageError("a parameter stands twice in the optimizer", todo="hand each parameter over once")
-        return names
+    def parts(self) -> dict[str, Any]:
+        """Return model, optimizer (by the names of its parameters) and the others, by the keys of the state."""
+        return {_MODEL: self.model, _OPTIMIZER: NamedOptimizer(self.model, self.optimizer), **self.others}
 
-    def _named_optimizer(self) -> dict[str, Any]:
-        numbered, names = self.optimizer.state_dict(), self._names()
-        named = dict(numbered)
+    def take(self, loaded: Mapping[str, Any]) -> None:
+        """Keep what is neither the model nor the optimizer."""
+        self.others.update({name: part for name, part in loaded.items() if name not in (_MODEL, _OPTIMIZER)})
+
+
+class NamedOptimizer:
+    """An optimizer whose state goes by the names of its parameters.
+
+    Args:
+        model: Says what the parameters are called.
+        optimizer: Has ``param_groups``, ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, by names."""
+        return self.named(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that goes by names.
+
+        Raises:
+            UsageError: It is of other parameters.
+        """
+        self.optimizer.load_state_dict(self.numbered(state))
+
+    def named(self, numbered: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state that goes by numbers with names in their place."""
+        named, names = dict(numbered), self._names()
         named["state"] = {names[key] if type(key) is int else key: entry for key, entry in numbered["state"].items()}
-        named["param_groups"] = [
-            {**group, "params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]
-        ]
+        if "param_groups" in numbered:
+            named["param_groups"] = [
+                {**group, "params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]
+            ]
         return named
 
-    def _numbered_optimizer(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def numbered(self, named: Mapping[str, Any], *, is_whole: bool = True) -> dict[str, Any]:
+        """Return a state that goes by names with the numbers of this optimizer in their place.
+
+        Args:
+            named: The state; left as it is.
+            is_whole: Take settings that it lacks from the groups as they are.
+
+        Raises:
+            UsageError: It is of other parameters, or its groups are other ones.
+        """
         number_of = {name: number for number, name in enumerate(self._names())}
         listed = [name for group in named["param_groups"] for name in group["params"]]
         unknown = [name for name in listed if name not in number_of]
@@ -106,10 +136,12 @@ class TrainState:
                 todo="make the optimizer with the parameters that it had when it was committed",
             )
         numbered = dict(named)
-        numbered["state"] = {number_of.get(key, key): entry for key, entry in named["state"].items()}
+        numbered["state"] = {number_of.get(key, key): entry for key, entry in named.get("state", {}).items()}
         group_of = {name: number for number, group in enumerate(named["param_groups"]) for name in group["params"]}
-        names, groups = list(number_of), []
-        for own in self.optimizer.state_dict()["param_groups"]:
+        names, groups, first = list(number_of), [], 0
+        for live in self.optimizer.param_groups:
+            own = {**live, "params": list(range(first, first + len(live["params"])))}
+            first += len(live["params"])
             theirs = {group_of[names[number]] for number in own["params"]}
             if len(theirs) > 1:
                 raise UsageError(
@@ -117,6 +149,21 @@ class TrainState:
                     todo="make the groups as they were when it was committed",
                 )
             facts = named["param_groups"][theirs.pop()] if theirs else {}
-            groups.append({**own, **{key: value for key, value in facts.items() if key != "params"}})
+            settings = {**own, **facts} if is_whole or not facts else dict(facts)
+            groups.append({**settings, "params": own["params"]})
         numbered["param_groups"] = groups
         return numbered
+
+    def _names(self) -> list[str]:
+        """Return the name of each parameter of the optimizer, in its order."""
+        by_id: dict[int, str] = {}
+        for name, parameter in self._model.named_parameters():
+            by_id.setdefault(id(parameter), name)
+        names: list[str] = []
+        for group_number, group in enumerate(self.optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                # Parameters that are not the model's are told by their place.
+                names.append(by_id.get(id(parameter), f"param_groups.{group_number}.{number}"))
+        if len(set(names)) != len(names):
+            raise UsageError("a parameter stands twice in the optimizer", todo="hand each parameter over once")
+        return names

@@ -30,7 +30,10 @@ ALLOWED = {
     "leaves": {"errors", "tree", "values", "tensor"},
     "memory_spans": {"errors", "tree", "values", "tensor", "leaves"},
     "capture": {"errors", "tree", "values", "tensor", "leaves", "memory_spans"},
-    "matching": {"errors", "tree", "values", "tensor", "leaves", "capture"},
+    "differences": {"tree"},
+    # An object's part of a restore in place; a TrainState is one whose parts are.
+    "loading": {"errors", "tree", "values", "tensor", "capture", "differences", "train_state"},
+    "matching": {"errors", "tree", "values", "tensor", "leaves", "capture", "differences", "loading"},
     "recapture": {"errors", "tree", "values", "tensor", "leaves", "capture", "memory_spans"},
     "placement": GROUND,
     "kernels": GROUND,

@@ -8,8 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 import zipfile
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +22,9 @@ from ckstore.tree import Path as KeyPath
 from ckstore.tree import format_path, place_of
 
 SUFFIXES = (".pt", ".pth", ".npz")
+
+_REPLACED: dict[type, type[Any]] = {defaultdict: dict, frozenset: set, deque: list}
+"""Types that torch.load(weights_only=True) refuses, and those of the same content that it reads."""
 
 
 def check_suffix(target: Path) -> None:
@@ -109,22 +114,60 @@ def _write_pt(state: Any, file: BinaryIO) -> dict[str, str]:
     import torch
 
     notes: dict[str, str] = {}
-    torch.save(_for_torch(state, (), notes), file)
-    file.seek(0)
-    try:
-        # Meta tensors have no bytes: only the structure is read.
-        torch.load(file, map_location="meta", weights_only=True)
-    except Exception as error:
-        raise UsageError(
-            f"torch.load(weights_only=True) would refuse the file ({str(error).splitlines()[0]})",
-            todo="choose other leaves with --only",
-        ) from error
+    changed = _for_torch(state, (), notes)
+    torch.save(changed, file)
+    if not _is_readable(file):
+        raise _refusal(changed)
     file.seek(0, 2)
     return notes
 
 
+def _is_readable(file: BinaryIO) -> bool:
+    import torch
+
+    file.seek(0)
+    try:
+        # Meta tensors have no bytes: only the structure is read.
+        torch.load(file, map_location="meta", weights_only=True)
+    except Exception:
+        # What torch says here is advice to switch its protection off.
+        return False
+    return True
+
+
+def _refusal(state: Any) -> UsageError:
+    """Return an error that names the first leaf that torch would refuse to read."""
+    import torch
+
+    for path, leaf in _leaves(state, ()):
+        if isinstance(leaf, torch.Tensor):
+            continue
+        with io.BytesIO() as alone:
+            torch.save(leaf, alone)
+            if not _is_readable(alone):
+                kind = type(leaf)
+                return LeafTypeError(
+                    f"a leaf of type {kind.__module__}.{kind.__qualname__} cannot be in a .pt file that "
+                    "torch.load(weights_only=True) reads",
+                    where=place_of(path),
+                    todo="choose other leaves with --only",
+                    path=path,
+                )
+    return UsageError(
+        "torch.load(weights_only=True) would refuse the file",
+        where="a key, or a tensor",
+        todo="choose leaves with --only",
+    )
+
+
 def _for_torch(state: Any, path: KeyPath, notes: dict[str, str]) -> Any:
     """Return the state with numpy's arrays and scalars as torch's tensors and Python's numbers."""
+    if type(state) in _REPLACED:
+        plain = _REPLACED[type(state)]
+        notes[format_path(path)] = (
+            f"a {type(state).__name__}, written as a {plain.__name__} so that weights_only=True reads the file"
+        )
+        state = plain(state)
     if isinstance(state, dict):
         converted = {key: _for_torch(child, (*path, key), notes) for key, child in state.items()}
         if all(converted[key] is child for key, child in state.items()):

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from ckstore.adapters.torch_objects import known_object
 from ckstore.errors import BackendError, CapacityError, MalformedError, UnsupportedError, UsageError
-from ckstore.tensor import Memory, Sights, TensorLeaf, TensorSpec, extent_of
+from ckstore.tensor import KnownObject, Memory, Sights, TensorLeaf, TensorSpec, extent_of
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -237,6 +238,10 @@ class TorchAdapter:
         with torch.no_grad():
             # Writing no elements costs nothing; detached views share the version counter.
             _as_words(target.detach()).unsqueeze(0)[:0].zero_()
+
+    def object_of(self, item: object) -> KnownObject | None:
+        """Return what is known of a module or an optimizer."""
+        return known_object(item)
 
 
 def _obstacle(leaf: torch.Tensor) -> str | None:

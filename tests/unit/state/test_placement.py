@@ -200,7 +200,7 @@ def test_lists_of_plain_values_are_replaced_whole():
 
 def test_a_state_that_ties_what_the_checkpoint_keeps_apart_is_refused():
     tensor = torch.zeros(4)
-    with pytest.raises(UsageError, match="b is shares memory with a only in the state"):
+    with pytest.raises(UsageError, match="b shares memory with a only in the state"):
         place({"a": torch.zeros(4), "b": torch.ones(4)}, into={"a": tensor, "b": tensor})
     with pytest.raises(UsageError, match="shares memory"):
         place({"a": torch.zeros(3), "b": torch.ones(3)}, into={"a": tensor[:3], "b": tensor[1:]})
