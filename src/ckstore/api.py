@@ -334,8 +334,10 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         Args:
             ref: Which checkpoint; None: the newest whose manifest is whole and whose packs are there. Newer ones are
                 passed over with a warning. Damage inside of a pack shows when it is read, and raises.
-            into: A state to fill in place: its tensors are overwritten where they are, ``load_state_dict``
-                is called on objects, leaves that it lacks are made.
+            into: A state to fill in place: its tensors are overwritten where they are, leaves that it lacks are made.
+                Each object in it has its ``load_state_dict`` called once with what was restored, and is not asked for
+                its state. Tensors of torch's modules and optimizers are overwritten before that, which saves a second
+                copy, if their loading does nothing but copy.
             only: Globs over dotted leaf paths, where ``*`` crosses dots; only their bytes are read. What
                 comes back is nested dicts, lists whole.
             device: Where tensors go; the CPU otherwise.
@@ -349,7 +351,9 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             CorruptError: Stored bytes are damaged; names pack, offset and tensor, `ckstore repair`, and the newest
                 checkpoint that reads whole (``whole_step``, ``whole_seq``), which is looked for then. ``into`` may be
                 partly overwritten.
-            UsageError: ``into`` has other leaves, shapes or dtypes; nothing was written.
+            UsageError: ``into`` has other leaves, shapes or dtypes: nothing was written. Or ``load_state_dict`` of an
+                object raised: ``path`` says which, ``written``, ``partly_written`` and ``not_written`` what became of
+                the others.
             BoundError: ``exact`` was asked for, and it is not.
         """
         with self._lock:

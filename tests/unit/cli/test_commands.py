@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,6 +242,28 @@ def test_restore_writes_what_torch_loads_with_weights_only(call, tmp_path):
     assert found["seed"].tolist() == [0, 1, 2]
     assert found["n"] == 3
     assert call("restore", tmp_path / "s", "-o", tmp_path / "x.npz")[0] == 2
+
+
+def test_restore_replaces_what_torch_would_not_load_and_names_what_it_cannot(call, tmp_path):
+    torch = pytest.importorskip("torch")
+    from ckstore.adapters.files import write_state
+
+    state = {"history": {"losses": defaultdict(list, train=[np.float32(1)])}, "n": [OrderedDict(a=1), Counter("aab")]}
+    with ckstore.open(tmp_path / "s") as store:
+        store.commit(state, 1)
+    code, out, _ = call("restore", tmp_path / "s", "-o", tmp_path / "x.pt", "--json")
+    assert code == 0
+    assert "defaultdict, written as a dict" in json.loads(out)["notes"]["history.losses"]
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found == {"history": {"losses": {"train": [1.0]}}, "n": [OrderedDict(a=1), Counter("aab")]}
+    notes = write_state({"q": deque([1]), "f": frozenset([2])}, tmp_path / "y.pt")
+    assert set(notes) == {"q", "f"}
+    assert torch.load(tmp_path / "y.pt", weights_only=True) == {"q": [1], "f": {2}}
+    with pytest.raises(
+        ckstore.errors.UsageError, match=r"type pathlib\.\w+ cannot be in a \.pt file .*: a\.where"
+    ) as caught:
+        write_state({"a": {"n": 1, "where": Path("x")}}, tmp_path / "z.pt")
+    assert "trust" not in str(caught.value)
 
 
 def test_export_tells_what_is_shared_and_left_out(call, shelf, tmp_path):

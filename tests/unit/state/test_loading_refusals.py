@@ -1,0 +1,190 @@
+"""Protects live states that do not fit: told before the first write, with both sides; or what was written by then."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+
+import ckstore
+from ckstore.errors import UsageError
+from ckstore.testing.states import difference
+from support.loadables import (
+    Compiled,
+    Resetting,
+    Setting,
+    fill,
+    keep,
+    linear,
+    pair,
+    step,
+)
+
+
+class Failing:
+    def state_dict(self):
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        raise KeyError("epoch")
+
+
+def test_a_load_that_fails_says_what_was_written_and_how_to_go_on():
+    model, optimizer = pair("momentum")
+    step(model, optimizer)
+
+    def state(loader):
+        return {"first": Resetting(), "m": model, "w": torch.ones(2), "bad": loader, "o": optimizer, "epoch": 3}
+
+    kept = keep(state(Failing()))
+    with pytest.raises(UsageError, match="load_state_dict of Failing raised KeyError: 'epoch': bad") as caught:
+        fill(kept, into=state(Failing()))
+    error = caught.value
+    assert error.path == ("bad",)
+    assert set(error.written) == {"first", "m", "w"}
+    assert error.partly_written == ("o",)
+    assert error.not_written == ("epoch",)
+    assert "nothing was written" not in str(error).lower()
+    assert "restore again" in str(error)
+    assert isinstance(error.__cause__, KeyError)
+
+
+class Odd:
+    pass
+
+
+def test_a_converter_that_fails_says_what_was_written():
+    ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, lambda state: state["b"])
+    kept = keep({"n": Resetting(), "odd": Odd(), "z": 1})
+    with pytest.raises(UsageError, match="a converter raised KeyError: 'b': odd") as caught:
+        fill(kept, into={"n": Resetting(), "odd": None, "z": 0})
+    assert (caught.value.written, caught.value.not_written) == (("n",), ("z",))
+
+
+def refusal(state, into):
+    before = [copy.deepcopy(dict(part.state_dict())) for part in into.values() if hasattr(part, "state_dict")]
+    with pytest.raises(UsageError) as caught:
+        fill(keep(state), into=into)
+    after = [dict(part.state_dict()) for part in into.values() if hasattr(part, "state_dict")]
+    assert difference(after, before) is None
+    assert "Nothing was written" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "part", "cause"),
+    [
+        (Compiled, "_orig_mod.", "torch.compile"),
+        (torch.nn.DataParallel, "module.", "DataParallel"),
+        (lambda module: torch.nn.ModuleDict({"model": module}), "model.", "holds the model"),
+        (lambda module: torch.nn.DataParallel(Compiled(module)), "module._orig_mod.", "in torch.compile"),
+        (lambda module: torch.nn.ModuleDict({"net": module}), "net.", ""),
+    ],
+)
+def test_a_prefix_is_named_with_its_cause_and_the_way_out_on_both_sides(wrap, part, cause):
+    told = refusal({"m": wrap(linear())}, {"m": linear()})
+    assert f"the checkpoint has 7 that the state lacks: m.{part}0.weight" in told
+    assert f"The keys of the checkpoint have {part!r} in addition" in told
+    assert cause in told
+    told = refusal({"m": linear()}, {"m": wrap(linear())})
+    assert f"lacks: m.{part}0.weight" in told
+    assert f"The keys of the state have {part!r} in addition" in told
+    with pytest.raises(UsageError, match=f"the checkpoint have '{part}'"):
+        fill(keep({"m": wrap(linear()).state_dict()}), into={"m": linear().state_dict()})
+
+
+def test_the_advice_for_a_prefix_works():
+    kept, into = keep({"m": Compiled(linear(1))}), linear()
+    state = fill(kept)
+    into.load_state_dict({key.replace("_orig_mod.", "", 1): value for key, value in state["m"].items()})
+    assert torch.equal(into[0].weight, linear(1)[0].weight)
+
+
+def test_a_compiled_part_in_the_middle_is_named():
+    compiled = torch.nn.Sequential(Compiled(linear()))
+    assert "'_orig_mod.' in addition, from torch.compile" in refusal(
+        {"m": compiled}, {"m": torch.nn.Sequential(linear())}
+    )
+
+
+def test_other_keys_are_listed_from_both_sides():
+    told = refusal({"m": torch.nn.Linear(3, 3, bias=False)}, {"m": torch.nn.Embedding(3, 3), "net": linear()})
+    assert "7 leaves" not in told
+    told = refusal({"net": 1}, {"model": linear()})
+    assert (
+        "the state has 1 leaf that the checkpoint lacks: model; the checkpoint has 1 that the state lacks: net" in told
+    )
+
+
+def moved(optimizer_of, names=None):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    named = list(model.named_parameters())
+    optimizer = optimizer_of([named[index] for index in (names or (0, 1))])
+    step(model, optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "told"),
+    [
+        (
+            torch.optim.AdamW,
+            torch.optim.SGD,
+            r"o\.param_groups\.0 lacks dampening, momentum .*of SGD .*has amsgrad, betas",
+        ),
+        (torch.optim.SGD, torch.optim.AdamW, r"lacks betas, eps of AdamW .*has dampening, momentum"),
+        (torch.optim.Adam, torch.optim.RMSprop, r"lacks alpha of RMSprop"),
+        (torch.optim.Adam, Setting, None),
+        (torch.optim.Adam, torch.optim.AdamW, None),
+        (lambda p: torch.optim.Adam(p[:1]), torch.optim.Adam, r"has 1 parameters in the checkpoint, 2 in the state"),
+        (
+            lambda p: torch.optim.Adam([{"params": [x]} for x in p]),
+            torch.optim.Adam,
+            r"has 2 groups in the checkpoint, 1",
+        ),
+    ],
+)
+def test_what_an_optimizer_cannot_use_is_told_before_anything_is_written(source, target, told):
+    one, other = linear(), linear()
+    state = {"m": one, "o": source(list(one.parameters())[:2])}
+    into = {"m": other, "o": target(list(other.parameters())[:2])}
+    if told is None:
+        fill(keep(state), into=into)
+    else:
+        assert re.search(told, refusal(state, into))
+
+
+def test_parameters_in_another_order_are_told_by_their_names():
+    told = refusal({"o": moved(torch.optim.Adam)}, {"o": moved(torch.optim.Adam, (1, 0))})
+    assert "'0.weight' at another place in the state" in told
+    fill(keep({"o": moved(torch.optim.Adam)}), into={"o": moved(torch.optim.Adam)})
+
+
+def test_an_optimizer_of_another_kind_is_told_in_a_train_state_too():
+    one, other = linear(), linear()
+    state = ckstore.TrainState(one, torch.optim.AdamW(one.parameters()))
+    with pytest.raises(UsageError, match=r"optimizer\.param_groups\.0 lacks dampening, momentum"):
+        fill(keep(state), into=ckstore.TrainState(other, torch.optim.SGD(other.parameters())))
+
+
+def test_moments_of_another_shape_and_numbers_that_are_text_are_told():
+    model, optimizer = pair("momentum")
+    step(model, optimizer)
+    wide = torch.nn.Linear(4, 2)
+    told = refusal({"o": optimizer}, {"o": torch.optim.SGD(wide.parameters(), lr=0.1, momentum=0.9)})
+    assert "o.state.0.momentum_buffer is (2, 3) in the checkpoint, its parameter is (2, 4)" in told
+    texts = {
+        **optimizer.state_dict(),
+        "state": {str(key): value for key, value in optimizer.state_dict()["state"].items()},
+    }
+    told = refusal({"o": texts}, {"o": pair("momentum")[1]})
+    assert "o.state.0 has a text for a number" in told
+
+
+def test_a_model_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        empty = torch.nn.Linear(3, 3)
+    with pytest.raises(UsageError, match=r"m\.weight is on the meta device.* to_empty"):
+        fill(keep({"m": torch.nn.Linear(3, 3)}), into={"m": empty})
