@@ -226,15 +226,13 @@ def _module(
 
 
 def _module_tensor(matching: Matching, node: Node, target: object, path: Path, owner: Path) -> Step:
-    spec = matching.tensors[node.tensor] if isinstance(node, TensorNode) else None
     leaf = matching.describe(target, path)
-    if spec is not None and leaf is not None and spec.library == leaf.library:
-        if spec.shape == leaf.shape and spec.dtype != leaf.dtype:
-            # It is converted while it is loaded, and told.
-            return matching.create(node)
-        if spec.shape == (1,) and leaf.shape == ():
-            # torch takes these for each other.
-            return matching.create(node)
+    if isinstance(node, TensorNode) and leaf is not None:
+        spec = matching.tensors[node.tensor]
+        # It is converted while it is loaded, and told. A number may be in a list of one, as in old checkpoints.
+        is_converted = spec.dtype != leaf.dtype and spec.shape == leaf.shape
+        if spec.library == leaf.library and (is_converted or (spec.shape == (1,) and leaf.shape == ())):
+            return matching.convert(node, target, leaf, path)
     return matching.match_tensor(node, target, path, owner=owner)
 
 
@@ -276,7 +274,7 @@ def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path
             return lambda make: [part(make) for part in parts]
         return lambda make: tuple(part(make) for part in parts)
     if isinstance(node, TensorNode) and matching.fits(node, live, path):
-        return matching.match_tensor(node, live, path, owner=owner)
+        return matching.match_tensor(node, live, path, owner=owner, may_be_replaced=True)
     return matching.create(node)
 
 

@@ -55,7 +55,7 @@ class Target:
     """A live tensor that is to be overwritten.
 
     Args:
-        may_be_replaced: It is an object's, which may be given another tensor to load.
+        may_be_replaced: It is an object's that takes over the tensor that it is given.
     """
 
     path: Path
@@ -123,6 +123,7 @@ class Matching:
         self.progress = Progress()
         self._differences: list[KeyDifference] = []
         self._replaced: set[Target] = set()
+        self._converted: list[tuple[int, Target]] = []
         # The containers are kept beside the numbers: an id means nothing once its object is gone.
         self._containers: dict[int, tuple[object, Node]] = {}
 
@@ -251,7 +252,14 @@ class Matching:
             and not _cannot_be_filled(spec, leaf)
         )
 
-    def match_tensor(self, node: Node, target: object, path: Path, *, owner: Path | None = None) -> Step:
+    def convert(self, node: TensorNode, target: object, leaf: TensorLeaf, path: Path) -> Step:
+        """Have an object copy a tensor of another dtype or shape over one of its own."""
+        self._converted.append((node.tensor, Target(path, target, leaf, may_be_replaced=False)))
+        return self.create(node)
+
+    def match_tensor(
+        self, node: Node, target: object, path: Path, *, owner: Path | None = None, may_be_replaced: bool = False
+    ) -> Step:
         """Have a live tensor overwritten.
 
         Args:
@@ -259,6 +267,7 @@ class Matching:
             target: The tensor.
             path: Its place.
             owner: The object that loads it afterwards, if there is one.
+            may_be_replaced: The object takes over another tensor, too.
         """
         if not isinstance(node, TensorNode):
             self.differ(path, "a plain value", target)
@@ -283,7 +292,7 @@ class Matching:
             self.problems.append((path, "is a tensor in the state whose elements share memory"))
         if owner is not None:
             self.progress.touch(owner)
-        place = Target(path, target, leaf, owner is not None)
+        place = Target(path, target, leaf, may_be_replaced)
         self.targets.setdefault(node.tensor, []).append(place)
         return lambda make: make(node) if place in self._replaced else target
 
@@ -315,7 +324,7 @@ class Matching:
 
     def check_ties(self) -> None:
         """Note live tensors that share memory although the checkpoint's tensors do not, or do otherwise."""
-        live = [(index, target) for index, targets in self.targets.items() for target in targets]
+        live = [(index, target) for index, targets in self.targets.items() for target in targets] + self._converted
         live = [pair for pair in live if pair[1].leaf.memory.nbytes]
         live.sort(key=lambda pair: (pair[1].leaf.memory.space, pair[1].leaf.memory.start))
         running: list[tuple[int, Target]] = []
@@ -331,7 +340,7 @@ class Matching:
             if not others:
                 running.append((index, target))
             elif all(place.may_be_replaced for _, place in [*others, (index, target)]):
-                # As loading has it: each object copies its own, the last one stays.
+                # Then each gets a tensor of its own.
                 self._replace(others, target, index)
             else:
                 place = next((other.path for _, other in others if not other.may_be_replaced), others[0][1].path)

@@ -19,7 +19,6 @@ from support.loadables import (
     Elsewhere,
     Resetting,
     Sampler,
-    Tied,
     Translating,
     Whole,
     change,
@@ -108,15 +107,6 @@ def test_a_lazy_module_is_made_by_its_own_loading():
     for into in (lazy(), lazy()):
         fill(keep({"m": source}), into={"m": into})
         assert difference(dict(into.state_dict()), dict(source.state_dict())) is None
-
-
-def test_a_tied_module_takes_the_last_of_untied_values_as_torch_does():
-    state = {key: torch.full_like(value, number) for number, (key, value) in enumerate(Tied().state_dict().items())}
-    for order in (list(state), list(state)[::-1]):
-        plain, into = Tied(), Tied()
-        plain.load_state_dict({key: state[key] for key in order})
-        fill(keep({key: state[key] for key in order}), into=into)
-        assert difference(dict(into.state_dict()), dict(plain.state_dict())) is None
 
 
 def test_a_norm_takes_a_checkpoint_of_before_it_counted():

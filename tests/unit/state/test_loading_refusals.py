@@ -15,6 +15,7 @@ from support.loadables import (
     Compiled,
     Resetting,
     Setting,
+    Tied,
     fill,
     keep,
     linear,
@@ -188,3 +189,11 @@ def test_a_model_on_the_meta_device_is_refused():
         empty = torch.nn.Linear(3, 3)
     with pytest.raises(UsageError, match=r"m\.weight is on the meta device.* to_empty"):
         fill(keep({"m": torch.nn.Linear(3, 3)}), into={"m": empty})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_module_refuses_values_that_are_not_tied(dtype):
+    state = {key: value.clone() for key, value in Tied().state_dict().items()}
+    assert "m.two.weight shares memory with m.one.weight only in the state" in refusal(
+        {"m": state}, {"m": Tied().to(dtype)}
+    )
