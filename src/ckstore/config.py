@@ -226,7 +226,7 @@ class DemotePolicy:
     Args:
         keep_newest: So many of the newest checkpoints stay exact.
         keep_every: Of the others, those stay exact whose number in the run (seq) is a multiple of this; 0: none.
-        fidelity: How the others are stored.
+        fidelity: How the others are stored; ``Residual.near()``, which is made for resuming, if nothing is said.
         compression: How much time is spent on what stays exact in them.
         saving_min: The share of its bytes that demoting a checkpoint must save; what saves less stays as it is.
 
@@ -236,7 +236,7 @@ class DemotePolicy:
 
     keep_newest: int = 3
     keep_every: int = 10
-    fidelity: Residual = field(default_factory=Residual.small)
+    fidelity: Residual = field(default_factory=Residual.near)
     compression: Literal["fast", "best"] = "fast"
     saving_min: float = 0.03
 

@@ -18,11 +18,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from ckstore.bases import Bases
 from ckstore.basing import Basing, choose_forms
 from ckstore.capture import Captured
-from ckstore.config import MIB, DemotePolicy, Policy
+from ckstore.config import GIB, MIB, DemotePolicy, Policy
 from ckstore.demote_plan import DemoteEntry, DemoteReport, own_nbytes, packs_nbytes, plan_demotion, plan_warnings
 from ckstore.errors import (
     BackendError,
@@ -41,7 +42,8 @@ from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.ids import ChunkId
-from ckstore.io.backend import Distant
+from ckstore.io.backend import Backend, Distant
+from ckstore.io.nowhere import Nowhere
 from ckstore.lossy import Candidates
 from ckstore.lossy_chunks import LossyChunkWriter, lossy_thread_nbytes
 from ckstore.lossy_warnings import diverged_warnings
@@ -89,11 +91,9 @@ def demote(
         CorruptError: A checkpoint of the run is damaged.
         CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
     """
+    tell = on_progress or (lambda done, total: None)
     if dry_run:
-        entries = plan_demotion(parts, wanted, refs, passed_over)
-        packs = packs_nbytes(parts)
-        told = plan_warnings(parts, wanted.fidelity, entries)
-        return DemoteReport(parts.run, True, tuple(entries), packs, packs, 0, told)
+        return _dry_run(parts, wanted, policy, plan_demotion(parts, wanted, refs, passed_over), tell)
     parts.prepare_run()
     if isinstance(parts.backend, Distant) or names_newest(parts, refs):
         # A writer in a bucket may take back what was seen whole; and who makes the newest one lossy resumes from it.
@@ -106,13 +106,32 @@ def demote(
     before = packs_nbytes(parts)
     demoter = _Demoter(parts, wanted, policy, is_named=bool(refs))
     try:
-        done = demoter.run(entries, on_progress or (lambda done, total: None))
+        done = demoter.run(entries, tell)
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
         parts.look_again()
     return DemoteReport(
-        parts.run, False, tuple(done), before, packs_nbytes(parts), demoter.written_nbytes, (*told, *demoter.warnings)
+        run=parts.run,
+        is_dry_run=False,
+        entries=tuple(done),
+        packs_before=before,
+        packs_after=packs_nbytes(parts),
+        bytes_written=demoter.written_nbytes,
+        warnings=(*told, *demoter.warnings),
+        fidelity=wanted.fidelity.name,
     )
+
+
+def _dry_run(
+    parts: Parts, wanted: DemotePolicy, policy: Policy, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]
+) -> DemoteReport:
+    """Code as the act would, write it nowhere, and report what to expect."""
+    packs = packs_nbytes(parts)
+    nowhere = Parts(cast(Backend, Nowhere(parts.backend)), parts.record, parts.run, clock=parts.clock)
+    estimator = _Demoter(nowhere, wanted, policy, is_named=False)
+    expected = tuple(estimator.estimate(entries, tell))
+    warnings = (*plan_warnings(parts, wanted.fidelity, entries), *estimator.warnings)
+    return DemoteReport(parts.run, True, expected, packs, packs, 0, warnings, wanted.fidelity.name)
 
 
 def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:
@@ -127,6 +146,10 @@ def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:
 
 
 _NEWEST = "it is the newest by now"
+
+_ESTIMATE_NBYTES = 4 * GIB
+_ESTIMATES_MIN = 2
+"""A dry run codes so many checkpoints, and others until their states have so many bytes."""
 
 _READ_AMPLIFICATION_MAX = 4.0
 """A restore of what has aged may read this many times the plain bytes of a weight: it is wanted rarely, and small."""
@@ -186,6 +209,55 @@ class _Demoter:
             before = next((name for name in self._parts.manifests.listing().names if name.seq == entry.seq), before)
         return done[::-1]
 
+    def estimate(self, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]) -> list[DemoteEntry]:
+        """Code what would be demoted, the oldest first, and publish nothing; return what each would come to.
+
+        After so many bytes of states the sizes and errors of those that were coded stand for the others.
+        """
+        total, count, hops, nbytes_coded = sum(entry.action == "demote" for entry in entries), 0, 0, 0
+        done: list[DemoteEntry] = []
+        coded: list[DemoteEntry] = []
+        before: ManifestName | None = None
+        for entry in reversed(entries):
+            name = resolve(self._parts, f"seq:{entry.seq}")
+            if entry.action == "demote":
+                if nbytes_coded < _ESTIMATE_NBYTES or len(coded) < _ESTIMATES_MIN:
+                    entry = self._estimated(entry, name, before, hops)
+                    nbytes_coded += entry.bytes_state
+                    coded += [entry] if entry.action == "demote" else []
+                else:
+                    entry = _like(entry, coded)
+                count += 1
+                tell(count, total)
+            hops = hops + 1 if entry.action == "demote" else _hops_of(load_whole(self._parts, name))
+            done.append(entry)
+            before = name
+        return done[::-1]
+
+    def _estimated(self, entry: DemoteEntry, name: ManifestName, before: ManifestName | None, hops: int) -> DemoteEntry:
+        if before is not None and 1 + hops >= self._wanted.fidelity.keyframe_every:
+            return replace(entry, action="keep", reason=_end_of_chain(self._wanted.fidelity.keyframe_every))
+        manifest = load_whole(self._parts, name)
+        try:
+            stored = self._stored(manifest, None if before is None else load_whole(self._parts, before)).stored
+        except BoundError as error:
+            return replace(entry, action="keep", reason=f"{error.what}")
+        after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
+        if why := self._why_vain(entry, stored, after):
+            return replace(entry, action="keep", reason=why)
+        return replace(
+            entry,
+            fidelity=fidelity_of(self._wanted.fidelity, stored.losses),
+            stored_after=after,
+            worst_rel_rms=max(loss.rel_rms for loss in stored.losses),
+        )
+
+    def _why_vain(self, entry: DemoteEntry, stored: Stored, after: int) -> str:
+        """Return why the new form of a checkpoint is not worth it; empty where it is."""
+        if not stored.losses:
+            return "nothing of it can be stored with a loss"
+        return "it would not become smaller" if after > (1 - self._wanted.saving_min) * entry.stored_before else ""
+
     def _demote(self, entry: DemoteEntry, before: ManifestName | None) -> DemoteEntry:
         parts = self._parts
         intent = parts.tags.declare(entry.seq, "demote")
@@ -215,8 +287,8 @@ class _Demoter:
                 return replace(entry, action="keep", reason="another process has demoted it")
             base = None if before is None else load_whole(parts, before)
             every = self._wanted.fidelity.keyframe_every
-            if base is not None and 1 + max((loss.hops for loss in base.losses), default=0) >= every:
-                return replace(entry, action="keep", reason=f"one in {every} stays exact, so that chains end")
+            if base is not None and 1 + _hops_of(base) >= every:
+                return replace(entry, action="keep", reason=_end_of_chain(every))
             try:
                 return self._replaced(entry, manifest, base)
             except MissingChunkError:
@@ -264,10 +336,9 @@ class _Demoter:
             return replace(entry, action="keep", reason=f"{error.what}", is_final=True)
         stored = drafted.stored
         after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
-        if not stored.losses or after > (1 - self._wanted.saving_min) * entry.stored_before:
+        if why := self._why_vain(entry, stored, after):
             self._unlink(stored)
-            what = "nothing of it can be stored with a loss" if not stored.losses else "it would not become smaller"
-            return replace(entry, action="keep", reason=what, is_final=True)
+            return replace(entry, action="keep", reason=why, is_final=True)
         if self._is_newest(entry):
             # Coding took long enough for the newer ones to be dropped.
             self._unlink(stored)
@@ -364,6 +435,26 @@ class _Demoter:
             # A collector without grace may have taken what nobody named.
             with contextlib.suppress(FileNotFoundError):
                 self._parts.backend.unlink(pack_name)
+
+
+def _hops_of(manifest: Manifest) -> int:
+    """Return how many checkpoints with a loss a checkpoint goes back through."""
+    return max((loss.hops for loss in manifest.losses), default=0)
+
+
+def _end_of_chain(every: int) -> str:
+    return f"one in {every} stays exact, so that chains end"
+
+
+def _like(entry: DemoteEntry, coded: Sequence[DemoteEntry]) -> DemoteEntry:
+    """Return what to expect of a checkpoint from those that were coded; the first has no base, and is larger."""
+    share = coded[-1].stored_after / max(1, coded[-1].bytes_state)
+    return replace(
+        entry,
+        fidelity=coded[-1].fidelity,
+        stored_after=round(share * entry.bytes_state),
+        worst_rel_rms=max(each.worst_rel_rms for each in coded),
+    )
 
 
 def _replacement(manifest: Manifest, drafted: _Drafted, wanted: DemotePolicy) -> Manifest:

@@ -35,8 +35,8 @@ class DemoteEntry:
         fidelity: As it is told afterwards; before, in a dry run.
         bytes_state: Plain bytes of its tensors.
         stored_before: Bytes of the frames of its own chunks.
-        stored_after: The same afterwards; equal where nothing was done.
-        worst_rel_rms: The greatest RMS error of a tensor, in the RMS of its values.
+        stored_after: The same afterwards, and in a dry run what is expected; equal where nothing is done.
+        worst_rel_rms: The greatest RMS error of a tensor, in the RMS of its values; in a dry run the one to expect.
         is_done: Whether it was demoted now.
         is_final: Whether it was tried and came to nothing, as it would again by the same policy.
     """
@@ -62,6 +62,7 @@ class DemoteReport:
         run: The run.
         is_dry_run: Nothing was changed.
         entries: Every checkpoint of the run.
+        fidelity: What is asked for, by its name.
         packs_before: Bytes of the packs that the run's checkpoints need.
         packs_after: The same afterwards; packs that are needed no more are freed when the store is collected.
         bytes_written: Bytes of new packs.
@@ -76,6 +77,7 @@ class DemoteReport:
     packs_after: int
     bytes_written: int
     warnings: tuple[str, ...] = ()
+    fidelity: str = ""
 
 
 def plan_warnings(parts: Parts, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ckstore.retention.policy import Retention
 from ckstore.retention.spans import span_seconds, span_words
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import Reference
-from ckstore.store.trash import TrashFolder
+from ckstore.store.trash import TrashedManifest, TrashFolder
 
 # The collector and numpy are imported by the verbs that need them: listing starts at once.
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class TrashEntry:
         pack_count: Packs in it.
         nbytes: Bytes of all that is in it.
         manifests: Run, seq, step and generation of the manifests in it.
+        kinds: Why each of them lies there: ``"dropped"``; or the checkpoint is in place, and was ``"demoted"`` (this is
+            its exact form), ``"made exact"``, ``"pushed"``, ``"pulled"``, ``"rewritten"`` or ``"replaced"``.
     """
 
     trash_id: str
@@ -47,13 +49,16 @@ class TrashEntry:
     pack_count: int
     nbytes: int
     manifests: tuple[tuple[str, int, int, int], ...]
+    kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, folder: TrashFolder) -> TrashEntry:
+    def of(cls, folder: TrashFolder, kind_of: Callable[[TrashedManifest], str]) -> TrashEntry:
         """Make it from what lies there."""
-        names = sorted(trashed.name for trashed in folder.manifests)
+        found = sorted(folder.manifests, key=lambda trashed: trashed.name)
+        names = [trashed.name for trashed in found]
         manifests = tuple((name.run, name.seq, name.step, name.generation) for name in names)
-        return cls(folder.gc_id, folder.made_ns, len(folder.packs), folder.nbytes, manifests)
+        kinds = tuple(kind_of(trashed) for trashed in found)
+        return cls(folder.gc_id, folder.made_ns, len(folder.packs), folder.nbytes, manifests, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class TrashRestored:
     Attributes:
         packs: Packs that lie in place again.
         undeleted: Checkpoints that were dropped, as the entries they are now.
+        exact_again: Checkpoints that had been demoted, and are in place in their exact form again.
         superseded: Manifests that stay in the trash, because a later form of the same checkpoint is in place.
         troubles: What could not be brought back, and why.
     """
@@ -71,6 +77,12 @@ class TrashRestored:
     undeleted: tuple[Info, ...]
     superseded: int
     troubles: tuple[str, ...]
+    exact_again: tuple[Info, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was brought back."""
+        return not (self.packs or self.undeleted or self.exact_again)
 
 
 class Keeping(Handle):
@@ -186,11 +198,19 @@ class Keeping(Handle):
         """Return what lies in the trash, the oldest first."""
         with self._lock:
             self._check_open()
+            from ckstore.store.undelete import kind_in_trash
+
+            def kind_of(trashed: TrashedManifest) -> str:
+                return kind_in_trash(self._parts.of_run(trashed.name.run), trashed)
+
             folders = self._parts.trash.contents()
-            return [TrashEntry.of(folder) for folder in folders if folder.packs or folder.manifests]
+            return [TrashEntry.of(folder, kind_of) for folder in folders if folder.packs or folder.manifests]
 
     def restore_from_trash(self, trash_id: str) -> TrashRestored:
-        """Bring back what lies in one folder of the trash: packs as they were, dropped checkpoints as new entries.
+        """Bring back what lies in one folder of the trash.
+
+        Packs go back as they were, dropped checkpoints as new entries; one that was demoted gets its exact form back.
+        What lies there of a checkpoint that is in place in another form for any other reason stays in the trash.
 
         Args:
             trash_id: The folder, or the first letters of its name.
@@ -199,26 +219,30 @@ class Keeping(Handle):
             NotFoundError: There is no such folder.
             UsageError: Several begin with these letters.
         """
-        from ckstore.store.undelete import undelete
+        from ckstore.store.undelete import bring_back, kind_in_trash
 
         with self._lock:
             self._look_at_newest()
             folder = self._trash_folder(trash_id)
             packs = sum(self._parts.trash.rescue_pack(pack.pack_id) for pack in folder.packs)
-            undeleted, superseded, troubles = [], 0, []
-            for run in sorted({trashed.name.run for trashed in folder.manifests}):
-                parts = self._parts.of_run(run)
-                dropped = parts.manifests.listing().dropped
-                names = {trashed.name.seq: trashed for trashed in folder.manifests if trashed.name.run == run}
-                for seq, trashed in sorted(names.items()):
-                    if seq not in dropped:
-                        superseded += 1
-                        continue
-                    try:
-                        undeleted.append(Info.of(undelete(parts, trashed).header))
-                    except (NotFoundError, ConflictError, CorruptError) as error:
-                        troubles.append(f"seq {seq} of run {run}: {error}")
-            return TrashRestored(packs, tuple(undeleted), superseded, tuple(troubles))
+            undeleted: list[Info] = []
+            exact_again: list[Info] = []
+            superseded, troubles = 0, []
+            # By number, so that the highest generation of each is the one that counts.
+            found = sorted(folder.manifests, key=lambda trashed: trashed.name)
+            for trashed in {(trashed.name.run, trashed.name.seq): trashed for trashed in found}.values():
+                parts = self._parts.of_run(trashed.name.run)
+                kind = kind_in_trash(parts, trashed)
+                if kind not in ("dropped", "demoted"):
+                    superseded += 1
+                    continue
+                try:
+                    info = Info.of(bring_back(parts, trashed).header)
+                except (NotFoundError, ConflictError, CorruptError) as error:
+                    troubles.append(f"seq {trashed.name.seq} of run {trashed.name.run}: {error}")
+                    continue
+                (undeleted if kind == "dropped" else exact_again).append(info)
+            return TrashRestored(packs, tuple(undeleted), superseded, tuple(troubles), tuple(exact_again))
 
     def purge(self, trash_id: str | None = None) -> int:
         """Free what lies in the trash, or in one folder of it, at once; return the bytes.
@@ -258,21 +282,24 @@ class Keeping(Handle):
             return purged.nbytes
 
     def undelete(self, ref: Reference) -> Info:
-        """Bring a dropped checkpoint back as a new entry of its run; ``latest`` will skip it.
+        """Bring back a dropped checkpoint, or the exact form of one that was demoted, while the trash has it.
+
+        A dropped one becomes a new entry of its run, which ``latest`` skips. A demoted one is exact again where it is,
+        with its seq and its tags; its generation is higher than 0 then.
 
         Args:
-            ref: A step (its newest dropped entry), ``"seq:N"``, or ``"id:PREFIX"``.
+            ref: A step (its newest entry that can be brought back), ``"seq:N"``, or ``"id:PREFIX"``.
 
         Raises:
             NotFoundError: The trash has no such checkpoint any more.
             CorruptError: It is damaged, or a pack that it needs was freed already.
+            ConflictError: Another process has replaced the checkpoint meanwhile.
         """
-        from ckstore.store.undelete import find_in_trash, undelete
+        from ckstore.store.undelete import bring_back, find_in_trash
 
         with self._lock:
             self._look_at_newest()
-            manifest = undelete(self._parts, find_in_trash(self._parts, ref))
-            return Info.of(manifest.header)
+            return Info.of(bring_back(self._parts, find_in_trash(self._parts, ref)).header)
 
     def close(self) -> None:
         """Let go of a collection that still runs, which ends by itself, and of everything else."""

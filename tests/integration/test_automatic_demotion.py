@@ -28,12 +28,12 @@ def test_a_store_opened_with_rules_demotes_by_itself_while_its_saver_lives(tmp_p
             store.commit_async(state, step).result()
             if step == 6:
                 # One that is still busy after the eighth commit would leave that one's work to a later commit.
-                wait_until(lambda: store.info(1).fidelity == "small" and not demotions_at_work())
+                wait_until(lambda: store.info(1).fidelity == "near" and not demotions_at_work())
         store.wait()
         assert saver_of(store) is not None
-        wait_until(lambda: store.info(5).fidelity == "small")
+        wait_until(lambda: store.info(5).fidelity == "near")
         store.commit(held[8], 8)
-        assert fidelities(store) == ["exact", "exact", "exact", "small", "small", "exact", "small", "small", "exact"]
+        assert fidelities(store) == ["exact", "exact", "exact", "near", "near", "exact", "near", "near", "exact"]
         check_exact_or_near(store, held, newest=8)
 
 

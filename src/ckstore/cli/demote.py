@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,7 +30,7 @@ _COLUMNS = (
 )
 
 
-Fidelity = Annotated[str | None, typer.Option("--fidelity", metavar="NAME", help="near, or small. [default: small]")]
+Fidelity = Annotated[str | None, typer.Option("--fidelity", metavar="NAME", help="near, or small. [default: near]")]
 Newest = Annotated[
     int | None, typer.Option("--keep-newest", min=1, metavar="N", help="The newest N stay exact. [default: 3]")
 ]
@@ -53,7 +54,10 @@ def run(
     keep_every: Every = None,
     save_policy: Save = False,
     forget_policy: Forget = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be done: new sizes and errors too.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, as on a terminal otherwise.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -63,7 +67,7 @@ def run(
     `ckstore show` names the exact one that a checkpoint was made from. Training may go on meanwhile, except where the
     newest is named or the store lies in a bucket. Without rules those kept with the store apply. The old packs are
     freed by `ckstore gc`, unless a checkpoint that stays exact is stored as a difference from what lies in them:
-    `ckstore repack` stores it whole.
+    `ckstore repack` stores it whole. Until the trash is emptied, `ckstore undelete` makes a checkpoint exact again.
 
     \b
     near       for resuming: about 20 times smaller than the state
@@ -79,6 +83,9 @@ def run(
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if forget_policy and not dry_run:
             store.set_demotion(None)
+        if not (dry_run or yes or as_json) and output.is_terminal() and sys.stdin.isatty():
+            _ask(store.demote(*(refs or ()), policy=policy, dry_run=True))
+            begun = SYSTEM_CLOCK.monotonic()
         report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
         if save_policy and not dry_run:
             store.set_demotion(policy)
@@ -92,10 +99,22 @@ def run(
 def _policy_of(rules: dict[str, Any]) -> DemotePolicy:
     from ckstore.config import NAMED_RESIDUALS, DemotePolicy
 
-    name = rules.pop("fidelity", "small")
+    name = rules.pop("fidelity", "near")
     if name not in NAMED_RESIDUALS:
         raise UsageError("a fidelity is near or small", where=f"--fidelity {name}")
     return DemotePolicy(**rules, fidelity=NAMED_RESIDUALS[name]())
+
+
+def _ask(report: DemoteReport) -> None:
+    """Show what would be demoted, and end where it is not wanted; where nothing would be, there is nothing to ask."""
+    chosen = sum(entry.action == "demote" for entry in report.entries)
+    if not chosen:
+        return
+    _print(report, 0.0)
+    these = "this checkpoint" if chosen == 1 else f"these {chosen} checkpoints"
+    if not typer.confirm(f"Store {these} with a loss ({report.fidelity})?"):
+        output.say("Nothing was demoted.")
+        raise typer.Exit(1)
 
 
 def _print(report: DemoteReport, seconds: float) -> None:
@@ -104,16 +123,24 @@ def _print(report: DemoteReport, seconds: float) -> None:
         return
     chosen = [entry for entry in report.entries if (entry.action == "demote" if report.is_dry_run else entry.is_done)]
     would = "would be" if report.is_dry_run else "were"
-    title = f"run {report.run}: {len(chosen)} of {len(report.entries)} checkpoints {would} demoted"
+    fidelity = f" to fidelity {report.fidelity}" if chosen else ""
+    title = f"run {report.run}: {len(chosen)} of {len(report.entries)} checkpoints {would} demoted{fidelity}"
     output.print_table(_COLUMNS, [_cells(entry, is_dry_run=report.is_dry_run) for entry in report.entries], title=title)
     for warning in report.warnings:
         output.say(f"Warning: {warning}.")
-    if report.is_dry_run or not chosen:
+    if not chosen:
         return
     output.say("")
+    before, after = sum(entry.stored_before for entry in chosen), sum(entry.stored_after for entry in chosen)
+    error = max(entry.worst_rel_rms for entry in chosen)
+    sizes = f"{output.size(before)} {'become about' if report.is_dry_run else 'became'} {output.size(after)}"
+    output.say(f"{sizes}; the greatest RMS error of a tensor is {error:.3g} of its values' RMS.")
+    if report.is_dry_run:
+        return
     packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after"
     output.say(f"{packs}; {output.size(report.bytes_written)} written in {output.duration(seconds)}.")
-    output.say("`ckstore gc` frees what is needed no more.")
+    output.say("`ckstore gc` frees the old packs.")
+    output.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes one exact again.")
 
 
 def _cells(entry: DemoteEntry, *, is_dry_run: bool) -> list[str]:
@@ -125,7 +152,7 @@ def _cells(entry: DemoteEntry, *, is_dry_run: bool) -> list[str]:
         entry.fidelity,
         output.size(entry.bytes_state),
         output.size(entry.stored_before),
-        NOTHING if is_open else output.size(entry.stored_after),
+        f"{'~' if is_open else ''}{output.size(entry.stored_after)}",
         f"{entry.worst_rel_rms:.3g}" if entry.worst_rel_rms else NOTHING,
         entry.reason,
     ]
@@ -135,6 +162,7 @@ def _json_of(report: DemoteReport, seconds: float) -> dict[str, Any]:
     return {
         "run": report.run,
         "is_dry_run": report.is_dry_run,
+        "fidelity": report.fidelity,
         "packs_before": report.packs_before,
         "packs_after": report.packs_after,
         "bytes_written": report.bytes_written,

@@ -10,8 +10,9 @@ import typer
 from ckstore.cli import output
 from ckstore.cli.options import AsJson, Run, Shared, StorePath
 from ckstore.cli.output import NOTHING, Column
-from ckstore.cli.shown import json_of, name_of
-from ckstore.errors import UsageError
+from ckstore.cli.shown import json_of
+from ckstore.cli.undelete import told
+from ckstore.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from ckstore.keeping import Keeping, TrashEntry
@@ -23,6 +24,16 @@ _COLUMNS = (
     Column("size", is_number=True),
     Column("checkpoints", is_elastic=True),
 )
+_WORDS = {
+    "dropped": "dropped",
+    "demoted": "exact form of a demoted one",
+    "made exact": "in place and exact again, before with a loss",
+    "pushed": "in place, before it was pushed",
+    "pulled": "in place, before it was pulled",
+    "rewritten": "in place, before its packs were rewritten",
+    "replaced": "in place in a later form",
+    "stray": "belongs in place, the next collection puts it there",
+}
 _ID_LETTERS = 8
 _SHOWN_MAX = 6
 
@@ -44,7 +55,7 @@ def run(
 
     \b
     ls       what lies there, a folder for each collection and each drop
-    restore  packs go back; dropped checkpoints are new entries, never latest
+    restore  packs go back; dropped checkpoints are new entries, never latest; demoted ones become exact again
     purge    what nothing names is freed, and cannot be brought back
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     from ckstore.keeping import keep
@@ -56,7 +67,7 @@ def run(
         if not trash_ids and not (everything and action == "purge"):
             raise UsageError(f"trash {action} needs the ID of a folder", todo="`ckstore trash ls` shows them")
         if action == "restore":
-            _restore(store, trash_ids or [], as_json=as_json)
+            _restore(store, path, trash_ids or [], as_json=as_json)
         else:
             _purge(store, trash_ids or [], is_asked=not yes, as_json=as_json)
 
@@ -73,15 +84,22 @@ def _list(store: Keeping, *, as_json: bool) -> None:
 
 
 def _cells(entry: TrashEntry) -> list[str]:
-    named = [f"{run} step {step} (seq:{seq})" for run, seq, step, _ in entry.manifests]
-    more = f" and {len(named) - _SHOWN_MAX} more" if len(named) > _SHOWN_MAX else ""
+    groups: dict[str, list[str]] = {}
+    for (run, seq, step, _), kind in zip(entry.manifests, entry.kinds, strict=True):
+        groups.setdefault(_WORDS[kind], []).append(f"{run} step {step} (seq:{seq})")
+    named = [f"{words}: {_listed(names)}" for words, names in groups.items()]
     return [
         entry.trash_id[:_ID_LETTERS],
         NOTHING if entry.time_ns is None else output.local_time(entry.time_ns),
         str(entry.pack_count),
         output.size(entry.nbytes),
-        ", ".join(named[:_SHOWN_MAX]) + more or NOTHING,
+        "; ".join(named) or NOTHING,
     ]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+    return ", ".join(names[:_SHOWN_MAX]) + more
 
 
 def _json_of(entry: TrashEntry) -> dict[str, object]:
@@ -91,24 +109,38 @@ def _json_of(entry: TrashEntry) -> dict[str, object]:
         "time": None if entry.time_ns is None else output.iso_time(entry.time_ns),
         "packs": entry.pack_count,
         "nbytes": entry.nbytes,
-        "manifests": [dict(zip(names, manifest, strict=True)) for manifest in entry.manifests],
+        "manifests": [
+            {**dict(zip(names, manifest, strict=True)), "kind": kind}
+            for manifest, kind in zip(entry.manifests, entry.kinds, strict=True)
+        ],
     }
 
 
-def _restore(store: Keeping, trash_ids: list[str], *, as_json: bool) -> None:
+def _restore(store: Keeping, path: str, trash_ids: list[str], *, as_json: bool) -> None:
     restored = [store.restore_from_trash(trash_id) for trash_id in trash_ids]
     undeleted = [info for each in restored for info in each.undeleted]
     troubles = [trouble for each in restored for trouble in each.troubles]
+    exact_again = [info for each in restored for info in each.exact_again]
     packs = sum(each.packs for each in restored)
+    superseded = sum(each.superseded for each in restored)
     if as_json:
-        infos = [json_of(info) for info in undeleted]
-        output.print_json({"packs": packs, "undeleted": infos, "troubles": troubles})
-        return
-    output.say(f"{packs} packs are in place again.")
-    for info in undeleted:
-        output.say(f"Brought back: {name_of(info)} of run {info.run}.")
-    for trouble in troubles:
-        output.say(f"Not brought back: {trouble}")
+        facts = {"undeleted": [json_of(info) for info in undeleted], "troubles": troubles, "superseded": superseded}
+        output.print_json({"packs": packs, **facts, "exact_again": [json_of(info) for info in exact_again]})
+    else:
+        if packs:
+            unnamed = "" if undeleted or exact_again else "; the next collection moves back what no checkpoint needs"
+            output.say(f"{packs} pack{'' if packs == 1 else 's'} in place again{unnamed}.")
+        for info in (*undeleted, *exact_again):
+            output.say(told(info))
+        if superseded:
+            output.say(
+                f"{superseded} left in the trash: older forms of checkpoints that are in place and hold the same."
+            )
+        for trouble in troubles:
+            output.say(f"Not brought back: {trouble}")
+    if troubles or all(each.is_empty for each in restored):
+        what = f"{len(troubles)} checkpoints were not brought back" if troubles else "nothing was brought back"
+        raise NotFoundError(what, where=str(path), todo="`ckstore trash ls` shows what lies there, and why")
 
 
 def _purge(store: Keeping, trash_ids: list[str], *, is_asked: bool, as_json: bool) -> None:

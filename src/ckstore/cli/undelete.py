@@ -9,6 +9,14 @@ import typer
 from ckstore.cli import output
 from ckstore.cli.options import AsJson, Run, Shared, StorePath
 from ckstore.cli.shown import json_of, name_of
+from ckstore.info import Info
+
+
+def told(info: Info) -> str:
+    """Say what bringing back a checkpoint came to."""
+    if info.generation:
+        return f"Exact again: {name_of(info)} of run {info.run}; its form with a loss went to the trash."
+    return f"Brought back: {name_of(info)} of run {info.run}, a new entry; `latest` skips it."
 
 
 def run(
@@ -21,10 +29,10 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Bring dropped checkpoints back.
+    """Bring back dropped checkpoints, and the exact form of demoted ones.
 
-    They become new entries that `latest` skips, so that no old state is resumed by surprise. `ckstore trash ls`
-    shows what there is; what was freed cannot come back.
+    Dropped ones become new entries that `latest` skips, so that no old state is resumed by surprise. Demoted ones are
+    exact again where they are. `ckstore trash ls` shows what there is; what was freed cannot come back.
     """
     from ckstore.keeping import keep
 
@@ -33,6 +41,6 @@ def run(
         for ref in refs:
             infos.append(store.undelete(ref))
             if not as_json:
-                output.say(f"Brought back: {name_of(infos[-1])}.")
+                output.say(told(infos[-1]))
     if as_json:
         output.print_json({"run": run, "undeleted": [json_of(info) for info in infos]})

@@ -206,7 +206,7 @@ def test_mistakes_with_the_trash_are_named(call, store, arguments, code):
 def test_undelete_brings_back_what_delete_took(call, store):
     call("delete", store, "100", "--yes")
     code, out, _ = call("undelete", store, "100")
-    assert (code, out) == (0, "Brought back: step 100 (seq 5).\n")
+    assert (code, out) == (0, "Brought back: step 100 (seq 5) of run main, a new entry; `latest` skips it.\n")
     assert documents(call, "undelete", store, "seq:0")["undeleted"][0]["is_archival"] is True
     assert "archival" in call("ls", store)[1]
     code, _, err = call("undelete", store, "999")

@@ -89,7 +89,17 @@ def test_demote_does_what_its_dry_run_says(call, aged):
     assert code == 0
     done = json.loads(out)
     assert set(done) == {
-        *("run", "is_dry_run", "packs_before", "packs_after", "bytes_written", "seconds", "warnings", "checkpoints"),
+        *(
+            "run",
+            "is_dry_run",
+            "fidelity",
+            "packs_before",
+            "packs_after",
+            "bytes_written",
+            "seconds",
+            "warnings",
+            "checkpoints",
+        ),
     }
     assert [entry["action"] for entry in planned["checkpoints"]] == [entry["action"] for entry in done["checkpoints"]]
     assert [entry["seq"] for entry in done["checkpoints"] if entry["is_done"]] == [4, 2, 1]
@@ -98,7 +108,7 @@ def test_demote_does_what_its_dry_run_says(call, aged):
         *("worst_rel_rms", "is_done", "is_final"),
     }
     with ckstore.open(aged) as store:
-        assert [info.fidelity for info in store.log()] == ["exact", "exact", "small", "near", "small", "small", "exact"]
+        assert [info.fidelity for info in store.log()] == ["exact", "exact", "near", "near", "near", "near", "exact"]
         assert store.verify("decode").damage == []
     assert call("verify", aged, "--level", "decode")[0] == 0
 
@@ -154,3 +164,74 @@ def test_demote_warns_of_stored_rules_that_name_nothing(call, aged):
 def test_an_empty_run_is_said_to_be_empty(call, tmp_path):
     call("init", tmp_path / "new")
     assert "no checkpoint" in call("demote", tmp_path / "new")[1]
+
+
+class _Terminal:
+    """What stands for a person at a terminal, who says the same to every question."""
+
+    def __init__(self, monkeypatch, answer):
+        self.questions = []
+        monkeypatch.setattr("ckstore.cli.output.is_terminal", lambda: True)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("typer.confirm", lambda question: self.questions.append(question) or answer)
+
+
+def fidelities(path):
+    with ckstore.open(path, create=False) as store:
+        return [info.fidelity for info in store.log()]
+
+
+def test_demote_asks_on_a_terminal_and_shows_what_it_would_do(call, aged, monkeypatch):
+    before = fidelities(aged)
+    person = _Terminal(monkeypatch, False)
+    code, out, _ = call("demote", aged, "--keep-newest", 2)
+    assert (code, fidelities(aged)) == (1, before)
+    assert "Nothing was demoted" in out
+    assert person.questions == ["Store these 3 checkpoints with a loss (near)?"]
+    person = _Terminal(monkeypatch, True)
+    assert call("demote", aged, 1)[0] == 0
+    assert person.questions == ["Store this checkpoint with a loss (near)?"]
+    assert fidelities(aged).count("near") == 2
+    person = _Terminal(monkeypatch, False)
+    assert call("demote", aged, 2, "--yes")[0] == 0
+    assert call("demote", aged, "--keep-newest", 7)[0] == 0, "nothing to be demoted is nothing to ask"
+    assert call("demote", aged, "--dry-run")[0] == 0
+    assert person.questions == []
+
+
+def test_dry_run_of_demote_shows_sizes_errors_and_the_fidelity(call, aged):
+    out = call("demote", aged, "--keep-newest", 2, "--dry-run")[1]
+    assert "checkpoints would be demoted to fidelity near" in out
+    row = next(line.split() for line in out.splitlines() if line.split()[:3] == ["2", "2", "demote"])
+    assert any(cell.startswith("~") for cell in row)
+    assert "become about" in out
+    assert "the greatest RMS error of a tensor is" in out
+
+
+def test_demotion_is_undone_by_undelete_and_by_the_trash(call, aged):
+    call("demote", aged, 1)
+    call("demote", aged, 2)
+    code, out, _ = call("trash", "ls", aged)
+    assert "exact form of a demoted one: main step 1 (seq:1)" in out
+    assert "dropped" not in out
+    code, out, _ = call("undelete", aged, 1)
+    assert code == 0
+    assert "Exact again: step 1 (seq 1) of run main" in out
+    listed = json.loads(call("trash", "ls", aged, "--json")[1])["trash"]
+    folder = next(entry for entry in listed if any(each["kind"] == "demoted" for each in entry["manifests"]))
+    code, out, _ = call("trash", "restore", aged, folder["trash_id"][:8])
+    assert code == 0
+    assert "Exact again: step 2 (seq 2)" in out
+    assert fidelities(aged) == ["exact"] * 3 + ["near"] + ["exact"] * 3
+
+
+def test_nothing_done_is_not_success(call, aged):
+    call("demote", aged, 1)
+    call("undelete", aged, 1)
+    listed = json.loads(call("trash", "ls", aged, "--json")[1])["trash"]
+    folder = next(entry for entry in listed if [each["kind"] for each in entry["manifests"]] == ["made exact"])
+    code, out, err = call("trash", "restore", aged, folder["trash_id"][:8])
+    assert code == 10
+    assert "1 left in the trash" in out
+    assert "nothing was brought back" in err
+    assert call("undelete", aged, 1)[0] == 10

@@ -74,7 +74,7 @@ def test_the_stored_form_is_the_one_of_the_format(store):
     backend = repository_of(store).backend
     change_config(backend, lambda record: type(record)(policy={"other": {"x": 1}}))
     store.set_demotion(ALL)
-    demotion = {"keep_newest": 1, "keep_every": 0, "fidelity": "small", "compression": "fast", "saving_min": 0.03}
+    demotion = {"keep_newest": 1, "keep_every": 0, "fidelity": "near", "compression": "fast", "saving_min": 0.03}
     assert read_config(backend).policy == {"other": {"x": 1}, "demotion": demotion}
     store.set_demotion(None)
     assert read_config(backend).policy == {"other": {"x": 1}}
@@ -83,11 +83,11 @@ def test_the_stored_form_is_the_one_of_the_format(store):
 
 def test_demotions_without_rules_go_by_those_that_are_stored():
     store, _ = filled(MemoryBackend(), 4)
-    store.set_demotion({"keep_newest": 2, "keep_every": 0, "fidelity": "near"})
+    store.set_demotion({"keep_newest": 2, "keep_every": 0, "fidelity": "small"})
     store.demote()
-    assert fidelities(store) == ["exact", "exact", "near", "near"]
+    assert fidelities(store) == ["exact", "exact", "small", "small"]
     store.demote(policy={"keep_newest": 1, "keep_every": 0})
-    assert fidelities(store) == ["exact", "small", "near", "near"]
+    assert fidelities(store) == ["exact", "near", "small", "small"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_newest_every_so_many_and_the_tagged_stay_exact():
 def test_demoted_checkpoints_are_much_smaller_and_their_old_packs_garbage():
     backend = MemoryBackend()
     store, _ = filled(backend, policy=Policy(delta=False))
-    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
+    report = store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0, fidelity=ckstore.Residual.small()))
     done = [entry for entry in report.entries if entry.is_done]
     assert len(done) == 7
     for entry in done[:-1]:
@@ -129,7 +129,7 @@ def test_runs_that_were_rewound_keep_their_newest():
     store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))
     assert store.info("latest").fidelity == "exact"
     assert difference(store.restore(exact=True), held[1]) is None
-    assert store.info("seq:1").fidelity == "small"
+    assert store.info("seq:1").fidelity == "near"
 
 
 def test_one_in_so_many_of_a_demoted_chain_stays_exact():
@@ -251,7 +251,7 @@ def test_what_became_the_newest_before_the_intent_stays_exact(monkeypatch):
     assert store.info("latest").fidelity == "exact"
     assert difference(store.restore(exact=True), held[1]) is None
     assert [entry.reason for entry in report.entries if entry.seq == 1] == ["it is the newest by now"]
-    assert store.info("seq:0").fidelity == "small"
+    assert store.info("seq:0").fidelity == "near"
 
 
 def test_nobody_deletes_what_is_newer_than_a_checkpoint_that_is_being_demoted(monkeypatch):
