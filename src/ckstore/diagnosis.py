@@ -19,7 +19,7 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import BackendError, CkstoreError, NotFoundError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
-from ckstore.io.address import backend_for
+from ckstore.io.address import backend_for, mode_of_folder
 from ckstore.io.backend import Ageing, Backend, Locking
 from ckstore.io.local import LocalBackend
 from ckstore.store.inventory import packs_in
@@ -82,9 +82,9 @@ def diagnose_store(
     backend = backend_for(address, allow_shared_folder=allow_shared_folder)
     findings: list[Finding] = []
     if isinstance(backend, LocalBackend):
-        if not Path(backend.root).is_dir():
+        if not mode_of_folder(Path(backend.root)):
             raise NotFoundError("there is no such folder", where=backend.root, todo="check the path")
-        findings += _folder(backend)
+        findings += _each(_folder(backend))
     try:
         record = read_store_record(backend)
     except NotFoundError:
@@ -118,7 +118,7 @@ def _folder(backend: LocalBackend) -> Iterator[Finding]:
     free = backend.free_nbytes()
     if free is not None:
         yield Finding("free", f"{free / (1 << 30):.1f} GiB", "warning" if free < FREE_NBYTES_LOW else "ok")
-    if not os.access(backend.root, os.W_OK | os.X_OK):
+    if not os.access(backend.root, os.W_OK | os.X_OK, effective_ids=True):
         yield Finding("writable", "no: this user can read only", "warning")
         # The others are found out by writing.
         return

@@ -29,13 +29,15 @@ def check_target(target: Path, *, force: bool) -> None:
     Raises:
         NotFoundError: There is no such folder.
         UsageError: The name is taken and ``force`` is False, or is a folder.
+        BackendError: This user may not search the folder, or the name is too long.
     """
-    if not target.parent.is_dir():
-        raise NotFoundError("there is no such folder", where=target.parent, todo="make it first")
-    if target.is_dir() and not target.is_symlink():
-        raise UsageError("the target is a folder", where=target, todo="name a file in it")
-    if not force and os.path.lexists(target):
-        raise _taken(target)
+    with medium_errors(target, "looking at a file"):
+        if not target.parent.is_dir():
+            raise NotFoundError("there is no such folder", where=target.parent, todo="make it first")
+        if target.is_dir() and not target.is_symlink():
+            raise UsageError("the target is a folder", where=target, todo="name a file in it")
+        if not force and os.path.lexists(target):
+            raise _taken(target)
 
 
 def _taken(target: Path) -> UsageError:
@@ -60,7 +62,7 @@ def new_file(target: Path, *, force: bool = False) -> Iterator[BinaryIO]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with medium_errors(target, "writing a file"):
-            with os.fdopen(os.open(draft, flags, 0o666), "w+b") as file:
+            with os.fdopen(_new(draft, flags), "w+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -69,6 +71,13 @@ def new_file(target: Path, *, force: bool = False) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def _new(draft: Path, flags: int) -> int:
+    try:
+        return os.open(draft, flags, 0o666)
+    except FileNotFoundError:
+        raise NotFoundError("this folder takes no files", where=draft.parent, todo="name another folder") from None
 
 
 def _give_name(draft: Path, target: Path, *, force: bool) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore.cli.main import run as ckstore_command
 from ckstore.errors import BackendError, CapacityError, LeafTypeError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.model import difference
@@ -237,6 +238,14 @@ def test_read_only_disk_can_be_read(read_only):
         assert difference(store.restore(), state_of(1)) is None
         assert store.verify("decode").is_clean
         assert [entry.step for entry in store.log()] == [1]
+
+
+@pytest.mark.root
+def test_doctor_looks_at_a_read_only_disk(read_only, capsys):
+    before = files_below(read_only)
+    assert ckstore_command(["doctor", str(read_only / "store")]) == 0
+    assert "no: this user can read only" in capsys.readouterr().out
+    assert files_below(read_only) == before
 
 
 @pytest.mark.root

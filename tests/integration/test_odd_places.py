@@ -13,7 +13,7 @@ import pytest
 import ckstore
 from ckstore.children import module_places
 from ckstore.cli.main import run as ckstore_command
-from ckstore.errors import UsageError
+from ckstore.errors import BackendError, UsageError
 
 STATE = {"x": np.arange(20_000, dtype=np.float32)}
 
@@ -52,6 +52,55 @@ def test_tier_whose_path_is_not_utf8_is_refused_since_no_record_can_name_it(odd)
         store.commit(STATE, 0)
         with pytest.raises(UsageError, match="UTF-8"):
             store.push(odd + "2")
+
+
+def places(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    return {
+        "ENOTDIR": (tmp_path / "file" / "store", BackendError),
+        "ELOOP": (tmp_path / "loop" / "store", BackendError),
+        "ENAMETOOLONG": (tmp_path / ("x" * 300), BackendError),
+        "NUL": (f"{tmp_path}/a\0b", UsageError),
+        "ENOENT": ("/proc/1/store", BackendError),
+    }
+
+
+@pytest.mark.parametrize("name", ["ENOTDIR", "ELOOP", "ENAMETOOLONG", "NUL", "ENOENT"])
+def test_place_that_can_hold_no_store_is_named_with_what_is_wrong_with_it(tmp_path, name, capsys):
+    place, kind = places(tmp_path)[name]
+    with pytest.raises(kind, match=name) as caught:
+        ckstore.open(place)
+    assert "failing" not in str(caught.value)
+    with pytest.raises(ckstore.CkstoreError):
+        ckstore.open(place, create=False)
+    for command in ("ls", "doctor", "verify", "repair"):
+        assert ckstore_command([command, str(place)]) in (UsageError.exit_code, BackendError.exit_code, 10)
+    assert "unforeseen" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ENOTDIR", "ELOOP", "ENAMETOOLONG", "ENOENT"])
+def test_output_that_cannot_be_made_is_an_error_of_ours(tmp_path, odd, name, capsys):
+    with ckstore.open(odd) as store:
+        store.commit({"x": STATE["x"][:9]}, 0)
+    place, _ = places(tmp_path)[name]
+    assert ckstore_command(["export", odd, "latest", "-o", f"{place}.safetensors"]) in (10, 15)
+    assert "unforeseen" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_output_files_follow_the_umask(tmp_path, odd, umask):
+    with ckstore.open(odd) as store:
+        store.commit({"x": STATE["x"][:9]}, 0)
+    before = os.umask(umask)
+    try:
+        for number, command in enumerate(("export", "report", "restore")):
+            file = tmp_path / f"{number}{('.safetensors', '.html', '.npz')[number]}"
+            arguments = [command, odd, *([] if command == "report" else ["latest"]), "-o", str(file)]
+            assert ckstore_command(arguments) == 0
+            assert file.stat().st_mode & 0o777 == 0o666 & ~umask
+    finally:
+        os.umask(before)
 
 
 REMOVED = """

@@ -244,3 +244,27 @@ def test_damage_is_never_said_of_what_one_may_not_read(trained, name, capsys):
     assert "EACCES" in told.out + told.err
     assert codes["repair"] in (0, BackendError.exit_code)
     assert "lost" not in told.out
+
+
+def test_place_that_one_may_not_enter_says_whose_it_is(place):
+    (place / "private").mkdir(mode=0o700)
+    target = place / "private" / "store"
+    for path in (target, place / "private"):
+        with (
+            as_user(TRAINER),
+            pytest.raises(BackendError, match=f"this process is user {TRAINER}, and {place}/private"),
+        ):
+            ckstore.open(path)
+    with as_user(TRAINER):
+        codes = [ckstore_command([command, str(target)]) for command in ("ls", "doctor", "verify", "repair")]
+    assert codes == [15] * 4
+
+
+def test_doctor_and_readers_of_a_store_that_can_only_be_read(place, capsys):
+    path = place / "store"
+    commit(path, 1, shared="umask")
+    with as_user(TRAINER):
+        assert ckstore_command(["doctor", str(path)]) == 0
+        assert "no: this user can read only" in capsys.readouterr().out
+        assert ckstore_command(["verify", str(path)]) == 0
+        assert ckstore_command(["ls", str(path)]) == 0

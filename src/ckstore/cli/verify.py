@@ -92,6 +92,8 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
         "frame_count": report.frame_count,
         "bytes_read": report.bytes_read,
         "packs_elsewhere": report.packs_elsewhere,
+        "files_torn": report.files_torn,
+        "copied_ns": report.copied_ns,
         "seconds": seconds,
         "damage": [_json_of_damage(damage) for damage in report.damage],
         "refused": [_json_of_damage(refused) for refused in report.refused],
@@ -128,6 +130,20 @@ def _print(report: Report, seconds: float) -> None:
     output.say("")
     if report.damage:
         output.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
+    if report.files_torn:
+        output.say("")
+        output.say(_about_copies(report))
+
+
+def _about_copies(report: Report) -> str:
+    known = "If this folder is a copy that was made while the store was in use (cp, rsync), that is why"
+    if report.copied_ns is not None:
+        when = output.local_time(report.copied_ns)
+        known = f"This folder is a copy, made on {when}. A copy made while the store was in use (cp, rsync) is torn so"
+    return (
+        f"{known}: files changed while they were copied. `ckstore repair COPY --from ORIGINAL --apply` completes it; "
+        "`ckstore mirror` makes whole copies of a store in use."
+    )
 
 
 def _print_damage(damage: Damage) -> None:

@@ -10,6 +10,7 @@ from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
+from ckstore.io.os_calls import medium_errors
 from ckstore.io.ownership import Sharing, is_shared_on_purpose
 from ckstore.io.remote_options import is_bucket_address
 
@@ -51,8 +52,8 @@ def backend_for(
     folder = Path(rest if separator else text)
     if engine not in ("auto", "uring", "pwrite"):
         raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")
-    if not allow_shared_folder and folder.is_dir():
-        mode = folder.stat().st_mode
+    mode = mode_of_folder(folder)
+    if mode and not allow_shared_folder:
         too_much = stat.S_IWOTH if sharing else stat.S_IWGRP | stat.S_IWOTH
         if mode & too_much and not mode & stat.S_ISVTX and not is_shared_on_purpose(str(folder)):
             raise UsageError(
@@ -61,6 +62,23 @@ def backend_for(
                 todo=f"`chmod go-w {folder}`, or allow it: allow_shared_folder=True, --allow-shared-folder",
             )
     return LocalBackend(folder, engine=engine, sharing=sharing)
+
+
+def mode_of_folder(folder: Path) -> int:
+    """Return the mode of a folder; 0 where there is none.
+
+    Raises:
+        BackendError: Nobody can tell: a folder above may not be searched, or the path is too long.
+        UsageError: It is no path at all.
+    """
+    if "\0" in str(folder):
+        raise UsageError("a path has no NUL byte", where=repr(str(folder))[:200])
+    with medium_errors(folder, "looking at a folder"):
+        try:
+            mode = folder.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        return mode if stat.S_ISDIR(mode) else 0
 
 
 def _bucket(text: str) -> Backend:

@@ -241,6 +241,10 @@ class Ageing(Protocol):
         """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
         ...
 
+    def arrived_ns(self, name: str) -> int | None:
+        """Return when a file came to this place at the latest, which no copy of it can keep; None where it is gone."""
+        ...
+
 
 @runtime_checkable
 class Swapping(Protocol):

@@ -27,7 +27,7 @@ from ckstore.io.engine import Engine, IoQueue
 from ckstore.io.engine_choice import choose_engine, takes_direct
 from ckstore.io.local_pack import LocalPackSink
 from ckstore.io.local_read import LocalReadFile, RangeReader
-from ckstore.io.os_calls import medium_errors, rename_noreplace
+from ckstore.io.os_calls import medium_error, medium_errors, rename_noreplace
 from ckstore.io.ownership import Ownership, Sharing, ownership_of
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -210,6 +210,15 @@ class LocalBackend:
             if os.lstat(path).st_mtime_ns < before_ns:
                 os.utime(path, follow_symlinks=False)
 
+    def arrived_ns(self, name: str) -> int | None:
+        """Return when a file came to this place at the latest, which no copy of it can keep; None where it is gone."""
+        path = self._path(name)
+        with medium_errors(path, "looking at a file"):
+            try:
+                return os.lstat(path).st_ctime_ns
+            except FileNotFoundError:
+                return None
+
     def free_nbytes(self) -> int | None:
         """Return the bytes that can still be written, or None when the folder does not say."""
         try:
@@ -363,6 +372,23 @@ def _absolute(path: Path) -> Path:
 
 
 def _make_folder(path: Path, ownership: Ownership, *, sync_parents: bool = False) -> bool:
+    is_new = _mkdir(path)
+    if is_new is None:
+        _make_folder(path.parent, ownership, sync_parents=sync_parents)
+        is_new = _mkdir(path)
+    if is_new is None:
+        # What is above is there and yet takes nothing, as in /proc, or was removed at this moment.
+        gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        raise medium_error(gone, where=path, what="making a folder")
+    if is_new:
+        ownership.give_folder(str(path))
+        if sync_parents:
+            _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    return is_new
+
+
+def _mkdir(path: Path) -> bool | None:
+    """Make a folder; return whether it is new, None where there is no folder above it."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -370,11 +396,7 @@ def _make_folder(path: Path, ownership: Ownership, *, sync_parents: bool = False
             raise
         return False
     except FileNotFoundError:
-        _make_folder(path.parent, ownership, sync_parents=sync_parents)
-        return _make_folder(path, ownership, sync_parents=sync_parents)
-    ownership.give_folder(str(path))
-    if sync_parents:
-        _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        return None
     return True
 
 

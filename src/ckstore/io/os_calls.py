@@ -98,7 +98,7 @@ _FAILED = {
     errno.EISDIR: "this is a folder where a file must be; check the path",
     errno.ENOENT: "the file, or a folder above it, is gone; find out who removes files from the store",
     errno.ENAMETOOLONG: "the path is too long for this file system; use a folder with a shorter path",
-    errno.ELOOP: "a symbolic link is where a file or folder must be, and none is followed; remove the link",
+    errno.ELOOP: "a symbolic link is where none is followed, or links lead in a circle; remove the link",
     errno.ESTALE: "the file server has removed or exchanged what was open; open the store again, and see what it holds",
     errno.ETIMEDOUT: "the file server does not answer; check the network and the server, then try again",
     errno.ENOTCONN: "the process or server behind this mount has ended; mount it again",
@@ -144,8 +144,7 @@ def _rights(path: str) -> str:
             continue
         return (
             f"this process is user {os.geteuid()}, and {place} belongs to user {found.st_uid} "
-            f"(mode {stat.S_IMODE(found.st_mode):04o}): have it given to the store's owner (`chown`), "
-            "or run as that user"
+            f"(mode {stat.S_IMODE(found.st_mode):04o}): have access given (`chown`, `chmod`), or run as that user"
         )
     return f"this process is user {os.geteuid()}"
 

@@ -58,6 +58,10 @@ class Report:
     bytes_read: int = 0
     packs_elsewhere: int = 0
     """Packs of other tiers, which were not looked at."""
+    files_torn: int = 0
+    """Packs that are missing or whose ends are damaged, and claims that are missing: as in a copy of a store in use."""
+    copied_ns: int | None = None
+    """When the store was copied to this place, where packs are torn and the times of files show that it is a copy."""
 
     @property
     def is_clean(self) -> bool:

@@ -69,11 +69,13 @@ class PackAudit:
             return
         if file is None:
             is_lost = all(ref.tier == LOST_TIER for ref in self._uses.refs.values())
+            self._report.files_torn += not is_lost
             self._add("chunks are lost, as a repair has recorded" if is_lost else "the pack is missing")
             return
         try:
             self.check(file)
         except (CorruptError, UnsupportedError, BackendError) as error:
+            self._report.files_torn += isinstance(error, CorruptError)
             self._audit.add(self._pack_id, error.what, error=error)
         finally:
             file.close()

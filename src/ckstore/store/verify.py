@@ -22,6 +22,7 @@ from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundErr
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.records import ConfigRecord, decode_record
+from ckstore.io.backend import Ageing
 from ckstore.store.audit import Audit, FrameCheck
 from ckstore.store.chain_audit import ChainAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
@@ -35,6 +36,9 @@ __all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
 
 LEVELS = ("quick", "read", "decode")
 CONFIG_NBYTES_MAX = 1 << 20
+_NAMES_DATED_MAX = 3
+_COPIED_AFTER_NS = 10 * 10**9
+"""A manifest has its name moments after the time that it says."""
 
 
 def verify(
@@ -93,7 +97,28 @@ def verify(
     run_aside(audit_all, on_interrupt=audit.stop.note)
     if audit.stop.error is not None:
         raise audit.stop.error
+    if report.files_torn:
+        report.copied_ns = _copied_ns(parts)
     return report
+
+
+def _copied_ns(parts: Parts) -> int | None:
+    """Return when the store was copied to this place; None where the times of its files do not say that it was."""
+    found: list[int] = []
+    if not isinstance(parts.backend, Ageing):
+        return None
+    for run in parts.runs():
+        manifests = parts.manifests_of(run)
+        names = [name for name in manifests.listing().names if name.generation == 0]
+        for name in names[:_NAMES_DATED_MAX]:
+            try:
+                written_ns, arrived_ns = manifests.header(name).time_ns, parts.backend.arrived_ns(name.path)
+            except (CkstoreError, FileNotFoundError):
+                continue
+            if arrived_ns is None or arrived_ns - written_ns < _COPIED_AFTER_NS:
+                return None
+            found.append(arrived_ns)
+    return min(found, default=None)
 
 
 def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName]]:
@@ -110,6 +135,7 @@ def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName
                 continue
             if name.seq not in claims:
                 where = parts.backend.location_of(layout.claim_name(run, name.seq))
+                report.files_torn += 1
                 report.damage.append(Damage("the claim of a published seq is missing", where, (label_of(name),)))
             yield run, name
         _check_tags(parts, run, {name.seq for name in listing.names}, report)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore.cli.main import run as ckstore_command
 from ckstore.errors import CkstoreError, NotFoundError
 
 
@@ -135,3 +136,14 @@ def test_server_that_ignores_conditions_takes_copies_and_no_commits(address, pro
         assert_equal(store.restore(1), state_of(1))
         with pytest.raises(UnsupportedError, match="If-None-Match"):
             store.commit(state_of(2), 2)
+
+
+def test_doctor_looks_at_a_store_in_a_bucket(address, capsys):
+    with ckstore.open(address) as store:
+        store.commit({"x": np.arange(9)}, 1)
+    assert ckstore_command(["doctor", address]) == 0
+    out = capsys.readouterr().out
+    assert "checkpoints: 1" in out
+    assert "warning" not in out
+    assert ckstore_command(["doctor", f"{address}/nothing"]) == 0
+    assert "there is none" in capsys.readouterr().out

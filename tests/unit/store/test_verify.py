@@ -5,6 +5,7 @@ Losing what docs/FORMAT.md calls disposable (leases, tmp, trash, packs that nobo
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.cli.main import run as ckstore_command
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import Limits
 from ckstore.errors import NotFoundError, UsageError
@@ -302,3 +304,46 @@ def test_frames_of_a_manifest_are_looked_at_once_however_many_packs_it_names(fil
     assert len(manifest.packs) == 2
     Uses().add(name, replace(manifest, frames=Frames(manifest.frames)))
     assert len(looks) == 1
+
+
+# A copy that was made while the store was in use
+
+
+def commit_and_copy(tmp_path, **how):
+    """Commit twice, copy the folder as cp -a does, and lose in the copy what came last."""
+    with ckstore.open(tmp_path / "store", **how) as store:
+        for step in range(2):
+            store.commit({"x": np.full(20_000, step)}, step)
+    subprocess.run(["cp", "-a", str(tmp_path / "store"), str(tmp_path / "copy")], check=True)
+    for place in ("store", "copy"):
+        newest = max((tmp_path / place).glob("packs/*/*"), key=lambda path: path.stat().st_mtime_ns)
+        yield tmp_path / place, newest
+
+
+def test_torn_copy_says_that_it_is_one_and_how_to_make_a_whole_one(tmp_path, clock, capsys):
+    for place, newest in commit_and_copy(tmp_path, clock=clock):
+        newest.unlink()
+        with ckstore.open(place) as store:
+            report = store.verify()
+        assert (report.files_torn, report.copied_ns is not None) == (1, True)
+        assert ckstore_command(["verify", str(place)]) == 12
+        out = capsys.readouterr().out
+        assert "This folder is a copy, made on" in out
+        assert "ckstore mirror" in out
+
+
+def test_store_that_lost_a_pack_is_not_taken_for_a_copy_but_told_what_would_look_so(tmp_path, capsys):
+    (place, newest), _ = commit_and_copy(tmp_path)
+    newest.unlink()
+    assert ckstore_command(["verify", str(place)]) == 12
+    assert "If this folder is a copy that was made while the store was in use" in capsys.readouterr().out
+    with ckstore.open(place) as store:
+        assert store.verify().copied_ns is None
+
+
+def test_torn_copy_is_completed_from_its_original(tmp_path, capsys):
+    _, (copy, newest) = commit_and_copy(tmp_path)
+    newest.chmod(0o600)
+    newest.write_bytes(newest.read_bytes()[:-4096])
+    assert ckstore_command(["repair", str(copy), "--from", str(tmp_path / "store"), "--apply"]) == 0
+    assert ckstore_command(["verify", str(copy)]) == 0
