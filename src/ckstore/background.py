@@ -140,12 +140,18 @@ class Background(Advising):
     def attach(self, optimizer: Any) -> None:
         """Let what an optimizer owns be copied while training goes on; its step waits for what is left.
 
-        What it owns are its parameters and the tensors of its state. Only its step may change them: whoever
-        changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first, or does it inside of
-        ``guard``: averaged weights that are swapped in for an evaluation, an ``Embedding`` with ``max_norm``, codebooks
-        that a forward pass updates. Who does not is found out where counters of changes or some bytes of each tensor in
-        host memory tell, on devices by counters only; and always with ``debug_guard`` of the policy.
-        Nor may their memory move meanwhile, as by ``share_memory_``: share first.
+        What it owns are its parameters and the tensors of its state. It is trusted that only its step changes them:
+        whoever changes them otherwise, after ``commit_async``, calls ``Pending.wait_staged`` first, or does it inside
+        of ``guard``: averaged weights that are swapped in for an evaluation, an ``Embedding`` with ``max_norm``. Who
+        does not fails the commit where it is seen. In host memory that is: every change that torch counts; of what it
+        does not count (through ``data``, numpy or a fused operation) whole tensors, and rows of matrices as long as
+        all of them together have at most 32,768 rows; of more rows a sample. Single elements may be missed, and on
+        devices all that is not counted. ``debug_guard`` of the policy finds every change, and costs a pass over the
+        state before the call returns.
+
+        All else is copied before ``commit_async`` returns: buffers, whatever no attached optimizer owns, and codebooks
+        of up to 16 MiB by their names (``codebook``, ``quantize``, ``vq``), since those restart entries in a forward
+        pass. Nor may memory move meanwhile, as by ``share_memory_``: share first.
 
         What an optimizer with ``capturable`` owns is copied before ``commit_async`` returns: a CUDA graph may replay
         its steps, which call no hooks. Before a graph is captured, call ``Pending.wait_staged``.

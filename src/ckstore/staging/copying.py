@@ -26,13 +26,11 @@ from ckstore.logs import tell
 from ckstore.saver.arena import UNIT_NBYTES, Slot
 from ckstore.staging.checksums import Checksums, Place
 from ckstore.staging.crew import Crew
+from ckstore.staging.spots import WORD_NBYTES
 from ckstore.staging.stowage import Section
 from ckstore.tensor import HostStorage
 
 _log = logging.getLogger("ckstore")
-
-_SAMPLE_NBYTES = 8
-"""Bytes at either end of each row of the table that are noted before training goes on."""
 
 _FRESH_UNITS = 8
 """Units that a thread populates, and then copies, where memory is still to be taken."""
@@ -95,11 +93,12 @@ class HostCopy:
     ) -> None:
         self.section = section
         self.is_over = Latch()
-        self._samples: NDArray[np.uint8] | None = None
+        self._words: NDArray[np.uint8] | None = None
         self._slot = slot
         self._sums = Checksums(section, slot, storages) if is_checked else None
         self._storages: Sequence[HostStorage] = storages
         self._table = section.table(starts, slot.address) if section.unit_count else np.empty((0, 3), np.uint64)
+        self._table_of_words = section.table_of_words(starts, slot.address)
         self._marks = slot.marks[section.first_unit : section.first_unit + section.unit_count]
         self._turn = np.zeros(1, np.uint64)
         self._bell = bell
@@ -167,39 +166,30 @@ class HostCopy:
         if self._sums is not None:
             self._sums.note()
         elif self.section.unit_count:
-            self._samples = self._sampled(0)
+            self._words = self._words_at(0)
 
     def changed_place(self) -> Place | None:
         """Return storage and offset of bytes that are not what was noted, in the copy or by now; None: all are."""
         return None if self._sums is None else self._sums.changed()
 
     def sampled_change(self) -> Place | None:
-        """Return storage and offset of a copy that is not what some bytes of its source were; None: none was seen."""
-        noted = self._samples
+        """Return storage and offset of a copy that is not what some words of its source were; None: none was seen."""
+        noted = self._words
         if noted is None:
             return None
-        rows = self.section.apart + np.flatnonzero((noted != self._sampled(1)).any(axis=1))
-        return (int(self.section.rows[rows[0], 0]), int(self.section.rows[rows[0], 1])) if rows.size else None
+        changed = np.flatnonzero((noted != self._words_at(1)).any(axis=1))
+        return (
+            (int(self.section.words[changed[0], 0]), int(self.section.words[changed[0], 1])) if changed.size else None
+        )
 
-    def _sampled(self, side: int) -> NDArray[np.uint8]:
-        """Return the first and the last bytes of each row, of its source (0) or of its copy (1).
-
-        But not of samples of chunks: nothing that is stored is read from there, and they have ten times as many rows.
-        """
-        table = self._table[self.section.apart :]
-        count = len(table)
-        found = np.zeros((count, 2 * _SAMPLE_NBYTES), np.uint8)
-        if not count:
-            return found
-        wanted = np.empty((count, 2, 3), np.uint64)
-        length = np.minimum(table[:, 2], np.uint64(_SAMPLE_NBYTES))
-        wanted[:, 0, 0] = table[:, side]
-        wanted[:, 1, 0] = table[:, side] + table[:, 2] - length
-        into = np.arange(2 * count, dtype=np.uint64).reshape(count, 2) * np.uint64(_SAMPLE_NBYTES)
-        wanted[:, :, 1] = into + np.uint64(found.ctypes.data)
-        wanted[:, :, 2] = length[:, None]
-        firsts, mark = np.array([0, 2 * count], np.uint64), np.zeros(1, np.uint8)
-        gather(wanted.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
+    def _words_at(self, side: int) -> NDArray[np.uint8]:
+        """Return the words of the section, of its source (0) or of its copy (1)."""
+        table = self._table_of_words.copy()
+        found = np.zeros((len(table), WORD_NBYTES), np.uint8)
+        table[:, 0] = self._table_of_words[:, side]
+        table[:, 1] = np.arange(len(table), dtype=np.uint64) * np.uint64(WORD_NBYTES) + np.uint64(found.ctypes.data)
+        firsts, mark = np.array([0, len(table)], np.uint64), np.zeros(1, np.uint8)
+        gather(table.data, firsts.data, mark.data, np.zeros(1, np.uint64).data, -1)
         return found
 
     def forget(self) -> None:
@@ -225,7 +215,7 @@ class HostCopy:
                 self._marks = np.zeros(0, np.uint8)
                 if self._sums is None:
                     self.forget()
-                self._table = self._table[:0].copy()
+                self._table = self._table_of_words = self._table[:0].copy()
             finally:
                 # Without memory for that too: somebody waits.
                 on_over(self._error)

@@ -17,8 +17,9 @@ from ckstore.logs import tell
 from ckstore.saver.arena import FREE, SLOTS_MAX, Arena, Slot
 from ckstore.saver.state import places_to_sample
 from ckstore.staging.crew import Crew
-from ckstore.staging.devices import Span, kinds_of, pin, starts_of
-from ckstore.staging.stowage import Stowage, stow
+from ckstore.staging.devices import Span, codebooks_of, kinds_of, pin, starts_of
+from ckstore.staging.spots import pitches_of
+from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Stowage, stow
 from ckstore.tensor import TensorSpec
 
 _log = logging.getLogger("ckstore")
@@ -27,6 +28,8 @@ _STOWED_MAX = 4
 """Shapes that are remembered: those of a state, and of parts of it that are committed apart."""
 
 _POPULATED_NBYTES = 64 << 20
+
+_UNGUARDED = {LAZY: NOW, DEVICE_LAZY: DEVICE_NOW}
 
 _PATIENCE_SECONDS = 5.0
 """Longer than it takes to populate so much; a thread that was never sent does not end."""
@@ -48,6 +51,15 @@ class _Stowed:
         return self.starts is starts or np.array_equal(self.starts, starts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shapes:
+    """What the tensors of the last capture say of its storages: the length of their rows, and which are codebooks."""
+
+    tensors: Sequence[TensorSpec]
+    pitches: Sequence[int]
+    codebooks: frozenset[int]
+
+
 class Dock:
     """The memory and the threads of one handle; both are taken when they are first needed."""
 
@@ -57,6 +69,7 @@ class Dock:
         self._crew: Crew | None = None
         self._stowed: dict[object, Stowage] = {}
         self._last: _Stowed | None = None
+        self._shapes: _Shapes | None = None
         self.is_short = False
         """Whether there was no memory for a state: ``note_short``."""
 
@@ -96,13 +109,20 @@ class Dock:
         starts, last = starts_of(captured.storages), self._last
         if last is not None and last.is_for(captured, guarded, starts):
             return last.stowage, starts
+        shapes = self._shapes
+        if shapes is None or shapes.tensors is not captured.tensors:
+            shapes = self._shapes = _Shapes(captured.tensors, pitches_of(captured), codebooks_of(captured))
         kinds = kinds_of(captured, starts, guarded)
-        key = (*kinds, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))
+        for index in shapes.codebooks:
+            # A forward pass may change it, whoever owns it.
+            kinds[index] = _UNGUARDED.get(kinds[index], kinds[index])
+        pitches = shapes.pitches
+        key = (*kinds, *pitches, *((each.nbytes, each.element_width, each.is_float) for each in captured.storages))
         if key not in self._stowed:
             if len(self._stowed) >= _STOWED_MAX:
                 self._stowed.clear()
             sampled = places_to_sample(captured.storages, self._limits)
-            self._stowed[key] = stow(captured.storages, kinds, sampled)
+            self._stowed[key] = stow(captured.storages, kinds, sampled, pitches)
         self._last = _Stowed(captured.tensors, tuple(guarded), starts, self._stowed[key])
         return self._stowed[key], starts
 

@@ -355,6 +355,6 @@ def _changed_error(captured: Captured, storage: int, offset: int) -> CorruptErro
         "a tensor was changed between commit_async and the guard of its optimizer",
         where=place_of(path),
         todo="change what an attached optimizer owns only after its guard, or do not attach it; usual causes: a second "
-        "optimizer, an Embedding with max_norm, share_memory_",
+        "optimizer, an Embedding with max_norm, rows restarted through data in a forward pass, share_memory_",
         path=path,
     )

@@ -19,6 +19,7 @@ from ckstore.plan import SHARED_NBYTES_MAX, StorageShape
 from ckstore.saver.arena import UNIT_NBYTES
 from ckstore.saver.head import SampleRow
 from ckstore.staging.runs import Run, columns_of, runs_of
+from ckstore.staging.spots import WORD_NBYTES, spots_of
 
 NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
 """When a storage is copied, and from where: host memory, at once or behind a guard; a device's, likewise."""
@@ -53,6 +54,8 @@ class Section:
     rows: NDArray[np.int64]
     apart: int = 0
     runs: tuple[Run, ...] = ()
+    words: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, _COLUMNS), np.int64))
+    """Some words of what is copied, in columns as ``rows``: by them changes beside the guard are found."""
     storages: tuple[int, ...] = field(init=False)
     """The storages that it holds something of, ascending."""
     run_columns: NDArray[np.int64] = field(init=False)
@@ -85,12 +88,11 @@ class Section:
             starts: The address of each storage.
             address: The address of the slot.
         """
-        table = np.empty((len(self.rows), 3), np.uint64)
-        rows = self.rows.view(np.uint64)
-        np.add(starts[self.rows[:, _STORAGE]], rows[:, _OFFSET], out=table[:, 0])
-        np.add(rows[:, _PLACE], np.uint64(address), out=table[:, 1])
-        table[:, 2] = rows[:, _NBYTES]
-        return table
+        return _table_of(self.rows, starts, address)
+
+    def table_of_words(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
+        """Return the same of its words."""
+        return _table_of(self.words, starts, address)
 
     def rows_of(self, unit: int) -> Iterator[Row]:
         """Yield the rows of one of its units."""
@@ -116,13 +118,16 @@ class Stowage:
     end: int
 
 
-def stow(storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled]) -> Stowage:
+def stow(
+    storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled], pitches: Sequence[int] = ()
+) -> Stowage:
     """Lay out a state.
 
     Args:
         storages: What is to be staged.
         kinds: When, of each.
         sampled: The chunks that a commit samples before it codes.
+        pitches: How long a row of each storage is, in bytes; without it no row is looked at by itself.
     """
     loader = _Loader(storages, kinds)
     apart: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
@@ -148,7 +153,36 @@ def stow(storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterab
         is_far = kind in (DEVICE_NOW, DEVICE_LAZY)
         sections.append(replace(section, runs=runs_of(section)) if is_far else section)
     places = tuple(loader.places[index] for index in range(len(storages)))
+    lazy = [index for index, its in enumerate(kinds) if its == LAZY]
+    spots = spots_of({index: (storages[index].nbytes, pitches[index]) for index in lazy if index < len(pitches)})
+    sections[LAZY] = replace(sections[LAZY], words=_words_of(sections[LAZY], spots, places))
     return Stowage(places, tuple(loader.samples), tuple(sections), loader.end)
+
+
+def _words_of(section: Section, spots: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
+    """Return some words of a section: the first and the last of each row of its table, and those at some spots.
+
+    But not of samples of chunks: nothing that is stored is read from there, and they have ten times as many rows.
+    """
+    firsts = section.rows[section.apart :].copy()
+    lengths = np.minimum(firsts[:, _NBYTES], WORD_NBYTES)
+    lasts = firsts.copy()
+    lasts[:, (_OFFSET, _PLACE)] += (firsts[:, _NBYTES] - lengths)[:, None]
+    firsts[:, _NBYTES] = lasts[:, _NBYTES] = lengths
+    single = np.empty((len(spots), _COLUMNS), np.int64)
+    single[:, (_STORAGE, _OFFSET)] = spots
+    single[:, _PLACE] = np.array(places, np.int64)[spots[:, 0]] + spots[:, 1]
+    single[:, _NBYTES] = WORD_NBYTES
+    return np.concatenate((firsts, lasts, single))
+
+
+def _table_of(rows: NDArray[np.int64], starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
+    table = np.empty((len(rows), 3), np.uint64)
+    words = rows.view(np.uint64)
+    np.add(starts[rows[:, _STORAGE]], words[:, _OFFSET], out=table[:, 0])
+    np.add(words[:, _PLACE], np.uint64(address), out=table[:, 1])
+    table[:, 2] = words[:, _NBYTES]
+    return table
 
 
 class _Loader:

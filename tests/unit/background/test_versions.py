@@ -13,6 +13,7 @@ from torch import nn
 import ckstore
 from ckstore.errors import CorruptError, SaverError
 from ckstore.staging import state as staging_state
+from ckstore.staging.spots import SPOTS_MAX
 from support.fake_device import SlowDevice
 from support.fake_saver import PretendSaver, without_hooks
 
@@ -88,6 +89,61 @@ def test_weights_that_are_swapped_through_data_fail_the_commit(store, held, opti
     with pytest.raises(CorruptError, match=r"model\.2\.weight"):
         pending.result()
     assert "staged" not in PretendSaver.started[-1].calls
+
+
+ROWS = {
+    "one row": (torch.float32, (700, 96), lambda data: data[333].fill_(1)),
+    "two narrow rows": (torch.bfloat16, (2048, 32), lambda data: data[1001:1003].normal_()),
+    "a row of a convolution": (torch.float32, (64, 32, 3, 3), lambda data: data[17].zero_()),
+    "a row of a transposed matrix": (torch.float32, (96, 700), lambda data: data.t()[5].zero_()),
+    "a column": (torch.float32, (4000, 8), lambda data: data[:, 3].add_(1)),
+    "restarted entries": (
+        torch.float64,
+        (512, 16),
+        lambda data: data.index_copy_(0, torch.tensor([3, 99]), data[:2].clone()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("dtype", "shape", "change"), ROWS.values(), ids=ROWS)
+def test_rows_that_are_changed_through_data_fail_the_commit(store, held, dtype, shape, change):
+    weights = [nn.Parameter(torch.randn(shape, dtype=dtype)) for _ in range(2)]
+    if change is ROWS["a row of a transposed matrix"][2]:
+        weights = [nn.Parameter(torch.randn(shape[::-1], dtype=dtype).t()) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    store.attach(optimizer)
+    pending = store.commit_async({"one": weights[0], "other": weights[1]}, 1)
+    change(weights[1].data)
+    with pytest.raises(CorruptError, match="other"):
+        pending.result()
+
+
+def test_of_more_rows_than_are_looked_at_a_sample_is_and_small_tensors_whole(store, held):
+    large = nn.Parameter(torch.randn(2 * SPOTS_MAX, 8))
+    small = nn.Parameter(torch.randn(1000, 8))
+    optimizer = torch.optim.SGD([large, small], lr=0.1)
+    store.attach(optimizer)
+    pending = store.commit_async({"large": large, "small": small}, 1)
+    large.data[5000:5010] += 1
+    with pytest.raises(CorruptError, match="large"):
+        pending.result()
+    pending = store.commit_async({"large": large, "small": small}, 2)
+    small.data[777] += 1
+    with pytest.raises(CorruptError, match="small"):
+        pending.result()
+
+
+@pytest.mark.parametrize("name", ["codebook", "quantizer.embed", "vq", "rvq.layers.0", "Code_Book"])
+def test_codebooks_are_copied_before_the_call_returns(store, held, name):
+    codebook, weight = nn.Parameter(torch.randn(64, 8)), nn.Parameter(torch.randn(64, 8))
+    optimizer = torch.optim.SGD([codebook, weight], lr=0.1)
+    store.attach(optimizer)
+    before = codebook.detach().clone()
+    pending = store.commit_async({"model": {name: codebook, "weight": weight}}, 1)
+    codebook.data[3:5] = 0
+    assert pending.result().step == 1
+    assert held.held == 1
+    assert before.numpy().tobytes() in PretendSaver.started[-1].content(1)
 
 
 def test_weights_that_are_swapped_when_all_was_copied_are_no_matter(store):
