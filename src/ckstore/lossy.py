@@ -4,11 +4,12 @@ A candidate is a storage that one tensor fills, whose role is known and whose se
 decides which of them are stored so in a commit, and against what.
 
 Invariants:
-- What is small, of one dimension, no float, or of unknown meaning is no candidate.
+- What is small, of one dimension, no float, or of unknown meaning is no candidate; nor is what counts something.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -27,8 +28,16 @@ from ckstore.quant.settings import (
     WeightSettings,
 )
 from ckstore.store.known import KnownFrame
-from ckstore.tensor import TensorSpec, byte_strides_of, count_of
+from ckstore.tensor import HostStorage, TensorSpec, byte_strides_of, count_of
 from ckstore.tree import format_path
+
+_COUNT_WORD = re.compile(
+    r"(?i)(\w+_)?(counts?|counters?|hist(ogram)?s?|usages?|confusion(_?mat(rix)?)?|cluster_sizes?|frequenc(y|ies))"
+    r"|num_\w+|n_\w+|tokens_per_\w+"
+)
+"""What buffers are called that count something, averages of counts included."""
+
+_FIRST_NBYTES, _LATER_NBYTES = 4096, 1 << 20
 
 Settings = WeightSettings | PrunedWeights | FirstMomentSettings | SecondMomentSettings | PrunedMoments
 FloatName = Literal["float32", "bfloat16", "float16"]
@@ -136,6 +145,7 @@ class Candidates:
         self.weight_of: dict[int, int] = {}
         self._captured = captured
         self._pairing: Pairing = pair(captured.tree, captured.tensors)
+        self._paired = frozenset(self._pairing.weight_of.values())
         self._views: dict[int, list[int]] = {}
         for index in self._pairing.paths:
             self._views.setdefault(captured.tensors[index].storage, []).append(index)
@@ -181,6 +191,8 @@ class Candidates:
         shape = next((shape for spec in specs if (shape := memory_shape(spec, WIDTHS[dtype], nbytes))), None)
         if shape is None or len(shape) < 2 or count_of(shape) < self.residual.nelements_min:
             return
+        if role == "weight" and not is_master and self._counts(views, storage, dtype):
+            return
         settings = self._settings(views, role)
         if settings is not None:
             constants = self._constants(views[0])
@@ -192,6 +204,22 @@ class Candidates:
         if index in self._pairing.unknown:
             return "weight" if self.residual.names(format_path(self._pairing.paths[index])) else None
         return self._pairing.roles.get(index)
+
+    def _counts(self, views: Sequence[int], storage: int, dtype: FloatName) -> bool:
+        """Whether what is taken for a weight counts something, by its name or its values: a buffer of a model.
+
+        A weight that an optimizer trains counts nothing, and a rule that names it decides.
+        """
+        if not self._paired.isdisjoint(views):
+            return False
+        paths = [
+            path for index in views for path in (self._pairing.paths[index], *self._pairing.other_paths.get(index, ()))
+        ]
+        if any(self.residual.names(format_path(path)) for path in paths):
+            return False
+        if any(_COUNT_WORD.fullmatch(str(path[-1]).rpartition(".")[2]) for path in paths if path):
+            return True
+        return _holds_integers(self._captured.storages[storage], dtype)
 
     def _settings(self, views: Sequence[int], role: Role) -> Settings | Literal["exact"] | None:
         """Return how a part is quantized; None: not at all, and nothing depends on it."""
@@ -219,6 +247,23 @@ class Candidates:
             return replace(constants, step_tensor=None)
         content = self._captured.storages[spec.storage].read(spec.offset, spec.offset + np.dtype(dtype).itemsize)
         return replace(constants, step=float(np.frombuffer(bytes(content), dtype)[0]), step_tensor=None)
+
+
+def _holds_integers(storage: HostStorage, dtype: FloatName) -> bool:
+    """Whether every element is a whole number; of nearly every weight the first few bytes say that it is not so."""
+    begin, step = 0, _FIRST_NBYTES
+    while begin < storage.nbytes:
+        end = min(begin + step, storage.nbytes)
+        content = bytes(storage.read(begin, end))
+        if dtype == "bfloat16":
+            values = (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = np.frombuffer(content, "<f4" if dtype == "float32" else "<f2").astype("<f4")
+        # What is no number equals nothing, and infinity counts nothing.
+        if not (np.isfinite(values) & (values == np.rint(values))).all():
+            return False
+        begin, step = end, _LATER_NBYTES
+    return True
 
 
 def memory_shape(spec: TensorSpec, width: int, nbytes: int) -> tuple[int, ...] | None:

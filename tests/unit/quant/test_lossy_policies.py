@@ -53,6 +53,30 @@ def test_a_rule_makes_a_weight_of_what_no_key_says_is_one(store):
     assert lost((("blobs.a", "exact"), ("blobs.*", NEAR.tensors))) == {W, M, V, "blobs.b"}
 
 
+COUNTED = {
+    # By its values: whole numbers.
+    "seen": lambda noise, step: np.rint(100 * noise) + step,
+    "seen_halves": lambda noise, step: np.rint((20 + step) * noise + step * noise[::-1]).astype(np.float16),
+    # By its name: averages of counts.
+    "cluster_size": lambda noise, step: noise + step / 3,
+    "token_counts": lambda noise, step: noise + step / 3,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTED.items(), ids=COUNTED)
+def test_buffers_of_a_model_that_count_stay_exact_unless_a_rule_names_them(store, name, count):
+    def lost(rules, first):
+        for step in range(first, first + 2):
+            state = run.train().state()
+            state["model"] |= {name: count(noise, step), "other": noise + np.float32(0.01) * step * noise[::-1]}
+            store.commit(state, step, policy=lossy_policy(replace(NEAR, rules=rules)))
+        return {path for path in losses(store) if path.startswith("model.")}
+
+    run, noise = AdamRun(), AdamRun(2).train().w.copy()
+    assert lost((), 0) == {W, "model.other"}
+    assert f"model.{name}" in lost(((f"model.{name}", NEAR.tensors),), 2)
+
+
 def test_a_rule_names_a_tied_weight_by_any_of_its_paths(store):
     run = AdamRun()
     for step in range(2):
