@@ -102,13 +102,15 @@ class Progress:
             *([f"written in part: {listed(partly)}"] if partly else []),
             *([f"still as before: {listed(rest)}"] if rest else []),
         ]
-        text = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-        more = " ".join(str(error).split("\n")[1:3]).strip()
+        # What torch says of keys and shapes is on the next lines.
+        text = " ".join(line.strip() for line in str(error).strip().split("\n")[:3]).rstrip(".")
+        raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        by_hand = f"restore(only={place_of(path)!r})" if path else "restore()"
         return UsageError(
-            f"{what} raised {text}{' ' + more if more else ''}",
+            f"{what} raised {raised}",
             where=place_of(path),
             todo="; ".join(told) + ". To go on, make the object fit and restore again, which writes everything anew; "
-            f"or load this part by hand from restore(only={place_of(path)!r}), and the others with only=",
+            f"or load this part by hand from {by_hand}, and the others with only=",
             path=path,
             written=written,
             partly_written=partly,

@@ -52,6 +52,19 @@ def test_a_load_that_fails_says_what_was_written_and_how_to_go_on():
     assert isinstance(error.__cause__, KeyError)
 
 
+class Strange(torch.nn.Linear):
+    """Loads by a hook of its own, so that only torch itself can say what is wrong."""
+
+    def __init__(self, width):
+        super().__init__(width, 2)
+        self.register_load_state_dict_post_hook(lambda *_: None)
+
+
+def test_what_torch_says_of_a_module_with_hooks_is_passed_on():
+    with pytest.raises(UsageError, match=r"of Strange raised RuntimeError: .* size mismatch for weight"):
+        fill(keep({"m": Strange(3)}), into={"m": Strange(4)})
+
+
 class Odd:
     pass
 
