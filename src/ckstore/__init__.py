@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         MissingChunkError,
         NotFoundError,
         SaverError,
+        UnreachableError,
         UnsupportedError,
         UsageError,
     )
@@ -92,6 +93,7 @@ _MODULE_OF = {
             "MissingChunkError",
             "NotFoundError",
             "SaverError",
+            "UnreachableError",
             "UnsupportedError",
             "UsageError",
         ),
@@ -131,6 +133,7 @@ __all__ = [
     "Store",
     "TensorSettings",
     "TrainState",
+    "UnreachableError",
     "UnsupportedError",
     "UsageError",
     "WeightSettings",

@@ -51,6 +51,7 @@ from ckstore.plan import CommitPlan, plan_commit
 from ckstore.quant.settings import PrunedMoments
 from ckstore.repack import Aside
 from ckstore.store.known import LOST_TIER, Known, locate
+from ckstore.store.manifests import EmptyRunError
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 from ckstore.store.replace import finish_replacements, settle
@@ -140,7 +141,7 @@ def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:
         return False
     try:
         newest = resolve(parts, "latest").seq
-    except NotFoundError:
+    except EmptyRunError:
         return False
     return any(resolve(parts, ref).seq == newest for ref in refs)
 

@@ -17,6 +17,7 @@ from ckstore.format.header import ManifestHeader
 from ckstore.format.manifest import Manifest
 from ckstore.lossy_warnings import named_nothing, tensor_words
 from ckstore.quant.settings import Residual
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, header_or_none, load_whole, resolve
 
@@ -162,7 +163,7 @@ def packs_nbytes(parts: Parts) -> int:
     for name in parts.manifests.listing().names:
         try:
             manifest = load_whole(parts, name)
-        except NotFoundError:
+        except DroppedError:
             continue
         packs.update({pack.pack_id: pack.nbytes for pack in manifest.packs})
     return sum(packs.values())

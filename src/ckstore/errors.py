@@ -11,6 +11,7 @@ CkstoreError                        base; never a ValueError
 ├── UnsupportedError                newer format, unknown codec or flag             exit 13
 ├── CapacityError                   disk, quota, memory budget                      exit 14
 ├── BackendError                    the medium failed; ``is_transient``             exit 15
+│   └── UnreachableError            a store or tier that is known cannot be reached
 ├── BoundError                      quantizing would exceed the policy              exit 16
 ├── SaverError                      the saver died or was ended                     exit 17
 └── UsageError (ValueError)         the call was wrong                              exit 2
@@ -174,6 +175,12 @@ class BackendError(CkstoreError):
 def is_refused(error: BaseException) -> bool:
     """Whether an error says that the caller may not have what is stored: no word about whether it is whole."""
     return isinstance(error, BackendError) and bool(error.is_refused)
+
+
+class UnreachableError(BackendError):
+    """A store or a tier that is needed cannot be reached, so what it holds is unknown: mount or configure it."""
+
+    code = "unreachable"
 
 
 class BoundError(CkstoreError):

@@ -16,6 +16,7 @@ from ckstore.contents import Contents, contents_of
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.header import ManifestHeader
 from ckstore.info import Info
+from ckstore.store.manifests import EmptyRunError
 from ckstore.store.parts import Parts
 from ckstore.store.references import (
     Reference,
@@ -65,13 +66,18 @@ class Handle:
         """Return the newest checkpoint that is whole, or None in an empty run.
 
         Waits while the saver of a trainer that has died still publishes one, as ``restore`` does, and says so.
+
+        Raises:
+            UnreachableError: One that may be the newest needs a tier that cannot be reached, or the store is not there
+                any more.
+            CorruptError: There are checkpoints, and none is whole.
         """
         with self._lock:
             self._check_open()
             self._parts.wait_for_orphan()
             try:
                 manifest, passed_over = newest_whole(self._parts)
-            except NotFoundError:
+            except EmptyRunError:
                 return None
             return self._info(manifest.header, warnings=passed_over)
 
@@ -86,13 +92,15 @@ class Handle:
             return self._info(header)
 
     def log(self) -> list[Info]:
-        """Return every entry of the run, newest first.
+        """Return every entry of the run, newest first; one that is damaged is left out, with a warning in the log.
 
         Raises:
-            CorruptError: A header is damaged; `ckstore ls` shows the others.
+            UnreachableError: The store is not there any more.
+            ConflictError: Another store has taken its place.
         """
         with self._lock:
             self._check_open()
+            self._parts.require_same_store()
             by_seq: dict[int, list[str]] = {}
             for name, record in self._parts.tags.all().items():
                 by_seq.setdefault(record.seq, []).append(name)
@@ -106,6 +114,7 @@ class Handle:
         """Return the steps that can be restored, each once, ascending; waits as ``latest`` does."""
         with self._lock:
             self._check_open()
+            self._parts.require_same_store()
             self._parts.wait_for_orphan()
             return sorted({name.step for name in self._parts.manifests.listing().names})
 

@@ -381,8 +381,9 @@ class Handover:
         retention = self._parts.retention
 
         def start() -> Saver:
+            store_id = self._parts.store_id.hex()
             self._saver = Saver.start(
-                place, run, arena, nice=self._nice, engine=engine, retention=retention, clock=clock
+                place, run, arena, nice=self._nice, engine=engine, retention=retention, clock=clock, store_id=store_id
             )
             return self._saver
 

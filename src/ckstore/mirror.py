@@ -6,7 +6,8 @@ manifest. Then tags. Nothing here changes, and nothing there is removed: what wa
 Invariants:
 - A checkpoint exists there only when all that it needs was seen there, and every byte of it was found to be what was
   committed: a copy of damage is none.
-- One that is damaged keeps no other from being copied; which those were is told at the end.
+- One that is damaged, or in a tier that cannot be reached, keeps no other from being copied; which those were is told
+  at the end, by an error.
 - A mirror that was interrupted is done again, and copies what is missing.
 """
 
@@ -16,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckstore.errors import CorruptError, NotFoundError, UsageError
+from ckstore.errors import CorruptError, NotFoundError, UnreachableError, UsageError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, PackRef
@@ -26,6 +27,7 @@ from ckstore.io.backend import Backend, ReadFile
 from ckstore.store.altered import damaged_error
 from ckstore.store.arrival import Arrivals
 from ckstore.store.known import LOST_TIER
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
 from ckstore.store.tags import Tags
@@ -44,6 +46,7 @@ class MirrorRun:
         kept_count: Checkpoints there that are not here any more.
         tag_count: Tags that were set or moved there.
         damaged_count: Those that are damaged here, or there; they were not copied.
+        unreachable_count: Those that are in a tier that cannot be reached; they were not copied.
     """
 
     run: str
@@ -53,6 +56,7 @@ class MirrorRun:
     kept_count: int
     tag_count: int
     damaged_count: int = 0
+    unreachable_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,11 @@ def mirror(
         ConflictError: A checkpoint there is another one.
         CorruptError: Of some, a pack here is damaged or missing, or one there is not ours: these were not copied, and
             all others were. Its ``checkpoints`` names them, its ``report`` tells of all.
+        UnreachableError: Some are in a tier that cannot be reached: these were not copied, and all others were; it has
+            the same facts. Without a ``report``, it is the address of the copy that cannot be reached.
         BackendError: The place does not answer.
     """
+    parts.require_same_store()
     target = backend_for(address)
     if target.root == parts.backend.root:
         raise UsageError("a store is no copy of itself", where=target.root, todo="name another place")
@@ -116,7 +123,7 @@ class _Mirror:
         self._store = StoreCopy(parts, target)
         self._packs = PackCopy(parts, target, reads_back=read_back, check=self._check)
         self._arrivals: Arrivals | None = None
-        self._damaged: dict[ManifestName, CorruptError] = {}
+        self._damaged: dict[ManifestName, CorruptError | UnreachableError] = {}
         self._left_out: set[tuple[str, int]] = set()
 
     def run(self, *, dry_run: bool, on_progress: Callable[[int, int], None] | None) -> MirrorReport:
@@ -142,20 +149,24 @@ class _Mirror:
                 tell(done, total)
             tags = 0 if dry_run else sum(self._copy_tags(run))
             gone = {name.seq for name in there[run]} - {name.seq for name in here[run]}
-            damaged = sum(name.run == run for name in self._damaged)
-            reports.append(MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, damaged))
+            reports.append(MirrorRun(run, len(here[run]), copied, partial, len(gone), tags, *self._counts(run)))
         copies = self._packs.copied
         report = MirrorReport(self._target.root, dry_run, tuple(reports), sum(copies.values()), len(copies))
         if self._damaged:
             raise damaged_error("copied", self._damaged, report)
         return report
 
+    def _counts(self, run: str) -> tuple[int, int]:
+        """Return how many of a run are damaged, and how many cannot be reached."""
+        found = [isinstance(error, UnreachableError) for name, error in self._damaged.items() if name.run == run]
+        return found.count(False), found.count(True)
+
     def _names_there(self, run: str) -> set[ManifestName]:
         files = self._target.list_names(layout.manifests_folder(run))
         return {name for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
 
     def _copy(self, name: ManifestName) -> bool:
-        """Copy a checkpoint; return False for one of which parts are lost or damaged, or that is gone."""
+        """Copy a checkpoint; return False for one that is partial, damaged, out of reach, or gone."""
         try:
             manifest = self._loaded(name)
             if any(pack.tier == LOST_TIER for pack in manifest.packs):
@@ -164,9 +175,9 @@ class _Mirror:
             self._arrivals = Arrivals(self._parts, manifest.header.name, manifest, copy=self._target)
             self._packs.run(manifest.packs)
             self._store.put_manifest(manifest)
-        except NotFoundError:
+        except DroppedError:
             return False
-        except CorruptError as error:
+        except (CorruptError, UnreachableError) as error:
             self._damaged[name] = error
             return False
         return True

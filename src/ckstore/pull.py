@@ -23,6 +23,7 @@ from ckstore.io.backend import ReadFile
 from ckstore.store.altered import damaged_error
 from ckstore.store.arrival import Arrivals
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 from ckstore.store.references import Reference, load_whole, resolve
 from ckstore.store.replace import settle
@@ -89,12 +90,14 @@ def pull(
         on_progress: Called with bytes of packs done, and in all.
 
     Raises:
-        NotFoundError: No such checkpoint, or its tier is not configured.
+        NotFoundError: No such checkpoint.
+        UnreachableError: It is in a tier that cannot be reached.
         CorruptError: Of some, a pack there is not what was pushed, or the manifest here is damaged: these are as they
             were, and all others are here. Its ``checkpoints`` names them, its ``report`` tells of all.
         CapacityError: The disk is full; what was brought back so far is here.
         BackendError: A server does not answer.
     """
+    parts.require_same_store()
     listed = parts.manifests.listing().names
     names = list(listed) if refs is None else [resolve(parts, ref) for ref in refs]
     away: dict[ManifestName, dict[PackId, int]] = {}
@@ -167,9 +170,7 @@ class _Puller:
             try:
                 if self._pull_once(name):
                     return True
-            except NotFoundError:
-                if not self._parts.manifests.is_marked(name.seq):
-                    raise
+            except DroppedError:
                 return False
         raise ConflictError(
             f"seq {name.seq} is replaced again and again while it is pulled",

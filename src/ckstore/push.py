@@ -18,11 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckstore.errors import ConflictError, NotFoundError, UsageError
+from ckstore.errors import ConflictError, UsageError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest
 from ckstore.ids import PackId
+from ckstore.io.address import backend_for
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
 from ckstore.store.replace import settle
@@ -141,10 +143,12 @@ def push(
 
     Raises:
         UsageError: Another store lies there.
+        UnreachableError: Checkpoints are there already, and the place is empty: it is not mounted, perhaps.
         ConflictError: A checkpoint there is another one, or one here is replaced again and again.
         CorruptError: A pack here is damaged, or one there is not ours.
         BackendError: The place does not answer. Whatever is raised, every checkpoint is whole, here or there.
     """
+    parts.require_same_store()
     members = _members(parts, policy)
     total = _nbytes_of([member for member in members if member.action == "push"])
     if dry_run:
@@ -160,12 +164,11 @@ def push(
 
 def _name_of_place(parts: Parts, address: str, tier: str | None) -> str:
     """Return the name of the tier at an address; a new one gets it only when it was reached, and is or may be ours."""
-    place = parts.tiers.new_place(address, name=tier)
-    if place is not None:
-        try:
-            StoreCopy(parts, place).prepare()
-        finally:
-            place.close()
+    place = parts.tiers.new_place(address, name=tier) or backend_for(address)
+    try:
+        StoreCopy(parts, place).prepare()
+    finally:
+        place.close()
     return parts.tiers.name_for(address, name=tier)
 
 
@@ -263,7 +266,6 @@ class _Pusher:
         if not names:
             return {}
         self._parts.manifests.make_folders()
-        self._store.prepare()
         return {name.seq: self._push(name) for name in names}
 
     def _push(self, name: ManifestName) -> bool:
@@ -278,11 +280,13 @@ class _Pusher:
                 return True
             except RelocatedError:
                 self._step_over(manifest)
-            except NotFoundError as error:
-                if self._parts.manifests.is_marked(name.seq):
-                    _log.warning("seq %d was dropped while it was pushed: %s", name.seq, error.what)
-                    return False
+            except FileNotFoundError:
+                # A folder is made before anything is put into it: this one went away with its file system.
+                self._parts.tiers.require_there(self._tier)
                 raise
+            except DroppedError as error:
+                _log.warning("seq %d was dropped while it was pushed: %s", name.seq, error.what)
+                return False
             except _ReplacedError:
                 continue
         raise ConflictError(
@@ -313,6 +317,8 @@ class _Pusher:
                 where=self._parts.backend.root,
                 todo="see config.json; nothing here was let go of",
             )
+        # What was copied after its file system went away lies in a bare mount point.
+        self._parts.tiers.require_there(self._tier)
         header = manifest.header
         replacement = replace(
             manifest,

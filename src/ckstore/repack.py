@@ -19,13 +19,14 @@ from ckstore.basing import Form
 from ckstore.chunks import ChunkWriter
 from ckstore.coding_thread import thread_nbytes
 from ckstore.config import MIB, Policy, RepackPolicy
-from ckstore.errors import CkstoreError, ConflictError, NotFoundError
+from ckstore.errors import CkstoreError, ConflictError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, relocated
 from ckstore.repack_plan import Action, Member, RepackPlan, Rewrite, plan_repack
 from ckstore.repack_sketch import Placed, roots_of
 from ckstore.store.known import Known, locate
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
 from ckstore.store.replace import finish_replacements, settle
@@ -203,7 +204,7 @@ class _Repacker:
         for member in self._plan.members:
             try:
                 manifest = load_whole(self._parts, member.name)
-            except NotFoundError:
+            except DroppedError:
                 # It was dropped since, and its drop stands; nothing depends on its frames but what names them.
                 continue
             if manifest.header.generation != member.name.generation:
@@ -224,7 +225,7 @@ class _Repacker:
         replacement, name = self._publish(manifest, rewrite, stored)
         try:
             settle(self._parts, replacement, name)
-        except NotFoundError as error:
+        except DroppedError as error:
             _log.warning("%s; its drop stands", error.what)
             self._placed.back_to(mark)
             return None

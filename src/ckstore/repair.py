@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnsupportedError
+from ckstore.errors import ConflictError, CorruptError, UnsupportedError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest, relocated
@@ -28,6 +28,7 @@ from ckstore.repair_plan import Mend, RepairPlan, plan_repair
 from ckstore.store.audit import FrameCheck
 from ckstore.store.known import KnownFrame, locate
 from ckstore.store.lost import lost_frames
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 from ckstore.store.quarantine import quarantine_manifest, quarantine_pack, quarantined_names
 from ckstore.store.replace import settle
@@ -223,7 +224,7 @@ def _replace(parts: Parts, mend: Mend, plan: RepairPlan, copies: Copies) -> bool
     published = parts.manifests.publish(replacement)
     try:
         settle(parts, replacement, published)
-    except NotFoundError as error:
+    except DroppedError as error:
         _log.warning("%s; its drop stands", error.what)
         return False
     return True

@@ -99,7 +99,8 @@ class Tiering(Handle):
             on_progress: Called with bytes of packs done and in all, from any thread.
 
         Raises:
-            NotFoundError: No such checkpoint, or its tier is not configured.
+            NotFoundError: No such checkpoint.
+            UnreachableError: It is in a tier that cannot be reached.
             CorruptError: Of some, a pack there is not what was pushed: these are as they were, and all others are here.
                 ``checkpoints`` names them, ``report`` tells of all.
             CapacityError: The disk is full; what was brought back so far is here.
@@ -135,6 +136,7 @@ class Tiering(Handle):
             ConflictError: Someone else commits there.
             CorruptError: Of some, a pack here is damaged or missing, or one there is not ours: these were not copied,
                 and all others were. ``checkpoints`` names them, ``report`` tells of all.
+            UnreachableError: Some are in a tier that cannot be reached: these were not copied, and all others were.
             BackendError: The server does not answer, or refuses.
         """
         from ckstore.mirror import mirror

@@ -24,6 +24,7 @@ TREE = {
     "UnsupportedError": ("CkstoreError", "unsupported", 13),
     "CapacityError": ("CkstoreError", "capacity", 14),
     "BackendError": ("CkstoreError", "backend", 15),
+    "UnreachableError": ("BackendError", "unreachable", 15),
     "BoundError": ("CkstoreError", "bound", 16),
     "SaverError": ("CkstoreError", "saver", 17),
     "UsageError": ("CkstoreError", "usage", 2),

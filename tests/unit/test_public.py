@@ -48,6 +48,7 @@ NAMES = [
     "Store",
     "TensorSettings",
     "TrainState",
+    "UnreachableError",
     "UnsupportedError",
     "UsageError",
     "WeightSettings",

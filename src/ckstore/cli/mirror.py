@@ -10,7 +10,7 @@ from ckstore.cli import output
 from ckstore.cli.options import AsJson, Shared, StorePath, opened, report_of
 from ckstore.cli.output import Column
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import CorruptError
+from ckstore.errors import CkstoreError, CorruptError, UnreachableError
 
 if TYPE_CHECKING:
     from ckstore.mirror import MirrorReport, MirrorRun
@@ -21,6 +21,7 @@ _COLUMNS = (
     Column("copied", is_number=True),
     Column("partial", is_number=True, worth=0),
     Column("damaged", is_number=True),
+    Column("out of reach", is_number=True, worth=0),
     Column("only there", is_number=True, worth=1),
     Column("tags", is_number=True, worth=2),
 )
@@ -47,14 +48,16 @@ def run(
     copied      checkpoints that were not there, or in an older form
     partial     those of which parts are lost: they are left out
     damaged     altered ones: left out, named at the end, and the exit code is 12
+    out of reach  in a tier that cannot be reached: left out, named at the end,
+                and the exit code is 15
     only there  those that are not here any more
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
-        damage: CorruptError | None = None
+        damage: CkstoreError | None = None
         try:
             report = store.mirror(address, read_back=read_back, dry_run=dry_run)
-        except CorruptError as error:
+        except (CorruptError, UnreachableError) as error:
             damage, report = error, report_of(error)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
@@ -82,7 +85,7 @@ def _print(report: MirrorReport, seconds: float) -> None:
 def _cells(each: MirrorRun) -> list[str]:
     counts = (
         each.checkpoint_count, each.copied_count, each.partial_count,
-        each.damaged_count, each.kept_count, each.tag_count,
+        each.damaged_count, each.unreachable_count, each.kept_count, each.tag_count,
     )  # fmt: skip
     return [each.run, *(str(count) for count in counts)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.errors import CorruptError
+from ckstore.errors import CkstoreError
 
 if TYPE_CHECKING:
     from ckstore.api import Store
@@ -46,7 +46,7 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
         yield store
 
 
-def report_of(error: CorruptError) -> Any:
+def report_of(error: CkstoreError) -> Any:
     """Return the report of what went well nonetheless; raise the error where nothing did."""
     if "report" not in error.facts:
         raise error

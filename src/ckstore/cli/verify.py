@@ -10,7 +10,7 @@ import typer
 from ckstore.cli import output
 from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.errors import BackendError, CorruptError, UsageError
+from ckstore.errors import BackendError, CorruptError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
     from ckstore.store.verify import Damage, Report
@@ -34,6 +34,8 @@ def run(
     allow_shared_folder: Shared = False,
 ) -> None:
     """Look for damage; nothing is changed. Exit code 12 when there is any.
+
+    Exit code 15: none was found, and a tier that checkpoints are in cannot be reached.
 
     \b
     quick   manifests, and the tables of every pack: seconds
@@ -71,6 +73,12 @@ def run(
             todo="have them given to the store's owner (`chown`), or verify as that user",
             is_refused=True,
         )
+    if report.unreachable:
+        raise UnreachableError(
+            f"{len(report.unreachable)} {'tier' if len(report.unreachable) == 1 else 'tiers'} cannot be reached",
+            where=path,
+            todo="mount or configure what the list names, then verify again",
+        )
 
 
 def _level_of(level: str | None, *, is_decode: bool) -> str:
@@ -97,6 +105,7 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "damage": [_json_of_damage(damage) for damage in report.damage],
         "refused": [_json_of_damage(refused) for refused in report.refused],
+        "unreachable": [_json_of_damage(tier) for tier in report.unreachable],
     }
 
 
@@ -124,8 +133,8 @@ def _print(report: Report, seconds: float) -> None:
     output.say(f"{verdict}. Level {report.level}: {looked_at}; read {spent}.")
     for damage in report.damage:
         _print_damage(damage)
-    for refused in report.refused:
-        _print_damage(refused)
+    for found in (*report.refused, *report.unreachable):
+        _print_damage(found)
     hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
     output.say("")
     if report.damage:

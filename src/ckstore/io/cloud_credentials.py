@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckstore.errors import NotFoundError, UsageError
+from ckstore.errors import UnreachableError, UsageError
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _OTHER_SOURCES = (
@@ -37,7 +37,7 @@ def profile_credentials() -> dict[str, Any]:
     """Return the keys and the region of the profile in use, for obstore; nothing where something else gives keys.
 
     Raises:
-        NotFoundError: ``AWS_PROFILE`` names a profile that is in no file.
+        UnreachableError: ``AWS_PROFILE`` names a profile that is in no file.
     """
     wanted = os.environ.get("AWS_PROFILE", "")
     if not wanted and any(os.environ.get(name) for name in _OTHER_SOURCES):
@@ -46,7 +46,7 @@ def profile_credentials() -> dict[str, Any]:
     keys = _section("AWS_SHARED_CREDENTIALS_FILE", "credentials", profile)
     settings = _section("AWS_CONFIG_FILE", "config", profile if profile == "default" else f"profile {profile}")
     if wanted and not keys and not settings:
-        raise NotFoundError(
+        raise UnreachableError(
             f"there is no profile {wanted!r}", where="AWS_PROFILE", todo="check ~/.aws/credentials and ~/.aws/config"
         )
     merged = {**settings, **keys}

@@ -10,7 +10,7 @@ import re
 from typing import Any, Literal
 
 from ckstore.config import KIB
-from ckstore.errors import BackendError, CapacityError, CkstoreError, NotFoundError
+from ckstore.errors import BackendError, CapacityError, CkstoreError, UnreachableError
 
 Kind = Literal["missing", "exists", "wrong place", "refused", "full", "odd name", "other", "transient"]
 
@@ -92,7 +92,7 @@ def _kind_of(error: Exception, status: str, code: str) -> Kind:
 
 def meaning_of(
     failed: Failed, what: str, *, where: str, root: str, is_uncertain: bool = False
-) -> BackendError | CapacityError | NotFoundError:
+) -> BackendError | CapacityError:
     """Return the error that a failure is to the caller.
 
     Args:
@@ -104,7 +104,7 @@ def meaning_of(
     """
     reason = f"{what} failed ({failed.said})"
     if failed.kind == "wrong place":
-        return NotFoundError(f"there is no such bucket ({failed.said})", where=root, todo="check the address")
+        return UnreachableError(f"there is no such bucket ({failed.said})", where=root, todo="check the address")
     if failed.kind == "full":
         return CapacityError(reason, where=where, todo="enlarge the bucket's quota, or remove what lies there")
     if failed.kind == "refused":

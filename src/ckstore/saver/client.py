@@ -89,6 +89,7 @@ class Saver:
         engine: EngineName = "auto",
         retention: Mapping[str, Any] = _NO_RULES,
         clock: Clock = SYSTEM_CLOCK,
+        store_id: str = "",
     ) -> Saver:
         """Start a saver; returns at once, and tickets may be handed to it at once.
 
@@ -100,12 +101,14 @@ class Saver:
             engine: What moves packs.
             retention: Rules by which checkpoints may go when the disk is full.
             clock: Where time comes from.
+            store_id: Identity of the store, hexadecimal; the saver refuses another one. Empty: it takes any.
 
         Raises:
             SaverError: No process can be started.
         """
         try:
-            process, channel, bell = launch(hello_to(address, run, engine, nice, retention), arena.fd)
+            hello = hello_to(address, run, engine, nice, retention, store_id)
+            process, channel, bell = launch(hello, arena.fd)
         except OSError as error:
             raise SaverError(f"no saver can be started ({error})", todo="commit without one") from error
         watch = Watch(process.pid, process_started(process.pid) or "")

@@ -32,6 +32,7 @@ from ckstore.saver import messages
 from ckstore.saver.messages import Message
 from ckstore.saver.state import GatedLease, Ticket
 from ckstore.stale import Fingerprint
+from ckstore.store.identity import require_same_store
 from ckstore.store.lease_record import GONE, SaverPurpose
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import load_whole, resolve
@@ -100,6 +101,8 @@ class Committer:
         )
         parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
         parts.retention = json.loads(hello.retention)
+        if hello.store_id:
+            require_same_store(backend, bytes.fromhex(hello.store_id))
         parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
         self._parts = parts
         if isinstance(backend, LocalBackend):

@@ -35,6 +35,7 @@ Fact = Scalar | list[str]
 class Hello(NamedTuple):
     """Trainer: the first message; where to save, and whom to watch.
 
+    ``store_id`` (hex) is the store that the trainer has opened there: by now another one may have taken its place.
     The address is as the file system has it, which need not be UTF-8. ``trainer_started`` is what
     ``store.processes.process_started`` says of the trainer; ``retention`` holds, as JSON, the rules by which
     checkpoints may go when the disk is full.
@@ -48,6 +49,7 @@ class Hello(NamedTuple):
     nice: int
     log_level: Count
     retention: str = "{}"
+    store_id: ShortText = ""
 
 
 class Begin(NamedTuple):

@@ -80,7 +80,9 @@ def how_ended(code: int) -> str:
     return f"was killed by {name}" + (" (by hand, or for want of memory)" if -code == signal.SIGKILL else "")
 
 
-def hello_to(address: str, run: str, engine: EngineName, nice: int, retention: Mapping[str, Any]) -> messages.Hello:
+def hello_to(
+    address: str, run: str, engine: EngineName, nice: int, retention: Mapping[str, Any], store_id: str = ""
+) -> messages.Hello:
     """Return what this process says first to a saver of its own."""
     return messages.Hello(
         address=os.fsencode(address),
@@ -91,6 +93,7 @@ def hello_to(address: str, run: str, engine: EngineName, nice: int, retention: M
         nice=nice,
         log_level=_log.getEffectiveLevel(),
         retention=json.dumps(dict(retention)),
+        store_id=store_id,
     )
 
 

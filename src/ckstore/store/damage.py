@@ -6,7 +6,7 @@ looked up when there is damage, in the manifest read once more.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -62,11 +62,13 @@ class Report:
     """Packs that are missing or whose ends are damaged, and claims that are missing: as in a copy of a store in use."""
     copied_ns: int | None = None
     """When the store was copied to this place, where packs are torn and the times of files show that it is a copy."""
+    unreachable: list[Damage] = field(default_factory=list)
+    """Tiers that checkpoints are in, and that cannot be reached: nothing is known of what they hold."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether all was read, and nothing is damaged."""
-        return not self.damage and not self.refused
+        """Whether all was read, nothing is damaged, and no tier that checkpoints need is out of reach."""
+        return not self.damage and not self.refused and not self.unreachable
 
     def add(self, found: Damage, error: BaseException | None = None) -> None:
         """Add what was found; where ``error`` says that it may not be read, not as damage."""
@@ -105,13 +107,17 @@ class Uses:
     """What manifests need.
 
     Args:
+        reaches: Whether a tier can be read; what is only in one that cannot is counted as elsewhere.
         is_remote: Count what lies in other tiers, too. Else of each manifest only the packs count that it says to be
             here, and of those only the frames whose bases, down to the last one, it says to be here as well: a pack
             that one checkpoint still needs here also holds frames of others, which rest on what is elsewhere.
     """
 
-    def __init__(self, *, is_remote: bool = True) -> None:
+    def __init__(self, *, is_remote: bool = True, reaches: Callable[[str], bool] = lambda tier: True) -> None:
         self.names: list[ManifestName] = []
+        self.in_tiers: dict[str, list[int]] = {}
+        """For every other tier: the indices of the manifests that name it, ascending."""
+        self._reaches = reaches
         self.packs: dict[PackId, PackUses] = {}
         self._is_remote = is_remote
         self._elsewhere: set[PackId] = set()
@@ -125,6 +131,8 @@ class Uses:
         """Note what one manifest needs."""
         index = len(self.names)
         self.names.append(name)
+        for tier in sorted({ref.tier for ref in manifest.packs} - {LOCAL_TIER, LOST_TIER}):
+            self.in_tiers.setdefault(tier, []).append(index)
         packs = [self._pack_of(ref) for ref in manifest.packs]
         for uses, ref in zip(packs, manifest.packs, strict=True):
             if uses is not None:
@@ -140,7 +148,7 @@ class Uses:
             uses.add(index, place, base)
 
     def _pack_of(self, ref: PackRef) -> PackUses | None:
-        if not self._is_remote and ref.tier not in (LOCAL_TIER, LOST_TIER):
+        if ref.tier not in (LOCAL_TIER, LOST_TIER) and not (self._reaches(ref.tier) and self._is_remote):
             self._elsewhere.add(ref.pack_id)
             return None
         return self.packs.setdefault(ref.pack_id, PackUses())

@@ -7,6 +7,8 @@ Invariants:
 - What was listed in any of two listings in a row counts: one may show neither of two names of which one is made and
   the other moved meanwhile.
 - A manifest that cannot be read is told; whoever collects packs must stop, since it may name anything.
+- One that is whole and of another store, whose writer did not see that the folder had been exchanged, is no checkpoint
+  here; the packs that it names are known, and stay.
 - More may be taken for named than is; never less.
 """
 
@@ -87,6 +89,7 @@ class Look:
         dropped: For each run with manifests or drop marks, the seqs that carry one.
         quarantined: Contents of quarantined manifests; what they name, so far as it can be read, stays.
         named: Ids of local packs that manifests in place name.
+        foreign: Manifests in place that are whole and of another store.
     """
 
     manifests: dict[ManifestName, Marked]
@@ -94,16 +97,22 @@ class Look:
     dropped: dict[str, frozenset[int]]
     quarantined: tuple[bytes, ...]
     named: frozenset[PackId]
+    foreign: tuple[ManifestName, ...] = ()
 
     def is_named(self, pack_id: PackId) -> bool:
         """Whether a manifest names a pack; of a quarantined one, whose tables may be damaged, any bytes like it do."""
         return pack_id in self.named or any(bytes(pack_id) in content for content in self.quarantined)
 
 
+class _ForeignError(CorruptError):
+    """A manifest that is whole, and of another store; ``packs`` are those that it names."""
+
+
 @dataclass(slots=True)
 class _Seen:
     manifests: dict[ManifestName, Marked] = field(default_factory=dict)
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
+    foreign: dict[ManifestName, frozenset[PackId]] = field(default_factory=dict)
 
 
 class Marker:
@@ -115,7 +124,13 @@ class Marker:
         self.numbers = PackNumbers()
 
     def look(self) -> Look:
-        """List and read everything that names packs now."""
+        """List and read everything that names packs now.
+
+        Raises:
+            ConflictError: Another store has taken this one's place.
+            UnreachableError: The store is not there any more.
+        """
+        self._parts.require_same_store()
         seen = _Seen()
         runs = self._look_far(seen) if isinstance(self._parts.backend, Distant) else self._look_here(seen)
         self._cache = dict(seen.manifests)
@@ -124,8 +139,11 @@ class Marker:
         refs = self.numbers.refs
         used = {number for marked in seen.manifests.values() for number in marked.packs}
         named = frozenset(refs[number].pack_id for number in used if refs[number].tier == LOCAL_TIER)
+        named = named.union(*seen.foreign.values())
         quarantined = tuple(self._quarantined(seen))
-        return Look(seen.manifests, tuple(seen.unreadable.values()), dropped, quarantined, named)
+        return Look(
+            seen.manifests, tuple(seen.unreadable.values()), dropped, quarantined, named, tuple(sorted(seen.foreign))
+        )
 
     def packs_of(self, marked: Marked) -> Iterator[PackRef]:
         """Yield the packs that a manifest names."""
@@ -169,7 +187,9 @@ class Marker:
         """Return what ``read`` does of bytes that were read already."""
         table = decode_pack_table(content, limits=self._parts.limits, expect=name, where=where)
         if table.header.store_id != self._parts.store_id:
-            raise CorruptError("the manifest belongs to another store", where=where)
+            rows = table.rows()
+            packs = frozenset(decode_pack_row(row, table.tiers, where=where).pack_id for row in rows)
+            raise _ForeignError("the manifest belongs to another store", where=where, packs=packs)
         numbers = self.numbers.numbers_of(table, where)
         return Marked(name, table.header, numbers, table.digest, len(content), table.frame_count), table
 
@@ -242,6 +262,9 @@ class Marker:
                 cached, _ = self.decoded(name, content, self._parts.backend.location_of(name.path))
         except FileNotFoundError:
             return False
+        except _ForeignError as error:
+            seen.foreign[name] = error.packs
+            return True
         except UNREADABLE as error:
             seen.unreadable[name.path] = Unreadable(name.run, name.path, str(error))
             return True

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,8 @@ from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
 from ckstore.store.trash import TrashedManifest, TrashFolder
+
+_log = logging.getLogger("ckstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,10 @@ def survey(parts: Parts, marker: Marker) -> Survey:
     runs = {run: _run_facts(parts, marker, look, run, by_run[run], wrong) for run in by_run}
     trashed = named_in_trash(parts, marker, trash)
     published = look.named.union(*trashed.values())
+    for name in look.foreign:
+        _log.warning(
+            "%s belongs to another store; it and its packs are left alone", parts.backend.location_of(name.path)
+        )
     stop = ""
     if look.unreadable:
         first = look.unreadable[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckstore.config import Limits
-from ckstore.errors import ConflictError, CorruptError, MalformedError, NotFoundError
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, MalformedError, NotFoundError
 from ckstore.format import layout
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
@@ -29,6 +29,7 @@ from ckstore.format.layout import ManifestName
 from ckstore.ids import new_token
 from ckstore.io.backend import Backend, Distant
 from ckstore.store.at_once import ask_each
+from ckstore.store.identity import require_same_store
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.trash import make_durable_folder
 
@@ -168,7 +169,13 @@ class Manifests:
         self._has_folders = True
 
     def claim(self, seq_first: int) -> int:
-        """Take the lowest free seq from ``seq_first`` upward; it is ours for ever once this returns."""
+        """Take the lowest free seq from ``seq_first`` upward; it is ours for ever once this returns.
+
+        Raises:
+            ConflictError: Another store has taken this one's place.
+            UnreachableError: The store is not there any more.
+        """
+        self._require_same_store()
         seq = seq_first
         while True:
             try:
@@ -183,7 +190,9 @@ class Manifests:
         """Make the checkpoint exist, so that it survives a power cut.
 
         Raises:
-            ConflictError: Other bytes have the name; someone did not claim, or has replaced it first.
+            ConflictError: Other bytes have the name; someone did not claim, or has replaced it first. Or another store
+                has taken this one's place.
+            UnreachableError: The store is not there any more.
             CapacityError: The disk is full; nothing was published.
         """
         from ckstore.format.manifest import decode_manifest, encode_manifest
@@ -195,6 +204,7 @@ class Manifests:
         decode_manifest(encoded, limits=self.limits, expect=name)
         draft = layout.draft_name(new_token())
         target = self.path_of(name)
+        require_same_store(self.backend, self.store_id)
         self.backend.create(draft, encoded, sync=True)
         try:
             # A rename would silently replace what another writer has published.
@@ -214,8 +224,26 @@ class Manifests:
                     todo="commit again; see `ckstore ls` for what is there",
                 ) from None
         self.backend.sync_folder(layout.manifests_folder(self.run))
+        try:
+            # Checked before and after: a folder that was exchanged in between fails one of the two.
+            self._require_same_store()
+        except CkstoreError:
+            self._take_back(target, encoded)
+            raise
         self._forget_draft(draft)
         return name
+
+    def _take_back(self, target: str, encoded: bytes) -> None:
+        """Remove a manifest that was linked into the store that has taken this one's place; it was not acknowledged."""
+        with contextlib.suppress(OSError, CkstoreError):
+            # Only the very bytes that were put there: by now the name may be a manifest of that store.
+            if self.backend.read_bytes(target, nbytes_max=self.limits.manifest_nbytes_max) == encoded:
+                self.backend.unlink(target)
+
+    def _require_same_store(self) -> None:
+        """Check a folder; nothing is mounted or linked in a bucket, which is asked once a manifest, by ``publish``."""
+        if not isinstance(self.backend, Distant):
+            require_same_store(self.backend, self.store_id)
 
     def _forget_draft(self, draft: str) -> None:
         try:
@@ -231,7 +259,13 @@ class Manifests:
         self.backend.sync_folder(layout.TMP_FOLDER)
 
     def mark_dropped(self, *seqs: int) -> None:
-        """Make drop marks, in any order; every generation of these seqs is to go, and none will come back."""
+        """Make drop marks, in any order; every generation of these seqs is to go, and none will come back.
+
+        Raises:
+            ConflictError: Another store has taken this one's place.
+            UnreachableError: The store is not there any more.
+        """
+        self._require_same_store()
 
         def mark(seq: int) -> None:
             with contextlib.suppress(FileExistsError):
@@ -278,8 +312,16 @@ class Manifests:
         return False
 
 
-def no_checkpoint(run: str, root: str) -> NotFoundError:
+class DroppedError(NotFoundError):
+    """A checkpoint that was listed a moment ago was dropped meanwhile: whoever goes through a list goes on."""
+
+
+class EmptyRunError(NotFoundError):
+    """A run of a store that can be read has no checkpoint."""
+
+
+def no_checkpoint(run: str, root: str) -> EmptyRunError:
     """Return the error for a run without checkpoints."""
-    return NotFoundError(
+    return EmptyRunError(
         f"run {run!r} has no checkpoint", where=root, todo="commit one, or name another run (`ckstore ls` lists them)"
     )

@@ -40,7 +40,7 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
 
     Raises:
         MissingChunkError: It is neither in place nor in the trash nor in its tier, or has another size.
-        NotFoundError: Its tier is not configured.
+        UnreachableError: Its tier cannot be reached.
     """
     backend: Backend = parts.backend
     place = layout.pack_name(pack.pack_id)
@@ -66,6 +66,8 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
             todo="restore an older checkpoint, or bring the file back from a copy",
             pack_id=pack.pack_id.hex(),
         )
+    if pack.tier != LOCAL_TIER:
+        parts.tiers.require_there(pack.tier)
     raise MissingChunkError(
         f"pack {pack.pack_id.hex()} is missing",
         where=backend.location_of(place),

@@ -30,6 +30,7 @@ from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Ageing, Backend, Distant, Locking, Probing
 from ckstore.store.doomed import doomed_in
+from ckstore.store.identity import require_same_store
 from ckstore.store.known import LOCAL_TIER, Known
 from ckstore.store.lease import Lease
 from ckstore.store.manifests import Manifests
@@ -197,7 +198,7 @@ class Parts:
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
         self.known = Known()
-        self.tiers = Tiers(backend, clock)
+        self.tiers = Tiers(backend, self.store_id, clock)
         self.newest: Manifest | None = None
         """The newest whole checkpoint of the run, as the first commit found it."""
         self.retention: Mapping[str, Any] = {}
@@ -224,6 +225,16 @@ class Parts:
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
         return [name for name in self.backend.list_names(layout.MANIFESTS_FOLDER) if layout.is_name(name)]
+
+    def require_same_store(self) -> None:
+        """Check that the store that was opened is still at its place; a bucket, where nothing is mounted, is believed.
+
+        Raises:
+            ConflictError: Another store has taken its place.
+            UnreachableError: It is not there any more.
+        """
+        if not isinstance(self.backend, Distant):
+            require_same_store(self.backend, self.store_id)
 
     def prepare_run(self) -> None:
         """Before a commit: make folders; before the first of a handle, learn which chunks there are."""
@@ -394,7 +405,7 @@ class Parts:
 
         Raises:
             MissingChunkError: One cannot; it names the pack, and a tensor that lies in it.
-            NotFoundError: It lies in a tier that is not configured.
+            UnreachableError: It is in a tier that cannot be reached.
         """
         # A pack of a tier that lies here too holds the same bytes: names are never used again.
         gone = self.packs_gone({pack.pack_id: pack.nbytes for pack in manifest.packs})

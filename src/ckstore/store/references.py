@@ -8,14 +8,23 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckstore.errors import CkstoreError, ConflictError, CorruptError, MissingChunkError, NotFoundError, UsageError
+from ckstore.errors import (
+    BackendError,
+    CkstoreError,
+    ConflictError,
+    CorruptError,
+    MissingChunkError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
 from ckstore.format.layout import ManifestName
 from ckstore.metric_order import WORDS, order_of
 from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOST_TIER
-from ckstore.store.manifests import Manifests, no_checkpoint
+from ckstore.store.manifests import DroppedError, Manifests, no_checkpoint
 from ckstore.store.parts import Parts
 
 if TYPE_CHECKING:
@@ -30,13 +39,16 @@ _LISTINGS_MAX = 5
 
 
 def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
-    """Return the header of every checkpoint in place, by descending seq.
+    """Return the header of every checkpoint in place, by descending seq; one that is damaged is left out, and told.
 
     Raises:
-        CorruptError: A header is damaged.
+        BackendError: The medium does not give one.
     """
-    headers = []
-    for header in looked_at(manifests, manifests.listing().names[::-1]):
+    headers, names = [], manifests.listing().names[::-1]
+    for name, header in zip(names, looked_at(manifests, names), strict=True):
+        if isinstance(header, (CorruptError, UnsupportedError)):
+            _log.warning("seq %d (step %d) is left out: %s", name.seq, name.step, header)
+            continue
         if isinstance(header, Exception):
             raise header
         if header is not None:
@@ -92,7 +104,10 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
     Raises:
         NotFoundError: It means nothing here; the message names what there is.
         UsageError: It is no reference.
+        UnreachableError: The store is not there any more.
+        ConflictError: Another store has taken its place.
     """
+    parts.require_same_store()
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
         raise UsageError(
             "a checkpoint is named by a step (int) or a string", where=repr(reference),
@@ -238,7 +253,8 @@ def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -
 
     Raises:
         CorruptError: It is torn, or a pack is missing; MissingChunkError names the pack.
-        NotFoundError: It was dropped meanwhile.
+        DroppedError: It was dropped meanwhile.
+        UnreachableError: It needs a tier that cannot be reached.
     """
     candidates = [name]
     for _ in range(_LISTINGS_MAX):
@@ -261,7 +277,7 @@ def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -
         # A pack that is missing may have been rewritten and freed since: then a higher generation names the new one.
         there = generations_of(parts.manifests, name.seq)
         if not there:
-            raise NotFoundError(f"seq {name.seq} was dropped while it was being read", where=parts.backend.root)
+            raise DroppedError(f"seq {name.seq} was dropped while it was being read", where=parts.backend.root)
         there = there if takes_lower else there[:1]
         if problem is not None and there == candidates:
             raise problem
@@ -285,10 +301,12 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         The manifest, and for each one passed over a sentence that names it and says why.
 
     Raises:
-        NotFoundError: The run has no checkpoint.
+        EmptyRunError: The run has no checkpoint.
+        UnreachableError: One that may be the newest needs a tier that cannot be reached.
         UnsupportedError: The newest was made by a newer ckstore; an older one is not taken silently.
         CorruptError: There are checkpoints, and none is whole.
     """
+    parts.require_same_store()
     listing = parts.manifests.listing()
     passed_over: list[str] = []
     candidates = sorted((*listing.names, *listing.lower), key=lambda n: (n.seq, n.generation), reverse=True)
@@ -297,8 +315,11 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
             continue
         try:
             manifest = load_whole(parts, name, takes_lower=True)
-        except NotFoundError:
+        except DroppedError:
             continue
+        except BackendError as error:
+            # An older one in its place would be taken for the newest, and hours of training be done again.
+            raise _unread(name, error) from error
         except CorruptError as error:
             passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: {error}")
             continue
@@ -314,4 +335,14 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         f"none of the {len(passed_over)} checkpoints of run {parts.run!r} is whole; {passed_over[0]}",
         where=parts.backend.root,
         todo="run `ckstore repair`, which says what can be made whole again",
+    )
+
+
+def _unread(name: ManifestName, error: BackendError) -> BackendError:
+    """Return the error for a checkpoint that is newer than any that can be read."""
+    return type(error)(
+        f"seq {name.seq} (step {name.step}) is the newest checkpoint, and cannot be read: {error.what}",
+        where=error.where,
+        todo=error.todo or "try again, or name an older checkpoint",
+        **error.facts,  # type: ignore[arg-type]
     )

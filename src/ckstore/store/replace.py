@@ -10,10 +10,11 @@ Invariants:
 
 from __future__ import annotations
 
-from ckstore.errors import BackendError, CapacityError, ConflictError, NotFoundError, UsageError
+from ckstore.errors import BackendError, CapacityError, ConflictError, UsageError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest
 from ckstore.store.known import LOCAL_TIER
+from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 
 
@@ -22,7 +23,7 @@ def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
 
     Raises:
         ConflictError: Packs vanished meanwhile; the replacement is withdrawn.
-        NotFoundError: The checkpoint was dropped meanwhile; its drop stands.
+        DroppedError: The checkpoint was dropped meanwhile; its drop stands.
     """
     header, manifests = manifest.header, parts.manifests
     gone = parts.lost_packs(manifest.packs)
@@ -39,7 +40,7 @@ def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
     if manifests.is_marked(header.seq):
         # Written first, looked at second: a drop that did not see this generation has left its mark by now.
         manifests.withdraw(name)
-        raise NotFoundError(f"seq {header.seq} was dropped while it was replaced", where=parts.backend.root)
+        raise DroppedError(f"seq {header.seq} was dropped while it was replaced", where=parts.backend.root)
     manifests.move_lower_to_trash(name)
 
 
@@ -68,7 +69,7 @@ def finish_replacements(parts: Parts, waits: dict[str, str] | None = None) -> in
             continue
         try:
             lost = parts.lost_packs(manifest.packs)
-        except (BackendError, CapacityError, NotFoundError, UsageError) as error:
+        except (BackendError, CapacityError, UsageError) as error:
             if waits is None or not tiers:
                 raise
             waits |= dict.fromkeys(tiers, str(error))

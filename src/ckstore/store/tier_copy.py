@@ -32,6 +32,7 @@ from ckstore.store.known import LOCAL_TIER
 from ckstore.store.packs import open_pack, read_ranges
 from ckstore.store.parts import Parts
 from ckstore.store.spans import BLOCK_NBYTES, SPANS_AT_ONCE, send_spans
+from ckstore.store.tier_forget import require_unused
 from ckstore.store.tier_proof import NOT_OURS, see_pack
 from ckstore.store.trash import make_durable_folder
 
@@ -263,10 +264,11 @@ class StoreCopy:
         self._target = target
 
     def prepare(self) -> None:
-        """Make it a store, with this one's identity, if nothing is there.
+        """Make it a store, with this one's identity, if nothing is there and nothing was.
 
         Raises:
             UsageError: Something else is there, or another store.
+            UnreachableError: It is a tier that checkpoints are in, and nothing is there.
         """
         try:
             found = self._target.read_bytes(layout.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
@@ -280,6 +282,7 @@ class StoreCopy:
 
     def _make(self) -> bytes:
         target = self._target
+        require_unused(self._parts, target)
         target.make_folder("")
         # Another push may have begun meanwhile.
         ours = (*layout.TOP_FOLDERS, layout.STORE_FILE, "lost+found")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckstore.errors import ConflictError, NotFoundError, UsageError
+from ckstore.errors import ConflictError, NotFoundError, UnreachableError, UsageError
 from ckstore.format import layout
+from ckstore.io.backend import Backend
 from ckstore.store.gc_marks import UNREADABLE, Marker
 from ckstore.store.parts import Parts
 
@@ -44,6 +45,23 @@ def forget_tier(parts: Parts, tier: str) -> str:
         parts.tiers.name_for(address, name=tier)
         raise ConflictError(f"{user} has come to name the tier {tier!r}, which stays", where=address, todo="try again")
     return address
+
+
+def require_unused(parts: Parts, place: Backend) -> None:
+    """Check, of a place where nothing is, that no checkpoint is said to be there.
+
+    Raises:
+        UnreachableError: One is; a new store there would pass for the one that holds it.
+        ConflictError: A manifest cannot be read, and may say so.
+    """
+    tier = parts.tiers.name_at(place.root)
+    user = None if tier is None else next(_users(parts, tier), None)
+    if user is not None:
+        raise UnreachableError(
+            f"{user} is in the tier {tier!r}, and nothing is there",
+            where=place.root,
+            todo="mount its file system, or bring back what was there; then try again",
+        )
 
 
 def _users(parts: Parts, tier: str) -> Iterator[str]:

@@ -98,8 +98,11 @@ def collect_tier(parts: Parts, tier: str, limits: GcLimits, *, dry_run: bool, cl
     Raises:
         LockHeldError: Another collection is at work in the store.
         NotFoundError: No such tier is configured.
+        UnreachableError: This store is not there.
         BackendError: It does not answer; what was removed so far is gone, and nothing that is needed.
     """
+    # Of a name that was mistyped, before what is in the tier is thought of.
+    parts.tiers.address_of(tier)
     collector = _Collector(parts, tier, limits)
     with collector_lock(parts.backend, parts.clock):
         return collector.run(dry_run=dry_run, clear_lists=clear_lists)

@@ -1,6 +1,8 @@
 """Places other than the store itself, by name: a bucket, or another folder. ``config.json`` says where each is.
 
 Invariants:
+- A tier that has a name is used only while it is seen to hold this store: an empty mount point, or another store in its
+  place, is an error, and never a tier without packs.
 - A manifest names a tier, and nothing that it says becomes a path or an address.
 - The name of a tier keeps its meaning while anything names it: it is never given another address here.
 """
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.errors import CkstoreError, MissingChunkError, NotFoundError, UsageError
+from ckstore.errors import BackendError, CkstoreError, MissingChunkError, NotFoundError, UnreachableError, UsageError
 from ckstore.format import layout
 from ckstore.format.records import ConfigRecord
 from ckstore.ids import PackId
@@ -23,6 +25,7 @@ from ckstore.io.remote_options import check_address, is_bucket_address
 from ckstore.store.at_once import ask_each
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.doomed import doomed_in
+from ckstore.store.identity import store_id_at
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
 
 if TYPE_CHECKING:
@@ -34,13 +37,21 @@ DEFAULT_NAME = "remote"
 
 
 class Tiers:
-    """The tiers of a store; each is opened when it is first needed."""
+    """The tiers of a store; each is opened when it is first needed.
 
-    def __init__(self, backend: Backend, clock: Clock = SYSTEM_CLOCK) -> None:
+    Args:
+        backend: The store.
+        store_id: Its identity, which its tiers share.
+        clock: Where time comes from.
+    """
+
+    def __init__(self, backend: Backend, store_id: bytes, clock: Clock = SYSTEM_CLOCK) -> None:
         self._backend = backend
+        self._store_id = store_id
         self._clock = clock
         self._opened: dict[str, Backend] = {}
         self._places: dict[str, str] = {}
+        self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._cache: RangeCache | None = None
 
@@ -61,26 +72,31 @@ class Tiers:
         return dict(sorted(read_config(self._backend).tiers.items()))
 
     def address_of(self, tier: str) -> str:
-        """Return where a tier is.
+        """Return where a tier is that somebody has named.
 
         Raises:
-            NotFoundError: ``config.json`` does not say.
+            NotFoundError: There is no such tier.
         """
-        found = self.addresses().get(tier)
-        if found is None:
+        tiers = self.addresses()
+        if tier not in tiers:
             raise NotFoundError(
-                f"no tier {tier!r} is configured, and a checkpoint lies there",
+                f"no tier {tier!r} is configured",
                 where=self._backend.location_of(layout.CONFIG_FILE),
-                todo=f'say there where it is: "tiers": {{"{tier}": "s3://bucket/prefix"}}, with "xxh3": null',
+                todo=f"tiers there are: {', '.join(tiers) or 'none'}",
             )
-        return found
+        return tiers[tier]
+
+    def name_at(self, place: str) -> str | None:
+        """Return the name of the tier at a place, as ``Backend.root`` says it; None where it has none."""
+        return _name_of(place, read_config(self._backend).tiers, None)
 
     def open(self, tier: str) -> Backend:
-        """Return the backend of a tier.
+        """Return the backend of a tier that checkpoints are in; it was just seen to hold this store.
 
         Raises:
-            NotFoundError: No such tier is configured.
-            UsageError: Its address cannot be used.
+            UnreachableError: ``config.json`` does not say where it is, its address cannot be used, or this store is
+                not there.
+            BackendError: It does not answer.
             MissingChunkError: It is the tier of what is lost.
         """
         if tier == LOST_TIER:
@@ -88,10 +104,53 @@ class Tiers:
                 "a chunk is lost", todo="restore other tensors with only=, or another checkpoint; see `ckstore repair`"
             )
         with self._lock:
-            if tier not in self._opened:
-                self._places[tier] = self.address_of(tier)
-                self._opened[tier] = backend_for(self._places[tier])
-            return self._opened[tier]
+            backend = self._opened.get(tier)
+            if backend is None:
+                backend = self._opened[tier] = self._backend_of(tier)
+        # A folder may be unmounted at any time; of a bucket it is asked once, and again where something is missing.
+        if not (isinstance(backend, Distant) and tier in self._seen):
+            self.require_there(tier, backend)
+            self._seen.add(tier)
+        return backend
+
+    def require_there(self, tier: str, backend: Backend | None = None) -> None:
+        """Check that a tier holds this store now: only then is what is missing there missing.
+
+        Raises:
+            UnreachableError: Nothing is there, or another store.
+            BackendError: It does not answer.
+        """
+        backend = backend or self.open(tier)
+        try:
+            found = store_id_at(backend)
+        except BackendError as error:
+            raise _unreachable(tier, error) from error
+        if found is None:
+            raise UnreachableError(
+                f"the tier {tier!r} is empty: its store.json is not there",
+                where=backend.root,
+                todo="mount its file system, or bring back what was there; then try again",
+            )
+        if found != self._store_id:
+            raise UnreachableError(
+                f"another store is where the tier {tier!r} was",
+                where=backend.root,
+                todo="see config.json, and links and mounts on the way there",
+            )
+
+    def _backend_of(self, tier: str) -> Backend:
+        address = self.addresses().get(tier)
+        if address is None:
+            raise UnreachableError(
+                f"checkpoints are in the tier {tier!r}, and config.json does not say where that is",
+                where=self._backend.location_of(layout.CONFIG_FILE),
+                todo=f'write it there: "tiers": {{"{tier}": "s3://bucket/prefix"}}, with "xxh3": null',
+            )
+        self._places[tier] = address
+        try:
+            return backend_for(address)
+        except (BackendError, UsageError) as error:
+            raise _unreachable(tier, error) from error
 
     def new_place(self, address: str, *, name: str | None = None) -> Backend | None:
         """Return the backend of an address that has no name yet, to be tried before it gets one; None where it has one.
@@ -147,7 +206,10 @@ class Tiers:
                 by_tier.setdefault(pack.tier, {})[pack.pack_id] = pack.nbytes
         gone: set[PackId] = set()
         for tier, wanted in by_tier.items():
-            gone |= packs_gone(self.open(tier), wanted)
+            found = packs_gone(self.open(tier), wanted)
+            if found:
+                self.require_there(tier)
+            gone |= found
         return gone
 
     def packs_doomed(self, packs: Iterable[PackRef]) -> set[PackId]:
@@ -186,6 +248,15 @@ def packs_gone(backend: Backend, packs: Mapping[PackId, int]) -> set[PackId]:
         return info is None or info.nbytes != packs[pack_id]
 
     return {pack_id for pack_id, gone in zip(packs, ask_each(backend, is_gone, packs), strict=True) if gone}
+
+
+def _unreachable(tier: str, error: CkstoreError) -> UnreachableError:
+    return UnreachableError(
+        f"the tier {tier!r} cannot be reached: {error.what}",
+        where=error.where,
+        todo=error.todo,
+        is_transient=bool(error.facts.get("is_transient")),
+    )
 
 
 def _name_of(place: str, tiers: Mapping[str, str], name: str | None) -> str | None:

@@ -23,6 +23,7 @@ from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.records import ConfigRecord, decode_record
 from ckstore.io.backend import Ageing
+from ckstore.io.remote_options import is_bucket_address
 from ckstore.store.audit import Audit, FrameCheck
 from ckstore.store.chain_audit import ChainAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
@@ -67,7 +68,9 @@ def verify(
     if level not in LEVELS:
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
     report = Report(level)
-    uses = Uses(is_remote=is_remote)
+    parts.require_same_store()
+    reach = TierReach(parts, is_remote=is_remote)
+    uses = Uses(is_remote=is_remote, reaches=reach)
     is_partial = names is not None
     if names is None:
         names = list(_all_names(parts, report))
@@ -75,6 +78,7 @@ def verify(
     for run, name in names:
         _check_manifest(parts.manifests_of(run), name, uses, report)
     report.packs_elsewhere = uses.elsewhere_count
+    report.unreachable += reach.problems(uses)
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
@@ -119,6 +123,43 @@ def _copied_ns(parts: Parts) -> int | None:
                 return None
             found.append(arrived_ns)
     return min(found, default=None)
+
+
+class TierReach:
+    """Says whether tiers can be reached, and why not; asks each once.
+
+    Args:
+        parts: The store.
+        is_remote: Ask buckets, too; otherwise only whether ``config.json`` says where they are.
+    """
+
+    def __init__(self, parts: Parts, *, is_remote: bool) -> None:
+        self._parts = parts
+        self._is_remote = is_remote
+        self._found: dict[str, CkstoreError | None] = {}
+
+    def __call__(self, tier: str) -> bool:
+        """Whether a tier can be reached."""
+        if tier not in self._found:
+            self._found[tier] = self._problem_of(tier)
+        return self._found[tier] is None
+
+    def _problem_of(self, tier: str) -> CkstoreError | None:
+        tiers = self._parts.tiers
+        try:
+            # Without a server's answer this says whether it is configured, which costs nothing.
+            if self._is_remote or not is_bucket_address(tiers.addresses().get(tier, "")):
+                tiers.open(tier)
+        except CkstoreError as error:
+            return error
+        return None
+
+    def problems(self, uses: Uses) -> Iterator[Damage]:
+        """Yield each tier that cannot be reached, with the checkpoints that are in it."""
+        for tier, problem in sorted(self._found.items()):
+            if problem is not None:
+                labels = tuple(label_of(uses.names[index]) for index in uses.in_tiers.get(tier, ()))
+                yield Damage(problem.what, problem.where or self._parts.backend.root, labels)
 
 
 def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName]]:

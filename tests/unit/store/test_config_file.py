@@ -24,7 +24,7 @@ PROGRAM = """
 import sys
 from ckstore.io.address import backend_for
 from ckstore.store.tiers import Tiers
-tiers = Tiers(backend_for(sys.argv[1]))
+tiers = Tiers(backend_for(sys.argv[1]), b"")
 for number in range(int(sys.argv[3])):
     tiers.name_for(f"/elsewhere/{sys.argv[2]}/{number}", name=f"tier-{sys.argv[2]}-{number}")
 """

@@ -1,0 +1,217 @@
+"""Protects acknowledged commits when a live handle's folder becomes another store, and runs with a foreign manifest."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore._testing import repository_of
+from ckstore.errors import ConflictError, NotFoundError, UnreachableError
+from ckstore.format import layout
+from ckstore.io.memory import MemoryBackend
+from ckstore.store import manifests as manifests_module
+
+
+def state_of(number):
+    return {"w": np.arange(1000.0) + number}
+
+
+def made(path):
+    with ckstore.open(path) as store:
+        store.commit(state_of(0), 0)
+
+
+def turn_link(top):
+    (top / "link").unlink()
+    (top / "link").symlink_to(top / "other")
+
+
+def make_anew(top):
+    shutil.rmtree(top / "first")
+    made(top / "first")
+
+
+def move_over(top):
+    """As a mount over the folder does: the path leads to another one."""
+    (top / "first").rename(top / "hidden")
+    (top / "other").rename(top / "first")
+
+
+EXCHANGES = [turn_link, make_anew, move_over]
+
+
+@pytest.fixture
+def top(tmp_path):
+    made(tmp_path / "other")
+    made(tmp_path / "first")
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+    return tmp_path
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_commit_into_an_exchanged_folder_is_refused_and_leaves_nothing(top, exchange):
+    with ckstore.open(top / "link") as store:
+        store.commit(state_of(1), 1)
+        exchange(top)
+        with pytest.raises(ConflictError, match=r"another store .* has taken its place"):
+            store.commit(state_of(2), 2)
+    with ckstore.open(top / "link") as there:
+        assert there.steps() == [0]
+        assert there.verify().is_clean
+
+
+VERBS = {
+    "delete": lambda store: store.delete(0),
+    "tag": lambda store: store.tag(0, "best"),
+    "restore": lambda store: store.restore(0),
+    "latest": lambda store: store.latest(),
+    "log": lambda store: store.log(),
+    "steps": lambda store: store.steps(),
+    "rewind": lambda store: store.rewind(0),
+    "gc": lambda store: store.gc(now=True, min_age=0),
+    "verify": lambda store: store.verify(),
+    "push": lambda store: store.push(store.attic, keep_local=0),
+    "mirror": lambda store: store.mirror(store.attic),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_refuses_an_exchanged_folder_by_name(top, verb):
+    with ckstore.open(top / "link") as store:
+        store.attic = str(top / "attic")
+        turn_link(top)
+        with pytest.raises(ConflictError, match=r"another store .* has taken its place"):
+            VERBS[verb](store)
+    with ckstore.open(top / "other") as there:
+        assert (there.steps(), there.tags(), there.verify().is_clean) == ([0], {}, True)
+    assert not (top / "attic" / "manifests" / "main").exists()
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "commit"])
+def test_folder_that_is_gone_is_an_error_and_no_empty_run(top, verb):
+    verbs = {**VERBS, "commit": lambda store: store.commit(state_of(1), 1)}
+    with ckstore.open(top / "link") as store:
+        store.attic = str(top / "attic")
+        (top / "first").rename(top / "elsewhere")
+        (top / "first").mkdir()
+        with pytest.raises(UnreachableError, match=r"store\.json is gone"):
+            verbs[verb](store)
+        shutil.rmtree(top / "first")
+        (top / "elsewhere").rename(top / "first")
+        verbs[verb](store)
+
+
+def test_same_store_at_the_same_place_again_goes_on(top):
+    """A file system that was mounted again, or a copy that was put in the place, is the same store."""
+    with ckstore.open(top / "first") as store:
+        store.commit(state_of(1), 1)
+        shutil.copytree(top / "first", top / "copy")
+        shutil.rmtree(top / "first")
+        (top / "copy").rename(top / "first")
+        store.commit(state_of(2), 2)
+    with ckstore.open(top / "first") as store:
+        assert np.array_equal(store.restore(2)["w"], state_of(2)["w"])
+        assert store.verify("decode").is_clean
+
+
+class ExchangedBackend(MemoryBackend):
+    """A folder that becomes another store in the middle of a publication: between the last check and the link."""
+
+    other = None
+
+    def link(self, source, target):
+        if target.startswith("manifests/") and self.other is not None:
+            self.unlink(layout.STORE_FILE)
+            self.create(layout.STORE_FILE, self.other, sync=True)
+        super().link(source, target)
+
+
+@pytest.fixture
+def exchanged():
+    backend, other = ExchangedBackend(), MemoryBackend()
+    ckstore.open(other).close()
+    with ckstore.open(backend) as store:
+        store.commit(state_of(0), 0)
+        backend.other = other.read_bytes(layout.STORE_FILE, nbytes_max=1 << 20)
+        yield store, backend
+
+
+def test_exchange_in_the_middle_of_a_publication_is_not_acknowledged(exchanged):
+    store, backend = exchanged
+    with pytest.raises(ConflictError, match="has taken its place"):
+        store.commit(state_of(1), 1)
+    assert len(backend.list_names("manifests/main")) == 1
+
+
+def test_without_the_second_check_such_a_commit_is_acknowledged(exchanged, monkeypatch):
+    store, backend = exchanged
+    checks = iter([True, True, False])
+    real = manifests_module.require_same_store
+    monkeypatch.setattr(manifests_module, "require_same_store", lambda *what: next(checks) and real(*what))
+    store.commit(state_of(1), 1)
+    assert len(backend.list_names("manifests/main")) == 2
+
+
+# One foreign manifest among others
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A store of three checkpoints, of which the newest has the manifest of another store."""
+    made(tmp_path / "other")
+    with ckstore.open(tmp_path / "other") as other:
+        for step in (1, 2):
+            other.commit(state_of(step), step)
+    with ckstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            store.commit(state_of(step), step)
+    name = "00000002-000000000002.0.ckm"
+    shutil.copy(tmp_path / "other/manifests/main" / name, tmp_path / "store/manifests/main" / name)
+    (tmp_path / "store/claims/main/00000002").touch()
+    with ckstore.open(tmp_path / "other") as other:
+        paths = [layout.pack_name(bytes.fromhex(pack.pack_id)) for pack in other.contents(2).packs]
+    for path in paths:
+        shutil.copy(tmp_path / "other" / path, tmp_path / "store" / path)
+    return tmp_path / "store", paths
+
+
+def test_foreign_manifest_does_not_blind_the_rest_of_its_run(mixed, caplog):
+    folder, _ = mixed
+    with ckstore.open(folder) as store:
+        assert [info.step for info in store.log()] == [1, 0]
+        assert store.latest().step == 1
+        assert np.array_equal(store.restore()["w"], state_of(1)["w"])
+        assert np.array_equal(store.restore(0)["w"], state_of(0)["w"])
+        assert not store.verify("quick").is_clean
+    assert "seq 2 (step 2) is left out: the manifest belongs to another store" in caplog.text
+
+
+def test_collection_goes_on_around_a_foreign_manifest_and_keeps_its_packs(mixed):
+    folder, packs = mixed
+    with ckstore.open(folder) as store:
+        store.commit(state_of(3), 3)
+        store.delete(0)
+        report = store.gc(now=True, min_age=0)
+        assert report.freed_nbytes > 0
+    assert all((folder / pack).exists() for pack in packs)
+
+
+def test_torn_manifest_does_not_blind_the_log(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit(state_of(step), step)
+        path = tmp_path / "store/manifests/main/00000001-000000000001.0.ckm"
+        path.write_bytes(path.read_bytes()[:100])
+        assert [info.step for info in store.log()] == [2, 0]
+        assert np.array_equal(store.restore(2)["w"], state_of(2)["w"])
+
+
+def test_empty_run_of_a_store_that_is_there_is_none(tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        assert store.latest() is None
+        with pytest.raises(NotFoundError, match="has no checkpoint"):
+            store.restore()
+        assert repository_of(store).runs() == []
