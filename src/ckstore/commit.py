@@ -118,6 +118,7 @@ def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
         with watch("verify"):
             packs_gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
+            parts.manifests.note_published(name.seq)
             parts.note_committed(manifest)
             basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
             request.bases.leave_slots(request.kept_ticket)

@@ -5,6 +5,7 @@ Listing and looking import neither numpy nor the stories of commit and restore, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from ckstore.contents import Contents, contents_of
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.header import ManifestHeader
 from ckstore.info import Info
-from ckstore.store.manifests import EmptyRunError
+from ckstore.store.manifests import EmptyRunError, missing_sentence
 from ckstore.store.parts import Parts
 from ckstore.store.references import (
     Reference,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
     from ckstore.stats import Stats
     from ckstore.store.verify import Report
+
+_log = logging.getLogger("ckstore")
 
 Self = TypeVar("Self", bound="Handle")
 
@@ -105,6 +108,8 @@ class Handle:
             for name, record in self._parts.tags.all().items():
                 by_seq.setdefault(record.seq, []).append(name)
             headers = headers_newest_first(self._parts.manifests)
+            if missing := self._parts.manifests.listing().missing:
+                _log.warning("%s", missing_sentence(self.run, missing))
             return [
                 Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers)
                 for header, tiers in zip(headers, tiers_of_each(self._parts.manifests, headers), strict=True)

@@ -60,6 +60,7 @@ def rewind(parts: Parts, reference: Reference) -> Manifest:
             where=parts.backend.root,
             todo="run `ckstore verify`",
         )
+    parts.manifests.note_published(seq)
     return manifest
 
 

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
 from ckstore.retention.policy import Retention
 from ckstore.retention.spans import span_seconds, span_words
+from ckstore.store.manifests import missing_sentence
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import Reference
 from ckstore.store.trash import TrashedManifest, TrashFolder
@@ -85,6 +87,9 @@ class TrashRestored:
         return not (self.packs or self.undeleted or self.exact_again)
 
 
+_log = logging.getLogger("ckstore")
+
+
 class Keeping(Handle):
     """A run of a store, to be tidied up."""
 
@@ -108,8 +113,8 @@ class Keeping(Handle):
     ) -> GcReport:
         """Drop the checkpoints that no rule keeps, and move what nobody needs to the trash; free what lay there long.
 
-        Readers, writers and others may go on meanwhile. Dropped checkpoints can be brought back by ``undelete`` until
-        they are freed. What cannot be read keeps what it may name, anywhere in the store: ``obstacles`` tells.
+        Others may go on meanwhile. Dropped checkpoints can be brought back by ``undelete`` until they are freed. What
+        cannot be read, or is missing, keeps what it may name, anywhere in the store: ``obstacles`` tells.
 
         Args:
             policy: What is kept, a ``Retention`` or its rules; None: as is stored, and without that only garbage goes.
@@ -152,6 +157,25 @@ class Keeping(Handle):
                 max_delete=max_delete,
                 on_progress=on_progress,
             )
+
+    def accept_missing(self) -> dict[str, tuple[int, ...]]:
+        """Take checkpoints, of any run, for lost that were committed and whose manifests are gone.
+
+        Until then nothing is freed, since what they need is not known; after that, the next collection frees it.
+
+        Returns:
+            For each run that lacked some: their seqs, ascending.
+        """
+        found = {}
+        with self._lock:
+            self._look_at_newest()
+            self._parts.require_same_store()
+            for run in self._parts.runs_ever():
+                missing = self._parts.manifests_of(run).accept_missing()
+                if missing:
+                    found[run] = tuple(sorted(missing))
+                    _log.warning("%s; taken for lost from now on", missing_sentence(run, missing))
+        return found
 
     @property
     def retention(self) -> Retention | None:
@@ -250,7 +274,7 @@ class Keeping(Handle):
         What manifests name is not freed but brought back, and so is what a tier should have and has not.
 
         Raises:
-            ConflictError: A manifest cannot be read, and may name anything: nothing was freed.
+            ConflictError: A manifest cannot be read, and may name anything, or is missing: nothing was freed.
             CorruptError: A tier lacks packs that manifests say are there; these lie in place again, the rest is freed.
             LockHeldError: A collection is at work.
         """
@@ -267,6 +291,8 @@ class Keeping(Handle):
                 trash = self._parts.trash
                 chosen = trash.folders() if trash_id is None else [self._trash_folder(trash_id).gc_id]
                 purged = purge(self._parts, Marker(self._parts), chosen)
+            if purged.stop:
+                raise ConflictError(purged.stop, where=self._parts.backend.root, todo="nothing was freed")
             unreadable = purged.look.unreadable
             if unreadable:
                 raise ConflictError(

@@ -15,6 +15,7 @@ from ckstore.info import Info
 from ckstore.io.address import backend_for
 from ckstore.io.backend import Backend
 from ckstore.store.at_once import ask_each
+from ckstore.store.manifests import missing_sentence
 from ckstore.store.parts import Parts, read_store_record
 from ckstore.store.references import header_or_none, tiers_of
 
@@ -48,6 +49,7 @@ class RunLog:
         count: How many entries the run has.
         damaged_tags: For every tag that is damaged, its name and why.
         refused_tags: For every tag that this user may not read, its name and why.
+        missing: What was committed and has no manifest any more, in a sentence; empty otherwise.
     """
 
     run: str
@@ -55,11 +57,12 @@ class RunLog:
     entries: tuple[Entry, ...]
     damaged_tags: tuple[tuple[str, str], ...]
     refused_tags: tuple[tuple[str, str], ...] = ()
+    missing: str = ""
 
     @property
     def is_damaged(self) -> bool:
-        """Whether an entry shown, or a tag, is damaged."""
-        return bool(self.damaged_tags) or any(entry.damage for entry in self.entries)
+        """Whether an entry shown, or a tag, is damaged, or an entry is missing."""
+        return bool(self.damaged_tags or self.missing) or any(entry.damage for entry in self.entries)
 
     @property
     def is_refused(self) -> bool:
@@ -83,7 +86,7 @@ def log_of_store(
     record = read_store_record(backend)
     if run is not None:
         layout.check_name(run, "run")
-    runs = Parts(backend, record, run or "main").runs()
+    runs = Parts(backend, record, run or "main").runs_ever()
     if run is not None and run not in runs:
         known = f"runs there are: {', '.join(runs)}" if runs else "nothing was committed here yet"
         raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=known)
@@ -93,7 +96,9 @@ def log_of_store(
 def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
     """Return the newest ``limit`` entries of the run, or all; damage is told, not raised."""
     tags, damaged_tags, refused_tags = _tags_by_seq(parts)
-    names = parts.manifests.listing().names
+    listing = parts.manifests.listing()
+    names = listing.names
+    missing = missing_sentence(parts.run, listing.missing) if listing.missing else ""
     entries: list[Entry] = []
     # Far away, many are asked for at the same time, and a few more than are wanted.
     for entry in ask_each(parts.backend, lambda name: _entry(parts, name, tags), names[::-1]):
@@ -101,7 +106,7 @@ def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
             entries.append(entry)
         if limit is not None and len(entries) >= limit:
             break
-    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags))
+    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags), missing)
 
 
 def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:

@@ -97,6 +97,7 @@ VERBS = {
     "trash": [],
     "restore_from_trash": ["trash_id"],
     "purge": ["trash_id"],
+    "accept_missing": [],
     "undelete": ["ref"],
     "set_retention": ["policy"],
     "set_trash_for": ["span"],

@@ -68,6 +68,10 @@ ClearLists = Annotated[
     bool,
     _option("With --tier: nobody else collects there, whatever lists of dead collectors say.", None, "--clear-lists"),
 ]
+AcceptMissing = Annotated[
+    bool,
+    _option("Checkpoints whose manifests are gone are lost: go on without them.", None, "--accept-missing"),
+]
 Forget = Annotated[
     bool, _option("Remove the rules that are kept with the store, and --trash-for.", None, "--forget-policy")
 ]
@@ -97,6 +101,7 @@ def run(
     forget_policy: Forget = False,
     tier: InTier = None,
     clear_lists: ClearLists = False,
+    accept_missing: AcceptMissing = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -128,6 +133,8 @@ def run(
         if forget_policy and not dry_run:
             _forget(store)
         limits = {"min_age": min_age or "1h", "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
+        if accept_missing and not dry_run:
+            store.accept_missing()
         asked = {"dry_run": dry_run, "now": now, "max_delete": max_delete}
         report = store.gc(policy, all_runs=run is None, **asked, **limits)  # type: ignore[arg-type]
         if save_policy and not dry_run:

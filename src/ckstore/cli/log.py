@@ -91,7 +91,7 @@ def _raise_what_was_not_read(path: str, logs: Sequence[RunLog]) -> None:
     damaged = [log.run for log in logs if log.is_damaged]
     if damaged:
         raise CorruptError(
-            f"something in run {', '.join(damaged)} cannot be read",
+            f"something in run {', '.join(damaged)} is missing or cannot be read",
             where=path,
             todo="the list says what; run `ckstore verify` for all damage",
         )
@@ -114,7 +114,8 @@ def _json_of(log: RunLog) -> dict[str, Any]:
     ]
     tags = [{"name": name, "damage": damage} for name, damage in log.damaged_tags]
     refused = [{"name": name, "refused": why} for name, why in log.refused_tags]
-    return {"run": log.run, "count": log.count, "entries": entries, "damaged_tags": tags, "refused_tags": refused}
+    found = {"entries": entries, "damaged_tags": tags, "refused_tags": refused, "missing": log.missing}
+    return {"run": log.run, "count": log.count, **found}
 
 
 def _print(log: RunLog) -> None:
@@ -135,6 +136,8 @@ def _print(log: RunLog) -> None:
             output.say(f"DAMAGED seq {entry.seq}: {entry.damage}")
         if entry.refused:
             output.say(f"NO ACCESS to seq {entry.seq}: {entry.refused}")
+    if log.missing:
+        output.say(f"MISSING {log.missing}")
     for name, damage in log.damaged_tags:
         output.say(f"DAMAGED tag {name}: {damage}")
     for name, why in log.refused_tags:

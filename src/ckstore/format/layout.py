@@ -45,12 +45,12 @@ STEP_MAX = 10**18 - 1
 GENERATION_MAX = 10**9 - 1
 
 NameKind = Literal["run", "tag", "tier"]
-ClaimKind = Literal["claim", "dropped", "intent"]
+ClaimKind = Literal["claim", "dropped", "intent", "published"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _PACK = re.compile(r"([0-9a-f]{32})\.pack", re.ASCII)
 _MANIFEST = re.compile(r"([0-9]{8,18})-([0-9]{12,18})\.([0-9]{1,9})\.ckm", re.ASCII)
-_CLAIM = re.compile(r"([0-9]{8,18})(?:\.(dropped)|\.intent-([0-9a-f]{32}))?", re.ASCII)
+_CLAIM = re.compile(r"([0-9]{8,18})(?:\.(dropped|published)|\.intent-([0-9a-f]{32}))?", re.ASCII)
 _DRAFT = re.compile(r"([0-9a-f]{32})\.[a-z0-9]{1,16}", re.ASCII)
 _TOKEN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -164,6 +164,11 @@ def drop_mark_name(run: str, seq: int) -> str:
     return f"{claims_folder(run)}/{seq:08d}.dropped"
 
 
+def published_mark_name(run: str, seq: int) -> str:
+    """Return the name of the mark that a seq was published, by which the loss of its manifest shows."""
+    return f"{claims_folder(run)}/{seq:08d}.published"
+
+
 def intent_name(run: str, seq: int, token: str) -> str:
     """Return the name of an intent to drop or demote a seq."""
     assert _TOKEN.fullmatch(token), "a token is 32 hex digits"
@@ -176,7 +181,7 @@ def parse_claim_file(file: str) -> ClaimName | None:
     if found is None or f"{int(found[1]):08d}" != found[1]:
         return None
     if found[2]:
-        return ClaimName(int(found[1]), "dropped")
+        return ClaimName(int(found[1]), "dropped" if found[2] == "dropped" else "published")
     if found[3]:
         return ClaimName(int(found[1]), "intent", found[3])
     return ClaimName(int(found[1]), "claim")

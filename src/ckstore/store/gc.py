@@ -28,6 +28,7 @@ from ckstore.store.gc_marks import Look, Marker
 from ckstore.store.gc_plan import GcLimits, GcPlan, is_expired
 from ckstore.store.gc_purge import purge
 from ckstore.store.gc_repack import Repacked, repack
+from ckstore.store.gc_survey import missing_in
 from ckstore.store.parts import Parts
 from ckstore.store.replace import finish_replacements
 from ckstore.store.tags import Tags
@@ -224,6 +225,7 @@ class Collector:
             first = look.unreadable[0]
             where = self._parts.backend.location_of(first.path)
             self.done.stop = f"{where} cannot be read and may name any pack: {first.problem}"
+        self.done.stop = self.done.stop or next(iter(missing_in(self._parts, look).values()), "")
         return bool(self.done.stop)
 
     def _purge(self, folders: Sequence[TrashFolder]) -> None:

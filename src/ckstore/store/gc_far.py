@@ -19,7 +19,7 @@ from ckstore.store.doomed import remove_dead_lists, remove_packs
 from ckstore.store.gc import Collector, GcDone, Tell
 from ckstore.store.gc_marks import Marker
 from ckstore.store.gc_plan import GcLimits, GcPlan
-from ckstore.store.gc_survey import named_in_trash
+from ckstore.store.gc_survey import missing_in, named_in_trash
 from ckstore.store.parts import Parts
 from ckstore.store.tier_proof import unproven_packs
 
@@ -70,6 +70,8 @@ class _FarCollector(Collector):
         if look.unreadable:
             first = look.unreadable[0]
             raise CorruptError(f"a manifest cannot be read and may name any pack: {first.problem}", where=first.path)
+        for sentence in missing_in(self._parts, look).values():
+            raise CorruptError(sentence, where=self._parts.backend.root)
         named = {pack_id for pack_id in planned if look.is_named(pack_id)}
         for trash in (before, self._parts.trash.contents()):
             named = named.union(*named_in_trash(self._parts, self._marker, trash).values())

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckstore.errors import BackendError, CapacityError, CorruptError, UnsupportedError
@@ -27,7 +27,7 @@ from ckstore.format.pack_table import PackTable, decode_pack_table
 from ckstore.ids import DIGEST_NBYTES, PackId
 from ckstore.io.backend import Distant
 from ckstore.store.at_once import ask_each
-from ckstore.store.inventory import dropped_in, manifests_in
+from ckstore.store.inventory import manifests_in, marks_in
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.parts import Parts
 
@@ -86,10 +86,11 @@ class Look:
     Attributes:
         manifests: Every manifest in place, by name.
         unreadable: Those that may name anything.
-        dropped: For each run with manifests or drop marks, the seqs that carry one.
+        dropped: For each run with manifests or marks, the seqs that carry a drop mark.
         quarantined: Contents of quarantined manifests; what they name, so far as it can be read, stays.
         named: Ids of local packs that manifests in place name.
         foreign: Manifests in place that are whole and of another store.
+        published: For each run that has some, the seqs with a mark that they were published.
     """
 
     manifests: dict[ManifestName, Marked]
@@ -98,6 +99,7 @@ class Look:
     quarantined: tuple[bytes, ...]
     named: frozenset[PackId]
     foreign: tuple[ManifestName, ...] = ()
+    published: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def is_named(self, pack_id: PackId) -> bool:
         """Whether a manifest names a pack; of a quarantined one, whose tables may be damaged, any bytes like it do."""
@@ -135,15 +137,15 @@ class Marker:
         runs = self._look_far(seen) if isinstance(self._parts.backend, Distant) else self._look_here(seen)
         self._cache = dict(seen.manifests)
         # Also of runs of which no manifest is in place any more: what of them lies in the trash is not to come back.
-        dropped = dict.fromkeys(runs, frozenset[int]()) | dropped_in(self._parts.backend)
+        marks, published = marks_in(self._parts.backend)
+        dropped = dict.fromkeys((*runs, *published), frozenset[int]()) | marks
         refs = self.numbers.refs
         used = {number for marked in seen.manifests.values() for number in marked.packs}
         named = frozenset(refs[number].pack_id for number in used if refs[number].tier == LOCAL_TIER)
         named = named.union(*seen.foreign.values())
         quarantined = tuple(self._quarantined(seen))
-        return Look(
-            seen.manifests, tuple(seen.unreadable.values()), dropped, quarantined, named, tuple(sorted(seen.foreign))
-        )
+        unreadable, foreign = tuple(seen.unreadable.values()), tuple(sorted(seen.foreign))
+        return Look(seen.manifests, unreadable, dropped, quarantined, named, foreign, published)
 
     def packs_of(self, marked: Marked) -> Iterator[PackRef]:
         """Yield the packs that a manifest names."""

@@ -19,7 +19,7 @@ from ckstore.format import layout
 from ckstore.ids import PackId
 from ckstore.store.at_once import ask_each
 from ckstore.store.gc_marks import Look, Marker
-from ckstore.store.gc_survey import strays_among
+from ckstore.store.gc_survey import missing_in, strays_among
 from ckstore.store.parts import Parts
 from ckstore.store.tier_proof import Unproven, unproven_packs
 from ckstore.store.trash import TrashedPack, TrashFolder
@@ -47,6 +47,8 @@ class Purged:
     nbytes: int = 0
     rescued: int = 0
     unproven: dict[PackId, Unproven] = field(default_factory=dict)
+    stop: str = ""
+    """Why nothing was removed although everything could be read: a manifest is missing."""
 
 
 def purge(
@@ -69,6 +71,9 @@ def purge(
             break
         done.rescued += sum(trash.put_back(stray.path, stray.name.path) for stray in strays)
     if done.look.unreadable or strays:
+        return done
+    done.stop = next(iter(missing_in(parts, done.look).values()), "")
+    if done.stop:
         return done
     _unlink([folder for folder in contents if folder.gc_id in gc_ids], parts, marker, waits, done)
     return done

@@ -19,6 +19,7 @@ from ckstore.io.backend import FileInfo
 from ckstore.store.gc_marks import Look, Marked, Marker, missing_packs
 from ckstore.store.inventory import packs_in
 from ckstore.store.known import LOCAL_TIER
+from ckstore.store.manifests import missing_sentence
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
 from ckstore.store.trash import TrashedManifest, TrashFolder
@@ -136,11 +137,28 @@ def survey(parts: Parts, marker: Marker) -> Survey:
         _log.warning(
             "%s belongs to another store; it and its packs are left alone", parts.backend.location_of(name.path)
         )
-    stop = ""
+    missing = missing_in(parts, look)
+    for run, sentence in missing.items():
+        runs[run] = replace(runs[run], blocked=runs[run].blocked or sentence)
+    stop = next(iter(missing.values()), "")
     if look.unreadable:
         first = look.unreadable[0]
         stop = f"{parts.backend.location_of(first.path)} cannot be read and may name any pack: {first.problem}"
     return Survey(now_ns, look, runs, packs, trash, published, trashed, tuple(_drafts(parts)), stop)
+
+
+def missing_in(parts: Parts, look: Look) -> dict[str, str]:
+    """Return, for each run that lacks manifests which its marks say were published, a sentence that names them."""
+    found = {}
+    for run, published in sorted(look.published.items()):
+        seen = {name.seq for name in (*look.manifests, *look.foreign) if name.run == run}
+        # Whatever seems to be missing is looked for once more: it may have been published or dropped since.
+        if published - look.dropped[run] - seen and (missing := parts.manifests_of(run).listing().missing):
+            found[run] = (
+                f"{missing_sentence(run, missing)}, so what they need is not known (`ckstore repair --from COPY` "
+                "may bring them back; `ckstore gc --accept-missing` goes on without them)"
+            )
+    return found
 
 
 def _run_facts(

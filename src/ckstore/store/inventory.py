@@ -24,14 +24,18 @@ def manifests_in(backend: Backend) -> set[ManifestName]:
     return {name for name in found if name is not None}
 
 
-def dropped_in(backend: Backend) -> dict[str, frozenset[int]]:
-    """Return the seqs that carry a drop mark, by run; a run of which no manifest is left may have some, too."""
-    dropped: dict[str, set[int]] = {}
+def marks_in(backend: Backend) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]]]:
+    """Return the seqs that carry a drop mark, and those with a mark that they were published, each by run.
+
+    A run of which no manifest is left may have some, too.
+    """
+    found: dict[str, dict[str, set[int]]] = {"dropped": {}, "published": {}}
     for run, file in _files_by_run(backend, layout.CLAIMS_FOLDER):
         claim = layout.parse_claim_file(file)
-        if claim is not None and claim.kind == "dropped":
-            dropped.setdefault(run, set()).add(claim.seq)
-    return {run: frozenset(seqs) for run, seqs in dropped.items()}
+        if claim is not None and claim.kind in found:
+            found[claim.kind].setdefault(run, set()).add(claim.seq)
+    dropped, published = ({run: frozenset(seqs) for run, seqs in kind.items()} for kind in found.values())
+    return dropped, published
 
 
 def packs_in(backend: Backend) -> Iterator[tuple[PackId, FileInfo]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,13 +31,17 @@ from ckstore.io.backend import Backend, Distant
 from ckstore.store.at_once import ask_each
 from ckstore.store.identity import require_same_store
 from ckstore.store.known import LOCAL_TIER
-from ckstore.store.trash import make_durable_folder
+from ckstore.store.quarantine import quarantined_names
+from ckstore.store.trash import Trash, make_durable_folder
 
 if TYPE_CHECKING:
     # Only types here: listing a run reads headers, and must start at once.
     from ckstore.format.manifest import Manifest
 
 _log = logging.getLogger("ckstore")
+
+_SHOWN_MAX = 8
+"""Seqs that a message names."""
 
 HEAD_NBYTES = 4096
 """First read of a header: holds every header with fewer than about a hundred metrics."""
@@ -52,13 +56,15 @@ class Listing:
     """What one look at a run's folders showed.
 
     ``names`` holds the highest generation in place of every seq without a drop mark, by ascending seq;
-    ``lower`` the superseded generations; ``dropped`` the seqs that carry a drop mark.
+    ``lower`` the superseded generations; ``dropped`` the seqs that carry a drop mark; ``missing`` those that were
+    published, as a mark says, and have no manifest any more, neither in place nor in the trash nor in quarantine.
     """
 
     names: tuple[ManifestName, ...]
     lower: tuple[ManifestName, ...]
     dropped: frozenset[int]
     claimed_max: int
+    missing: frozenset[int] = frozenset()
 
 
 class Manifests:
@@ -79,18 +85,40 @@ class Manifests:
         One readdir may show neither of two names of which one is made and the other moved meanwhile.
         """
         found = self._names_in_place()
-        claims = [layout.parse_claim_file(name) for name in self.backend.list_names(layout.claims_folder(self.run))]
-        dropped = frozenset(claim.seq for claim in claims if claim is not None and claim.kind == "dropped")
-        claimed = {claim.seq for claim in claims if claim is not None and claim.kind == "claim"}
+        marks = self._marks()
+        dropped, claimed = frozenset(marks["dropped"]), marks["claim"]
+        missing = frozenset[int]()
         if claimed - dropped - {name.seq for name in found}:
             found |= self._names_in_place()
+            missing = self._missing(marks["published"] - dropped - {name.seq for name in found})
         highest: dict[int, ManifestName] = {}
         for name in found:
             if name.seq not in dropped and (name.seq not in highest or highest[name.seq].generation < name.generation):
                 highest[name.seq] = name
         names = tuple(highest[seq] for seq in sorted(highest))
         lower = tuple(sorted(found - set(names), key=lambda name: (name.seq, name.generation)))
-        return Listing(names, lower, dropped, max(claimed, default=-1))
+        return Listing(names, lower, dropped, max(claimed, default=-1), missing)
+
+    def _marks(self) -> dict[str, set[int]]:
+        """Return the seqs of this run's claims and marks, by kind."""
+        marks: dict[str, set[int]] = {"claim": set(), "dropped": set(), "published": set(), "intent": set()}
+        for file in self.backend.list_names(layout.claims_folder(self.run)):
+            claim = layout.parse_claim_file(file)
+            if claim is not None:
+                marks[claim.kind].add(claim.seq)
+        return marks
+
+    def _missing(self, seqs: set[int]) -> frozenset[int]:
+        """Return those of these published seqs that are nowhere; each may have been dropped or moved meanwhile."""
+        if not seqs:
+            return frozenset()
+        trashed = {
+            m.name.seq for folder in Trash(self.backend).contents() for m in folder.manifests if m.name.run == self.run
+        }
+        aside = {name.seq for name in quarantined_names(self.backend, self.run)}
+        # Last, since what is dropped gets its mark before it is moved.
+        in_place = {name.seq for name in self._names_in_place()}
+        return frozenset(seqs - trashed - aside - in_place - self._marks()["dropped"])
 
     def _names_in_place(self) -> set[ManifestName]:
         files = self.backend.list_names(layout.manifests_folder(self.run))
@@ -258,6 +286,26 @@ class Manifests:
         self.backend.sync_folder(layout.manifests_folder(self.run))
         self.backend.sync_folder(layout.TMP_FOLDER)
 
+    def note_published(self, seq: int) -> None:
+        """Leave a mark that a checkpoint was acknowledged, so that the loss of its manifest shows.
+
+        It is not synced, and may fail: without it everything else is as safe.
+        """
+        try:
+            self.backend.create(layout.published_mark_name(self.run, seq), b"", sync=False)
+        except (OSError, CkstoreError) as error:
+            _log.debug("no mark that seq %d was published: %s", seq, error)
+
+    def accept_missing(self) -> frozenset[int]:
+        """Forget that those were published whose manifests are gone, durably; return their seqs."""
+        missing = self.listing().missing
+        for seq in sorted(missing):
+            with contextlib.suppress(FileNotFoundError):
+                self.backend.unlink(layout.published_mark_name(self.run, seq))
+        if missing:
+            self.backend.sync_folder(layout.claims_folder(self.run))
+        return missing
+
     def mark_dropped(self, *seqs: int) -> None:
         """Make drop marks, in any order; every generation of these seqs is to go, and none will come back.
 
@@ -318,6 +366,14 @@ class DroppedError(NotFoundError):
 
 class EmptyRunError(NotFoundError):
     """A run of a store that can be read has no checkpoint."""
+
+
+def missing_sentence(run: str, seqs: Collection[int]) -> str:
+    """Say that checkpoints were committed and that their manifests are gone."""
+    shown = ", ".join(str(seq) for seq in sorted(seqs)[-_SHOWN_MAX:])
+    more = f" and {len(seqs) - _SHOWN_MAX} more" if len(seqs) > _SHOWN_MAX else ""
+    what = "its manifest is gone" if len(seqs) == 1 else "their manifests are gone"
+    return f"seq {shown}{more} of run {run!r} {'was' if len(seqs) == 1 else 'were'} committed, and {what}"
 
 
 def no_checkpoint(run: str, root: str) -> EmptyRunError:

@@ -226,6 +226,11 @@ class Parts:
         """Return the names of all runs, sorted."""
         return [name for name in self.backend.list_names(layout.MANIFESTS_FOLDER) if layout.is_name(name)]
 
+    def runs_ever(self) -> list[str]:
+        """Return the names of all runs, sorted; also of one whose manifests are gone while its claims are there."""
+        claimed = filter(layout.is_name, self.backend.list_names(layout.CLAIMS_FOLDER))
+        return sorted({*self.runs(), *claimed})
+
     def require_same_store(self) -> None:
         """Check that the store that was opened is still at its place; a bucket, where nothing is mounted, is believed.
 

@@ -24,7 +24,7 @@ from ckstore.format.layout import ManifestName
 from ckstore.metric_order import WORDS, order_of
 from ckstore.store.at_once import ask_each
 from ckstore.store.known import LOST_TIER
-from ckstore.store.manifests import DroppedError, Manifests, no_checkpoint
+from ckstore.store.manifests import DroppedError, Manifests, missing_sentence, no_checkpoint
 from ckstore.store.parts import Parts
 
 if TYPE_CHECKING:
@@ -328,9 +328,14 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         if any(pack.tier == LOST_TIER for pack in manifest.packs):
             passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: some of its tensors are lost")
             continue
-        return manifest, passed_over
-    if not passed_over:
+        newer = {seq for seq in listing.missing if seq > name.seq}
+        return manifest, [*passed_over, *([missing_sentence(parts.run, newer)] if newer else [])]
+    if not passed_over and not listing.missing:
         raise no_checkpoint(parts.run, parts.backend.root)
+    if not passed_over:
+        raise CorruptError(
+            missing_sentence(parts.run, listing.missing), where=parts.backend.root, todo="run `ckstore verify`"
+        )
     raise CorruptError(
         f"none of the {len(passed_over)} checkpoints of run {parts.run!r} is whole; {passed_over[0]}",
         where=parts.backend.root,

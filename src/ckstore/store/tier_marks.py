@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckstore.errors import BackendError
+from ckstore.errors import BackendError, CorruptError
 from ckstore.format.layout import ManifestName
 from ckstore.format.location import decode_pack_row
 from ckstore.format.pack_table import decode_pack_table
@@ -18,6 +18,7 @@ from ckstore.ids import PackId
 from ckstore.io.backend import Backend
 from ckstore.store.at_once import ask_each
 from ckstore.store.gc_marks import Look, Marker
+from ckstore.store.gc_survey import missing_in
 from ckstore.store.inventory import packs_in
 from ckstore.store.parts import Parts
 
@@ -80,6 +81,8 @@ class TierMarker:
         look = self.here.look()
         if look.unreadable:
             raise BackendError("a manifest cannot be read", where=look.unreadable[0].path)
+        for sentence in missing_in(self._parts, look).values():
+            raise CorruptError(sentence, where=self._parts.backend.root)
         held = set[PackId]()
         packs = [pack_id for pack_id, _ in packs_in(self._target)] if look.quarantined else []
         for content in look.quarantined:

@@ -173,6 +173,7 @@ def undelete(parts: Parts, trashed: TrashedManifest) -> Manifest:
             todo="nothing brings them back; undelete another one",
             pack_id=min(gone).hex(),
         )
+    manifests.note_published(seq)
     return again
 
 

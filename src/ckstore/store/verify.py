@@ -27,7 +27,7 @@ from ckstore.io.remote_options import is_bucket_address
 from ckstore.store.audit import Audit, FrameCheck
 from ckstore.store.chain_audit import ChainAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
-from ckstore.store.manifests import Manifests
+from ckstore.store.manifests import Manifests, missing_sentence
 from ckstore.store.pack_audit import PackAudit
 from ckstore.store.parts import Parts
 from ckstore.store.tags import Tags
@@ -163,9 +163,12 @@ class TierReach:
 
 
 def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName]]:
-    for run in parts.runs():
+    for run in parts.runs_ever():
         manifests = parts.manifests_of(run)
         listing = manifests.listing()
+        if listing.missing:
+            where = parts.backend.location_of(layout.manifests_folder(run))
+            report.damage.append(Damage(missing_sentence(run, listing.missing), where))
         claims = {
             claim.seq
             for file in parts.backend.list_names(layout.claims_folder(run))

@@ -17,7 +17,7 @@ from ckstore.io.address import backend_for
 from ckstore.io.remote import Bucket, ObjectInfo
 from ckstore.store import gc_marks
 from ckstore.store.gc_marks import Marker
-from ckstore.store.inventory import dropped_in, manifests_in, packs_in
+from ckstore.store.inventory import manifests_in, marks_in, packs_in
 
 PACK = PackId(bytes(range(16)))
 NAMES = [
@@ -48,13 +48,13 @@ def test_near_and_far_the_same_manifests_marks_and_packs_are_listed_and_nothing_
         backend.make_folder(name.rpartition("/")[0])
         backend.create(name, b"x", sync=True)
     assert {name.path for name in manifests_in(backend)} == set(NAMES[:3])
-    assert dropped_in(backend) == {"main": frozenset({0}), "gone": frozenset({1})}
+    assert marks_in(backend)[0] == {"main": frozenset({0}), "gone": frozenset({1})}
     assert [(pack_id, info.nbytes) for pack_id, info in packs_in(backend)] == [(PACK, 1)]
 
 
 def test_an_empty_place_holds_nothing(place):
     backend = backend_for(place)
-    assert (manifests_in(backend), dropped_in(backend), list(packs_in(backend))) == (set(), {}, [])
+    assert (manifests_in(backend), marks_in(backend), list(packs_in(backend))) == (set(), ({}, {}), [])
 
 
 @pytest.mark.parametrize("odd", ["x//y", "../z", "./z", "x%01y"])
