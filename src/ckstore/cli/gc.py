@@ -130,13 +130,10 @@ def run(
     with keep(path, run=run or "main", allow_shared_folder=allow_shared_folder) as store:
         if run is not None and run not in store.runs():
             raise NotFoundError(f"there is no run {run!r}", where=str(path), todo="`ckstore ls` shows the runs")
-        if forget_policy and not dry_run:
-            _forget(store)
+        _begin(store, forget_policy=forget_policy and not dry_run, accept_missing=accept_missing and not dry_run)
         limits = {"min_age": min_age or "1h", "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
-        if accept_missing and not dry_run:
-            store.accept_missing()
-        asked = {"dry_run": dry_run, "now": now, "max_delete": max_delete}
-        report = store.gc(policy, all_runs=run is None, **asked, **limits)  # type: ignore[arg-type]
+        asked = {"all_runs": run is None, "dry_run": dry_run, "now": now, "max_delete": max_delete}
+        report = store.gc(policy, **asked, **limits)  # type: ignore[arg-type]
         if save_policy and not dry_run:
             _save(store, policy, trash_for)
     _tell(report, as_json=as_json)
@@ -147,6 +144,14 @@ def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> No
         store.set_retention(policy)
     if trash_for is not None:
         store.set_trash_for(trash_for)
+
+
+def _begin(store: Keeping, *, forget_policy: bool, accept_missing: bool) -> None:
+    """Do what was asked for before the collection."""
+    if forget_policy:
+        _forget(store)
+    if accept_missing:
+        store.accept_missing()
 
 
 def _forget(store: Keeping) -> None:
