@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckstore.errors import BackendError, MissingChunkError, NotFoundError, UsageError
+from ckstore.errors import BackendError, MissingChunkError, UnreachableError, UsageError
 from ckstore.format.records import ConfigRecord
 from ckstore.io import remote
 from ckstore.io.address import backend_for
@@ -104,7 +104,7 @@ def test_wrong_bucket_is_named(address):
         lambda: backend.create("store.json", b"x", sync=True),
         lambda: backend.list_names(""),
     ):
-        with pytest.raises(NotFoundError, match="no such bucket"):
+        with pytest.raises(UnreachableError, match="no such bucket"):
             call()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.errors import BackendError, CkstoreError, NotFoundError, UsageError
+from ckstore.errors import BackendError, CkstoreError, UnreachableError, UsageError
 from ckstore.io.address import backend_for
 from ckstore.testing.fault_proxy import FAULTS, LEAK
 from ckstore.testing.s3_server import KEY_ID, SECRET
@@ -114,7 +114,7 @@ def test_profile_gives_keys_where_the_environment_does_not(address, proxy, no_ke
 
 def test_profile_that_is_not_there_is_named(address, no_keys, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "atic")
-    with pytest.raises(NotFoundError, match="atic"):
+    with pytest.raises(UnreachableError, match="atic"):
         backend_for(address)
 
 

@@ -77,7 +77,7 @@ def test_commands_push_list_show_restore_and_pull(filled, address, call, tmp_pat
     ("arguments", "code"),
     [
         (("push", "nowhere://x/y"), 2),
-        (("push", "s3://there-is-no-such-bucket/x"), 10),
+        (("push", "s3://there-is-no-such-bucket/x"), 15),
         (("push", "s3://key:SECRET@bucket/x"), 2),
         (("push", "--older-than", "soon"), 2),
         (("pull", "7"), 10),

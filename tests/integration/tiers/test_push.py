@@ -7,7 +7,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.errors import ConflictError, CorruptError, MissingChunkError, NotFoundError, UsageError
+from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UnreachableError, UsageError
 from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
 from support.push_states import free_local_packs
@@ -269,7 +269,7 @@ def test_tier_that_is_not_configured_is_named(folder, address):
         free_local_packs(store)
     (folder / "config.json").unlink()
     with ckstore.open(folder) as store:
-        with pytest.raises(NotFoundError, match="attic"):
+        with pytest.raises(UnreachableError, match="attic"):
             store.restore(1)
         assert_restores(store, 2)
 
