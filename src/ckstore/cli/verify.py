@@ -59,6 +59,11 @@ def run(
         output.print_json(_json_of(path, report, seconds))
     else:
         _print(report, seconds)
+    _raise_for(report, path)
+
+
+def _raise_for(report: Report, path: str) -> None:
+    """Raise where something is damaged, may not be read, or cannot be reached."""
     if report.damage:
         count = len(report.damage)
         raise CorruptError(

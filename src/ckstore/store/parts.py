@@ -262,17 +262,24 @@ class Parts:
         """Make what is missing of the store's folders and the run's: a copy, or a purge, leaves out empty ones.
 
         Raises:
-            NotFoundError: The store itself is gone.
+            UnreachableError: The store itself is gone.
             CorruptError: ``store.json`` is gone.
         """
         if not isinstance(self.backend, Distant):
             if self.backend.stat(layout.STORE_FILE) is None:
                 # Nothing is made where another disk, or none, is mounted by now.
-                read_store_record(self.backend)
+                self._raise_for_no_record()
             for folder in layout.TOP_FOLDERS:
                 if self.backend.make_folder(folder):
                     self.backend.sync_folder("")
         self.manifests.make_folders()
+
+    def _raise_for_no_record(self) -> None:
+        """Raise what the loss of ``store.json`` means: of that file alone, or of the whole store."""
+        try:
+            read_store_record(self.backend)
+        except NotFoundError:
+            require_same_store(self.backend, self.store_id)
 
     def keep_young(self, packs: Iterable[PackRef]) -> None:
         """Renew the times of files that every later commit or restore needs, at most once an hour; never raises.
