@@ -12,7 +12,7 @@ import pytest
 
 import ckstore
 from ckstore.cli.main import run as ckstore_command
-from ckstore.errors import ConflictError, CorruptError, NotFoundError
+from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnreachableError
 
 MONTH = 40 * 86400
 
@@ -150,7 +150,7 @@ def test_store_that_vanishes_under_a_handle_is_an_error_and_is_not_made_anew(pat
             path.rename(path.with_name("away"))
         else:
             purge(path, ["store.json"])
-        with pytest.raises((NotFoundError, CorruptError)):
+        with pytest.raises((UnreachableError, CorruptError)):
             store.commit(state_of(5), 5)
     assert not (path / "store.json").exists()
     assert path.exists() == (what != "folder")
