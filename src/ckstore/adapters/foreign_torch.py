@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,9 @@ _VERSION = re.compile(r"([0-9]+)\.([0-9]+)")
 _ATTEMPTS_MAX = 200
 _UNKNOWN = re.compile(r"Unsupported global: GLOBAL ([\w.]+) was not")
 _NOT_A_DICT = re.compile(r"Can only SETITEMS? for dict.* but got <class '(?:ckstore\.adapters\.stand_ins\.)?([\w.]+)'>")
+_NOT_A_LIST = re.compile(
+    r"Can only (?:append to|extend) lists, but got <class '(?:ckstore\.adapters\.stand_ins\.)?([\w.]+)'>"
+)
 _SAVE_ANEW = "load it where you trust it and save its state_dicts with torch.save"
 _FORMS = (
     ("TorchScript", "the file is a TorchScript archive: a program, and no state"),
@@ -35,8 +39,6 @@ _FORMS = (
         "Unsupported operand",
         "the file was pickled in a way, such as protocol 4, that torch's safe reader does not read",
     ),
-    ("Can only append to lists", "the file holds an object of a list's subclass, which only code can make"),
-    ("Can only extend lists", "the file holds an object of a list's subclass, which only code can make"),
     ("Can only build", "the file holds an object which only code can make"),
 )
 _GLOBAL = re.compile(r"(?:GLOBAL|class|function) ([\w.]+)")
@@ -114,9 +116,11 @@ def _loaded(load: Callable[[], Any], stand_ins: StandIns, where: str) -> Any:
 
 def _stands_in(text: str, stand_ins: StandIns) -> bool:
     """Make the stand-in that torch misses; False: what it says is of another kind."""
-    takes_items = _NOT_A_DICT.search(text)
+    takes_pairs, takes_items = _NOT_A_DICT.search(text), _NOT_A_LIST.search(text)
+    if takes_pairs is not None:
+        return stand_ins.turn_into(OrderedDict, takes_pairs[1])
     if takes_items is not None:
-        return stand_ins.turn_into_dict(takes_items[1])
+        return stand_ins.turn_into(list, takes_items[1])
     unknown = _UNKNOWN.search(text)
     if unknown is None:
         return False

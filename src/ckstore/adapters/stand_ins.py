@@ -38,11 +38,11 @@ class StandIns:
     """The stand-ins of one file.
 
     Attributes:
-        kind_of: By ``id``, what a dict stands for, and the dict itself, which keeps its ``id`` its own.
+        kind_of: By ``id``, what a dict or a list stands for, and itself, which keeps its ``id`` its own.
     """
 
     def __init__(self) -> None:
-        self.kind_of: dict[int, tuple[str, OrderedDict[Any, Any]]] = {}
+        self.kind_of: dict[int, tuple[str, Any]] = {}
         self._classes: dict[str, type] = {}
 
     def __len__(self) -> int:
@@ -65,14 +65,14 @@ class StandIns:
         self._classes[name] = type(name, (StandIn,), {"kind": name})
         return True
 
-    def turn_into_dict(self, name: str) -> bool:
-        """Let one stand for a subclass of dict; False: there is none of this name, or it does already."""
+    def turn_into(self, form: type[OrderedDict[Any, Any]] | type[list[Any]], name: str) -> bool:
+        """Let one stand for a class that takes items; False: there is none of this name, or it does already."""
         if not issubclass(self._classes.get(name, object), StandIn):
             return False
 
-        def make(_: type, *arguments: Any) -> OrderedDict[Any, Any]:
-            # torch's reader gives items to exactly this type, and to no subclass of it.
-            thing: OrderedDict[Any, Any] = OrderedDict()
+        def make(_: type, *arguments: Any) -> Any:
+            # torch's reader gives items to exactly these types, and to no subclass of them.
+            thing = form()
             self.kind_of[id(thing)] = (name, thing)
             return thing
 

@@ -62,18 +62,23 @@ def _answer(job: Job, memory: int) -> Answer:
         kind = "memory" if isinstance(problem, MemoryError) else "nesting"
         return _failed(
             CapacityError(
-                f"loading the file takes more {kind} than a file of its length can need", where=job.path,
+                f"loading the file takes more {kind} than a file of its length can need", where=job.where,
                 todo="it is damaged, or was made to harm; leave it out with --exclude",
             )
         )  # fmt: skip
     except OSError as problem:
-        return _failed(CorruptError(f"the file cannot be read ({problem.strerror})", where=job.path))
+        return _failed(CorruptError(f"the file cannot be read ({problem.strerror})", where=job.where))
     except Exception as problem:
-        return _failed(CorruptError(f"loading the file failed ({type(problem).__name__}: {problem})", where=job.path))
+        return _failed(CorruptError(f"loading the file failed ({type(problem).__name__}: {problem})", where=job.where))
 
 
 def _failed(error: CkstoreError) -> Answer:
-    texts = [None if text is None else text[:2000] for text in (error.what, error.where, error.todo)]
+    # A path that is no text is written with its bytes.
+    shown = [
+        None if text is None else text.encode("utf-8", "backslashreplace").decode()
+        for text in (error.what, error.where, error.todo)
+    ]
+    texts = [None if text is None else text[:2000] for text in shown]
     return Answer(0, 0, (error.code, texts[0] or "", texts[1], texts[2]))
 
 
@@ -100,11 +105,11 @@ def _load(job: Job, memory: int) -> tuple[int, int]:
     if job.is_peek:
         loaded = Loaded(capture(_plain_values(state), [TorchAdapter()]))
     else:
-        loaded = storable(state, [TorchAdapter()], key=job.key, skip=job.skip, where=job.path)
+        loaded = storable(state, [TorchAdapter()], key=job.key, skip=job.skip, where=job.where)
         loaded.captured.warnings.extend(notes)
     if loaded.captured.nbytes > job.nbytes_max:
         raise CapacityError(
-            f"the tensors take {loaded.captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.path,
+            f"the tensors take {loaded.captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.where,
             todo="it is compressed, or was made to harm; load it where you trust it and save it plainly",
         )  # fmt: skip
     return write_parcel(loaded, memory)
@@ -119,21 +124,21 @@ def _read(job: Job) -> tuple[Any, list[str]]:
 
     stand_ins, notes = StandIns(), []
     if job.kind == "dcp":
-        state = load_dcp(job.path, stand_ins, read_inert=read_inert, is_peek=job.is_peek)
+        state = load_dcp(job.where, stand_ins, read_inert=read_inert, is_peek=job.is_peek)
         prefix = (job.key,) if job.key else ()
         notes = [
             f"The keys of {place_of((*prefix, *path))} are numbers as text: torch.distributed.checkpoint wrote them so."
             for path in keys_left_as_text(state)
         ]
     elif job.kind == "pickle":
-        state = read_inert(Path(job.path).read_bytes(), where=job.path)
+        state = read_inert(Path(job.where).read_bytes(), where=job.where)
     else:
-        state = load_file(job.path, stand_ins, is_peek=job.is_peek)
+        state = load_file(job.where, stand_ins, is_peek=job.is_peek)
     fields = PlainFields(stand_ins.kind_of)
     state = fields.of(state, (job.key,) if job.key else ())
     if fields.notes and not fields.leaf_count and not job.key and not job.is_peek:
         raise UnsupportedError(
-            f"the file holds only objects, which only code can make: {fields.notes[0]}", where=job.path,
+            f"the file holds only objects, which only code can make: {fields.notes[0]}", where=job.where,
             todo="leave the file out with --exclude, or load it where you trust it and save its state_dicts alone",
         )  # fmt: skip
     return state, notes + fields.notes

@@ -132,10 +132,12 @@ def discover(source: Path, *, exclude: Sequence[str] = ()) -> Discovery:
     if not found:
         raise NotFoundError("there is no checkpoint in the folder", where=source, todo=search.elsewhere(left_out))
     unused = [pattern for pattern in exclude if pattern not in search.scanned.patterns_used]
-    warnings = (
+    warnings = [
         f"--exclude {pattern} matches nothing. It is a path below SOURCE; '**/NAME' means NAME at every depth."
         for pattern in unused
-    )
+    ]
+    if is_unfinished(source.name):
+        warnings.append(f"The name of {source} says that its save was not finished.")
     return Discovery(found, left_out, tuple(warnings))
 
 
@@ -267,7 +269,7 @@ class _Search:
             }
             trainer = folder.path / TRAINER_FILE
             files = [file for file in files if file.name not in _WITHOUT_STATE and file != trainer]
-            parts += [_file_part(f"{prefix}{key}", paths) for key, paths in _keyed(each, files)]
+            parts += [_file_part(_as_text(f"{prefix}{key}"), paths) for key, paths in _keyed(each, files)]
             if each.holds(DCP_FILE):
                 key = inside if prefix else "dcp" if parts or folder.folders else ""
                 parts.append(_part(key, "dcp", [each.path], _dcp_files(each.path)))
@@ -291,6 +293,11 @@ class _Search:
                 self._leave_out(each, "its name says that its save was not finished")
             else:
                 yield from self._walk(each)
+
+
+def _as_text(name: str) -> str:
+    """Return a name as a key of a state, which is valid Unicode: other bytes are written as numbers."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _is_one_checkpoint(folder: Folder, files: Sequence[Path]) -> bool:

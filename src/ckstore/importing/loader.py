@@ -74,7 +74,7 @@ class Loader:
         """
         memory = OpenFile(_memory_file(), str(path))
         try:
-            answer = self._ask(Job(kind, str(path), is_peek, nbytes, key, list(skip)), memory, path)
+            answer = self._ask(Job(kind, os.fsencode(path), is_peek, nbytes, key, list(skip)), memory, path)
             if answer.error is not None:
                 raise _error_of(answer.error)
             return read_parcel(memory, answer)

@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
     Attributes:
         kind: How it is read.
-        path: Where it is.
+        path: Where it is; a path may be no text.
         is_peek: Only its plain values are wanted, and no tensor.
         nbytes_max: How long it is.
         key: The key that it gets in the state; empty: it is the whole state.
@@ -54,11 +54,16 @@ class Job(NamedTuple):
     """
 
     kind: str
-    path: str
+    path: bytes
     is_peek: bool
     nbytes_max: Count
     key: str
     skip: list[str]
+
+    @property
+    def where(self) -> str:
+        """The path as Python writes it."""
+        return os.fsdecode(self.path)
 
 
 class Answer(NamedTuple):

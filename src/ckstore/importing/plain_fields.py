@@ -8,6 +8,7 @@ stays as it is: the caller refuses it, or leaves it out.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -22,6 +23,9 @@ _STORED_TYPES = frozenset({("torch", "dtype"), ("torch", "device"), ("torch", "S
 _NUMPY_DTYPE = re.compile(r"[biufc][0-9]{1,2}")
 
 
+_FORMS = {OrderedDict: "an OrderedDict", list: "a list"}
+
+
 class _NotPlainError(Exception):
     """An object holds what is no plain value."""
 
@@ -30,7 +34,7 @@ class PlainFields:
     """Replaces the objects of one state.
 
     Args:
-        dicts: By ``id``, the name of what a dict stands for; see ``stand_ins.StandIns.kind_of``.
+        dicts: By ``id``, the name of what a dict or a list stands for; see ``stand_ins.StandIns.kind_of``.
 
     Attributes:
         notes: What was replaced, in whole sentences.
@@ -76,7 +80,11 @@ class PlainFields:
         try:
             made = self._plain(item, may_hold_tensors=name in _NAMESPACES)
         except _NotPlainError:
-            return item
+            if id(item) not in self._dicts:
+                return item
+            # A container of a class of its own, such as a defaultdict of tensors.
+            self.notes.append(f"{place_of(path)} is a {name}; it is stored as {_FORMS[type(item)]}.")
+            return self._of_container(item, path)
         form = "a dict of its fields" if isinstance(made, dict) else "a plain value"
         self.notes.append(f"{place_of(path)} is an object of {name}; it is stored as {form}.")
         return made

@@ -162,25 +162,35 @@ def _plan(wanted: Wanted, reader: Reader) -> _Plan:
 def _with_steps(source: Path, found: Sequence[Found], left_out: dict[str, str], reader: Reader) -> list[_Planned]:
     """Return those of which the step is told, in its order; leave out others, if any has one."""
     planned: list[_Planned] = []
-    without: list[Found] = []
+    without: list[tuple[Found, str]] = []
+    failures: list[CkstoreError] = []
     for each in found:
-        told = _step_of(each, reader)
+        try:
+            told = _step_of(each, reader)
+        except CkstoreError as error:
+            if each.step is not None:
+                raise
+            # Its name says no step; whether it is a checkpoint at all is not certain.
+            failures.append(error)
+            without.append((each, str(error)))
+            continue
         if told is None:
-            without.append(each)
+            without.append((each, f"{_why_no_step(each)}; import it by its own path, with --step"))
         else:
             planned.append(_Planned(each, *told))
+    if failures and not planned:
+        raise failures[0]
     if not planned:
         raise UsageError(
-            _why_no_step(without[0]), where=without[0].name,
+            _why_no_step(without[0][0]), where=without[0][0].name,
             todo="give --step for a single one, or --numbered for steps in the order of names",
         )  # fmt: skip
     files = [path for each in planned for path in _files_of(each.found)]
-    for each in without:
+    for each, why in without:
         for path in (path for part in each.parts for path in part.paths):
             # A model that was saved once more next to the folders of its checkpoints is imported with them.
             if path.is_dir() or not any(_are_same(path, file) for file in files):
-                name = os.path.relpath(path, source)
-                left_out[name] = f"{_why_no_step(each)}; import it by its own path, with --step"
+                left_out[os.path.relpath(path, source)] = why
     # Of two with one step the one whose name says so comes first: "last" is a copy of it.
     return sorted(planned, key=lambda each: (each.step, each.found.step is None, natural(each.found.name)))
 

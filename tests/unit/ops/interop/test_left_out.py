@@ -122,6 +122,13 @@ def test_unfinished_folder_is_left_out_and_listed(store, out):
     assert "not finished" in report.left_out["tmp-checkpoint-8/"]
 
 
+def test_unfinished_folder_is_imported_by_its_own_path_with_a_warning(store, tmp_path):
+    write_checkpoint(tmp_path / "tmp-checkpoint-8", 8)
+    report = store.import_from(tmp_path / "tmp-checkpoint-8")
+    assert store.steps() == [8]
+    assert "not finished" in " ".join(report.warnings)
+
+
 @pytest.mark.parametrize("parts", [(), ("optimizer",), ("trainer_state",)])
 def test_newest_that_lacks_what_the_one_before_has_is_left_out(store, out, parts):
     write_checkpoint(out / "checkpoint-6", 6, parts=parts)
@@ -179,6 +186,13 @@ def test_files_far_below_are_imported(store, out):
     save_file({"w": torch.ones(1)}, deep / "x.safetensors")
     store.import_from(out)
     assert "a/b/c/d/e/f/x" in store.restore(4)
+
+
+def test_file_without_a_step_that_cannot_be_read_is_listed_and_stops_nothing(store, out):
+    (out / "vocabulary.pkl").write_bytes(b"no pickle")
+    report = store.import_from(out)
+    assert store.steps() == [2, 4]
+    assert "a text that begins with 'no pickle'" in report.left_out["vocabulary.pkl"]
 
 
 def test_other_runs_below_are_listed(store, out):
@@ -325,3 +339,13 @@ def test_archive_is_to_be_unpacked(store, tmp_path):
         store.import_from(tmp_path / "out" / "run.zip")
     with pytest.raises(NotFoundError, match=r"Left out: run\.zip: an archive"):
         store.import_from(tmp_path / "out")
+
+
+def test_names_that_are_no_text_are_imported_and_listed(store, out):
+    name = os.fsdecode(b"caf\xe9")
+    save_file(WEIGHTS, out / "x.safetensors")
+    (out / "x.safetensors").rename(out / "checkpoint-4" / f"{name}.safetensors")
+    (out / "checkpoint-4" / f"{name}.npz").write_bytes(b"x")
+    report = store.import_from(out)
+    assert torch.equal(store.restore(4)["caf\\xe9"]["w"], WEIGHTS["w"])
+    assert [name.endswith(".npz") for name in report.left_out] == [True]
