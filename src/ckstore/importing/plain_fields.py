@@ -8,7 +8,6 @@ stays as it is: the caller refuses it, or leaves it out.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -21,9 +20,6 @@ _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 # Of what may be in a field, these are stored as they are.
 _STORED_TYPES = frozenset({("torch", "dtype"), ("torch", "device"), ("torch", "Size")})
 _NUMPY_DTYPE = re.compile(r"[biufc][0-9]{1,2}")
-
-
-_FORMS = {OrderedDict: "an OrderedDict", list: "a list"}
 
 
 class _NotPlainError(Exception):
@@ -83,7 +79,9 @@ class PlainFields:
             if id(item) not in self._dicts:
                 return item
             # A container of a class of its own, such as a defaultdict of tensors.
-            self.notes.append(f"{place_of(path)} is a {name}; it is stored as {_FORMS[type(item)]}.")
+            self.notes.append(
+                f"{place_of(path)} is a {name}; it is stored as {'a list' if isinstance(item, list) else 'a dict'}."
+            )
             return self._of_container(item, path)
         form = "a dict of its fields" if isinstance(made, dict) else "a plain value"
         self.notes.append(f"{place_of(path)} is an object of {name}; it is stored as {form}.")
