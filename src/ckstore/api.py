@@ -338,8 +338,9 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                 Each object in it has its ``load_state_dict`` called once with what was restored, and is not asked for
                 its state. Tensors of torch's modules and optimizers are overwritten before that, which saves a second
                 copy, if their loading does nothing but copy.
-            only: Globs over dotted leaf paths, where ``*`` crosses dots; only their bytes are read. What
-                comes back is nested dicts, lists whole.
+            only: Globs over dotted leaf paths, where ``*`` crosses dots; a path of the checkpoint, letter for
+                letter, means just that. Only their bytes are read, also of a tensor that is a view of a long
+                one. What comes back is nested dicts; lists and long plain values come whole.
             device: Where tensors go; the CPU otherwise.
             exact: Refuse a checkpoint that was stored with a loss.
             fallback: Where damage is met while the newest is read, go back to the newest one that can be read, with a
@@ -426,9 +427,12 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                 last = found
 
     def _restore_from(self, manifest: Manifest, passed_over: list[str], wanted: _Wanted) -> Any:
+        from ckstore.narrowing import narrowed
         from ckstore.placement import libraries_needed, prepare_restore
         from ckstore.restore import restore
 
+        if wanted.only is not None:
+            manifest = narrowed(manifest, wanted.only)
         needs_torch = "torch" in libraries_needed(manifest.tree, manifest.tensors)
         placement = prepare_restore(
             manifest.tree,

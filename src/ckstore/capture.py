@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckstore.errors import UsageError
+from ckstore.errors import CkstoreError, UsageError
+from ckstore.format.nodes import encode_tree
 from ckstore.leaves import BytesAdapter, NumpyAdapter
 from ckstore.memory_spans import MemorySpan
+from ckstore.named_types import is_found
+from ckstore.packed import PLAIN, PLAIN_MIN, pack_numbers
+from ckstore.standard_types import Taken, take_standard
 from ckstore.tensor import HostStorage, LeafAdapter, TensorLeaf, TensorSpec
 from ckstore.tree import (
     DEPTH_MAX,
@@ -27,9 +31,11 @@ from ckstore.tree import (
     Key,
     ListNode,
     Node,
+    OtherKey,
     Path,
     TensorNode,
     TupleNode,
+    Value,
     ValueNode,
     place_of,
 )
@@ -44,6 +50,9 @@ GAP_NBYTES_MAX = 64 << 10
 _WASTE_NBYTES_MIN = 16 << 20
 KINDS: Mapping[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
 """The types of mappings that are stored, exactly these, and their names in the tree."""
+
+OPTIMIZER_KEYS = {"state", "param_groups"}
+"""What the state of every optimizer of torch has."""
 
 FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
@@ -105,7 +114,7 @@ def capture(state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
 
     Raises:
         LeafTypeError: A leaf cannot be stored; the error names its path.
-        UsageError: A container holds itself, is nested too deep, or has a key that is neither str nor int.
+        UsageError: A container holds itself, is nested too deep, or has a key that cannot be stored.
     """
     return Walk((NumpyAdapter(), *adapters), Asked()).captured(state)
 
@@ -116,24 +125,31 @@ class Walk:
     Args:
         adapters: All libraries of tensors.
         asked: What objects have answered to an earlier walk.
+        is_plain: Refuse tensors, and objects that have to be asked for their state.
     """
 
-    def __init__(self, adapters: Sequence[LeafAdapter], asked: Asked) -> None:
+    def __init__(self, adapters: Sequence[LeafAdapter], asked: Asked, *, is_plain: bool = False) -> None:
         self.adapters = adapters
         self._asked = asked
+        self._is_plain = is_plain
         self.long_bytes = BytesAdapter()
         self.items: list[object] = []
         self.leaves: list[TensorLeaf] = []
         self.paths: list[Path] = []
         self.warnings: list[str] = []
+        self.left_out = LeftOut()
         # An id means nothing once its object is gone: ``items`` keeps them.
         self._seen: dict[int, int] = {}
         self._open: set[int] = set()
+        self._value_count = 0
+        self._mention_count = 0
+        self._is_in_optimizer = False
 
     def captured(self, state: object) -> Captured:
         """Return a state, taken apart."""
         tree = self.node_of(state, ())
         tensors, storages = _share(self.leaves)
+        self.warnings += self.left_out.sentences()
         sparse = _sparse_views(self, tensors, storages)
         return Captured(tree, self.paths, tensors, storages, [*self.warnings, *sparse])
 
@@ -144,13 +160,13 @@ class Walk:
             return self._plain(item, plain, path)
         kind = type(item)
         if kind in KINDS:
-            return self._within(item, path, self._mapping)
+            return self._long(path, lambda: self._within(item, path, self._mapping))
         if kind is list:
-            return self._within(item, path, lambda items, here: ListNode(self._sequence(items, here)))
+            return self._long(path, lambda: self._within(item, path, self._list))
         if kind is tuple:
-            return self._within(item, path, lambda items, here: TupleNode(self._sequence(items, here)))
+            return self._long(path, lambda: self._within(item, path, self._tuple))
         converter = converter_for(kind)
-        if converter is not None:
+        if converter is not None and not self._is_plain:
             name, to_state = converter.name, converter.to_state
             return self._within(
                 item,
@@ -160,35 +176,91 @@ class Walk:
         leaf = self._library_leaf(item, path)
         if leaf is not None:
             return leaf
-        if has_state_dict(item):
+        if has_state_dict(item) and not self._is_plain:
             return self._within(
                 item, path, lambda whole, here: self.node_of(self._asked.ask_or_recall(whole, state_dict_of), here)
             )
-        raise leaf_type_error(item, path)
+        taken = taken_apart(item, path, self.adapters)
+        if taken is None:
+            raise leaf_type_error(item, path)
+        name, state = taken
+        if not is_found(name, item):
+            self.left_out.note_class(type(item), path)
+        return self._within(item, path, lambda _, here: ConvertedNode(name, self.node_of(state, here)))
 
     def _plain(self, item: object, plain: ValueNode, path: Path) -> Node:
         if isinstance(item, bytes) and len(item) >= LONG_NBYTES_MIN:
-            leaf = self.long_bytes.describe(item, path)
-            assert leaf is not None
-            return self._tensor(item, leaf, path)
+            return self._long_bytes(item, item, path)
         if isinstance(item, str) and len(item) >= LONG_NBYTES_MIN:
             text = item.encode("utf-8", "surrogatepass")
-            leaf = self.long_bytes.describe(text, path)
-            assert leaf is not None
-            return ConvertedNode(LONG_TEXT, self._tensor(text, leaf, path))
+            return ConvertedNode(LONG_TEXT, self._long_bytes(text, text, path))
+        self._value_count += 1
         return plain
+
+    def _long_bytes(self, item: object, content: bytes, path: Path) -> TensorNode:
+        leaf = self.long_bytes.describe(content, path)
+        assert leaf is not None
+        return self._tensor(item, leaf, path)
+
+    def _list(self, items: list[object], path: Path) -> Node:
+        return self._numbers(items, path) or ListNode(self._sequence(items, path))
+
+    def _tuple(self, items: tuple[object, ...], path: Path) -> Node:
+        return self._numbers(items, path) or TupleNode(self._sequence(items, path))
+
+    def _numbers(self, items: list[Any] | tuple[Any, ...], path: Path) -> Node | None:
+        packed = None if self._is_plain else pack_numbers(items, only_counts=self._is_in_optimizer)
+        return None if packed is None else ConvertedNode(packed[0], self.node_of(packed[1], path))
+
+    def _long(self, path: Path, make: Callable[[], Node]) -> Node:
+        """Return the node of a container; many plain values without tensors become bytes.
+
+        The state itself is left as it is, since people choose among its first keys, and so is what an optimizer says:
+        commits ask it which tensors belong together.
+        """
+        values, mentions = self._value_count, self._mention_count
+        node = make()
+        is_long = self._value_count - values >= PLAIN_MIN and self._mention_count == mentions
+        if not is_long or not path or self._is_plain or self._is_in_optimizer:
+            return node
+        self._value_count = values
+        content = encode_tree(node)
+        return ConvertedNode(PLAIN, self._long_bytes(content, content, path))
 
     def _library_leaf(self, item: object, path: Path) -> Node | None:
         for adapter in self.adapters:
             leaf = adapter.describe(item, path)
             if leaf is not None:
-                return self._tensor(item, leaf, path)
+                return self._attributed(self._tensor(item, leaf, path), item, path)
             value = adapter.encode_value(item, path)
             if value is not None:
-                return ValueNode(*value)
+                self._value_count += 1
+                return checked_value(adapter, item, value, path)
         return None
 
+    def _attributed(self, node: TensorNode, item: object, path: Path) -> TensorNode:
+        held = getattr(item, "__dict__", None)
+        if not held:
+            return node
+        return TensorNode(node.tensor, self._attributes(held, "tensors", path))
+
+    def _attributes(self, held: Mapping[str, object], owner: str, path: Path) -> DictNode | None:
+        """Return the node of an object's Python attributes; what is not plain is left out, and told."""
+        nodes: dict[str, Node] = {}
+        for name, value in held.items():
+            walk = Walk(self.adapters, Asked(), is_plain=True)
+            try:
+                if not _is_unicode(name):
+                    raise UsageError("the name of an attribute is no text")
+                nodes[name] = walk.node_of(value, (*path, name))
+            except CkstoreError:
+                self.left_out.note_attribute(owner, str(name), path)
+        return DictNode("dict", tuple(nodes), tuple(nodes.values())) if nodes else None
+
     def _tensor(self, item: object, leaf: TensorLeaf, path: Path) -> TensorNode:
+        if self._is_plain:
+            raise leaf_type_error(item, path)
+        self._mention_count += 1
         number = self._seen.get(id(item))
         if number is None:
             number = self._seen[id(item)] = len(self.leaves)
@@ -212,16 +284,24 @@ class Walk:
 
     def _mapping(self, items: Mapping[Any, object], path: Path) -> DictNode:
         kind = KINDS[type(items)]
-        keys = tuple(_checked_key(key, path) for key in items)
-        children = tuple(self.node_of(items[key], (*path, key)) for key in keys)
-        attributes = dict(getattr(items, "__dict__", {}))
+        outside, is_optimizer = self._is_in_optimizer, items.keys() >= OPTIMIZER_KEYS
+        self._is_in_optimizer = outside or is_optimizer
+        # Nor is anything packed that has one in it.
+        self._mention_count += is_optimizer
+        keys = tuple([self._key(key, path) for key in items])
+        children = tuple([self.node_of(item, (*path, key)) for key, item in zip(keys, items.values(), strict=True)])
+        held = dict(getattr(items, "__dict__", {}))
         metadata = None
-        if kind == "OrderedDict" and "_metadata" in attributes:
-            metadata = self.node_of(attributes.pop("_metadata"), (*path, "_metadata"))
-        if attributes:
-            lost = ", ".join(sorted(attributes))
-            self.warnings.append(f"Attributes of the {kind} at {place_of(path)} are not stored: {lost}.")
-        return DictNode(kind, keys, children, metadata, self._factory_name(items, path))
+        if kind == "OrderedDict" and "_metadata" in held:
+            metadata = self.node_of(held.pop("_metadata"), (*path, "_metadata"))
+        attributes = (
+            self._attributes(held, f"an {kind}" if kind == "OrderedDict" else f"a {kind}", path) if held else None
+        )
+        self._is_in_optimizer = outside
+        return DictNode(kind, keys, children, metadata, self._factory_name(items, path), attributes)
+
+    def _key(self, key: object, path: Path) -> Key:
+        return stored_key(key, path, self.adapters)
 
     def _factory_name(self, items: Mapping[Any, object], path: Path) -> str | None:
         if not isinstance(items, defaultdict):
@@ -230,7 +310,10 @@ class Walk:
             return FACTORY_NAMES[items.default_factory]
         except (KeyError, TypeError):
             raise leaf_type_error(
-                items, path, f"its default factory {items.default_factory!r} is none of {', '.join(FACTORIES)}"
+                items,
+                path,
+                f"its default factory {items.default_factory!r} is none of {', '.join(FACTORIES)}",
+                "use one of these, or store a dict",
             ) from None
 
 
@@ -263,21 +346,97 @@ def state_dict_of(item: Any) -> object:
     return item.state_dict()
 
 
-def _checked_key(key: object, path: Path) -> Key:
-    if type(key) is str:
-        try:
-            key.encode()
-        except UnicodeEncodeError:
-            raise UsageError("a key is not valid Unicode text", where=place_of(path), path=path) from None
-        return key
-    if type(key) is int and KEY_INT_MIN <= key <= KEY_INT_MAX:
-        return key
-    raise UsageError(
-        f"the key {key!r} is neither a str nor an int of 64 bits",
-        where=place_of(path),
-        todo="use str or int keys",
-        path=path,
-    )
+def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter]) -> Key:
+    """Return a key of a mapping as it is stored.
+
+    Raises:
+        UsageError: It cannot be.
+    """
+    kind = type(key)
+    if kind is int and KEY_INT_MIN <= key <= KEY_INT_MAX:
+        return int(key)
+    if kind is str and _is_unicode(key):
+        return str(key)
+    try:
+        return OtherKey(Walk(adapters, Asked(), is_plain=True).node_of(key, path))
+    except CkstoreError:
+        raise UsageError(
+            f"a key of type {kind.__module__}.{kind.__qualname__} cannot be stored",
+            where=place_of(path),
+            todo="use keys that are plain values, tuples of these, or members of an Enum",
+            path=path,
+        ) from None
+
+
+def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Taken | None:
+    """Return how a leaf that is no tensor and no container of ours is stored; None: it cannot be.
+
+    Raises:
+        LeafTypeError: It is of a type that can be stored, and has more to it than can be.
+    """
+    try:
+        for adapter in adapters:
+            taken = adapter.take_apart(item)
+            if taken is not None:
+                return taken
+        return take_standard(item)
+    except (ValueError, TypeError, ArithmeticError, AttributeError, CkstoreError) as problem:
+        raise leaf_type_error(item, path, str(problem)[:200]) from None
+
+
+def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], path: Path) -> ValueNode:
+    """Return the node of a library's plain value, having made it again as a reader would.
+
+    Raises:
+        LeafTypeError: A reader would refuse it, or make something else of it.
+    """
+    try:
+        again = adapter.encode_value(adapter.decode_value(*value), path)
+        # Scalars of structured dtypes may have padding, whose bytes mean nothing.
+        is_sound = again == value or (again is not None and again[0] == value[0] and type(value[1]) is bytes)
+    except CkstoreError:
+        is_sound = False
+    if not is_sound:
+        raise leaf_type_error(item, path, "it could not be restored")
+    return ValueNode(*value)
+
+
+class LeftOut:
+    """What of a state is not stored, or comes back as something else; each kind is told once."""
+
+    def __init__(self) -> None:
+        self._attributes: dict[tuple[str, str], list[Path]] = {}
+        self._classes: dict[type, list[Path]] = {}
+
+    def note_attribute(self, owner: str, name: str, path: Path) -> None:
+        """Note an attribute that is no plain value."""
+        self._attributes.setdefault((owner, name), []).append(path)
+
+    def note_class(self, kind: type, path: Path) -> None:
+        """Note an object whose class would not be found again."""
+        self._classes.setdefault(kind, []).append(path)
+
+    def sentences(self) -> Iterator[str]:
+        """Yield a sentence for each."""
+        for (owner, name), paths in self._attributes.items():
+            yield f"The attribute {name!r} of {owner} is no plain value, and is not stored: {_few(paths)}."
+        for kind, paths in self._classes.items():
+            yield (
+                f"Objects of {kind.__module__}.{kind.__qualname__} will come back as a ckstore.StandIn, because no "
+                f"module holds their class under this name: {_few(paths)}."
+            )
+
+
+def _few(paths: Sequence[Path]) -> str:
+    first = place_of(paths[0])
+    return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:

@@ -136,7 +136,8 @@ def diff_of(
         NotFoundError: Nothing matches ``only``.
         CorruptError: Something of them is damaged.
     """
-    chosen = [_leaves(manifest, only) for manifest in manifests]
+    selection = None if only is None else Selection(only, *(manifest.tree for manifest in manifests))
+    chosen = [_leaves(manifest, selection) for manifest in manifests]
     if only is not None and not any(chosen):
         raise NotFoundError("no leaf of either checkpoint matches", where=repr(only), todo="look at paths with show")
     pairs = {path: (chosen[0].get(path), chosen[1].get(path)) for path in (*chosen[0], *chosen[1])}
@@ -162,8 +163,8 @@ Leaf = ValueNode | TensorNode
 Pair = tuple["Leaf | None", "Leaf | None"]
 
 
-def _leaves(manifest: Manifest, only: str | Sequence[str] | None) -> dict[Any, Leaf]:
-    tree: Node | None = manifest.tree if only is None else Selection(only).prune(manifest.tree)
+def _leaves(manifest: Manifest, selection: Selection | None) -> dict[Any, Leaf]:
+    tree: Node | None = manifest.tree if selection is None else selection.prune(manifest.tree)
     # Typed keys: to Python 1 and True are one key, to a checkpoint they are not.
     return {} if tree is None else dict(leaves_of(tree))
 

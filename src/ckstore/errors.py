@@ -208,3 +208,12 @@ class LeafTypeError(UsageError):
     """A leaf of the state has a type that cannot be stored; ``path`` names it."""
 
     code = "leaf-type"
+
+
+def shown_object(value: object) -> str:
+    """Return what somebody handed in, for a message: Python refuses to write very long integers in decimal."""
+    try:
+        return repr(value)[:200]
+    except Exception:
+        # Objects of users may refuse as well.
+        return f"a {type(value).__qualname__}"

@@ -255,6 +255,14 @@ class NumpyAdapter:
         except (ValueError, UnicodeDecodeError):
             raise MalformedError("a numpy scalar is malformed", where=repr(kind[:80])) from None
 
+    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+        """Return None: numpy's leaves are arrays and scalars."""
+        return None
+
+    def put_together(self, name: str, state: object) -> object:
+        """Raise: there are no such leaves."""
+        raise UnsupportedError("a leaf of numpy has an unknown type", where=repr(name[:80]))
+
     def itemsize_of(self, spec: TensorSpec) -> int:
         """Return the bytes of one element, having checked the dtype."""
         if spec.is_parameter or spec.requires_grad:

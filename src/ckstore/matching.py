@@ -18,24 +18,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckstore.capture import has_state_dict
+from ckstore.capture import has_state_dict, stored_key, taken_apart
 from ckstore.differences import KeyDifference, describe_differences, listed
-from ckstore.errors import LeafTypeError, UsageError
+from ckstore.errors import CkstoreError, LeafTypeError, UsageError
 from ckstore.leaves import share_bytes
 from ckstore.loading import Progress, match_object
+from ckstore.standard_types import Taken, is_standard, make_standard, renew
 from ckstore.tensor import KnownObject, LeafAdapter, TensorLeaf, TensorSpec, byte_strides_of, overlaps_itself
 from ckstore.tree import (
+    BUILT_IN,
     DEPTH_MAX,
+    ConvertedNode,
     DictNode,
     Key,
     ListNode,
     Node,
+    OtherKey,
     Path,
     Selection,
     TensorNode,
     TupleNode,
     items_of,
     leaves_of,
+    library_of_conversion,
     place_of,
     tensors_of,
 )
@@ -131,6 +136,8 @@ class Matching:
         """Match one node with what stands at its place."""
         if has_state_dict(target) and converter_for(type(target)) is None and self.describe(target, path) is None:
             return match_object(self, node, target, path)
+        if isinstance(node, ConvertedNode) and node.name.startswith(BUILT_IN):
+            return self._conversion(node, target, path)
         if isinstance(node, DictNode):
             return self._dict(node, target, path)
         if isinstance(node, ListNode | TupleNode):
@@ -149,6 +156,32 @@ class Matching:
             return lambda make: make(node)
         self.progress.add(path)
         return lambda make: self.progress.make(path, lambda: make(node), is_end=True)
+
+    def _conversion(self, node: ConvertedNode, target: Any, path: Path) -> Step:
+        """Match what ckstore itself has converted: what can be changed in place is, all else is replaced."""
+        taken = self._taken(target)
+        if taken is not None and taken[0] == node.name and tensors_of(node) and is_standard(node.name):
+            inner = self.match(node.child, taken[1], path)
+            return lambda make: _renewed(target, make_standard(node.name, inner(make)))
+        if target is not None and not self._is_plain(target):
+            self.differ(path, "a plain value", target)
+        create = self.create(node, path)
+        if isinstance(target, list | dict):
+            target = self._writable(target, node)
+        return lambda make: self._renewed_by_library(target, create(make))
+
+    def _renewed_by_library(self, target: Any, made: object) -> object:
+        for adapter in self.adapters:
+            if type(made) is type(target) and adapter.take_apart(target) is not None:
+                adapter.copy_into(target, made)
+                return target
+        return _renewed(target, made)
+
+    def _taken(self, target: object) -> Taken | None:
+        try:
+            return taken_apart(target, (), self.adapters)
+        except CkstoreError:
+            return None
 
     def differ(self, path: Path, what: str, target: object) -> None:
         """Note that something else is in the state."""
@@ -176,29 +209,38 @@ class Matching:
             return self.create(node, path)
         held = self._writable(target, node)
         # Keys are typed: to Python 1, 1.0 and True are one key, to a checkpoint they are not.
-        rest = {(type(key), key): value for key, value in target.items()}
-        steps: list[tuple[Key, Step]] = []
+        rest = {(type(stored := self._stored_key(key, path)), stored): (key, value) for key, value in target.items()}
+        steps: list[tuple[Any, Step]] = []
         added: list[Path] = []
         for key, child in items_of(node):
             here = (*path, key)
             if (type(key), key) in rest:
-                steps.append((key, self.match(child, rest.pop((type(key), key)), here)))
+                held_key, value = rest.pop((type(key), key))
+                steps.append((held_key, self.match(child, value, here)))
             else:
                 steps.append((key, self.create(child, here)))
                 added.extend(_places_of(child, here))
-        self._note_extras(path, [((*path, key), value) for (_, key), value in rest.items()], added)
+        self._note_extras(path, [((*path, key), value) for (_, key), (_, value) in rest.items()], added)
         metadata = node.metadata
         if metadata is not None:
             self.created.update(tensors_of(metadata))
 
         def fill(make: Make) -> object:
             for key, step in steps:
-                held[key] = step(make)
+                held[make(key.node) if isinstance(key, OtherKey) else key] = step(make)
             if metadata is not None and isinstance(held, OrderedDict):
                 held._metadata = make(metadata)  # type: ignore[attr-defined]
+            _attach(held, node, make)
             return held
 
         return fill
+
+    def _stored_key(self, key: object, path: Path) -> Any:
+        try:
+            return stored_key(key, path, self.adapters)
+        except UsageError:
+            # No checkpoint has such a key.
+            return key
 
     def _sequence(self, node: ListNode | TupleNode, target: Any, path: Path) -> Step:
         if target is None:
@@ -294,7 +336,7 @@ class Matching:
             self.progress.touch(owner)
         place = Target(path, target, leaf, may_be_replaced)
         self.targets.setdefault(node.tensor, []).append(place)
-        return lambda make: make(node) if place in self._replaced else target
+        return lambda make: make(node) if place in self._replaced else _attach(target, node, make)
 
     def describe(self, item: object, path: Path) -> TensorLeaf | None:
         """Describe a tensor that can be overwritten; None: it is something else."""
@@ -320,7 +362,10 @@ class Matching:
             return all(self._is_plain(part) for part in item.values())
         if encode_plain(item) is not None or converter_for(type(item)) is not None:
             return True
-        return any(adapter.encode_value(item, ()) is not None for adapter in self.adapters)
+        if any(adapter.encode_value(item, ()) is not None for adapter in self.adapters):
+            return True
+        taken = self._taken(item)
+        return taken is not None and (library_of_conversion(taken[0]) is not None or self._is_plain(taken[1]))
 
     def check_ties(self) -> None:
         """Note live tensors that share memory although the checkpoint's tensors do not, or do otherwise."""
@@ -401,6 +446,26 @@ def _cannot_be_filled(spec: TensorSpec, leaf: TensorLeaf) -> bool:
     steps = leaf.byte_strides
     is_alike = steps == byte_strides_of(spec.library, spec.strides, leaf.itemsize)
     return overlaps_itself(leaf.shape, steps, leaf.itemsize, is_expanded_ok=is_alike)
+
+
+def _attach(target: object, node: DictNode | TensorNode, make: Make) -> object:
+    """Give a live tensor or dict the Python attributes of the checkpoint's, and return it."""
+    if node.attributes is not None:
+        # Not by setattr: no property of a library is to be set.
+        attributes: Any = make(node.attributes)
+        getattr(target, "__dict__", {}).update(attributes)
+    return target
+
+
+def _renewed(target: object, made: object) -> object:
+    """Return the live object with what was just made in it, or that, where a live one cannot be changed."""
+    if isinstance(target, dict) and isinstance(made, dict) and type(made) is type(target):
+        target.clear()
+        target.update(made)
+        return target
+    if isinstance(target, list):
+        return _renew(target, made)
+    return target if renew(target, made) else made
 
 
 def _renew(target: object, items: object) -> object:

@@ -18,8 +18,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ckstore.packed import COUNT, COUNT_MAX
 from ckstore.tensor import TensorSpec
-from ckstore.tree import DictNode, Key, ListNode, Node, Path, TensorNode, TupleNode, ValueNode, items_of
+from ckstore.tree import (
+    ConvertedNode,
+    DictNode,
+    Key,
+    ListNode,
+    Node,
+    Path,
+    TensorNode,
+    TupleNode,
+    ValueNode,
+    items_of,
+    parts_of,
+)
 from ckstore.values import decode_plain
 
 Role = Literal["weight", "first", "second"]
@@ -326,6 +339,12 @@ def _shown(path: Path) -> str:
 
 def _params_of(group: DictNode) -> list[Key]:
     params = _child(group, "params")
+    if isinstance(params, ConvertedNode) and params.name.startswith(COUNT):
+        ends = [child.value for child in parts_of(params.child) if isinstance(child, ValueNode)]
+        begin, end = ends if len(ends) == 2 else (None, None)
+        # What was read from disk may be anything.
+        is_count = isinstance(begin, int) and isinstance(end, int) and end - begin <= COUNT_MAX
+        return list(range(begin, end)) if is_count else []  # type: ignore[arg-type]
     children = params.children if isinstance(params, ListNode | TupleNode) else ()
     return [
         child.value

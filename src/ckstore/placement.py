@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckstore import packed
 from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
+from ckstore.format.nodes import decode_tree
 from ckstore.leaves import BytesAdapter, NumpyAdapter, allocate, writable_view_of
 from ckstore.matching import Match, match_state
+from ckstore.standard_types import is_standard, make_standard, unknown_conversion
 from ckstore.tensor import (
     LeafAdapter,
     StorageSpec,
@@ -25,20 +28,23 @@ from ckstore.tensor import (
     is_dense,
 )
 from ckstore.tree import (
-    PLAIN_TYPES,
+    BUILT_IN,
     ConvertedNode,
     DictNode,
+    Key,
     ListNode,
     Node,
+    OtherKey,
     Selection,
     TensorNode,
     TupleNode,
     ValueNode,
     check_tree,
-    items_of,
     libraries_of,
     library_of,
+    library_of_conversion,
     new_dict,
+    parts_of,
     tensors_of,
 )
 from ckstore.values import LONG_TEXT, converter_named, decode_plain
@@ -82,7 +88,7 @@ def prepare_restore(
         UsageError: ``into`` does not fit, or ``device`` does not exist.
     """
     check_tree(tree, len(tensors))
-    selection = None if only is None else Selection(only)
+    selection = None if only is None else Selection(only, tree)
     chosen = tree if selection is None else selection.prune(tree)
     if chosen is None:
         raise NotFoundError("no leaf of the checkpoint matches", where=repr(only), todo="look at its paths with show")
@@ -128,24 +134,31 @@ class _Builder:
         check_layout(spec, itemsize, storages[spec.storage].nbytes)
 
     def check_values(self, node: Node) -> None:
-        """Refuse values and converters that could not be restored."""
+        """Refuse values, keys and converters that could not be restored; what lies in chunks is judged later."""
+        if isinstance(node, ConvertedNode):
+            self._check_conversion(node)
+        if not isinstance(node, ConvertedNode) or tensors_of(node.child):
+            for part in parts_of(node):
+                self.check_values(part)
+        else:
+            self.make(node)
         if isinstance(node, ValueNode):
             self.value(node)
-        elif isinstance(node, ConvertedNode):
-            if node.name != LONG_TEXT:
-                converter_named(node.name)
-            self.check_values(node.child)
-        elif not isinstance(node, TensorNode):
-            for child in node.children:
-                self.check_values(child)
-            if isinstance(node, DictNode) and node.metadata is not None:
-                self.check_values(node.metadata)
+        elif isinstance(node, DictNode) and any(type(key) is OtherKey for key in node.keys):
+            self._keys(node)
+
+    def _check_conversion(self, node: ConvertedNode) -> None:
+        if not node.name.startswith(BUILT_IN):
+            converter_named(node.name)
+        elif (library := library_of_conversion(node.name)) is not None:
+            self.adapter_of(library)
+        elif node.name != LONG_TEXT and node.name not in packed.NAMES and not is_standard(node.name):
+            raise unknown_conversion(node.name)
 
     def value(self, node: ValueNode) -> object:
         """Make a plain value."""
-        if node.type in PLAIN_TYPES:
-            return decode_plain(node)
-        return self.adapter_of(library_of(node.type)).decode_value(node.type, node.value)
+        library = library_of(node.type)
+        return decode_plain(node) if library is None else self.adapter_of(library).decode_value(node.type, node.value)
 
     def adopt(self, storage: int, library: str) -> object:
         """Hand a filled buffer to a library, once, on the device that was asked for."""
@@ -168,23 +181,67 @@ class _Builder:
         if isinstance(node, ValueNode):
             return self.value(node)
         if isinstance(node, TensorNode):
-            return self.tensor(node.tensor)
+            tensor = self.tensor(node.tensor)
+            self.attach(tensor, node)
+            return tensor
         if isinstance(node, ListNode):
             return [self.make(child) for child in node.children]
         if isinstance(node, TupleNode):
             return tuple(self.make(child) for child in node.children)
         if isinstance(node, DictNode):
             return self._mapping(node)
-        child = self.make(node.child)
-        return _long_text(child) if node.name == LONG_TEXT else converter_named(node.name).from_state(child)
+        return self._converted(node)
+
+    def _converted(self, node: ConvertedNode) -> object:
+        name, child = node.name, self.make(node.child)
+        if not name.startswith(BUILT_IN):
+            return converter_named(name).from_state(child)
+        library = library_of_conversion(name)
+        if library is not None:
+            return self.adapter_of(library).put_together(name, child)
+        if name == LONG_TEXT:
+            return _long_text(child)
+        if name == packed.PLAIN:
+            return self._plain(child)
+        return packed.unpack(name, child) if name in packed.NAMES else make_standard(name, child)
+
+    def _plain(self, content: object) -> object:
+        """Make a long plain value again, whose tree lies in a chunk."""
+        if not isinstance(content, bytes):
+            raise MalformedError("a long plain value is no tree")
+        tree = decode_tree(content, tensor_count=0, where="a long plain value")
+        check_tree(tree, 0)
+        return self.make(tree)
 
     def _mapping(self, node: DictNode) -> dict[Any, Any]:
         made = new_dict(node)
-        for key, child in items_of(node):
+        for key, child in zip(self._keys(node), node.children, strict=True):
             made[key] = self.make(child)
         if node.metadata is not None:
             made._metadata = self.make(node.metadata)  # type: ignore[attr-defined]
+        self.attach(made, node)
         return made
+
+    def key(self, key: Key) -> Any:
+        """Make a key."""
+        return self.make(key.node) if isinstance(key, OtherKey) else key
+
+    def _keys(self, node: DictNode) -> list[Any]:
+        keys = [self.key(key) for key in node.keys]
+        try:
+            is_sound = len(set(keys)) == len(keys)
+        except TypeError:
+            is_sound = False
+        if not is_sound:
+            raise MalformedError("a dict of the state has two equal keys, or one that can be no key")
+        return keys
+
+    def attach(self, made: object, node: DictNode | TensorNode) -> None:
+        """Give a tensor or dict the Python attributes that it had."""
+        if node.attributes is not None:
+            # Not by setattr: no property of a library is to be set.
+            attributes: Any = self.make(node.attributes)
+            getattr(made, "__dict__", {}).update(attributes)
 
 
 def _long_text(content: object) -> str:

@@ -30,13 +30,17 @@ from ckstore.capture import (
     Captured,
     Walk,
     allocations_of,
+    checked_value,
     has_state_dict,
     state_dict_of,
+    taken_apart,
 )
 from ckstore.leaves import BytesAdapter, NumpyAdapter
 from ckstore.memory_spans import Spans, SpanShape, fixed_starts_of
+from ckstore.named_types import is_found
+from ckstore.packed import COUNT, NUMBERS_MIN, PLAIN, pack_numbers
 from ckstore.tensor import LeafAdapter, Sights, TensorLeaf
-from ckstore.tree import ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
+from ckstore.tree import BUILT_IN, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
 
 _MOVED_MAX = 64
@@ -341,7 +345,7 @@ class _Again:
                     break
                 value = adapter.encode_value(item, ())
                 if value is not None:
-                    return ValueNode(*value)
+                    return checked_value(adapter, item, value, ())
         raise _ChangedError
 
     def _mapping(self, item: Any, node: DictNode) -> Node:
@@ -370,18 +374,46 @@ class _Again:
         kind = type(item)
         if kind is not (list if type(node) is ListNode else tuple):
             return self._answer(item, node)
+        if len(item) >= NUMBERS_MIN and pack_numbers(item, only_counts=False) is not None:
+            # Outside of an optimizer it would be packed by now.
+            raise _ChangedError
         children = self._children(item, node.children)
         return node if children is node.children else type(node)(children)
 
     def _converted(self, item: Any, node: ConvertedNode) -> Node:
         if type(item) is str and node.name == LONG_TEXT and len(item) >= LONG_NBYTES_MIN:
             child = self._node(item.encode("utf-8", "surrogatepass"), node.child)
+        elif node.name.startswith(BUILT_IN):
+            child = self._node(self._taken(item, node.name), node.child)
         else:
             converter = converter_for(type(item))
             if converter is None or converter.name != node.name:
                 raise _ChangedError
             child = self._node(self._asked.ask(item, converter.to_state), node.child)
         return node if child is node.child else ConvertedNode(node.name, child)
+
+    def _taken(self, item: Any, name: str) -> object:
+        """Return what a leaf is made of, that is stored under the same name as before."""
+        if name == PLAIN:
+            return self._long_plain(item)
+        if type(item) in (list, tuple):
+            # Of an optimizer only counts are packed, and those were packed here before.
+            taken = pack_numbers(item, only_counts=name.startswith(COUNT))
+        elif converter_for(type(item)) is None and not has_state_dict(item):
+            taken = taken_apart(item, (), self._libraries)
+        else:
+            taken = None
+        if taken is None or taken[0] != name or not is_found(name, item):
+            raise _ChangedError
+        return taken[1]
+
+    def _long_plain(self, item: object) -> object:
+        """Return the bytes of a long plain value."""
+        walk = Walk(self._libraries, Asked())
+        node = walk.node_of(item, ("",))
+        if not isinstance(node, ConvertedNode) or node.name != PLAIN or list(walk.left_out.sentences()):
+            raise _ChangedError
+        return walk.items[0]
 
     def _answer(self, item: object, node: Node) -> Node:
         """Return the node of what an object says of its state."""

@@ -269,6 +269,19 @@ class LeafAdapter(Protocol):
         """
         ...
 
+    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+        """Return how an object of this library is stored: a conversion's name, and a state; None: not one of ours."""
+        ...
+
+    def put_together(self, name: str, state: object) -> object:
+        """Make the object again, or a StandIn where this machine cannot have it.
+
+        Raises:
+            MalformedError: The state is none that ``take_apart`` returns.
+            UnsupportedError: No such name.
+        """
+        ...
+
     def itemsize_of(self, spec: TensorSpec) -> int:
         """Return the bytes of one element, having checked dtype and flags, which come from disk.
 

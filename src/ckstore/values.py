@@ -1,7 +1,7 @@
 """Plain values and converters: Python's own leaves to nodes and back, and the types that users add.
 
 Invariants:
-- ``decode_plain(encode_plain(value))`` has the same type and the same bits.
+- ``decode_plain(encode_plain(value))`` has the same type and the same bits: both go by the rows of one table.
 - A converter is chosen by exact type when storing, and by its name, which is on disk, when restoring.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckstore.errors import LeafTypeError, MalformedError, UnsupportedError, UsageError
-from ckstore.tree import KEY_INT_MAX, KEY_INT_MIN, Path, ValueNode, place_of
+from ckstore.tree import KEY_INT_MAX, KEY_INT_MIN, Path, Value, ValueNode, place_of
 
 LONG_TEXT = "ckstore:str"
 """Name of the built-in conversion of a long str to its UTF-8 bytes."""
@@ -24,23 +24,92 @@ _CONVERTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _BUILT_IN = (dict, OrderedDict, Counter, defaultdict, list, tuple, bool, int, float, complex, str, bytes, type(None))
 
 
+@dataclass(frozen=True, slots=True)
+class _PlainType:
+    """A row of the table: a type on disk, and both ways.
+
+    Args:
+        name: On disk.
+        kind: The type of the leaf.
+        wire: The type of the value on disk.
+        encode: Returns the value on disk; raises ValueError where the next row of the same kind has to hold the leaf.
+        decode: Returns the leaf; raises ValueError for a value that ``encode`` does not return.
+    """
+
+    name: str
+    kind: type
+    wire: type
+    encode: Callable[[Any], Value]
+    decode: Callable[[Any], object]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _int_of_64_bits(number: int) -> int:
+    if not KEY_INT_MIN <= number <= KEY_INT_MAX:
+        raise ValueError(number.bit_length())
+    return number
+
+
+def _text(text: str) -> str:
+    text.encode()
+    return text
+
+
+def _complex_of(content: bytes) -> complex:
+    return complex(*_unpacked("<dd", content))
+
+
+def _unpacked(layout: str, content: bytes) -> tuple[float, ...]:
+    if len(content) != struct.calcsize(layout):
+        raise ValueError(len(content))
+    return struct.unpack(layout, content)
+
+
+_TABLE = (
+    _PlainType("none", type(None), type(None), _same, _same),
+    _PlainType("bool", bool, bool, _same, _same),
+    _PlainType("int", int, int, _int_of_64_bits, _same),
+    _PlainType(
+        "bigint",
+        int,
+        bytes,
+        lambda number: number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True),
+        lambda content: int.from_bytes(content, "little", signed=True),
+    ),
+    _PlainType(
+        "float",
+        float,
+        bytes,
+        lambda number: struct.pack("<d", number),
+        lambda content: _unpacked("<d", content)[0],
+    ),
+    _PlainType("complex", complex, bytes, lambda number: struct.pack("<dd", number.real, number.imag), _complex_of),
+    _PlainType("str", str, str, _text, _same),
+    _PlainType(
+        "surrogates",
+        str,
+        bytes,
+        lambda text: text.encode("utf-8", "surrogatepass"),
+        lambda content: content.decode("utf-8", "surrogatepass"),
+    ),
+    _PlainType("bytes", bytes, bytes, _same, _same),
+)
+_ROWS_OF: dict[type, tuple[_PlainType, ...]] = {
+    row.kind: tuple(other for other in _TABLE if other.kind is row.kind) for row in _TABLE
+}
+_ROW_NAMED = {row.name: row for row in _TABLE}
+
+
 def encode_plain(leaf: object) -> ValueNode | None:
     """Return the node of one of Python's own plain values; None: it is something else."""
-    kind = type(leaf)
-    if leaf is None:
-        return ValueNode("none", None)
-    if kind is bool:
-        return ValueNode("bool", leaf is True)
-    if kind is int:
-        return _encode_int(leaf)  # type: ignore[arg-type]
-    if kind is float:
-        return ValueNode("float", struct.pack("<d", leaf))
-    if kind is complex:
-        return ValueNode("complex", struct.pack("<dd", leaf.real, leaf.imag))  # type: ignore[attr-defined]
-    if kind is str:
-        return _encode_text(leaf)  # type: ignore[arg-type]
-    if kind is bytes:
-        return ValueNode("bytes", leaf)  # type: ignore[arg-type]
+    for row in _ROWS_OF.get(type(leaf), ()):
+        try:
+            return ValueNode(row.name, row.encode(leaf))
+        except ValueError:
+            continue
     return None
 
 
@@ -51,69 +120,19 @@ def decode_plain(node: ValueNode) -> object:
         UnsupportedError: A type of a newer version, or of a library that was not handed in.
         MalformedError: The value is none that its type can have.
     """
-    value = node.value
-    wanted = _WIRE_TYPES.get(node.type)
-    if wanted is None:
+    row = _ROW_NAMED.get(node.type)
+    if row is None:
         raise UnsupportedError(
             "a plain value has a type that cannot be restored here",
             where=repr(node.type[:80]),
             todo="install the library it belongs to, or a newer ckstore",
         )
-    if type(value) is not wanted:
-        raise _malformed(node)
-    if node.type == "bigint":
-        assert isinstance(value, bytes)
-        return int.from_bytes(value, "little", signed=True)
-    if node.type in ("float", "complex"):
-        assert isinstance(value, bytes)
-        return _decode_float(node, value)
-    if node.type == "surrogates":
-        assert isinstance(value, bytes)
-        try:
-            return value.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise _malformed(node) from None
-    return value
-
-
-_WIRE_TYPES: dict[str, type] = {
-    "none": type(None),
-    "bool": bool,
-    "int": int,
-    "bigint": bytes,
-    "float": bytes,
-    "complex": bytes,
-    "str": str,
-    "surrogates": bytes,
-    "bytes": bytes,
-}
-
-
-def _encode_int(number: int) -> ValueNode:
-    if KEY_INT_MIN <= number <= KEY_INT_MAX:
-        return ValueNode("int", number)
-    return ValueNode("bigint", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True))
-
-
-def _encode_text(text: str) -> ValueNode:
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return ValueNode("surrogates", text.encode("utf-8", "surrogatepass"))
-    return ValueNode("str", text)
-
-
-def _decode_float(node: ValueNode, value: bytes) -> float | complex:
-    if len(value) != (8 if node.type == "float" else 16):
-        raise _malformed(node)
-    if node.type == "float":
-        number: float = struct.unpack("<d", value)[0]
-        return number
-    return complex(*struct.unpack("<dd", value))
-
-
-def _malformed(node: ValueNode) -> MalformedError:
-    return MalformedError("a plain value is not what its type says", where=repr(node.type[:80]))
+        if type(node.value) is row.wire:
+            return row.decode(node.value)
+    except ValueError:
+        pass
+    raise MalformedError("a plain value is not what its type says", where=repr(node.type[:80]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +202,22 @@ def converter_named(name: str) -> Converter:
         ) from None
 
 
-def leaf_type_error(leaf: object, path: Path, why: str | None = None) -> LeafTypeError:
+def leaf_type_error(leaf: object, path: Path, why: str | None = None, todo: str | None = None) -> LeafTypeError:
     """Return the error for a leaf that cannot be stored; it names path, type and the way out."""
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
     what = f"a leaf of type {name} cannot be stored" + (f" ({why})" if why else "")
-    return LeafTypeError(
-        what,
-        where=place_of(path),
-        todo="store tensors, arrays and plain values, or call "
-        f"ckstore.register_converter({kind.__qualname__}, name, to_state, from_state)",
-        path=path,
-        leaf_type=name,
-    )
+    if todo is None:
+        todo = "leave it out"
+        if _takes_converter(kind):
+            todo += f", or call ckstore.register_converter({kind.__qualname__}, name, to_state, from_state)"
+    return LeafTypeError(what, where=place_of(path), todo=todo, path=path, leaf_type=name)
+
+
+def _takes_converter(kind: type) -> bool:
+    """Whether a converter for the type helps: one for a type of which most objects are stored as they are does not."""
+    base = (kind.__module__.partition(".")[0], kind.__qualname__)
+    return kind not in _BUILT_IN and base not in _ALWAYS_STORED and kind.__module__ != "builtins"
+
+
+_ALWAYS_STORED = (("torch", "Tensor"), ("torch", "Parameter"), ("torch", "Buffer"), ("numpy", "ndarray"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 GROUND = {"errors", "ids", "config", "clock", "tree", "values", "tensor", "leaves", "capture", "matching", "placement"}
 GROUND |= {"metric_order"}  # Which value of a metric is the best, by its name and nothing else.
+GROUND |= {"named_types", "standard_types", "packed"}  # Leaves that are neither tensors nor plain values.
 GROUND |= {"latch"}  # What happens once, for whoever waits for it.
 GROUND |= {"memory_spans"}  # What a capture finds, by address.
 GROUND |= {"recapture", "workers"}  # A capture again, from what the last one has found; threads and nothing else.
@@ -27,15 +28,19 @@ ALLOWED = {
     "tree": {"errors"},
     "values": {"errors", "tree"},
     "tensor": {"errors", "tree", "values"},
+    "named_types": {"tree"},
+    "standard_types": {"errors", "tree", "named_types"},
+    "packed": {"errors", "tree"},
     "leaves": {"errors", "tree", "values", "tensor"},
     "memory_spans": {"errors", "tree", "values", "tensor", "leaves"},
-    "capture": {"errors", "tree", "values", "tensor", "leaves", "memory_spans"},
+    # Long plain values are written as trees, as a manifest has them.
+    "capture": GROUND | {"format"},
     "differences": {"tree"},
     # An object's part of a restore in place; a TrainState is one whose parts are.
     "loading": {"errors", "tree", "values", "tensor", "capture", "differences", "train_state"},
-    "matching": {"errors", "tree", "values", "tensor", "leaves", "capture", "differences", "loading"},
-    "recapture": {"errors", "tree", "values", "tensor", "leaves", "capture", "memory_spans"},
-    "placement": GROUND,
+    "matching": GROUND | {"differences", "loading"},
+    "recapture": GROUND,
+    "placement": GROUND | {"format"},
     "kernels": GROUND,
     "format": GROUND,
     "io": GROUND,
@@ -66,7 +71,7 @@ ALLOWED = {
     "device_bases": {"ids"},
     "bases": CORE | {"choice", "device_bases"},
     "masters": CORE,
-    "pairing": {"errors", "tree", "values", "tensor"},
+    "pairing": {"errors", "tree", "values", "tensor", "packed"},
     "train_state": {"errors", "capture"},
     "distance": GROUND,
     "lossy": CORE | {"pairing"},
@@ -80,6 +85,7 @@ ALLOWED = {
     "decoder": CORE,
     "chain_reader": CORE | {"decoder"},
     "restore_plan": CORE,
+    "narrowing": CORE,
     "coding_thread": CORE | {"chain_reader", "decoder"},
     "write_blocks": CORE | {"coding_thread"},
     "written": CORE,

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckstore.errors import LeafTypeError, UnsupportedError, UsageError
+from ckstore.named_types import StandIn
 from ckstore.outfile import new_file
+from ckstore.standard_types import take_standard
 from ckstore.tree import Path as KeyPath
 from ckstore.tree import format_path, place_of
 
+_CHOOSE = "choose other leaves with --only"
 SUFFIXES = (".pt", ".pth", ".npz")
 
 _REPLACED: dict[type, type[Any]] = {defaultdict: dict, frozenset: set, deque: list}
@@ -82,8 +85,27 @@ def _leaves(state: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     elif type(state) in (list, tuple):
         for index, child in enumerate(state):
             yield from _leaves(child, (*path, index))
+    elif (inside := _inside(state)) is not None:
+        yield from _leaves(inside, path)
     else:
         yield path, state
+
+
+def _inside(leaf: Any) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
+    """Return what an object that other libraries cannot read is made of, if that is more than one plain value."""
+    state = _simpler(leaf)
+    return state if type(state) in (dict, list, tuple) else None
+
+
+def _simpler(leaf: Any) -> Any:
+    """Return the state of an object of Python's own, or its value, for a file that holds plain values only; or None."""
+    if isinstance(leaf, StandIn):
+        return leaf.content
+    try:
+        taken = take_standard(leaf)
+    except (ValueError, TypeError, ArithmeticError, AttributeError):
+        return None
+    return None if taken is None else taken[1]
 
 
 def _write_npz(state: Any, file: BinaryIO) -> dict[str, str]:
@@ -150,7 +172,7 @@ def _refusal(state: Any) -> UsageError:
                     f"a leaf of type {kind.__module__}.{kind.__qualname__} cannot be in a .pt file that "
                     "torch.load(weights_only=True) reads",
                     where=place_of(path),
-                    todo="choose other leaves with --only",
+                    todo=_CHOOSE,
                     path=path,
                 )
     return UsageError(
@@ -169,10 +191,14 @@ def _for_torch(state: Any, path: KeyPath, notes: dict[str, str]) -> Any:
         )
         state = plain(state)
     if isinstance(state, dict):
-        converted = {key: _for_torch(child, (*path, key), notes) for key, child in state.items()}
-        if all(converted[key] is child for key, child in state.items()):
+        keys = {key: _key_for_torch(key, path, notes) for key in state}
+        converted = {keys[key]: _for_torch(child, (*path, key), notes) for key, child in state.items()}
+        if len(converted) != len(state):
+            raise UsageError("two keys of a dict would be one in a .pt file", where=place_of(path), todo=_CHOOSE)
+        if all(keys[key] is key and converted[keys[key]] is child for key, child in state.items()):
             return state
         made = state.copy()
+        made.clear()
         made.update(converted)
         if hasattr(state, "_metadata"):
             made._metadata = state._metadata  # type: ignore[attr-defined]
@@ -183,10 +209,23 @@ def _for_torch(state: Any, path: KeyPath, notes: dict[str, str]) -> Any:
     return _leaf_for_torch(state, path, notes)
 
 
+def _key_for_torch(key: Any, path: KeyPath, notes: dict[str, str]) -> Any:
+    if _simpler(key) is None:
+        return key
+    notes[format_path((*path, str(key)))] = f"its key is a {type(key).__name__}, written as text"
+    return str(key)
+
+
 def _leaf_for_torch(leaf: Any, path: KeyPath, notes: dict[str, str]) -> Any:
     import numpy as np
     import torch
 
+    if isinstance(leaf, torch.Generator):
+        notes[format_path(path)] = "a generator of random numbers, written as its state"
+        return leaf.get_state()
+    if not isinstance(leaf, set | bytearray) and (state := _simpler(leaf)) is not None:
+        notes[format_path(path)] = f"a {type(leaf).__name__}, written as what it is made of"
+        return _for_torch(state, path, notes)
     if isinstance(leaf, np.generic):
         notes[format_path(path)] = f"a numpy scalar ({leaf.dtype}), written as a number of Python"
         return leaf.item()
@@ -198,7 +237,7 @@ def _leaf_for_torch(leaf: Any, path: KeyPath, notes: dict[str, str]) -> Any:
         raise LeafTypeError(
             f"a numpy array of dtype {leaf.dtype} cannot be in a .pt file",
             where=place_of(path),
-            todo="choose other leaves with --only",
+            todo=_CHOOSE,
             path=path,
         ) from None
     notes[format_path(path)] = "a numpy array, written as a torch tensor so that weights_only=True reads the file"

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, itemgetter
@@ -19,7 +19,9 @@ import torch
 
 from ckstore.adapters.torch_objects import known_object
 from ckstore.errors import BackendError, CapacityError, MalformedError, UnsupportedError, UsageError
+from ckstore.named_types import StandIn
 from ckstore.tensor import KnownObject, Memory, Sights, TensorLeaf, TensorSpec, extent_of
+from ckstore.tree import BUILT_IN
 from ckstore.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 _LAYOUT_OF, _IS_NESTED = attrgetter("layout"), attrgetter("is_nested")
 _FACTS_OF = attrgetter("dtype", "shape", "requires_grad")
 _FIRST_OF, _LAST_OF = itemgetter(0), itemgetter(-1)
-_IS_LEAF_OF = attrgetter("is_leaf")
+_IS_LEAF_OF, _ATTRIBUTES_OF = attrgetter("is_leaf"), attrgetter("__dict__")
 
 
 class TorchAdapter:
@@ -83,7 +85,7 @@ class TorchAdapter:
             return None
         why = _obstacle(leaf)
         if why is not None:
-            raise leaf_type_error(leaf, path, why)
+            raise leaf_type_error(leaf, path, why, _way_out(leaf))
         plain = leaf.detach()
         is_lazy = plain.is_conj() or plain.is_neg()
         if is_lazy:
@@ -125,6 +127,8 @@ class TorchAdapter:
         told = list(map(_FACTS_OF, tensors))
         if any(dtype.is_complex for dtype in set(map(_FIRST_OF, told))) and any(map(torch.Tensor.is_conj, tensors)):
             return None
+        if any(map(_ATTRIBUTES_OF, tensors)):
+            return None
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         starts = list(map(torch.UntypedStorage.data_ptr, storages))
         devices = list(map(device_of, tensors))
@@ -151,9 +155,10 @@ class TorchAdapter:
         )
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
-        """Return a dtype, device or Size as text."""
-        if isinstance(leaf, torch.dtype):
-            return "torch.dtype", name_of(leaf)
+        """Return a dtype, device, Size and the like as text."""
+        kind = _NAMED_KINDS.get(type(leaf))
+        if kind is not None:
+            return kind, str(leaf).removeprefix("torch.")
         if isinstance(leaf, torch.device):
             return "torch.device", str(leaf)
         if type(leaf) is torch.Size:
@@ -161,13 +166,47 @@ class TorchAdapter:
         return None
 
     def decode_value(self, kind: str, value: Value) -> object:
-        """Make the dtype, device or Size again."""
-        make: Callable[[str], object] | None = _VALUE_MAKERS.get(kind)
-        if make is None:
-            raise UnsupportedError("a plain value of torch has an unknown type", where=repr(kind[:80]))
+        """Make the dtype, device, Size or the like again."""
         if type(value) is not str:
             raise MalformedError("a plain value of torch is malformed", where=repr(kind[:80]))
-        return make(value)
+        if kind in _NAMED:
+            if value not in _NAMED[kind]:
+                raise UnsupportedError(
+                    f"this torch has no such {kind}", where=repr(value[:80]), todo="use a newer torch"
+                )
+            return _NAMED[kind][value]
+        if kind == "torch.device":
+            return _make_device(value)
+        if kind == "torch.Size":
+            return _make_size(value)
+        raise UnsupportedError("a plain value of torch has an unknown type", where=repr(kind[:80]))
+
+    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+        """Return a generator of random numbers as its device and state."""
+        if isinstance(leaf, torch.Generator):
+            # As an array: the state lies on the host, wherever tensors are restored to.
+            return _GENERATOR, {"device": str(leaf.device), "state": leaf.get_state().numpy()}
+        if type(leaf) is StandIn and leaf.kind == _GENERATOR.removeprefix(BUILT_IN):
+            self.put_together(_GENERATOR, leaf.content)
+            return _GENERATOR, leaf.content
+        return None
+
+    def put_together(self, name: str, state: object) -> object:
+        """Make the generator again; a StandIn where there is no such device."""
+        if name != _GENERATOR:
+            raise UnsupportedError("a leaf of torch has an unknown type", where=repr(name[:80]))
+        device, held = (state.get("device"), state.get("state")) if isinstance(state, dict) else (None, None)
+        if type(device) is not str or not isinstance(held, np.ndarray) or held.dtype != np.uint8 or held.ndim != 1:
+            raise MalformedError("a generator is not what its type says", where=repr(name[:80]))
+        try:
+            generator = torch.Generator(device)
+        except (RuntimeError, AssertionError):
+            return StandIn(_GENERATOR.removeprefix(BUILT_IN), device, state)
+        try:
+            generator.set_state(torch.from_numpy(np.ascontiguousarray(held)))
+        except (RuntimeError, TypeError, ValueError):
+            raise MalformedError("torch refuses the state of a generator", where=repr(device[:80])) from None
+        return generator
 
     def itemsize_of(self, spec: TensorSpec) -> int:
         """Return the bytes of one element, having checked dtype and flags."""
@@ -219,7 +258,10 @@ class TorchAdapter:
         return None if made.type == "cpu" else made
 
     def copy_into(self, target: object, source: object) -> None:
-        """Overwrite the target's elements, bit for bit."""
+        """Overwrite the target's elements, bit for bit; of a generator, its state."""
+        if isinstance(target, torch.Generator) and isinstance(source, torch.Generator):
+            target.set_state(source.get_state())
+            return
         assert isinstance(target, torch.Tensor)
         assert isinstance(source, torch.Tensor)
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
@@ -254,6 +296,19 @@ def _obstacle(leaf: torch.Tensor) -> str | None:
     if leaf.is_meta:
         return "it is on the meta device and has no bytes"
     return None
+
+
+def _way_out(leaf: torch.Tensor) -> str | None:
+    """Return what to do with a plain tensor that cannot be stored; None: it is of a class that can have a converter."""
+    if type(leaf) not in PLAIN_KINDS:
+        return None
+    if leaf.is_meta:
+        return "give it memory first, as by to_empty(device=...), or leave it out"
+    if leaf.is_quantized:
+        return "commit its int_repr(), q_scale() and q_zero_point()"
+    if leaf.is_nested:
+        return "commit what unbind() returns"
+    return "commit its to_dense(), or its indices and values"
 
 
 def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
@@ -372,8 +427,17 @@ def _make_size(text: str) -> torch.Size:
     return torch.Size(int(part) for part in parts)
 
 
-_VALUE_MAKERS: dict[str, Callable[[str], object]] = {
-    "torch.dtype": _dtype_named,
-    "torch.device": _make_device,
-    "torch.Size": _make_size,
+def _table_of(kind: type) -> dict[str, object]:
+    return {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, kind)}
+
+
+_NAMED_KINDS: dict[type, str] = {
+    torch.dtype: "torch.dtype",
+    torch.layout: "torch.layout",
+    torch.memory_format: "torch.memory_format",
+    torch.qscheme: "torch.qscheme",
 }
+_NAMED = {name: _table_of(kind) for kind, name in _NAMED_KINDS.items()}
+"""All plain values of torch that have a name, the quantized dtypes among them; whoever encodes one asks here for it."""
+
+_GENERATOR = f"{BUILT_IN}torch.Generator"

@@ -4,16 +4,34 @@ A tensor is its index, a bare integer. Every other node is an array that begins 
 ``[0, kind, keys, children, metadata, factory]`` a mapping, ``[1, children]`` a list, ``[2, children]`` a tuple,
 ``[3, type, value]`` a plain value, ``[4, name, child]`` a converted one. Only the shape is judged here;
 ``ckstore.tree`` knows which kinds and values can be rebuilt.
+
+What earlier readers do not know is written as a converted node, which they refuse only when it is to be restored: a
+mapping with keys that are neither text nor integers is a list that begins with the empty mapping and goes on with keys
+and values by turns; attributes of a tensor or mapping stand behind it in a tuple of two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckstore.errors import MalformedError
 from ckstore.format.records import decode_stored, encode_inner, encoded
-from ckstore.tree import DEPTH_MAX, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
+from ckstore.tree import (
+    BUILT_IN,
+    DEPTH_MAX,
+    ConvertedNode,
+    DictNode,
+    Key,
+    ListNode,
+    Node,
+    OtherKey,
+    TensorNode,
+    TupleNode,
+    ValueNode,
+    tensors_of,
+)
 
 NODE_DEPTH_MAX = DEPTH_MAX + 1
 """Most nodes around one another: containers, and in the innermost one a plain value or tensor."""
@@ -23,6 +41,9 @@ _WRITTEN_SPARE = 1000
 
 _VALUE_TYPES = frozenset((type(None), bool, int, str, bytes))
 _DICT, _LIST, _TUPLE, _VALUE, _CONVERTED = range(5)
+_KEYED, _ATTRIBUTED = f"{BUILT_IN}keys", f"{BUILT_IN}attributes"
+
+Plain = Callable[[Node | None, int], object]
 
 
 def encode_tree(root: Node) -> bytes:
@@ -38,7 +59,7 @@ def _plain(node: Node | None, depth: int) -> object:
     if depth > NODE_DEPTH_MAX:
         raise MalformedError(f"a state tree is more than {NODE_DEPTH_MAX} nodes deep")
     if isinstance(node, TensorNode):
-        return node.tensor
+        return node.tensor if node.attributes is None else _attributed(node, depth, _plain)
     if isinstance(node, ValueNode):
         return [_VALUE, node.type, node.value]
     if isinstance(node, ConvertedNode):
@@ -46,13 +67,34 @@ def _plain(node: Node | None, depth: int) -> object:
     return None if node is None else _container(node, depth, _plain)
 
 
-def _container(
-    node: DictNode | ListNode | TupleNode, depth: int, plain: Callable[[Node | None, int], object]
-) -> object:
-    children = [plain(child, depth + 1) for child in node.children]
+def _container(node: DictNode | ListNode | TupleNode, depth: int, plain: Plain) -> object:
     if isinstance(node, DictNode):
+        if node.attributes is not None:
+            return _attributed(node, depth, plain)
+        if any(type(key) is OtherKey for key in node.keys):
+            return _keyed(node, depth, plain)
+        children = [plain(child, depth + 1) for child in node.children]
         return [_DICT, node.kind, list(node.keys), children, plain(node.metadata, depth + 1), node.factory]
+    children = [plain(child, depth + 1) for child in node.children]
     return [_LIST if isinstance(node, ListNode) else _TUPLE, children]
+
+
+def _attributed(node: DictNode | TensorNode, depth: int, plain: Plain) -> object:
+    bare, attributes = replace(node, attributes=None), node.attributes
+    return [_CONVERTED, _ATTRIBUTED, [_TUPLE, [plain(bare, depth + 2), plain(attributes, depth + 2)]]]
+
+
+def _keyed(node: DictNode, depth: int, plain: Plain) -> object:
+    empty = DictNode(node.kind, (), (), node.metadata, node.factory)
+    rows = [plain(empty, depth + 2)]
+    for key, child in zip(node.keys, node.children, strict=True):
+        key_node = key.node if isinstance(key, OtherKey) else _node_of_key(key)
+        rows += [plain(key_node, depth + 2), plain(child, depth + 2)]
+    return [_CONVERTED, _KEYED, [_LIST, rows]]
+
+
+def _node_of_key(key: str | int) -> ValueNode:
+    return ValueNode("int" if isinstance(key, int) else "str", key)
 
 
 class TreeWriter:
@@ -85,6 +127,12 @@ class TreeWriter:
         return found[1]
 
 
+def _key_of_node(node: Node) -> Key:
+    # As ``_node_of_key`` made it; with another value it is refused when it is to be restored.
+    is_bare = isinstance(node, ValueNode) and type(node.value) is {"int": int, "str": str}.get(node.type)
+    return node.value if is_bare else OtherKey(node)  # type: ignore[union-attr, return-value]
+
+
 def decode_tree(content: bytes | memoryview, *, tensor_count: int, where: object = None) -> Node:
     """Read a tree whose tensors are numbered below ``tensor_count``.
 
@@ -98,6 +146,8 @@ class _Decoder:
     def __init__(self, tensor_count: int, where: object) -> None:
         self._tensor_count = tensor_count
         self._where = where
+        # A byte may stand for a tensor: many mentions of one are one node, so that memory is bounded by the content.
+        self._tensors: dict[int, TensorNode] = {}
 
     def node(self, plain: Any, depth: int) -> Node:
         if depth > NODE_DEPTH_MAX:
@@ -105,7 +155,7 @@ class _Decoder:
         if type(plain) is int:
             if not 0 <= plain < self._tensor_count:
                 raise self._malformed("names a tensor that is not there")
-            return TensorNode(plain)
+            return self._tensors.setdefault(plain, TensorNode(plain))
         if type(plain) is not list or not plain:
             raise self._malformed("has something else where a node belongs")
         kind = plain[0]
@@ -120,7 +170,7 @@ class _Decoder:
         if kind == _TUPLE and len(plain) == 2:
             return TupleNode(self._children(plain[1], depth))
         if kind == _CONVERTED and len(plain) == 3 and type(plain[1]) is str:
-            return ConvertedNode(plain[1], self.node(plain[2], depth + 1))
+            return self._converted(plain[1], self.node(plain[2], depth + 1))
         raise self._malformed("has a node of unknown form")
 
     def _children(self, plain: Any, depth: int) -> tuple[Node, ...]:
@@ -144,6 +194,36 @@ class _Decoder:
             raise self._malformed("has a mapping with more or fewer values than keys")
         below = None if metadata is None else self.node(metadata, depth + 1)
         return DictNode(kind, tuple(keys), nodes, below, factory)
+
+    def _converted(self, name: str, child: Node) -> Node:
+        if name == _KEYED:
+            return self._with_keys(child)
+        return self._with_attributes(child) if name == _ATTRIBUTED else ConvertedNode(name, child)
+
+    def _with_keys(self, child: Node) -> DictNode:
+        rows = child.children if isinstance(child, ListNode) else ()
+        empty, keys = (rows[0], rows[1::2]) if rows else (None, ())
+        if (
+            not isinstance(empty, DictNode)
+            or empty.keys
+            or empty.attributes is not None
+            or len(rows) != 1 + 2 * len(keys)
+        ):
+            raise self._malformed("has keys of unknown form")
+        found = tuple(map(_key_of_node, keys))
+        is_needed = any(isinstance(key, OtherKey) for key in found)
+        if not is_needed or len(set(found)) != len(found) or any(map(tensors_of, keys)):
+            raise self._malformed("has a mapping with repeated or impossible keys")
+        return replace(empty, keys=found, children=rows[2::2])
+
+    def _with_attributes(self, child: Node) -> DictNode | TensorNode:
+        pair = child.children if isinstance(child, TupleNode) else ()
+        bare, attributes = pair if len(pair) == 2 else (None, None)
+        if not isinstance(attributes, DictNode) or not attributes.children:
+            raise self._malformed("has attributes of unknown form")
+        if isinstance(bare, DictNode | TensorNode) and bare.attributes is None:
+            return replace(bare, attributes=attributes)
+        raise self._malformed("has attributes of unknown form")
 
     def _malformed(self, what: str) -> MalformedError:
         return MalformedError(f"the state tree {what}", where=self._where)

@@ -133,7 +133,7 @@ def merged(parts: Sequence[Captured], *, where: str) -> Captured:
 
 def _renumbered(node: Node, first: int) -> Node:
     if isinstance(node, TensorNode):
-        return TensorNode(node.tensor + first)
+        return replace(node, tensor=node.tensor + first)
     if isinstance(node, ConvertedNode):
         return ConvertedNode(node.name, _renumbered(node.child, first))
     if isinstance(node, (ListNode, TupleNode)):
@@ -141,5 +141,5 @@ def _renumbered(node: Node, first: int) -> Node:
     if isinstance(node, DictNode):
         metadata = None if node.metadata is None else _renumbered(node.metadata, first)
         children = tuple(_renumbered(child, first) for child in node.children)
-        return DictNode(node.kind, node.keys, children, metadata, node.factory)
+        return replace(node, children=children, metadata=metadata)
     return node

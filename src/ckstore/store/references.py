@@ -17,6 +17,7 @@ from ckstore.errors import (
     NotFoundError,
     UnsupportedError,
     UsageError,
+    shown_object,
 )
 from ckstore.format import layout
 from ckstore.format.header import ManifestHeader
@@ -110,9 +111,11 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
     parts.require_same_store()
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
         raise UsageError(
-            "a checkpoint is named by a step (int) or a string", where=repr(reference),
+            "a checkpoint is named by a step (int) or a string", where=shown_object(reference),
             todo="use a step, a tag, latest, best:metric, best:metric:max, seq:N or id:prefix",
         )  # fmt: skip
+    if isinstance(reference, int) and abs(reference) > layout.STEP_MAX:
+        raise NotFoundError(f"no step lies beyond {layout.STEP_MAX}", where=shown_object(reference))
     if isinstance(reference, int) or re.fullmatch(r"-?[0-9]{1,18}", reference):
         return _by_step(parts, int(reference))
     kind, separator, rest = reference.partition(":")

@@ -7,11 +7,15 @@ Invariants:
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import struct
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,13 +90,28 @@ def difference(one: Any, other: Any, path: str = "state") -> str | None:
             return f"{path}: {len(one)} items are not {len(other)}"
         pairs = enumerate(zip(one, other, strict=True))
         return _first(difference(here, there, f"{path}.{index}") for index, (here, there) in pairs)
+    parts = _parts_of(one), _parts_of(other)
+    if parts[0] is not None:
+        return difference(*parts, path)
     if isinstance(one, np.ndarray):
         is_same = (one.dtype, one.shape, one.strides) == (other.dtype, other.shape, other.strides)
         return None if is_same and _elements(one) == _elements(other) else f"{path}: arrays differ"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(one, torch.Tensor):
-        return _tensor_difference(torch, one, other, path)
+        return _tensor_difference(torch, one, other, path) or difference(vars(one), vars(other), f"{path}.__dict__")
     return None if _bits_of(one) == _bits_of(other) else f"{path}: {one!r} is not {other!r}"
+
+
+def _parts_of(item: Any) -> Any:
+    """Return what a container or object of Python's own holds; None: it is something else."""
+    if isinstance(item, deque):
+        return [list(item), item.maxlen]
+    if isinstance(item, SimpleNamespace | argparse.Namespace):
+        return vars(item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    is_generator = type(item).__qualname__ == "Generator" and hasattr(item, "get_state")
+    return [str(item.device), item.get_state()] if is_generator else None
 
 
 def _dict_difference(one: dict[Any, Any], other: dict[Any, Any], path: str) -> str | None:
@@ -130,6 +149,9 @@ def _tensor_difference(torch: Any, one: Any, other: Any, path: str) -> str | Non
 def _bits_of(value: object) -> object:
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
+    if isinstance(value, Decimal):
+        # A signalling NaN cannot be compared.
+        return str(value)
     if isinstance(value, float):
         return struct.pack("<d", value)
     if isinstance(value, complex):

@@ -272,7 +272,9 @@ def test_no_spec_from_disk_reaches_outside_its_storage(dtype, shape, strides, of
         ("torch.Size", "-1"),
         ("torch.Size", "9999999999999999999"),
         ("torch.Size", "²"),
-        ("torch.layout", "strided"),
+        ("torch.layout", "float32"),
+        ("torch.qscheme", ""),
+        ("torch.stream", "strided"),
     ],
 )
 def test_hostile_values_from_disk_are_refused(kind, value):

@@ -5,8 +5,8 @@ import random
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from enum import Enum
 
 import pytest
 from hypothesis import given
@@ -80,10 +80,6 @@ class Shouting(str):
 Point = namedtuple("Point", "x y")
 
 
-class Colour(Enum):
-    RED = 1
-
-
 @given(STATES)
 def test_any_plain_state_comes_back_bit_for_bit_through_the_wire(state):
     kept = Kept.of(capture(state))
@@ -122,10 +118,13 @@ def test_ordered_dict_keeps_order_and_metadata():
     assert difference(back._metadata, state._metadata) is None
 
 
-def test_other_attributes_of_a_dict_are_warned_of():
-    state = OrderedDict(a=1)
-    state.extra = 1
-    assert "extra" in capture({"here": state}).warnings[0]
+def test_attributes_of_dicts_come_back_where_plain_and_are_warned_of_where_not():
+    state, count = OrderedDict(a=1), Counter("aab")
+    state.extra, state.lost, count.note = (1, "x"), object(), {"n": 2}
+    captured = capture({"here": [state, count]})
+    assert [text for text in captured.warnings if "'lost'" in text and "here.0" in text] == captured.warnings
+    back = round_trip({"here": [state, count]})["here"]
+    assert (vars(back[0]), vars(back[1])) == ({"extra": (1, "x")}, {"note": {"n": 2}})
 
 
 def test_long_text_and_bytes_are_chunks_and_come_back():
@@ -162,8 +161,8 @@ def test_nesting_is_bounded_and_the_bound_itself_comes_back():
         capture(nested(5000, 0))
 
 
-@pytest.mark.parametrize("key", [True, 1.0, (1, 2), None, b"x", Shouting("s"), 1 << 63, "\ud800"])
-def test_keys_of_other_types_are_refused_by_path(key):
+@pytest.mark.parametrize("key", [Shouting("s"), object(), len, Celsius(1), (1, object())], ids=repr)
+def test_keys_that_cannot_be_stored_are_refused_by_path(key):
     with pytest.raises(UsageError, match="key") as caught:
         capture({"model": {key: 1}})
     assert caught.value.path == ("model",)
@@ -171,19 +170,25 @@ def test_keys_of_other_types_are_refused_by_path(key):
 
 @pytest.mark.parametrize(
     "leaf",
-    [{1, 2}, frozenset(), object(), lambda: 0, Shouting("s"), Point(1, 2), Colour.RED, bytearray(b"x"), int, range(3)],
+    [object(), lambda: 0, Shouting("s"), int, memoryview(b"x"), time.gmtime(0)],
     ids=lambda leaf: type(leaf).__name__,
 )
-def test_leaves_of_other_types_are_refused_by_path_and_told_the_way_out(leaf):
-    with pytest.raises(LeafTypeError, match="register_converter") as caught:
+def test_leaves_of_other_types_are_refused_by_path(leaf):
+    with pytest.raises(LeafTypeError, match="eave it out") as caught:
         capture({"a": [0, leaf]})
     assert caught.value.path == ("a", 1)
     assert "a.1" in str(caught.value)
 
 
+def test_a_class_that_can_have_a_converter_is_told_of_it():
+    with pytest.raises(LeafTypeError, match=r"register_converter\(Celsius"):
+        capture({"a": Celsius(1)})
+
+
 def test_a_default_factory_that_is_no_plain_type_is_refused():
-    with pytest.raises(LeafTypeError, match="default factory"):
+    with pytest.raises(LeafTypeError, match="default factory") as caught:
         capture(defaultdict(lambda: 0))
+    assert "register_converter" not in str(caught.value)
     with pytest.raises(LeafTypeError, match="default factory"):
         capture(defaultdict(Counter))
 
