@@ -205,6 +205,7 @@ ALLOWED = {
         "commit",
         "fallback",
         "restore",
+        "narrowing",
         "history",
         "receipt",
         "repack",

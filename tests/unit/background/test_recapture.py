@@ -25,7 +25,7 @@ from ckstore.saver.head import HeadWriter
 from ckstore.staging.dock import Dock
 from ckstore.staging.stowage import LAZY, NOW
 from ckstore.tensor import Sights
-from ckstore.tree import ConvertedNode
+from ckstore.tree import ConvertedNode, OtherKey
 from ckstore.values import LONG_TEXT
 from support.changing_states import CHANGES, Case, Holder, Point
 
@@ -55,7 +55,7 @@ def described(captured, lazy=()):
 def is_lazy(part, path):
     """Whether what lies at a path is resolved by each capture anew."""
     for key in path:
-        if not isinstance(part, (dict, list, tuple)):
+        if not isinstance(part, (dict, list, tuple)) or isinstance(key, OtherKey):
             return False
         part = part[key]
     return isinstance(part, torch.Tensor) and (part.is_conj() or part.is_neg())

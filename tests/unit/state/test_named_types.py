@@ -1,0 +1,170 @@
+"""Protects readers from classes: what is stored by the name of a class never imports a module, and runs no code."""
+
+import dataclasses
+import enum
+import sys
+import types
+from collections import namedtuple
+
+import pytest
+
+from ckstore.capture import capture
+from ckstore.errors import LeafTypeError
+from ckstore.named_types import StandIn
+from ckstore.placement import prepare_restore
+from ckstore.testing.states import Kept, difference, round_trip
+from ckstore.tree import ConvertedNode, DictNode, ValueNode
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Options:
+    rate: object
+    names: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    rate: object
+    more: object = None
+
+
+class TestNamedClasses:
+    """Classes come from modules that are loaded, and only if they are what was stored."""
+
+    def _restored(self, monkeypatch, state, change):
+        captured = Kept.of(capture(state))
+        change()
+        return captured.fill(captured.place())
+
+    def test_a_class_that_is_not_loaded_comes_back_as_a_stand_in_that_is_stored_again(self, monkeypatch):
+        state = {"c": Colour.RED, "p": Point(1, [2]), "o": Options(1.5)}
+        kept = Kept.of(capture(state))
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, __name__)
+            back = kept.fill(kept.place())
+            assert back["c"] == StandIn("enum", f"{__name__}:Colour", {"name": "RED", "value": 1})
+            assert back["p"].content == {"x": 1, "y": [2]}
+            assert back["o"].content == {"rate": 1.5, "names": []}
+            assert {back["c"]: 1}[StandIn("enum", f"{__name__}:Colour", {"name": "RED", "value": 1})] == 1
+            again = Kept.of(capture(back))
+        assert difference(again.fill(again.place()), state) is None
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "os:path",
+            "os:system",
+            "subprocess:Popen",
+            "builtins:dict",
+            "builtins:eval",
+            "collections:OrderedDict",
+            "nowhere.at_all:Thing",
+            ":",
+            "enum:Enum",
+            "types:SimpleNamespace",
+            f"{__name__}:Point.x",
+            f"{__name__}:Kept",
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["enum", "namedtuple", "dataclass"])
+    def test_a_name_of_anything_else_makes_a_stand_in_and_imports_nothing(self, kind, name):
+        fields = DictNode("dict", ("name",), (ValueNode("str", "RED"),))
+        loaded = set(sys.modules)
+        made = prepare_restore(ConvertedNode(f"ckstore:{kind}:{name}", fields), [], []).finish()
+        assert made == StandIn(kind, name, {"name": "RED"})
+        assert set(sys.modules) == loaded
+
+    def test_no_code_of_a_class_runs(self, monkeypatch):
+        state = {"o": Options(1), "p": Point(1, 2), "s": Slotted(3)}
+        kept = Kept.of(capture(state))
+
+        def forbidden(*_, **__):
+            raise AssertionError("code of a class ran")
+
+        for cls in (Options, Point, Slotted):
+            for name in ("__init__", "__new__", "__setattr__", "__getattribute__"):
+                if name in vars(cls):
+                    monkeypatch.setattr(cls, name, forbidden)
+        monkeypatch.setattr(Options, "__post_init__", forbidden, raising=False)
+        monkeypatch.setattr(Options, "rate", property(fset=forbidden), raising=False)
+        back = kept.fill(kept.place())
+        assert back["o"].__dict__ == {"rate": 1, "names": []}
+        assert tuple(back["p"]) == (1, 2)
+        assert Slotted.rate.__get__(back["s"]) == 3
+
+    def test_a_module_is_not_asked_for_what_it_would_import(self, monkeypatch):
+        class Lazy(types.ModuleType):
+            def __getattr__(self, name):
+                raise AssertionError("the module was asked")
+
+        monkeypatch.setitem(sys.modules, "lazily", Lazy("lazily"))
+        fields = DictNode("dict", (), ())
+        made = prepare_restore(ConvertedNode("ckstore:dataclass:lazily:Config", fields), [], []).finish()
+        assert isinstance(made, StandIn)
+
+    def test_a_member_whose_value_is_another_one_today_is_a_stand_in(self, monkeypatch):
+        class Other(enum.Enum):
+            RED = 2
+
+        Other.__qualname__ = "Colour"
+        kept = Kept.of(capture({"c": Colour.RED}))
+        monkeypatch.setattr(sys.modules[__name__], "Colour", Other)
+        assert isinstance(kept.fill(kept.place())["c"], StandIn)
+
+    def test_a_named_tuple_with_other_fields_today_is_a_stand_in(self, monkeypatch):
+        other = namedtuple("Point", "y x")
+        other.__module__ = __name__
+        kept = Kept.of(capture({"p": Point(1, 2)}))
+        monkeypatch.setattr(sys.modules[__name__], "Point", other)
+        assert kept.fill(kept.place())["p"] == StandIn("namedtuple", f"{__name__}:Point", {"x": 1, "y": 2})
+
+    def test_a_field_that_a_dataclass_got_since_has_its_default(self, monkeypatch):
+        @dataclasses.dataclass
+        class Newer:
+            rate: object
+            names: list
+            clip: float = 1.0
+            more: dict = dataclasses.field(default_factory=dict)
+
+        Newer.__qualname__ = "Options"
+        kept = Kept.of(capture({"o": Options(1)}))
+        monkeypatch.setattr(sys.modules[__name__], "Options", Newer)
+        assert vars(kept.fill(kept.place())["o"]) == {"rate": 1, "names": [], "clip": 1.0, "more": {}}
+
+    def test_a_class_within_a_function_is_warned_of(self):
+        @dataclasses.dataclass
+        class Inner:
+            x: int = 1
+
+        captured = capture({"a": [Inner(), Inner()]})
+        assert len(captured.warnings) == 1
+        assert "a.0 and 1 more" in captured.warnings[0]
+        assert isinstance(round_trip({"a": Inner()})["a"], StandIn)
+
+    def test_a_dataclass_that_says_itself_how_it_is_stored_is_refused(self):
+        @dataclasses.dataclass
+        class Own:
+            x: int = 1
+
+            def __getstate__(self):
+                return {}
+
+        @dataclasses.dataclass
+        class Table(dict):
+            x: int = 1
+
+        for leaf in (Own(), Table()):
+            with pytest.raises(LeafTypeError, match="dataclass"):
+                capture({"a": leaf})
+
+    def test_attributes_beside_the_fields_come_back(self):
+        options = Options(1)
+        options.device = "cpu"
+        assert vars(round_trip(options)) == {"rate": 1, "names": [], "device": "cpu"}

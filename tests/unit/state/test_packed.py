@@ -1,0 +1,103 @@
+"""Protects long plain values: they lie in chunks, come back bit for bit, and cost nothing where they did not change."""
+
+import datetime
+import math
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+import ckstore
+from ckstore.capture import capture
+from ckstore.format.nodes import decode_tree, encode_tree
+from ckstore.recapture import Recapture
+from ckstore.testing.states import Kept, difference, round_trip
+from ckstore.tree import ListNode
+
+ORDER = list(range(20_000))
+random.Random(0).shuffle(ORDER)
+LONG = {
+    "shuffled": ORDER,
+    "counted": list(range(-7, 9_000)),
+    "counted tuple": tuple(range(2_000)),
+    "floats": [number / 7 for number in ORDER],
+    "odd floats": [math.nan, -0.0, math.inf, 5e-324] * 400,
+    "bools": [number % 3 == 0 for number in ORDER],
+    "tuple": tuple(ORDER),
+    "text": [f"file-{number}" for number in ORDER],
+    "log": [{"step": number, "loss": 0.5, "at": datetime.date(2024, 1, 1)} for number in range(4_000)],
+    "words": {f"w{number}": number for number in range(9_000)},
+    "pairs": [(number, str(number)) for number in range(5_000)],
+    "set": set(range(0, 30_000, 2)),
+    "queue": deque(ORDER, 50_000),
+    "bigints": [1 << 70] * 9_000,
+}
+
+
+class TestLongPlainValues:
+    """A manifest must not grow with a sampler's order: every commit writes, reads and checks all of it."""
+
+    @pytest.mark.parametrize("name", LONG)
+    def test_they_leave_the_tree_short_and_come_back(self, name):
+        state = {"x": {"here": LONG[name], "epoch": 3}}
+        assert len(encode_tree(capture(state).tree)) < 300
+        assert difference(through_the_wire(state), state) is None
+
+    @pytest.mark.parametrize("name", LONG)
+    def test_a_second_capture_is_the_same(self, name):
+        state, recapture = {"x": {"here": LONG[name]}, "w": np.ones(3)}, Recapture()
+        for _ in range(2):
+            again, anew = recapture.capture(state), capture(state)
+            assert (again.tree, again.tensors) == (anew.tree, anew.tensors)
+            assert [bytes(each.read(0, each.nbytes)) for each in again.storages] == [
+                bytes(each.read(0, each.nbytes)) for each in anew.storages
+            ]
+
+    def test_lists_that_change_what_they_are_are_captured_as_if_anew(self):
+        lists = [
+            list(range(2_000)),
+            [1.5] * 2_000,
+            ORDER[:2_000],
+            ["a", *range(1_999)],
+            list(range(2_000)),
+            [1, "b"] * 9_000,
+        ]
+        recapture = Recapture()
+        for items in lists:
+            state = {"x": items, "w": np.ones(2)}
+            assert recapture.capture(state).tree == capture(state).tree
+
+    def test_what_an_optimizer_says_stays_in_the_tree(self):
+        groups = [{"params": [number], "lr": 0.1, "betas": (0.9, 0.99)} for number in range(3_000)]
+        tree = capture({"opt": {"state": {}, "param_groups": groups}}).tree
+        assert isinstance(tree.children[0].children[1], ListNode)
+
+    def test_a_path_into_one_brings_it_whole(self):
+        state = {"x": {"order": ORDER, "words": LONG["words"], "epoch": 3}}
+        assert round_trip(state, only="x.order.5") == {"x": {"order": ORDER}}
+        assert round_trip(state, only="x.words.w5") == {"x": {"words": LONG["words"]}}
+        assert round_trip(state, only="x.ep*") == {"x": {"epoch": 3}}
+
+
+def through_the_wire(state):
+    """Take a state apart, write its tree, read it, and restore it."""
+    kept = Kept.of(capture(state))
+    tree = decode_tree(encode_tree(kept.tree), tensor_count=len(kept.tensors))
+    again = Kept(tree, kept.tensors, kept.storages, kept.contents)
+    return again.fill(again.place())
+
+
+def test_a_commit_of_an_unchanged_list_writes_no_chunk_and_a_short_manifest(tmp_path):
+    state = {"sampler": {"order": ORDER * 5, "epoch": 1, "log": LONG["log"]}, "w": np.ones(3)}
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit(state, 0)
+        receipt = store.commit(state, 1)
+        assert (receipt.chunks_new, receipt.bytes_written) == (0, 0)
+        assert difference(store.restore(), state) is None
+        assert store.diff(0, 1).is_equal
+        state["sampler"]["order"][7] += 1
+        store.commit(state, 2)
+        assert not store.diff(1, 2).is_equal
+    sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("*.ckm")]
+    assert max(sizes) < 5_000
