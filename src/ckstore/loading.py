@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from ckstore.differences import listed
 from ckstore.errors import CkstoreError, UsageError
+from ckstore.packed import COUNT, unpack
 from ckstore.train_state import NamedOptimizer, TrainState
 from ckstore.tree import (
-    PLAIN_TYPES,
     ConvertedNode,
     DictNode,
     Key,
     ListNode,
     Node,
+    OtherKey,
     Path,
     TensorNode,
     TupleNode,
     ValueNode,
     items_of,
+    library_of,
     new_dict,
     place_of,
     tensors_of,
@@ -263,7 +265,12 @@ def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path
     if isinstance(node, DictNode) and isinstance(live, dict):
         steps = [(key, _reuse(matching, child, live.get(key), (*path, key), owner)) for key, child in items_of(node)]
         theirs = set(node.keys)
-        rest = {key: value for key, value in live.items() if key not in theirs and not matching.is_chosen((*path, key))}
+        stored = {key: matching.stored_key(key, path) for key in live}
+        rest = {
+            key: value
+            for key, value in live.items()
+            if stored[key] not in theirs and not matching.is_chosen((*path, stored[key]))
+        }
 
         return lambda make: _filled(node, steps, rest, make)
     if isinstance(node, ListNode | TupleNode) and type(live) is (list if isinstance(node, ListNode) else tuple):
@@ -284,7 +291,7 @@ def _filled(
     node: DictNode, steps: Sequence[tuple[Key, Step]], rest: Mapping[Any, object], make: Make
 ) -> dict[Any, Any]:
     made = new_dict(node)
-    made.update({key: step(make) for key, step in steps})
+    made.update({make(key.node) if isinstance(key, OtherKey) else key: step(make) for key, step in steps})
     made.update(rest)
     return made
 
@@ -306,9 +313,10 @@ def _preview(matching: Matching, node: Node) -> Any:
     if isinstance(node, TensorNode):
         return matching.tensors[node.tensor]
     if isinstance(node, ValueNode):
-        return decode_plain(node) if node.type in PLAIN_TYPES else None
+        return decode_plain(node) if library_of(node.type) is None else None
     if isinstance(node, ConvertedNode):
-        return None
+        # The parameters of an optimizer are such a list where they are many.
+        return unpack(node.name, _preview(matching, node.child)) if node.name.startswith(COUNT) else None
     if isinstance(node, DictNode):
         return {key: _preview(matching, child) for key, child in items_of(node)}
     items = (_preview(matching, child) for child in node.children)

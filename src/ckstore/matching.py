@@ -209,7 +209,7 @@ class Matching:
             return self.create(node, path)
         held = self._writable(target, node)
         # Keys are typed: to Python 1, 1.0 and True are one key, to a checkpoint they are not.
-        rest = {(type(stored := self._stored_key(key, path)), stored): (key, value) for key, value in target.items()}
+        rest = {(type(stored := self.stored_key(key, path)), stored): (key, value) for key, value in target.items()}
         steps: list[tuple[Any, Step]] = []
         added: list[Path] = []
         for key, child in items_of(node):
@@ -235,7 +235,8 @@ class Matching:
 
         return fill
 
-    def _stored_key(self, key: object, path: Path) -> Any:
+    def stored_key(self, key: object, path: Path) -> Any:
+        """Return a live key as it would be stored; itself, if it could not be."""
         try:
             return stored_key(key, path, self.adapters)
         except UsageError:

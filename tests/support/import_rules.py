@@ -37,7 +37,7 @@ ALLOWED = {
     "capture": GROUND | {"format"},
     "differences": {"tree"},
     # An object's part of a restore in place; a TrainState is one whose parts are.
-    "loading": {"errors", "tree", "values", "tensor", "capture", "differences", "train_state"},
+    "loading": {"errors", "tree", "values", "tensor", "capture", "differences", "packed", "train_state"},
     "matching": GROUND | {"differences", "loading"},
     "recapture": GROUND,
     "placement": GROUND | {"format"},

@@ -101,3 +101,21 @@ def test_a_commit_of_an_unchanged_list_writes_no_chunk_and_a_short_manifest(tmp_
         assert not store.diff(1, 2).is_equal
     sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("*.ckm")]
     assert max(sizes) < 5_000
+
+
+def test_an_optimizer_of_thousands_of_parameters_is_filled_in_place():
+    torch = pytest.importorskip("torch")
+    from ckstore.adapters.torch_state import TorchAdapter
+
+    def trained(value):
+        weights = [torch.nn.Parameter(torch.full((1,), value)) for _ in range(1_100)]
+        optimizer = torch.optim.Adam(weights, lr=0.1, foreach=True)
+        for weight in weights:
+            weight.grad = torch.full((1,), value)
+        optimizer.step()
+        return optimizer
+
+    stored, live = trained(1.0), trained(-2.0)
+    kept = Kept.of(capture({"opt": stored}, [TorchAdapter()]))
+    kept.fill(kept.place(into={"opt": live}, adapters=[TorchAdapter()]))
+    assert difference(live.state_dict(), stored.state_dict()) is None
