@@ -156,7 +156,7 @@ class Handle:
         exact: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Stats:
-        """Return where the bytes of a checkpoint go, and what no byte coder can beat; decodes all of it.
+        """Return where the bytes of a checkpoint go, beside its order-0 entropy; decodes all of it.
 
         Args:
             ref: Which checkpoint.

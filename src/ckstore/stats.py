@@ -1,8 +1,8 @@
-"""Where the bytes of a checkpoint go: for each tensor and group what it takes, and what no byte coder can beat.
+"""Where the bytes of a checkpoint go: for each tensor and group what it takes, beside its order-0 entropy.
 
-The bound is the order-0 entropy of the byte planes of each chunk, whole and, where it has a base, of the difference:
-what a coder needs that looks at one byte plane at a time and at nothing else. It is taken from a sample of each chunk,
-or exactly from all of its elements.
+The entropy is that of the byte planes of each chunk, whole and, where it has a base, of the difference: what a coder
+needs that counts the bytes of a plane once for all of the chunk. It is a yardstick and not a limit: coders that count
+anew within a chunk, or find repeats and runs, need less. It is taken from a sample of each chunk, or from all elements.
 """
 
 from __future__ import annotations
@@ -241,13 +241,15 @@ class _Probe:
         bits = 0.0
         for index in range(width):
             kernels.histogram(planes[index * count : (index + 1) * count], self._counts.data.cast("B"))
-            bits += _entropy_of(self._counts[self._counts > 0], count)
+            bits += _entropy_of(self._counts[self._counts > 0], count, is_sample=not self._is_exact)
         return bits
 
 
-def _entropy_of(counts: np.ndarray[tuple[int], np.dtype[np.uint32]], count: int) -> float:
+def _entropy_of(counts: np.ndarray[tuple[int], np.dtype[np.uint32]], count: int, *, is_sample: bool) -> float:
     shares = counts / count
     bits = float(-(shares * np.log2(shares)).sum())
+    if not is_sample:
+        return bits
     # A sample of a few thousand looks less random than it is (Miller and Madow).
     return min(8.0, bits + (len(counts) - 1) / (2 * count * math.log(2)))
 

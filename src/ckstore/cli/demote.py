@@ -137,9 +137,9 @@ def _print(report: DemoteReport, seconds: float) -> None:
     output.say(f"{sizes}; the greatest RMS error of a tensor is {error:.3g} of its values' RMS.")
     if report.is_dry_run:
         return
-    packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after"
+    packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after a gc"
     output.say(f"{packs}; {output.size(report.bytes_written)} written in {output.duration(seconds)}.")
-    output.say("`ckstore gc` frees the old packs.")
+    output.say("Until `ckstore gc` frees the old packs, the store is larger.")
     output.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes one exact again.")
 
 

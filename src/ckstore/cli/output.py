@@ -113,6 +113,15 @@ def ratio(large: int, small: int) -> str:
     return f"{large / small:.{2 if large < 9.995 * small else 0}f}x" if small else NOTHING
 
 
+def compared(nbytes: int, state_nbytes: int) -> str:
+    """Say how a size compares with that of the state: ``1.35x smaller than the state``."""
+    if nbytes == state_nbytes or not nbytes or not state_nbytes:
+        return "as large as the state" if nbytes == state_nbytes else NOTHING
+    is_smaller = nbytes < state_nbytes
+    times = ratio(state_nbytes, nbytes) if is_smaller else ratio(nbytes, state_nbytes)
+    return f"{times} {'smaller' if is_smaller else 'larger'} than the state"
+
+
 def number(value: float) -> str:
     """Return a metric with five digits."""
     return f"{value:.5g}"

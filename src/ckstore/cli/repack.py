@@ -51,11 +51,11 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Store a run anew, in fewer bytes.
+    """Store a run anew: newest fast, older ones small.
 
-    The newest checkpoints become keyframes, for fast restores; older ones differences from newer ones. What they hold
-    and their ids stay; restores may go on meanwhile, commits to this run may not. The old packs
-    stay. Disk space is freed by `ckstore gc`; until then a repack needs more of it.
+    The newest checkpoints become keyframes, which may take more bytes than before; older ones differences from newer
+    ones. What they hold and their ids stay; restores may go on meanwhile, commits to this run may not. The old packs
+    stay, so the store grows: `ckstore gc` frees them, and only then is it smaller.
 
     \b
     stored  bytes that hold the checkpoint's own chunks
@@ -91,10 +91,12 @@ def _print(report: RepackReport, saving: float, seconds: float) -> None:
     if count == 0:
         output.say(f"Nothing to do: nothing would save {saving:g}%.")
     else:
-        packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after"
         about = "about " if report.is_dry_run else ""
         to_write = "to write" if report.is_dry_run else f"written in {output.duration(seconds)}"
-        output.say(f"{packs}; {about}{output.size(report.bytes_written)} {to_write}.")
+        output.say(f"{about}{output.size(report.bytes_written)} {to_write}: the store is larger by that.")
+        before, after = output.size(report.packs_before), output.size(report.packs_after)
+        grown = "" if report.packs_after < report.packs_before else ": not smaller, but the newest are restored faster"
+        output.say(f"{before} of packs before, {about}{after} once `ckstore gc` has freed the old ones{grown}.")
         output.say(f"What saves less than {saving:g}% stays as it is.")
     if report.superseded_count:
         output.say(f"{report.superseded_count} manifests that an interrupted repack had left were moved to the trash.")

@@ -110,6 +110,7 @@ def run(
 
 
 def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
+    own_nbytes = info.bytes_stored - base_nbytes
     facts = [
         ("run", info.run),
         ("step", str(info.step)),
@@ -121,8 +122,9 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
         ("metrics", metrics_of(info) or NOTHING),
         ("fidelity", info.fidelity),
         ("state", f"{output.size(info.bytes_state)}; tensors: {info.tensor_count}, chunks: {info.chunk_count}"),
-        ("stored", f"{output.size(info.bytes_stored)} ({output.ratio(info.bytes_state, info.bytes_stored)} smaller)"),
-        ("bases", f"{output.size(base_nbytes)} of it, of chunks that are not its own" if base_nbytes else NOTHING),
+        ("stored", f"{output.size(own_nbytes)} of its own chunks ({output.compared(own_nbytes, info.bytes_state)})"),
+        ("bases", f"{output.size(base_nbytes)} of chunks of other checkpoints" if base_nbytes else NOTHING),
+        ("restore", f"reads {output.size(info.bytes_stored)}, bases included"),
         ("written", f"{output.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
         ("depth", str(info.depth_max)),
         ("lies in", ", ".join(info.tiers) or NOTHING),

@@ -1,4 +1,4 @@
-"""``ckstore stats``: where the bytes of a checkpoint go, and what could be reached."""
+"""``ckstore stats``: where the bytes of a checkpoint go, and their order-0 entropy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES = (
 )
 _BITS = (
     Column("bits", is_number=True),
-    Column("bound", is_number=True),
+    Column("order-0", is_number=True),
     Column("full", is_number=True, worth=5),
 )
 _GROUPS = (
@@ -59,15 +59,18 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:  # fmt: skip
-    """Show where its bytes go, and what could be reached.
+    """Show where its bytes go, beside their order-0 entropy.
 
     Every chunk is read and decoded. In bits per element:
 
     \b
-    bits   as stored
-    bound  order-0 entropy of the byte planes, in the better form of each chunk
-    full   that entropy without a base
-    delta  that entropy against the base
+    bits     as stored
+    order-0  entropy of the byte planes of a chunk as a whole, in its better form
+    full     that entropy without a base
+    delta    that entropy against the base
+
+    The entropy is a yardstick: runs, repeats, and chunks whose parts differ from each other are stored in fewer bits.
+    Of a tensor with a loss it is that of what is restored, far above what is stored.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,

@@ -55,7 +55,7 @@ def run(
 
     \b
     ls       what lies there, a folder for each collection and each drop
-    restore  packs go back; dropped checkpoints are new entries, never latest; demoted ones become exact again
+    restore  packs go back; dropped ones as new entries, demoted ones exact
     purge    what nothing names is freed, and cannot be brought back
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     from ckstore.keeping import keep

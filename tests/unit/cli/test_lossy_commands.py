@@ -120,7 +120,7 @@ def test_demote_tells_people_what_it_did(call, aged):
     code, out, _ = call("demote", aged, 1, "--fidelity", "near")
     assert code == 0
     assert "1 of 7 checkpoints were demoted" in out
-    assert "`ckstore gc` frees" in out
+    assert "`ckstore gc` frees the old packs" in out
     code, out, _ = call("show", aged, 1)
     assert "made from" in out
 
