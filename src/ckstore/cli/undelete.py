@@ -29,7 +29,7 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Bring back dropped checkpoints, and the exact form of demoted ones.
+    """Bring back dropped checkpoints, or exact forms.
 
     Dropped ones become new entries that `latest` skips, so that no old state is resumed by surprise. Demoted ones are
     exact again where they are. `ckstore trash ls` shows what there is; what was freed cannot come back.
