@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from ckstore.info import Info
     from ckstore.interval import AutoInterval
+    from ckstore.named_types import StandIn
     from ckstore.pending import Pending
     from ckstore.quant.settings import (
         FirstMomentSettings,
@@ -75,6 +76,7 @@ _MODULE_OF = {
         ),
         "quant.settings",
     ),
+    "StandIn": "named_types",
     "TrainState": "train_state",
     "register_converter": "values",
     "repair_store": "api",
@@ -130,6 +132,7 @@ __all__ = [
     "Retention",
     "SaverError",
     "SecondMomentSettings",
+    "StandIn",
     "Store",
     "TensorSettings",
     "TrainState",

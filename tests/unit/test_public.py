@@ -45,6 +45,7 @@ NAMES = [
     "Retention",
     "SaverError",
     "SecondMomentSettings",
+    "StandIn",
     "Store",
     "TensorSettings",
     "TrainState",

@@ -1,0 +1,13 @@
+"""Protects leaves and keys of every kind in stores that exist: their bytes are read, and written, as they were."""
+
+from ckstore.capture import capture
+from ckstore.format.nodes import decode_tree, encode_tree
+from ckstore.placement import prepare_restore
+from ckstore.testing.states import difference
+from golden.make_leaves import PLACE, state
+
+
+def test_leaves_of_every_kind_are_read_and_written_as_ever():
+    content = PLACE.read_bytes()
+    assert difference(prepare_restore(decode_tree(content, tensor_count=0), [], []).finish(), state()) is None
+    assert encode_tree(capture(state()).tree) == content
