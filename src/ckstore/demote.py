@@ -269,7 +269,7 @@ class _Demoter:
                 return replace(entry, action="keep", reason=f"it carries the tag {tags[0]!r}")
             if self._is_newest(entry):
                 return replace(entry, action="keep", reason=_NEWEST)
-            return self._coded(entry, before)
+            return self._coded(entry, before, intent)
         except NotFoundError:
             # It was dropped since, and its drop stands.
             return replace(entry, action="keep", reason="it was dropped meanwhile")
@@ -278,7 +278,7 @@ class _Demoter:
         finally:
             parts.tags.retract(intent)
 
-    def _coded(self, entry: DemoteEntry, before: ManifestName | None) -> DemoteEntry:
+    def _coded(self, entry: DemoteEntry, before: ManifestName | None, intent: str) -> DemoteEntry:
         """Store it anew; again where it or its base was replaced, and the old packs freed, while they were read."""
         parts = self._parts
         last: tuple[int, int | None] | None = None
@@ -291,7 +291,7 @@ class _Demoter:
             if base is not None and 1 + _hops_of(base) >= every:
                 return replace(entry, action="keep", reason=_end_of_chain(every))
             try:
-                return self._replaced(entry, manifest, base)
+                return self._replaced(entry, manifest, base, intent)
             except MissingChunkError:
                 found = (manifest.header.generation, None if base is None else base.header.generation)
                 if found == last:
@@ -330,7 +330,7 @@ class _Demoter:
             _log.warning("seq %d does not count as newer: %s", name.seq, error)
             return False
 
-    def _replaced(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None) -> DemoteEntry:
+    def _replaced(self, entry: DemoteEntry, manifest: Manifest, base: Manifest | None, intent: str) -> DemoteEntry:
         try:
             drafted = self._stored(manifest, base)
         except BoundError as error:
@@ -344,7 +344,7 @@ class _Demoter:
             # Coding took long enough for the newer ones to be dropped.
             self._unlink(stored)
             return replace(entry, action="keep", reason=_NEWEST)
-        replacement = self._publish(manifest, drafted)
+        replacement = self._publish(manifest, drafted, intent)
         self.written_nbytes += stored.nbytes_written
         return replace(
             entry,
@@ -395,7 +395,7 @@ class _Demoter:
             _log.warning("step %d: %s", step, warning)
             self.warnings.append(f"step {step}: {warning}")
 
-    def _publish(self, manifest: Manifest, drafted: _Drafted) -> Manifest:
+    def _publish(self, manifest: Manifest, drafted: _Drafted, intent: str) -> Manifest:
         parts = self._parts
         try:
             if parts.lease.is_held:
@@ -414,10 +414,10 @@ class _Demoter:
             self._remove_unpublished(manifest, drafted.stored)
             raise
         try:
-            settle(parts, replacement, name)
+            settle(parts, replacement, name, intent=intent)
         except ConflictError as error:
             _log.warning("%s", error)
-            raise _OutrunError("packs that it was coded against vanished meanwhile") from error
+            raise _OutrunError(error.what) from error
         return replacement
 
     def _remove_unpublished(self, manifest: Manifest, stored: Stored) -> None:

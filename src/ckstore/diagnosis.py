@@ -22,10 +22,11 @@ from ckstore.format.records import LeaseRecord
 from ckstore.io.address import backend_for, mode_of_folder
 from ckstore.io.backend import Ageing, Backend, Locking
 from ckstore.io.local import LocalBackend
+from ckstore.store.intents import CLEAR_INTENTS, intents_in
 from ckstore.store.inventory import packs_in
 from ckstore.store.lease import STALE_SECONDS
 from ckstore.store.parts import Parts, read_store_record
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.processes import maker_is_running
 from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30
@@ -176,27 +177,22 @@ def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
     still_there = len({name.seq for name in listing.lower} & listing.dropped)
     if still_there:
         yield Finding(topic, f"dropped, but still in place: {still_there}; delete them again", "note")
-    intents = _intents(parts)
-    if intents:
-        yield Finding(topic, f"intents to drop: {intents}; those of a crashed process are harmless", "note")
+    for intent in intents_in(parts.backend, clock, parts.run):
+        todo = "" if intent.is_known else f"; {CLEAR_INTENTS}"
+        yield Finding(topic, f"seq {intent.seq} takes no tags: there is {intent.words}{todo}", "note")
 
 
 def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
     who = f"pid {holder.pid} on host {holder.host}"
-    if holder.boot_id and holder.boot_id == boot_identity():
-        if process_started(holder.pid) == holder.process_started:
-            return Finding(topic, f"being written by {who}, which is alive")
+    is_running = maker_is_running(holder)
+    if is_running:
+        return Finding(topic, f"being written by {who}, which is alive")
+    if is_running is False:
         return Finding(topic, f"last written by {who}, which died; the next writer takes over", "note")
     seconds = (clock.now_ns() - holder.heartbeat_ns) / 1e9
     if seconds <= STALE_SECONDS:
         return Finding(topic, f"being written by {who}; its heartbeat is {seconds:.0f} s old")
     return Finding(topic, f"last written by {who}, whose heartbeat is {seconds:.0f} s old", "note")
-
-
-def _intents(parts: Parts) -> int:
-    names = parts.backend.list_names(layout.claims_folder(parts.run))
-    claims = [layout.parse_claim_file(name) for name in names]
-    return sum(claim is not None and claim.kind == "intent" for claim in claims)
 
 
 def _ages(backend: Backend, clock: Clock) -> Iterator[Finding]:

@@ -109,8 +109,8 @@ def delete(parts: Parts, reference: Reference) -> Deleted:
                 where=parts.backend.root,
                 todo="try again when that is done",
             )
-        for name in names:
-            parts.manifests.mark_dropped(name.seq)
+        for name, intent in zip(names, intents, strict=True):
+            parts.manifests.mark_dropped({name.seq: intent})
         parts.manifests.move_to_trash(frozenset(name.seq for name in names))
     finally:
         for intent in intents:

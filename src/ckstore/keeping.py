@@ -109,6 +109,7 @@ class Keeping(Handle):
         trash_for: str | float | None = None,
         repack_nbytes_max: int | None = None,
         waste_max: float | None = None,
+        clear_intents: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> GcReport:
         """Drop the checkpoints that no rule keeps, and move what nobody needs to the trash; free what lay there long.
@@ -127,6 +128,8 @@ class Keeping(Handle):
             repack_nbytes_max: Bytes that may be written to rewrite packs of which much is needed by nobody; 0: only
                 whole packs are freed.
             waste_max: The share of a pack that may be needed by nobody before it is rewritten.
+            clear_intents: No other process deletes or demotes checkpoints of this store now: remove what processes that
+                cannot be seen from here have left to say so. Those of dead ones, and old ones, are removed anyway.
             on_progress: Called with steps done and steps in all.
 
         Raises:
@@ -142,6 +145,7 @@ class Keeping(Handle):
             min_age_seconds=_age(min_age),
             trash_seconds=self._trash_seconds_or(trash_for),
             is_now=now,
+            clears_intents=clear_intents,
             **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
         )
         if max_delete is not None and max_delete < 0:

@@ -36,9 +36,9 @@ def test_large_model_is_safe_exactly_where_the_protocol_is_whole(rules, states, 
 
 def test_whole_protocol_and_its_ablations_are_all_searched():
     names = [name for name, *_ in gc_model.EXPECTED]
-    assert sum(is_safe for *_, is_safe in gc_model.EXPECTED) == 10
-    assert len(set(names)) == len(names) == 28
-    assert len(SMALL) == 26
+    assert sum(is_safe for *_, is_safe in gc_model.EXPECTED) == 12
+    assert len(set(names)) == len(names) == 33
+    assert len(SMALL) == 31
     assert gc_model.EXPECTED[0][1] == PackRules()
     assert any(rules == ReplaceRules() for _, rules, _, _ in gc_model.EXPECTED)
 

@@ -13,6 +13,7 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.store.gc_marks import Marker
 from ckstore.store.trash import Trash
 from ckstore.testing.model import difference
+from support.drop_marks import mark_dropped
 from support.gc_histories import (
     HOUR,
     LAST_ONE,
@@ -232,7 +233,7 @@ def test_delete_ends_when_its_trash_is_freed_between_two_of_its_files(disk_store
         parts.backend.unlink(target)
         assert parts.trash.remove_if_empty(target.split("/")[1])
 
-    parts.manifests.mark_dropped(0, 1)
+    mark_dropped(parts, 0, 1)
     with monkeypatch.context() as patches:
         patches.setattr(parts.backend, "rename", freed_after_the_first)
         assert parts.manifests.move_to_trash(frozenset({0, 1})) == 2

@@ -20,6 +20,7 @@ from ckstore.store.references import load_whole, newest_whole, resolve
 from ckstore.store.shelf import Shelf
 from ckstore.store.trash import Trash
 from ckstore.testing.model import difference
+from support.drop_marks import mark_dropped
 from support.gc_histories import (
     LAST_ONE,
     PLAIN,
@@ -161,7 +162,7 @@ def test_load_of_a_checkpoint_dropped_meanwhile_says_so(torn, monkeypatch):
 def test_load_of_a_checkpoint_marked_meanwhile_says_that_it_was_dropped(torn, monkeypatch):
     parts = repository_of(torn)
     torn_one = resolve(parts, 1)
-    once(monkeypatch, type(parts), "require_packs", before=lambda: parts.manifests.mark_dropped(torn_one.seq))
+    once(monkeypatch, type(parts), "require_packs", before=lambda: mark_dropped(parts, torn_one.seq))
     with pytest.raises(NotFoundError, match="dropped while"):
         load_whole(parts, torn_one, takes_lower=True)
 

@@ -10,6 +10,7 @@ import sys
 from collections import deque
 
 from support.gc_bucket_rules import BucketRules
+from support.gc_intent_rules import IntentRules
 from support.gc_rules import PackRules, ReplaceRules, Rules, State, TrashNames
 from support.gc_tier_rules import TierRules
 
@@ -83,6 +84,16 @@ EXPECTED: list[tuple[str, Rules, int, bool]] = [
     ("tier: packs not looked at after publishing", TierRules(looks_after=False), 366, False),
     ("tier: copies name nothing", TierRules(cleans_by_copies=False), 603, False),
     ("tier: the trash names nothing", TierRules(cleans_by_trash=False), 1_074, False),
+    ("intents: a drop, a tag, a collector", IntentRules(), 67, True),
+    ("intents: a demotion, a tag, a collector", IntentRules(demotes=True), 102, True),
+    (
+        "intents that are torn for a moment",
+        IntentRules(appears_whole=False, removes_old=False, is_tied=False),
+        74,
+        False,
+    ),
+    ("intents: the mark is no link", IntentRules(is_tied=False), 66, False),
+    ("intents: a demotion does not look again", IntentRules(demotes=True, is_tied=False), 99, False),
 ]
 
 

@@ -72,6 +72,10 @@ AcceptMissing = Annotated[
     bool,
     _option("Checkpoints whose manifests are gone are lost: go on without them.", None, "--accept-missing"),
 ]
+ClearIntents = Annotated[
+    bool,
+    _option("Nobody deletes or demotes here now: forget what unknown processes have left.", None, "--clear-intents"),
+]
 Forget = Annotated[
     bool, _option("Remove the rules that are kept with the store, and --trash-for.", None, "--forget-policy")
 ]
@@ -102,6 +106,7 @@ def run(
     tier: InTier = None,
     clear_lists: ClearLists = False,
     accept_missing: AcceptMissing = False,
+    clear_intents: ClearIntents = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
@@ -118,6 +123,7 @@ def run(
 
         others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
         others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
+        others["--clear-intents"] = clear_intents
         others["--trash-for"] = trash_for
         given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         given |= {"dry_run": dry_run, "clear_lists": clear_lists}
@@ -133,7 +139,7 @@ def run(
         _begin(store, forget_policy=forget_policy and not dry_run, accept_missing=accept_missing and not dry_run)
         limits = {"min_age": min_age or "1h", "trash_for": trash_for, "repack_nbytes_max": nbytes_of(repack_max)}
         asked = {"all_runs": run is None, "dry_run": dry_run, "now": now, "max_delete": max_delete}
-        report = store.gc(policy, **asked, **limits)  # type: ignore[arg-type]
+        report = store.gc(policy, **asked, **limits, clear_intents=clear_intents)  # type: ignore[arg-type]
         if save_policy and not dry_run:
             _save(store, policy, trash_for)
     _tell(report, as_json=as_json)
@@ -266,6 +272,12 @@ def lines_of(report: GcReport) -> list[str]:
     elif report.later_nbytes:
         lines.append(f"{size(report.later_nbytes)} in the trash; --now frees it at once.")
     lines += [f"Tier {tier} does not answer, and what depends on it waits: {said}." for tier, said in report.waits]
+    if done is not None and done.waits_for:
+        lines += [f"Left alone: {what}." for what in done.waits_for]
+        lines.append(
+            "These refuse tags on their checkpoints until they are 6 h old; if their processes are dead, "
+            "`ckstore gc STORE --clear-intents` removes them."
+        )
     if plan.young_nbytes:
         lines.append(f"{size(plan.young_nbytes)} that nobody names yet are too young to be garbage.")
     return lines

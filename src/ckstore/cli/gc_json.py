@@ -97,6 +97,7 @@ def _done(done: GcDone) -> dict[str, Any]:
         "troubles": done.repacked.troubles,
         "drafts": done.drafts,
         "intents": done.intents,
+        "waits_for": done.waits_for,
         "unproven": [_unproven(each) for _, each in sorted(done.unproven.items())],
         "waits": done.waits,
         "stop": done.stop,

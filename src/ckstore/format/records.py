@@ -2,7 +2,8 @@
 
 Two forms. A *file record* is a file of its own that people may want to read (store.json, tags, leases, intents,
 config.json): JSON with a kind, a checksum and a body. An *inner record* lies inside a manifest: MessagePack.
-Unknown fields, wrong types, trailing bytes and numbers out of range are refused.
+Unknown fields, wrong types, trailing bytes and numbers out of range are refused. Unknown fields of leases, intents and
+collectors' lists are ignored: whoever cannot read one of a newer ckstore would take its living maker for dead.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class TagRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     time_ns: Count
 
 
-class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
     """Who writes a run now: for people, not for safety."""
 
     kind: ClassVar[str] = "lease"
@@ -89,7 +90,7 @@ class LeaseRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=T
     purpose: ShortText = ""
 
 
-class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
     """A drop or demotion that is about to be decided, and who decides it."""
 
     kind: ClassVar[str] = "intent"
@@ -104,7 +105,7 @@ class IntentRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=
     what: ShortText
 
 
-class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
     """What a collector is about to remove where nothing can be renamed, and who it is."""
 
     kind: ClassVar[str] = "doomed"

@@ -24,6 +24,7 @@ from pathlib import Path
 from ckstore.latch import Latch
 from ckstore.saver.pace import Pace, Taken
 from ckstore.store.lease import HEART_NAME
+from ckstore.store.processes import proc_is_ours
 from ckstore.workers import Headcount
 
 NICE_MAX = 19
@@ -78,19 +79,27 @@ class Priority:
         # The thread that listens: what it hears is when this ends. And the lease's: others judge by it who lives.
         awake = {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.name == HEART_NAME)}
         # Niceness belongs to a thread; one that is started later has that of its maker, which may be the old one still.
-        done: set[str] = set()
-        while new := {thread.name for thread in Path("/proc/self/task").iterdir()} - done:
-            for name in new:
+        done: set[int] = set()
+        while new := _threads() - done:
+            for thread_id in new:
                 with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, int(name), nice)
-                if self._may_stand_aside and int(name) not in awake:
+                    os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+                if self._may_stand_aside and thread_id not in awake:
                     with contextlib.suppress(OSError):
-                        os.sched_setscheduler(int(name), os.SCHED_IDLE if is_idle else os.SCHED_OTHER, _NORMAL)
+                        os.sched_setscheduler(thread_id, os.SCHED_IDLE if is_idle else os.SCHED_OTHER, _NORMAL)
             done |= new
         if self._group_base is not None:
             # A session has its own share where the kernel groups processes by session: niceness counts within it only.
             with contextlib.suppress(OSError):
                 Path("/proc/self/autogroup").write_text(str(min(NICE_MAX, self._group_base + added)))
+
+
+def _threads() -> set[int]:
+    """Return the ids of all threads of this process."""
+    if proc_is_ours():
+        return {int(thread.name) for thread in Path("/proc/self/task").iterdir()}
+    # Another pid namespace's /proc gives them numbers that are other processes' here: then only Python's own are known.
+    return {os.getpid(), *(thread.native_id for thread in threading.enumerate() if thread.native_id)}
 
 
 def keep_awake(thread: threading.Thread) -> None:

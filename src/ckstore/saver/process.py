@@ -20,7 +20,7 @@ from ckstore.children import start
 from ckstore.config import EngineName
 from ckstore.errors import SaverError
 from ckstore.saver import messages
-from ckstore.store.processes import process_started
+from ckstore.store.processes import is_running, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -33,7 +33,7 @@ class Watch:
 
     Args:
         pid: The process.
-        started: What ``process_started`` said of it; another start time is another process.
+        started: What ``process_started`` said of it; another start time is another process. Empty: not known.
     """
 
     def __init__(self, pid: int, started: str) -> None:
@@ -44,7 +44,7 @@ class Watch:
         with contextlib.suppress(OSError, AttributeError):
             self.fd = os.pidfd_open(pid)
         # It may be another process's that got the pid meanwhile; once it is the right one's, it stays so.
-        self._is_gone = process_started(pid) != started
+        self._is_gone = is_running(pid, started) is False
 
     @property
     def is_alive(self) -> bool:
@@ -52,7 +52,7 @@ class Watch:
         if self._is_gone:
             return False
         if self.fd < 0:
-            return process_started(self.pid) == self._started
+            return is_running(self.pid, self._started) is not False
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return not poll.poll(0)

@@ -26,8 +26,9 @@ from ckstore.format import layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant
+from ckstore.store.ages import MAKER_AGE_SECONDS_MAX, is_older
 from ckstore.store.at_once import ask_each
-from ckstore.store.processes import boot_identity, died_in_reboot, process_started
+from ckstore.store.processes import boot_identity, maker_is_running, process_started
 from ckstore.store.trash import make_durable_folder
 
 _log = logging.getLogger("ckstore")
@@ -37,7 +38,7 @@ LIST_FILE = "doomed"
 COLLECT_SECONDS_MAX = 3600.0
 """What was written down longer ago is not removed any more."""
 
-LIST_AGE_SECONDS_MAX = 6 * 3600.0
+LIST_AGE_SECONDS_MAX = MAKER_AGE_SECONDS_MAX
 """A list this old is a dead collector's, wherever that ran: six times as long as it would have gone on."""
 
 LAST_REQUEST_SECONDS = 60.0
@@ -226,36 +227,13 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
         return True
     age_seconds = (clock.now_ns() - info.modified_ns) / 1e9
     if age_seconds > LIST_AGE_SECONDS_MAX:
-        # The clock here may have jumped; that of the place has stamped the list, and stamps another file now.
-        there_ns = _now_there_ns(backend)
-        return there_ns is not None and (there_ns - info.modified_ns) / 1e9 > LIST_AGE_SECONDS_MAX
+        return is_older(backend, clock, info, LIST_AGE_SECONDS_MAX)
     if record is None or age_seconds < LAST_REQUEST_SECONDS:
         return False
-    if died_in_reboot(record.host, record.boot_id):
-        return True
-    if not (here := boot_identity()) or record.boot_id != here:
-        return False
-    if record.pid == os.getpid() and record.process_started == process_started(os.getpid()):
+    is_running = maker_is_running(record)
+    if is_running and record.pid == os.getpid():
         return path not in _AT_WORK
-    return process_started(record.pid) != record.process_started
-
-
-def _now_there_ns(backend: Backend) -> int | None:
-    """Return what a place takes for now: the time that it gives to a new file; None where it takes none."""
-    # What lies in ``tmp`` of a bucket lies in this process's memory, and has its time.
-    name = (
-        f"{layout.trash_folder(new_token())}/clock" if isinstance(backend, Distant) else layout.draft_name(new_token())
-    )
-    try:
-        backend.create(name, b"now", sync=False)
-        try:
-            info = backend.stat(name)
-        finally:
-            with contextlib.suppress(CkstoreError, FileNotFoundError):
-                backend.unlink(name)
-    except (CkstoreError, OSError):
-        return None
-    return None if info is None else info.modified_ns
+    return is_running is False
 
 
 def put_small(backend: Backend, name: str, content: bytes) -> None:

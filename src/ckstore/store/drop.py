@@ -110,7 +110,8 @@ def _drop_batch(
             else:
                 doomed.append(name)
         if doomed:
-            parts.manifests.mark_dropped(*(name.seq for name in doomed))
+            paths = {name.seq: intent for name, intent in zip(batch, intents, strict=True)}
+            parts.manifests.mark_dropped({name.seq: paths[name.seq] for name in doomed})
             parts.manifests.move_to_trash(frozenset(name.seq for name in doomed))
             done.names += doomed
     finally:

@@ -29,9 +29,9 @@ from ckstore.store.gc_plan import GcLimits, GcPlan, is_expired
 from ckstore.store.gc_purge import purge
 from ckstore.store.gc_repack import Repacked, repack
 from ckstore.store.gc_survey import missing_in
+from ckstore.store.intents import intents_in, remove_abandoned
 from ckstore.store.parts import Parts
 from ckstore.store.replace import finish_replacements
-from ckstore.store.tags import Tags
 from ckstore.store.tier_proof import Unproven, unproven_packs
 from ckstore.store.trash import TrashFolder
 
@@ -56,6 +56,7 @@ class GcDone:
         repacked: What rewriting packs came to.
         drafts: Files that were removed from ``tmp``.
         intents: Intents of dead makers that were removed.
+        waits_for: Intents that stay because their makers cannot be judged from here, in words.
         unproven: Packs that were about to go, and stay: the tier that manifests name could not be seen to have them.
         waits: Tiers that do not answer, and what they said; what depends on them was left as it is.
         stop: Why packs were left alone; empty where nothing spoke against it.
@@ -72,6 +73,7 @@ class GcDone:
     repacked: Repacked = field(default_factory=Repacked)
     drafts: int = 0
     intents: int = 0
+    waits_for: list[str] = field(default_factory=list)
     unproven: dict[PackId, Unproven] = field(default_factory=dict)
     waits: dict[str, str] = field(default_factory=dict)
     stop: str = ""
@@ -115,6 +117,7 @@ class Collector:
 
     def run(self, purpose: str) -> GcDone:
         """Do it all."""
+        self._remove_intents()
         self._rescue()
         if not self.done.stop:
             self._purge(self._plan.purges)
@@ -138,6 +141,14 @@ class Collector:
     def _told(self, count: int = 1) -> None:
         self._step = min(self._steps, self._step + count)
         self._tell(self._step, self._steps)
+
+    def _remove_intents(self) -> None:
+        """Remove intents of dead makers before anything is dropped, and note those that nobody can judge here."""
+        backend, clock = self._parts.backend, self._parts.clock
+        for run in self._parts.runs():
+            self.done.intents += remove_abandoned(backend, clock, run, everyone=self._limits.clears_intents)
+            unknown = [intent for intent in intents_in(backend, clock, run) if not intent.is_known]
+            self.done.waits_for += [f"run {run}, seq {intent.seq}: {intent.words}" for intent in unknown]
 
     def _rescue(self) -> None:
         """Step 0: bring back what manifests name, and manifests that nothing supersedes."""
@@ -256,8 +267,6 @@ class Collector:
     def _remove_leftovers(self) -> None:
         for draft in self._plan.drafts:
             self.done.drafts += self._parts.trash.unlink(draft.path)
-        for run in self._parts.runs():
-            self.done.intents += Tags(self._parts.backend, run, self._parts.clock).remove_abandoned()
 
 
 _FOLDER_AGE_NS_MIN = 60 * 10**9

@@ -21,7 +21,7 @@ from ckstore.format.records import LeaseRecord
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.store.lease import Lease
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.processes import maker_is_running
 
 REST = 4.0
 """Sleep for so many times as long as the disk was kept busy: it is free for others four fifths of the time."""
@@ -100,9 +100,9 @@ def someone_writes(backend: Backend, clock: Clock) -> bool:
 
 
 def _lives(holder: LeaseRecord | None, clock: Clock) -> bool:
-    here = boot_identity()
     if holder is None:
         return False
-    if here and holder.boot_id == here:
-        return holder.pid != os.getpid() and process_started(holder.pid) == holder.process_started
+    is_running = maker_is_running(holder)
+    if is_running is not None:
+        return is_running and holder.pid != os.getpid()
     return abs(clock.now_ns() - holder.heartbeat_ns) < BEAT_SECONDS * 1e9

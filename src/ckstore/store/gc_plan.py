@@ -38,6 +38,7 @@ class GcLimits:
         is_now: Free what is in the trash, and what goes there, at once.
         waste_max: A pack of which a larger share is needed by nobody is rewritten.
         repack_nbytes_max: Bytes that rewriting may write; 0: only whole packs are freed.
+        clears_intents: Nobody else drops or demotes, whatever intents say.
 
     Raises:
         UsageError: One is out of range.
@@ -48,6 +49,7 @@ class GcLimits:
     is_now: bool = False
     waste_max: float = 0.25
     repack_nbytes_max: int = 4 * GIB
+    clears_intents: bool = False
 
     def __post_init__(self) -> None:
         if not (self.min_age_seconds >= 0 and self.trash_seconds >= 0 and self.repack_nbytes_max >= 0):

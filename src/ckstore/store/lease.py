@@ -4,9 +4,9 @@ A lease keeps people from running twice. Safety never rests on it: claims and th
 carry that, so everything here may fail, or be fooled by a clock, and cost at most a ConflictError.
 
 The holder is host, machine, boot, pid namespace, pid and process start time. In the same boot and pid
-namespace its death is seen in /proc at once, and a reboot of its machine has killed it too; elsewhere a
-heartbeat that stops tells. A flock or a closed pipe would not do: a forked child keeps both alive after
-the holder was killed.
+namespace the system knows of its death immediately; elsewhere a heartbeat that stops tells. A machine of the
+same name in another boot may be a twin of this one, so a reboot proves nothing. A flock or a closed pipe would
+not do: a forked child keeps both alive after the holder was killed.
 
 A saver holds the lease for its trainer, who takes it in the saver's name before there is anything to publish: who is to
 be waited for must be seen from the first staged byte on, however long a saver takes to start. When the trainer has died
@@ -33,7 +33,7 @@ from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.store.lease_record import GONE, SaverPurpose, describe, read_lease
 from ckstore.store.orphans import Orphans
-from ckstore.store.processes import boot_identity, died_in_reboot, is_stopped, process_started
+from ckstore.store.processes import boot_identity, is_stopped, maker_is_running, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -323,14 +323,11 @@ class Lease:
 
     def _is_known_alive(self, holder: LeaseRecord) -> bool | None:
         """Whether a holder lives, as is known at once; None: only its heartbeat can tell."""
-        if died_in_reboot(holder.host, holder.boot_id) or self.orphans.is_known_dead(holder):
+        if self.orphans.is_known_dead(holder):
             return False
-        if (here := boot_identity()) and holder.boot_id == here:
-            if process_started(holder.pid) != holder.process_started:
-                return False
-            # Our own process: alive only if that handle still is; a forgotten one has no token left.
-            return holder.pid != os.getpid() or holder.token in _live_tokens
-        return None
+        is_running = maker_is_running(holder)
+        # Our own process: alive only if that handle still is; a forgotten one has no token left.
+        return is_running and (holder.pid != os.getpid() or holder.token in _live_tokens)
 
     def _heart_beats(self, holder: LeaseRecord) -> bool:
         """Watch a holder on another host: does its heartbeat move within the stale time?"""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from ckstore.ids import new_token
 from ckstore.io.backend import Backend, Distant
 from ckstore.store.at_once import ask_each
 from ckstore.store.identity import require_same_store
+from ckstore.store.intents import removed_meanwhile, require
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.quarantine import quarantined_names
 from ckstore.store.trash import Trash, make_durable_folder
@@ -306,20 +307,33 @@ class Manifests:
             self.backend.sync_folder(layout.claims_folder(self.run))
         return missing
 
-    def mark_dropped(self, *seqs: int) -> None:
+    def mark_dropped(self, intents: Mapping[int, str]) -> None:
         """Make drop marks, in any order; every generation of these seqs is to go, and none will come back.
 
+        Args:
+            intents: For each seq the path of this process's intent on it.
+
         Raises:
-            ConflictError: Another store has taken this one's place.
+            ConflictError: An intent was removed by somebody else, so there may be a tag by now; or another store has taken
+                this one's place.
             UnreachableError: The store is not there any more.
         """
         self._require_same_store()
 
         def mark(seq: int) -> None:
+            intent, name = intents[seq], layout.drop_mark_name(self.run, seq)
             with contextlib.suppress(FileExistsError):
-                self.backend.create(layout.drop_mark_name(self.run, seq), b"", sync=False)
+                if isinstance(self.backend, Distant):
+                    require(self.backend, intent)
+                    self.backend.create(name, b"", sync=False)
+                    return
+                try:
+                    # No mark without the intent: whoever takes that away has it before or after this, not meanwhile.
+                    self.backend.link(intent, name)
+                except FileNotFoundError:
+                    raise removed_meanwhile(self.backend, intent) from None
 
-        for _ in ask_each(self.backend, mark, seqs):
+        for _ in ask_each(self.backend, mark, intents):
             pass
         self.backend.sync_folder(layout.claims_folder(self.run))
 

@@ -2,9 +2,9 @@
 
 Otherwise an older state would be resumed, and then overtaken.
 
-On the same boot, and in the same pid namespace, /proc tells whether a trainer and its saver live. Elsewhere, on another
-node that shares the file system say, the lease tells: a saver says there that its trainer is gone, and as long as its
-heartbeat moves it lives.
+On the same boot, and in the same pid namespace, the system tells whether a trainer and its saver live. Elsewhere, on
+another node that shares the file system say, the lease tells: a saver says there that its trainer is gone, and as long
+as its heartbeat moves it lives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckstore.format import layout
 from ckstore.format.records import LeaseRecord
 from ckstore.io.backend import Backend
 from ckstore.store.lease_record import GONE, SaverPurpose, read_lease
-from ckstore.store.processes import boot_identity, died_in_reboot, is_stopped, process_started
+from ckstore.store.processes import is_running, is_stopped, maker_is_running, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -108,12 +108,12 @@ class Orphans:
         try:
             holder = read_lease(self._backend, self._run)
         except (BackendError, CapacityError):
-            # A medium that does not answer says nothing, and /proc does.
+            # A medium that does not answer says nothing, and the system does.
             return _lives((orphan.pid, orphan.process_started))
         return holder is not None and holder.token == orphan.token and is_orphan(holder)
 
     def _wait_elsewhere(self, orphan: LeaseRecord, what: str) -> None:
-        """Wait for a saver that /proc says nothing about: until its lease is gone, or its heartbeat stands still."""
+        """Wait for a saver that cannot be judged here: until its lease is gone, or its heartbeat stands still."""
         heartbeat_ns, moved = orphan.heartbeat_ns, self._clock.monotonic()
 
         def is_there() -> bool:
@@ -162,27 +162,24 @@ def note_abandoned(pid: int, coming: str | None) -> None:
 
 def _lives(saver: _Saver) -> bool:
     pid, started = saver
-    return started is not None and process_started(pid) == started
+    return is_running(pid, started or "") is not False
 
 
 def is_orphan(holder: LeaseRecord) -> bool:
     """Whether a lease is held by a living saver, of this boot, whose trainer has died or dropped it."""
     purpose = SaverPurpose.of(holder.purpose)
-    if purpose is None or not (here := boot_identity()) or holder.boot_id != here or holder.pid == os.getpid():
+    if purpose is None or holder.pid == os.getpid() or not maker_is_running(holder):
         return False
-    is_trained_for = process_started(purpose.trainer_pid) == purpose.trainer_started
-    if is_trained_for and (holder.pid, holder.process_started) not in _abandoned:
-        return False
-    return process_started(holder.pid) == holder.process_started
+    if purpose.trainer_started == GONE or (holder.pid, holder.process_started) in _abandoned:
+        return True
+    return is_running(purpose.trainer_pid, purpose.trainer_started) is False
 
 
 def is_orphan_elsewhere(holder: LeaseRecord) -> bool:
     """Whether a lease is held by a saver that says that its trainer is gone, and of which only heartbeats tell here."""
-    purpose, here = SaverPurpose.of(holder.purpose), boot_identity()
-    if purpose is None or purpose.trainer_started != GONE or (here and holder.boot_id == here):
+    purpose = SaverPurpose.of(holder.purpose)
+    if purpose is None or purpose.trainer_started != GONE or maker_is_running(holder) is not None:
         return False
     # Where the system says nothing of boots, a saver would wait for itself.
     mine = socket.gethostname(), os.getpid(), process_started(os.getpid()) or ""
-    if (holder.host, holder.pid, holder.process_started) == mine:
-        return False
-    return not died_in_reboot(holder.host, holder.boot_id)
+    return (holder.host, holder.pid, holder.process_started) != mine

@@ -1,36 +1,104 @@
-"""Who a process is: what names it for the lifetime of a boot, whether it lives, stands still, or died in a reboot."""
+"""Whether a process still runs, judged by what it wrote down about itself.
+
+The kernel is asked by pidfd and signal 0, which know the pids of this process's own namespace. What /proc says counts
+only where it is the /proc of this pid namespace: nested containers and sandboxes often keep another one's, in which
+other processes have the same numbers. A process that another boot or pid namespace started cannot be judged here at
+all: two machines of one image may share their host name and their machine id, so neither proves a reboot.
+"""
 
 from __future__ import annotations
 
-import socket
+import contextlib
+import os
+import select
 from pathlib import Path
+from typing import Protocol
+
+PROC = Path("/proc")
+
+_PID_MAX = 1 << 22
+"""Linux gives no higher one (proc(5), pid_max)."""
+
+
+class ProcessFacts(Protocol):
+    """What a record says about the process that wrote it."""
+
+    @property
+    def boot_id(self) -> str:
+        """What ``boot_identity`` said there."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its pid, in its own namespace."""
+        ...
+
+    @property
+    def process_started(self) -> str:
+        """What ``process_started`` said there."""
+        ...
 
 
 def process_started(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot, or None when there is none.
+    """Return the start time of a process in clock ticks since boot, or None: it has ended, or /proc does not say.
 
     Together with the pid it names a process for the lifetime of a boot: pids are used again, pairs are not.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    fields = _stat_of(pid)
+    return None if fields is None or _has_ended(fields) else fields[19]
+
+
+def is_running(pid: int, started: str) -> bool | None:
+    """Whether a process of this pid namespace runs, a stopped one too; None: that cannot be known here.
+
+    Args:
+        pid: The process.
+        started: What ``process_started`` said of it; empty where it said nothing.
+    """
+    if not 0 < pid <= _PID_MAX:
         return None
-    fields = stat.rsplit(")", 1)[-1].split()
-    # Field 3 is the state, field 22 the start time; a zombie has died.
-    return None if fields[0] in {"Z", "X"} else fields[19]
+    if not _exists(pid):
+        return False
+    fields = _stat_of(pid)
+    if fields is not None and _has_ended(fields):
+        return False
+    if fields is None or not started:
+        return None
+    return fields[19] == started
+
+
+def maker_is_running(maker: ProcessFacts) -> bool | None:
+    """Whether the process that wrote a record runs; None where only its heartbeat, or the record's age, can tell."""
+    here = boot_identity()
+    if not here or maker.boot_id != here:
+        return None
+    return is_running(maker.pid, maker.process_started)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by a signal, and waits for SIGCONT."""
+    fields = _stat_of(pid)
+    return fields is not None and fields[0] in {"T", "t"}
+
+
+def proc_is_ours() -> bool:
+    """Whether /proc shows the pid namespace of this process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        status = (PROC / "self/status").read_bytes()
     except OSError:
         return False
-    return stat.rsplit(")", 1)[-1].split()[0] in {"T", "t"}
+    for line in status.splitlines():
+        # The pids of this process from the namespace of that /proc down to its own (proc(5)): one if both are the same.
+        if line.startswith(b"NSpid:"):
+            return line.split()[1:] == [b"%d" % os.getpid()]
+    with contextlib.suppress(OSError):
+        # Linux before 4.1, and sandboxes that have no such line.
+        return str((PROC / "self").readlink()) == str(os.getpid())
+    return False
 
 
 def boot_identity() -> str:
-    """Return ``machine id/boot id/pid namespace``; within one of these, pids can be looked up in /proc.
+    """Return ``machine id/boot id/pid namespace``; within one of these, a pid names one process at a time.
 
     Empty where the system does not say; then only heartbeats tell.
     """
@@ -39,20 +107,52 @@ def boot_identity() -> str:
     except OSError:
         machine = ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        namespace = (PROC / "self/ns/pid").readlink()
     except OSError:
         return ""
     return f"{machine}/{boot}/{namespace}"
 
 
-def has_rebooted(before: str, now: str) -> bool:
-    """Whether two identities are those of one machine in different boots: whoever ran before is dead."""
-    machine_before, _, rest_before = before.partition("/")
-    machine_now, _, rest_now = now.partition("/")
-    return bool(machine_now) and machine_before == machine_now and rest_before.split("/")[0] != rest_now.split("/")[0]
+def _exists(pid: int) -> bool:
+    """Whether a process of this pid namespace has this pid and has not ended, as far as the kernel says."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except (OSError, AttributeError):
+        # Refused in some sandboxes, and unknown before Linux 5.3.
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            # There is one, of another user.
+            return True
+        return True
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        os.close(fd)
 
 
-def died_in_reboot(host: str, boot_id: str) -> bool:
-    """Whether a process was one of this machine, by its host and ``boot_identity``, before the machine was rebooted."""
-    return host == socket.gethostname() and has_rebooted(boot_id, boot_identity())
+def _stat_of(pid: int) -> list[str] | None:
+    """Return the fields of a process's ``stat`` from its state on; None where this /proc does not say."""
+    # ``self`` is this process in every /proc that shows it at all; another pid may be another process's there.
+    name = "self" if pid == os.getpid() else str(pid)
+    if name != "self" and not proc_is_ours():
+        return None
+    try:
+        stat = (PROC / name / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # A program's name may hold anything, blanks and parentheses too.
+    fields = stat.rsplit(")", 1)[-1].split()
+    return fields if len(fields) > 19 else None
+
+
+def _has_ended(fields: list[str]) -> bool:
+    """Whether a process is a zombie, or going."""
+    return fields[0] in {"Z", "X"}

@@ -13,24 +13,29 @@ from __future__ import annotations
 from ckstore.errors import BackendError, CapacityError, ConflictError, UsageError
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import Manifest
+from ckstore.store.intents import require
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
 
 
-def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
+def settle(parts: Parts, manifest: Manifest, name: ManifestName, *, intent: str | None = None) -> None:
     """See every pack that a published replacement names, look for a drop, and move the lower generations to the trash.
 
+    Args:
+        parts: The store and its run.
+        manifest: What was published.
+        name: Its name.
+        intent: The path of the intent that has kept tags away from it; None: it may carry tags.
+
     Raises:
-        ConflictError: Packs vanished meanwhile; the replacement is withdrawn.
+        ConflictError: Packs or the intent vanished meanwhile; the replacement is withdrawn.
         DroppedError: The checkpoint was dropped meanwhile; its drop stands.
     """
     header, manifests = manifest.header, parts.manifests
     gone = parts.lost_packs(manifest.packs)
     if gone:
-        if any(lower.seq == header.seq for lower in manifests.listing().lower):
-            # Without one it is all that there is of the checkpoint: gc has moved what it replaced.
-            manifests.withdraw(name)
+        _withdraw(parts, name)
         raise ConflictError(
             f"{len(gone)} packs of seq {header.seq} vanished while its manifest was replaced; it is as it was",
             where=parts.backend.root,
@@ -41,7 +46,21 @@ def settle(parts: Parts, manifest: Manifest, name: ManifestName) -> None:
         # Written first, looked at second: a drop that did not see this generation has left its mark by now.
         manifests.withdraw(name)
         raise DroppedError(f"seq {header.seq} was dropped while it was replaced", where=parts.backend.root)
+    if intent is not None:
+        # As long as it was in place after the publication, every tag that was accepted has come after that too.
+        try:
+            require(parts.backend, intent)
+        except ConflictError:
+            _withdraw(parts, name)
+            raise
     manifests.move_lower_to_trash(name)
+
+
+def _withdraw(parts: Parts, name: ManifestName) -> None:
+    """Take back a replacement, if what it replaces is still in place."""
+    if any(lower.seq == name.seq for lower in parts.manifests.listing().lower):
+        # Without one it is all that there is of the checkpoint: gc has moved what it replaced.
+        parts.manifests.withdraw(name)
 
 
 def finish_replacements(parts: Parts, waits: dict[str, str] | None = None) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Callable, Sequence
 
 from ckstore.clock import Clock
@@ -19,15 +17,13 @@ from ckstore.errors import (
     ConflictError,
     CorruptError,
     NotFoundError,
-    UnsupportedError,
     is_refused,
 )
 from ckstore.format import layout
-from ckstore.format.records import IntentRecord, TagRecord, decode_record, encode_record
+from ckstore.format.records import TagRecord, decode_record, encode_record
 from ckstore.ids import new_token
-from ckstore.io.backend import Backend, Distant
-from ckstore.store.at_once import ask_each
-from ckstore.store.processes import boot_identity, died_in_reboot, process_started
+from ckstore.io.backend import Backend
+from ckstore.store.intents import CLEAR_INTENTS, Intent, intents_in, make_intents, retract
 
 _log = logging.getLogger("ckstore")
 
@@ -106,24 +102,35 @@ class Tags:
             ConflictError: The checkpoint is being dropped or demoted; the tag is as it was before.
         """
         path = layout.tag_name(self._run, layout.check_name(name, "tag"))
-        refused = ConflictError(
-            f"seq {seq} is being dropped; tag {name!r} was not set",
-            where=self._backend.location_of(path),
-            todo="tag another checkpoint",
-        )
-        if is_dropped(seq) or self.intents_on(seq):
-            raise refused
+        self._refuse_if_going(name, seq, is_dropped)
         before: bytes | None = None
         with contextlib.suppress(FileNotFoundError, CorruptError):
             before = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
         record = TagRecord(seq=seq, step=step, checkpoint_id=checkpoint_id.hex(), time_ns=self._clock.now_ns())
         self._replace(path, encode_record(record))
-        if is_dropped(seq) or self.intents_on(seq):
+        try:
+            self._refuse_if_going(name, seq, is_dropped)
+        except ConflictError:
             if before is None:
                 self._remove(path)
             else:
                 self._replace(path, before)
-            raise refused
+            raise
+
+    def _refuse_if_going(self, name: str, seq: int, is_dropped: Callable[[int], bool]) -> None:
+        if is_dropped(seq):
+            raise ConflictError(
+                f"seq {seq} is being dropped; tag {name!r} was not set",
+                where=self._backend.location_of(layout.tag_name(self._run, name)),
+                todo="tag another checkpoint",
+            )
+        for intent in self.intents_on(seq):
+            raise ConflictError(
+                f"seq {seq} is being dropped or demoted; tag {name!r} was not set: there is {intent.words}",
+                where=self._backend.location_of(intent.path),
+                todo="wait until that is done, or tag another checkpoint"
+                + ("" if intent.is_known else f"; {CLEAR_INTENTS}"),
+            )
 
     def remove(self, name: str) -> None:
         """Remove a tag, durably; NotFoundError when there is none."""
@@ -149,20 +156,8 @@ class Tags:
 
     def declare_all(self, seqs: Sequence[int], purpose: str) -> list[str]:
         """Say durably that all of these are about to be dropped or demoted; return the intents' paths."""
-        now, token = self._clock.now_ns(), new_token()
-        record = IntentRecord(
-            host=socket.gethostname(),
-            boot_id=boot_identity(),
-            pid=os.getpid(),
-            process_started=process_started(os.getpid()) or "",
-            token=token,
-            acquired_ns=now,
-            heartbeat_ns=now,
-            what=purpose,
-        )
-        paths = [layout.intent_name(self._run, seq, token) for seq in seqs]
+        paths = make_intents(self._backend, self._clock, self._run, seqs, purpose)
         try:
-            self._create_intents(paths, encode_record(record))
             self._backend.sync_folder(layout.claims_folder(self._run))
         except BaseException:
             # As long as this process lives they would refuse tags.
@@ -172,55 +167,10 @@ class Tags:
             raise
         return paths
 
-    def _create_intents(self, paths: Sequence[str], content: bytes) -> None:
-        """Make intents durable, but for their names; in a folder they are one file, which is synced and freed once."""
-
-        def create(path: str) -> None:
-            if path != paths[0] and not isinstance(self._backend, Distant):
-                with contextlib.suppress(UnsupportedError, FileNotFoundError):
-                    self._backend.link(paths[0], path)
-                    return
-            self._backend.create(path, content, sync=True)
-
-        for _ in ask_each(self._backend, create, paths):
-            pass
-
     def retract(self, path: str) -> None:
         """Remove an intent; what remains after a crash is removed by gc."""
-        with contextlib.suppress(FileNotFoundError):
-            self._backend.unlink(path)
+        retract(self._backend, path)
 
-    def intents_on(self, seq: int) -> list[str]:
+    def intents_on(self, seq: int) -> list[Intent]:
         """Return the intents on a seq whose maker is not known to be dead."""
-        found = []
-        for name in self._backend.list_names(layout.claims_folder(self._run)):
-            claim = layout.parse_claim_file(name)
-            if claim is not None and claim.kind == "intent" and claim.seq == seq:
-                path = f"{layout.claims_folder(self._run)}/{name}"
-                if not self._is_abandoned(path):
-                    found.append(path)
-        return found
-
-    def remove_abandoned(self) -> int:
-        """Remove the intents of makers that are dead; return how many."""
-        count = 0
-        for name in self._backend.list_names(layout.claims_folder(self._run)):
-            claim = layout.parse_claim_file(name)
-            path = f"{layout.claims_folder(self._run)}/{name}"
-            if claim is not None and claim.kind == "intent" and self._is_abandoned(path):
-                self.retract(path)
-                count += 1
-        return count
-
-    def _is_abandoned(self, path: str) -> bool:
-        try:
-            content = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
-            maker = decode_record(content, IntentRecord, nbytes_max=_RECORD_NBYTES_MAX)
-        except FileNotFoundError:
-            return True
-        except CorruptError:
-            # Torn by a power cut: its maker died with the machine.
-            return True
-        if died_in_reboot(maker.host, maker.boot_id):
-            return True
-        return maker.boot_id == boot_identity() and process_started(maker.pid) != maker.process_started
+        return intents_in(self._backend, self._clock, self._run, seq)

@@ -19,6 +19,7 @@ from ckstore.store.tags import Tags
 from ckstore.testing.faults import Fault, FaultyBackend
 from ckstore.testing.states import difference
 from support.demotion_histories import filled, manifest_of, states, while_coding
+from support.drop_marks import mark_dropped
 
 WANTED = DemotePolicy(keep_newest=2, keep_every=4)
 
@@ -280,7 +281,7 @@ def test_what_became_the_newest_while_it_was_coded_stays_exact(monkeypatch):
 
     def vanish_meanwhile():
         with ckstore.open(backend) as other:
-            repository_of(other).manifests.mark_dropped(2)
+            mark_dropped(repository_of(other), 2)
 
     while_coding(monkeypatch, backend, 1, vanish_meanwhile)
     store.demote(policy=DemotePolicy(keep_newest=1, keep_every=0))

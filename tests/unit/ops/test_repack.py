@@ -17,6 +17,7 @@ from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend
 from ckstore.testing.faults import Fault, FaultyBackend
 from ckstore.testing.model import difference
+from support.drop_marks import mark_dropped
 from support.memory_files import names_of
 
 PLAIN = ckstore.Policy(compression="none", threads=2)
@@ -269,7 +270,7 @@ def test_checkpoint_that_is_dropped_meanwhile_stays_dropped(backend, monkeypatch
 
         def drop_then_publish(manifest):
             if manifest.header.seq == 2:
-                parts.manifests.mark_dropped(2)
+                mark_dropped(parts, 2)
             return publish(manifest)
 
         monkeypatch.setattr(parts.manifests, "publish", drop_then_publish)

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.lease import STALE_SECONDS, Lease
-from ckstore.store.processes import boot_identity, has_rebooted, is_stopped, process_started
+from ckstore.store.processes import boot_identity, is_stopped, process_started
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 PATH = layout.lease_name("main")
@@ -385,11 +386,33 @@ time.sleep(600)
             os.kill(child, signal.SIGKILL)
 
 
-def test_holder_from_before_a_reboot_is_dead_at_once():
-    assert has_rebooted("m/boot-1/pid:[4026531836]", "m/boot-2/pid:[4026531836]")
-    assert not has_rebooted("m/boot-1/pid:[1]", "m/boot-1/pid:[2]"), "another container of the same boot may live"
-    assert not has_rebooted("m/boot-1/pid:[1]", "other/boot-2/pid:[1]"), "another machine may live"
-    assert not has_rebooted("/boot-1/pid:[1]", "/boot-2/pid:[1]"), "without a machine id nobody can tell"
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_twin_in_another_boot_is_judged_by_its_heart(backend, clock, beats):
+    # Machines of one image have one host name and one machine id.
+    machine, _, namespace = boot_identity().split("/")
+    twin = {"host": socket.gethostname(), "boot_id": f"{machine}/another/{namespace}"}
+    put_holder(backend, **twin)
+    if beats:
+        clock.on_sleep = lambda: put_holder(backend, **twin, heartbeat_ns=clock.now_ns())
+        with pytest.raises(ConflictError, match="pid 4711"):
+            Lease(backend, "main", clock).take()
+        return
+    lease = Lease(backend, "main", clock)
+    lease.take()
+    assert clock.slept >= STALE_SECONDS
+    lease.release()
+
+
+def test_a_holder_under_anothers_proc_is_judged_by_its_heart(backend, clock, monkeypatch, tmp_path):
+    here, parent = boot_identity(), os.getppid()
+    started = process_started(parent)
+    monkeypatch.setattr("ckstore.store.processes.proc_is_ours", lambda: False)
+    put_holder(backend, boot_id=here, pid=parent, process_started=started)
+    clock.on_sleep = lambda: put_holder(
+        backend, boot_id=here, pid=parent, process_started=started, heartbeat_ns=clock.now_ns()
+    )
+    with pytest.raises(ConflictError, match=f"pid {parent}"):
+        Lease(backend, "main", clock).take()
 
 
 def test_stopped_process_is_told_from_one_that_runs():

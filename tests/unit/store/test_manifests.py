@@ -14,6 +14,7 @@ from ckstore.format import layout
 from ckstore.format.layout import ManifestName
 from ckstore.format.manifest import decode_manifest, encode_manifest, republished
 from ckstore.io.memory import MemoryBackend
+from support.drop_marks import mark_dropped
 
 FOLDER = layout.manifests_folder("main")
 
@@ -127,23 +128,33 @@ def test_highest_generation_is_listed_and_lower_ones_apart(manifests, manifest, 
 
 def test_dropped_seq_is_not_listed_even_before_it_is_moved(manifests, store):
     store.commit({"a": 2}, 6)
-    manifests.mark_dropped(0)
+    mark_dropped(repository_of(store), 0)
     listing = manifests.listing()
     assert [name.seq for name in listing.names] == [1]
     assert listing.dropped == {0}
     assert store.steps() == [6]
 
 
-def test_drop_mark_is_durable_and_may_be_made_twice(manifests, backend):
+def test_drop_mark_is_durable_and_may_be_made_twice(manifests, store, backend):
+    intents = {0: repository_of(store).tags.declare(0, "test")}
     before = backend.syncs[layout.claims_folder("main")]
-    manifests.mark_dropped(0)
-    manifests.mark_dropped(0)
+    manifests.mark_dropped(intents)
+    manifests.mark_dropped(intents)
     assert backend.syncs[layout.claims_folder("main")] == before + 2
 
 
-def test_dropping_moves_every_generation_into_fresh_trash(manifests, manifest, backend):
+def test_no_drop_mark_is_made_without_the_intent(manifests, store, backend):
+    # Whoever took it for a dead maker's may have let a tag in.
+    intents = {0: repository_of(store).tags.declare(0, "test")}
+    backend.unlink(intents[0])
+    with pytest.raises(ConflictError, match="removed its intent"):
+        manifests.mark_dropped(intents)
+    assert not manifests.is_marked(0)
+
+
+def test_dropping_moves_every_generation_into_fresh_trash(manifests, manifest, store, backend):
     put_generation(backend, manifest, 1)
-    manifests.mark_dropped(0)
+    mark_dropped(repository_of(store), 0)
     assert manifests.move_to_trash(frozenset({0})) == 2
     assert backend.list_names(FOLDER) == []
     (gc_id,) = backend.list_names("trash")

@@ -11,6 +11,7 @@ from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format import layout
 from ckstore.store.replace import finish_replacements, settle
+from support.drop_marks import mark_dropped
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_second_replacement_of_the_same_generation_is_a_conflict(parts, next_one
 
 def test_replacement_of_a_dropped_checkpoint_is_withdrawn(parts, next_one):
     name = parts.manifests.publish(next_one)
-    parts.manifests.mark_dropped(0)
+    mark_dropped(parts, 0)
     with pytest.raises(NotFoundError, match="dropped"):
         settle(parts, next_one, name)
     listing = parts.manifests.listing()

@@ -18,6 +18,7 @@ from ckstore.io.memory import MemoryBackend
 from ckstore.retention.policy import Retention
 from ckstore.store.drop import drop
 from ckstore.testing.model import difference
+from support.drop_marks import mark_dropped
 from support.gc_histories import (
     LAST_ONE,
     check_restores,
@@ -270,7 +271,7 @@ def test_purge_of_one_folder_sees_what_lies_in_the_others(store):
 
 
 def test_manifest_that_is_marked_and_still_in_place_is_moved(store, backend):
-    repository_of(store).manifests.mark_dropped(1, 2)
+    mark_dropped(repository_of(store), 1, 2)
     report = keeper(store).gc()
     assert report.done.superseded == 2
     assert repository_of(store).manifests.listing().lower == ()
@@ -318,11 +319,11 @@ def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatc
     store.commit(state_of(8), 1)
     store.commit(state_of(9), 1)
     manifests, batches = type(repository_of(store).manifests), []
-    mark_dropped = manifests.mark_dropped
+    mark = manifests.mark_dropped
 
-    def noting(self, *seqs):
-        batches.append(seqs)
-        mark_dropped(self, *seqs)
+    def noting(self, intents):
+        batches.append(tuple(intents))
+        mark(self, intents)
 
     monkeypatch.setattr(manifests, "mark_dropped", noting)
     names = repository_of(store).manifests.listing().names

@@ -1,0 +1,179 @@
+"""Intents keep tags away as long as their maker may be at work, and no longer than it is known how to clear them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from msgspec.structs import replace
+
+from ckstore._testing import repository_of
+from ckstore.errors import CapacityError, ConflictError
+from ckstore.format import layout
+from ckstore.format.records import IntentRecord, encode_record
+from ckstore.ids import new_token
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.intents import intents_in, make_intents, remove_abandoned
+from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.tags import Tags
+from support.gc_histories import keeper, once
+
+HOUR = 3600
+IN_A_CONTAINER = IntentRecord(
+    host="node-a",
+    boot_id=boot_identity().rpartition("/")[0] + "/pid:[1]",
+    pid=7,
+    process_started="17",
+    token="ab" * 16,
+    acquired_ns=1,
+    heartbeat_ns=1,
+    what="delete",
+)
+"""Of a maker of this very boot, in another pid namespace."""
+
+ELSEWHERE = replace(IN_A_CONTAINER, host="node-b", boot_id="machine-b/boot/namespace")
+TWIN = replace(IN_A_CONTAINER, boot_id=boot_identity().partition("/")[0] + "/another/" + boot_identity()[-10:])
+"""Of a machine made from the same image."""
+
+TORN = b'{"kind": "intent", "xxh3'
+NEWER = encode_record(IN_A_CONTAINER).replace(b'"what"', b'"why": "a newer field", "what"')
+
+
+@pytest.fixture
+def place(clock):
+    made = MemoryBackend(clock=clock)
+    for folder in (*layout.TOP_FOLDERS, layout.tags_folder("main"), layout.claims_folder("main")):
+        made.make_folder(folder)
+    made.make_folder(layout.manifests_folder("main"))
+    return made
+
+
+@pytest.fixture
+def tags(place, clock):
+    return Tags(place, "main", clock)
+
+
+def leave(place, content, seq=3):
+    """Leave an intent as a process did that is not this one; return its path."""
+    path = layout.intent_name("main", seq, new_token())
+    place.create(path, content if isinstance(content, bytes) else encode_record(content), sync=False)
+    return path
+
+
+def put(tags, seq=3):
+    tags.put("best", seq=seq, step=seq, checkpoint_id=bytes(32), is_dropped=lambda seq: False)
+
+
+def rechecksummed(content):
+    """Return a record of a newer writer whose checksum is right."""
+    from ckstore.format.wire import xxh3_64
+
+    body = content[content.index(b'"body":') + 7 : content.rindex(b"}")]
+    before = content[: content.index(b'"xxh3":"') + 8]
+    return before + f"{xxh3_64(body):016x}".encode() + content[len(before) + 16 :]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [IN_A_CONTAINER, ELSEWHERE, TWIN, TORN, b"", rechecksummed(NEWER)],
+    ids=["other namespace", "other host", "twin", "torn", "empty", "newer"],
+)
+def test_an_intent_that_cannot_be_judged_counts_until_it_is_old(place, tags, clock, content):
+    path = leave(place, content)
+    clock.now += 5.9 * HOUR
+    assert remove_abandoned(place, clock, "main") == 0
+    with pytest.raises(ConflictError, match="gc STORE --clear-intents") as caught:
+        put(tags)
+    assert path in str(caught.value)
+    clock.now += 0.2 * HOUR
+    put(tags)
+    assert remove_abandoned(place, clock, "main") == 1
+    assert place.stat(path) is None
+
+
+def test_an_intent_of_a_newer_ckstore_says_who_made_it(place, clock):
+    leave(place, rechecksummed(NEWER))
+    (intent,) = intents_in(place, clock, "main")
+    assert intent.words.startswith("an intent to delete by pid 7 on host node-a")
+
+
+def test_a_clock_that_jumped_makes_no_intent_old(place, clock):
+    path = leave(place, ELSEWHERE)
+
+    class Jumped(type(clock)):
+        def now_ns(self):
+            return clock.now_ns() + 10**6 * HOUR * 10**9
+
+    assert remove_abandoned(place, Jumped(), "main") == 0, "the place says that it is young"
+    assert place.stat(path) is not None
+
+
+def test_an_intent_of_a_living_process_is_never_old(place, tags, clock):
+    parent = os.getppid()
+    alive = replace(IN_A_CONTAINER, boot_id=boot_identity(), pid=parent, process_started=process_started(parent))
+    leave(place, alive)
+    clock.now += 100 * HOUR
+    with pytest.raises(ConflictError, match=f"pid {parent}") as caught:
+        put(tags)
+    assert "clear-intents" not in str(caught.value)
+
+
+def test_intents_appear_whole(place, clock, monkeypatch):
+    seen = []
+
+    def look(*_, **__):
+        names = place.list_names(layout.claims_folder("main"))
+        seen.extend(place.read_bytes(f"{layout.claims_folder('main')}/{name}", nbytes_max=4096) for name in names)
+
+    for call in ("create", "link", "unlink"):
+        once(monkeypatch, MemoryBackend, call, before=look, after=look)
+    paths = make_intents(place, clock, "main", [1, 2, 3], "delete")
+    assert len(seen) > 0
+    assert set(seen) == {place.read_bytes(paths[0], nbytes_max=4096)}
+    assert len(intents_in(place, clock, "main")) == 3
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_intents_that_could_not_all_be_made_leave_none(place, clock, monkeypatch, fails_at):
+    link, count = place.link, iter(range(3))
+
+    def full(source, target):
+        if next(count) == fails_at:
+            raise CapacityError("the disk is full")
+        link(source, target)
+
+    monkeypatch.setattr(place, "link", full)
+    with pytest.raises(CapacityError):
+        make_intents(place, clock, "main", [1, 2, 3], "delete")
+    assert place.list_names(layout.claims_folder("main")) == []
+    assert place.list_names(layout.TMP_FOLDER) == []
+
+
+def test_a_tag_that_comes_after_a_collector_cleared_the_intent_stops_the_drop(store, monkeypatch):
+    """The drop has read the tags, is held up, loses its intent to a collection, and a tag is set."""
+    seq = store.commit({"n": 1}, 1).seq
+    store.commit({"n": 2}, 2)
+    parts = repository_of(store)
+    manifests = type(parts.manifests)
+
+    def lose_intent():
+        remove_abandoned(parts.backend, parts.clock, "main", everyone=True)
+        parts.tags.put("best", seq=seq, step=1, checkpoint_id=bytes(32), is_dropped=parts.manifests.is_marked)
+
+    once(monkeypatch, manifests, "mark_dropped", before=lose_intent)
+    with pytest.raises(ConflictError, match="removed its intent"):
+        store.delete(f"seq:{seq}")
+    assert store.tags() == {"best": seq}
+    assert store.steps() == [1, 2]
+
+
+def test_collection_says_which_intents_it_leaves_and_clears_them_when_told(store, backend):
+    store.commit({"n": 1}, 1)
+    leave(backend, IN_A_CONTAINER, seq=0)
+    done = keeper(store).gc().done
+    assert done.intents == 0
+    assert [words.partition(", made")[0] for words in done.waits_for] == [
+        "run main, seq 0: an intent to delete by pid 7 on host node-a"
+    ]
+    assert keeper(store).gc(clear_intents=True).done.intents == 1
+    store.tag(1, "best")

@@ -1,0 +1,188 @@
+"""Who runs is judged by the kernel, and by our own /proc only: a living writer is never taken for dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from ckstore.saver.priority import Priority
+from ckstore.saver.process import Watch
+from ckstore.store import processes
+from ckstore.store.processes import (
+    boot_identity,
+    is_running,
+    is_stopped,
+    maker_is_running,
+    proc_is_ours,
+    process_started,
+)
+
+STAT = "{pid} (a) b) {state} " + " ".join(["0"] * 18) + " {started} 0 0\n"
+
+
+@pytest.fixture
+def child():
+    """Return a process that runs until it is killed."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def foreign_proc(tmp_path, monkeypatch, request):
+    """A /proc of a pid namespace in which this process has another number, or none, and all of ours are others'."""
+    folder = tmp_path / "proc"
+    here = folder / "self"
+    here.mkdir(parents=True)
+    (here / "status").write_text(f"Name:\tpython\nNSpid:\t777\t{os.getpid()}\n")
+    (here / "stat").write_text(STAT.format(pid=777, state="R", started=4242))
+    for pid in (os.getpid(), os.getppid()):
+        (folder / str(pid)).mkdir()
+        (folder / str(pid) / "stat").write_text(STAT.format(pid=pid, state="Z", started=1))
+    monkeypatch.setattr(processes, "PROC", folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Maker:
+    boot_id: str
+    pid: int
+    process_started: str
+
+
+def test_our_own_proc_is_told_from_another_namespaces(foreign_proc, monkeypatch):
+    assert not proc_is_ours()
+    (foreign_proc / "self/status").write_text(f"NSpid:\t{os.getpid()}\n")
+    assert proc_is_ours()
+    monkeypatch.undo()
+    assert proc_is_ours()
+
+
+@pytest.mark.parametrize("status", ["", "Name:\tx\n"], ids=["empty", "no NSpid"])
+def test_without_pids_of_namespaces_the_link_to_self_decides(foreign_proc, status):
+    (foreign_proc / "self/status").write_text(status)
+    assert not proc_is_ours()
+
+
+def test_a_proc_that_does_not_show_this_process_is_not_ours(foreign_proc):
+    (foreign_proc / "self/status").unlink()
+    assert not proc_is_ours()
+
+
+def test_a_living_process_is_not_dead_for_what_another_namespaces_proc_says(foreign_proc, child):
+    for pid in (os.getppid(), child.pid):
+        assert is_running(pid, "17") is None
+        assert process_started(pid) is None
+
+
+def test_a_dead_process_is_dead_whatever_another_namespaces_proc_says(foreign_proc):
+    process = subprocess.Popen(["true"])
+    (foreign_proc / str(process.pid)).mkdir()
+    (foreign_proc / str(process.pid) / "stat").write_text(STAT.format(pid=process.pid, state="R", started=17))
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_running(process.pid, "17") is False, "a zombie"
+    process.wait()
+    assert is_running(process.pid, "17") is False
+
+
+def test_what_a_process_says_of_itself_holds_under_any_proc(foreign_proc):
+    assert process_started(os.getpid()) == "4242"
+    assert is_running(os.getpid(), "4242") is True
+    assert is_running(os.getpid(), "4241") is False
+
+
+def test_a_process_is_named_by_its_pid_and_start(child):
+    started = process_started(child.pid)
+    assert is_running(child.pid, started) is True
+    assert is_running(child.pid, started + "0") is False
+    assert is_running(child.pid, "") is None, "it may have got the pid of another one"
+    child.kill()
+    child.wait()
+    assert is_running(child.pid, started) is False
+
+
+def test_a_stopped_process_runs():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        started = process_started(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(process.pid)
+        assert is_running(process.pid, started) is True
+        process.kill()
+
+
+@pytest.mark.parametrize("refusal", [PermissionError, OSError, AttributeError])
+def test_without_pidfds_signals_tell(monkeypatch, child, refusal):
+    def refuse(pid):
+        raise refusal(38, "refused")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert is_running(child.pid, process_started(child.pid)) is True
+    child.kill()
+    child.wait()
+    assert is_running(child.pid, "1") is False
+
+
+def test_a_process_that_may_not_be_signalled_or_seen_is_not_dead(monkeypatch, tmp_path, child):
+    # Another user's, under a /proc that hides it (hidepid=2).
+    def refuse(*_):
+        raise PermissionError(1, "refused")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert is_running(child.pid, "17") is None
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 22 | 1, 1 << 40])
+def test_what_is_no_pid_says_nothing(pid):
+    assert is_running(pid, "17") is None
+
+
+def test_a_name_that_is_no_text_is_read(tmp_path, monkeypatch):
+    stat = STAT.format(pid=1, state="T", started=9).encode().replace(b"(a)", b"(\xff\xfe)")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/stat").write_bytes(stat)
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    assert process_started(os.getpid()) == "9"
+    assert is_stopped(os.getpid())
+
+
+@pytest.mark.parametrize("change", ["another boot", "another namespace", "a twin without a machine id", ""])
+def test_a_maker_of_another_boot_or_namespace_cannot_be_judged(change):
+    machine, boot, namespace = boot_identity().split("/")
+    other = {
+        "another boot": f"{machine}/other/{namespace}",
+        "another namespace": f"{machine}/{boot}/pid:[1]",
+        "a twin without a machine id": f"/{boot}/{namespace}",
+        "": "",
+    }[change]
+    assert maker_is_running(Maker(other, os.getpid(), "1")) is None
+    assert maker_is_running(Maker(boot_identity(), os.getpid(), "1")) is False
+    assert maker_is_running(Maker(boot_identity(), os.getpid(), process_started(os.getpid()))) is True
+
+
+def test_a_watch_does_not_take_a_living_process_for_dead_under_another_proc(foreign_proc, child):
+    watch = Watch(child.pid, process_started(child.pid) or "")
+    try:
+        assert watch.is_alive
+        child.kill()
+        child.wait()
+        assert not watch.is_alive
+    finally:
+        watch.close()
+
+
+def test_niceness_reaches_no_other_process_under_another_proc(foreign_proc, monkeypatch):
+    # The numbers of threads there are those of other processes here.
+    touched = set()
+    monkeypatch.setattr(os, "setpriority", lambda which, who, nice: touched.add(who))
+    Priority(5).give_way()
+    assert touched == {thread.native_id for thread in threading.enumerate()} | {os.getpid()}
