@@ -24,9 +24,17 @@ attributes. ``code`` is an append-only string: programs may match on it, its mea
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any, ClassVar, TypeVar
 
 _Raised = TypeVar("_Raised", bound=BaseException)
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(\S*)")
+_SECRET = re.compile(
+    r"\b(sig|signature|token|access_token|password|passwd|secret|secret_key|access_key|account_key|credential|x-amz-[a-z-]+)"
+    r"=[^&\s'\"]+",
+    re.IGNORECASE,
+)
 
 
 class CkstoreError(Exception):
@@ -43,11 +51,11 @@ class CkstoreError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str, *, where: object = None, todo: str | None = None, **facts: object) -> None:
-        self.what = what
-        self.where = None if where is None else str(where)
-        self.todo = todo
+        self.what = redacted(what)
+        self.where = None if where is None else redacted(str(where))
+        self.todo = None if todo is None else redacted(todo)
         self.facts = facts
-        super().__init__(_message(what, self.where, todo))
+        super().__init__(_message(self.what, self.where, self.todo))
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that are no ordinary attribute: the facts.
@@ -77,6 +85,22 @@ def anew(error: _Raised) -> _Raised:
     made.__context__ = None if error.__context__ is None else anew(error.__context__)
     made.__suppress_context__ = error.__suppress_context__
     return made
+
+
+def redacted(text: str) -> str:
+    """Return a text without what may be secret in the addresses in it: users, passwords, queries and keys."""
+    if "://" in text:
+        text = _URL.sub(_without_secrets, text)
+    return _SECRET.sub(r"\1=...", text) if "=" in text else text
+
+
+def _without_secrets(found: re.Match[str]) -> str:
+    scheme, rest = found.groups()
+    # A password may hold any of the characters that end the other parts.
+    if "@" in rest:
+        rest = f"...@{rest.rpartition('@')[2]}"
+    place, separator, _ = rest.partition("?")
+    return f"{scheme}://{place}{separator and '?...'}"
 
 
 def _message(what: str, where: str | None, todo: str | None) -> str:

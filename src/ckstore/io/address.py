@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from ckstore.io.local import LocalBackend
 from ckstore.io.os_calls import medium_errors
 from ckstore.io.ownership import Sharing, is_shared_on_purpose
 from ckstore.io.remote_options import is_bucket_address
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|(?:s3|gs|az)//", re.IGNORECASE)
+"""How an address begins that is no path: a scheme of two letters or more, or one of ours without its colon."""
 
 
 def backend_for(
@@ -41,15 +45,9 @@ def backend_for(
         if sharing is not None:
             raise UsageError("files in a bucket have no mode; who may use it is set there", where=f"shared={sharing!r}")
         return _bucket(text)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme != "file":
-        raise UnsupportedError(
-            f"stores cannot be opened at {scheme[:20]}:// addresses by this version",
-            todo="name a folder, or s3://bucket/prefix (gs, az)",
-        )
     if sharing not in (None, "group", "umask"):
         raise UsageError("a store is shared with its 'group', or as the 'umask' says", where=f"shared={sharing!r}"[:80])
-    folder = Path(rest if separator else text)
+    folder = Path(checked_path(text))
     if engine not in ("auto", "uring", "pwrite"):
         raise UsageError("engine must be 'auto', 'uring' or 'pwrite'", where=f"engine={engine!r}")
     mode = mode_of_folder(folder)
@@ -79,6 +77,25 @@ def mode_of_folder(folder: Path) -> int:
         except (FileNotFoundError, NotADirectoryError):
             return 0
         return mode if stat.S_ISDIR(mode) else 0
+
+
+def checked_path(text: str) -> str:
+    """Return the path that a text which is no bucket's address means: with ``file://`` before it, or without.
+
+    Raises:
+        UnsupportedError: It begins as an address of another kind does, or as a mistyped one: a folder of that name
+            would be made, and nobody would look for a store there.
+    """
+    is_url = text.startswith("file://")
+    path = text.removeprefix("file://")
+    found = None if is_url else _SCHEME.match(path)
+    if found is None:
+        return path
+    raise UnsupportedError(
+        f"stores cannot be opened at an address that begins with {found[0][:24]!r}",
+        where=text[:200],
+        todo=f"a bucket is written s3://bucket/prefix (gs, az), a folder of this name ./{found[0][:24]}...",
+    )
 
 
 def _bucket(text: str) -> Backend:

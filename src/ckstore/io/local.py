@@ -1,8 +1,10 @@
 """A folder: names by ordinary calls, packs by an engine, past the page cache where the folder takes it.
 
 Invariants:
-- Files are made with O_EXCL, and with owner and mode of the store (``ownership``: 0600 and 0700, unless it is shared);
-  no symbolic link below the root is followed to open a file.
+- Files are made with O_EXCL, and with owner and mode of the store (``ownership``: 0600 and 0700, unless it is shared).
+- No symbolic link below the root is followed by what makes, moves, links or removes a name: folders are entered
+  descriptor by descriptor (``folder_of``), so a store that somebody else has made cannot reach what lies outside of it.
+  What only reads follows folders that are links, and no file that is one.
 - Engine and queues are made when they are first needed, and again in a forked child: rings and threads
   do not survive a fork.
 """
@@ -32,6 +34,7 @@ from ckstore.io.ownership import Ownership, Sharing, ownership_of
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NOWHERE = frozenset({"", ".", ".."})
+_FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV})
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 
@@ -132,19 +135,21 @@ class LocalBackend:
         path = self._path(name)
         with medium_errors(path, "making a folder"):
             # Nobody can sync the folders above the root by name, so that is done here.
-            is_new = _make_folder(Path(path), self._ownership, sync_parents=not name)
-            if not name:
-                if self._sharing is not None and not is_new:
-                    self._ownership.give_folder(path)
-                # From now on what is made takes after this folder.
-                self._given = None
-        return is_new
+            if name:
+                return self._make_folders(name.split("/"))
+            is_new = _make_root(Path(path), self._ownership)
+            if self._sharing is not None and not is_new:
+                self._ownership.give_folder(path)
+            # From now on what is made takes after this folder.
+            self._given = None
+            return is_new
 
     def create(self, name: str, content: bytes, *, sync: bool) -> None:
         """Make a new file (O_EXCL); with ``sync`` its bytes are durable on return, its name is not."""
         path = self._path(name)
         with medium_errors(path, "writing a file"):
-            fd = os.open(path, _CREATE_FLAGS, 0o600)
+            with self.folder_of(name) as (folder, last):
+                fd = os.open(last, _CREATE_FLAGS, 0o600, dir_fd=folder)
             try:
                 self._ownership.give_file(fd, path)
                 rest = memoryview(content)
@@ -158,9 +163,13 @@ class LocalBackend:
     def link(self, source: str, target: str) -> None:
         """Give a file a second name; UnsupportedError where the file system has no hard links."""
         path = self._path(target)
-        with medium_errors(path, "linking a file"):
+        with (
+            medium_errors(path, "linking a file"),
+            self.folder_of(source) as (source_folder, source_last),
+            self.folder_of(target) as (folder, last),
+        ):
             try:
-                os.link(self._path(source), path, follow_symlinks=False)
+                os.link(source_last, last, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=False)
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     raise UnsupportedError("the file system makes no hard links", where=path) from error
@@ -169,8 +178,12 @@ class LocalBackend:
     def rename(self, source: str, target: str) -> None:
         """Move a name, replacing what has the target name."""
         path = self._path(target)
-        with medium_errors(path, "renaming a file"):
-            os.replace(self._path(source), path)
+        with (
+            medium_errors(path, "renaming a file"),
+            self.folder_of(source) as (source_folder, source_last),
+            self.folder_of(target) as (folder, last),
+        ):
+            os.replace(source_last, last, src_dir_fd=source_folder, dst_dir_fd=folder)
 
     def rename_new(self, source: str, target: str) -> None:
         """Move a name; FileExistsError when the target name is taken.
@@ -178,22 +191,26 @@ class LocalBackend:
         Where the file system cannot do that in one step, a file has both names for a moment.
         """
         path = self._path(target)
-        with medium_errors(path, "renaming a file"):
-            if not rename_noreplace(self._path(source), path):
+        with (
+            medium_errors(path, "renaming a file"),
+            self.folder_of(source) as (source_folder, source_last),
+            self.folder_of(target) as (folder, last),
+        ):
+            if not rename_noreplace(source_last, last, source_folder=source_folder, target_folder=folder):
                 self.link(source, target)
-                os.unlink(self._path(source))
+                os.unlink(source_last, dir_fd=source_folder)
 
     def unlink(self, name: str) -> None:
         """Remove a name; FileNotFoundError when there is none."""
         path = self._path(name)
-        with medium_errors(path, "removing a file"):
-            os.unlink(path)
+        with medium_errors(path, "removing a file"), self.folder_of(name) as (folder, last):
+            os.unlink(last, dir_fd=folder)
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder."""
         path = self._path(name)
-        with medium_errors(path, "removing a folder"):
-            os.rmdir(path)
+        with medium_errors(path, "removing a folder"), self.folder_of(name) as (folder, last):
+            os.rmdir(last, dir_fd=folder)
 
     def sync_file(self, name: str) -> None:
         """Make a file's bytes durable that another process may have left unsynced."""
@@ -206,9 +223,9 @@ class LocalBackend:
     def renew(self, name: str, *, before_ns: int) -> None:
         """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
         path = self._path(name)
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_mtime_ns < before_ns:
-                os.utime(path, follow_symlinks=False)
+        with contextlib.suppress(OSError), self.folder_of(name) as (folder, last):
+            if os.stat(last, dir_fd=folder, follow_symlinks=False).st_mtime_ns < before_ns:
+                os.utime(last, dir_fd=folder, follow_symlinks=False)
 
     def arrived_ns(self, name: str) -> int | None:
         """Return when a file came to this place at the latest, which no copy of it can keep; None where it is gone."""
@@ -235,16 +252,17 @@ class LocalBackend:
         path = self._path(name)
         flags = _CREATE_FLAGS | (os.O_DIRECT if self.is_direct else 0)
         queue, _ = self._queue("write")
-        with medium_errors(path, "creating a pack"):
-            fd = os.open(path, flags, 0o600)
+        with medium_errors(path, "creating a pack"), self.folder_of(name) as (folder, last):
+            fd = os.open(last, flags, 0o600, dir_fd=folder)
         try:
             ownership = self._ownership
             ownership.give_file(fd, path)
-            return LocalPackSink(fd, name, path, queue, nbytes_expected=nbytes_expected, final_mode=ownership.pack_mode)
+            sizes = {"nbytes_expected": nbytes_expected, "final_mode": ownership.pack_mode}
+            return LocalPackSink(fd, name, path, queue, self.unlink, **sizes)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                self.unlink(name)
             raise
 
     def open_read(self, name: str) -> ReadFile:
@@ -264,7 +282,8 @@ class LocalBackend:
         """
         path = self._path(name)
         with medium_errors(path, "locking"):
-            fd = self._open_lock(path)
+            with self.folder_of(name) as (folder, last):
+                fd = self._open_lock(folder, last, path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -287,6 +306,62 @@ class LocalBackend:
         for queue in queues.values():
             queue.close()
 
+    @contextlib.contextmanager
+    def folder_of(self, name: str) -> Iterator[tuple[int, str]]:
+        """Yield a descriptor of the folder that holds a name, and the last part of that name.
+
+        Raises:
+            UnsupportedError: A folder on the way, below the root, is a symbolic link.
+        """
+        assert name, "the root itself lies outside of the store"
+        self._path(name)
+        *folders, last = name.split("/")
+        fd = os.open(self._root, _FOLDER_FLAGS)
+        try:
+            for index, folder in enumerate(folders):
+                fd = self._entered(fd, folders[: index + 1], folder)
+            yield fd, last
+        finally:
+            os.close(fd)
+
+    def _entered(self, above: int, folders: list[str], folder: str) -> int:
+        """Return a descriptor of a folder in another one, and close that one's."""
+        try:
+            fd = os.open(folder, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=above)
+        except NotADirectoryError:
+            if stat.S_ISLNK(os.stat(folder, dir_fd=above, follow_symlinks=False).st_mode):
+                raise UnsupportedError(
+                    "a folder of the store is a symbolic link, and nothing is written or removed through one",
+                    where=os.path.join(self._root, *folders),
+                    todo="put the folder itself in its place, or mount there what it points to",
+                ) from None
+            raise
+        os.close(above)
+        return fd
+
+    def _make_folders(self, folders: list[str]) -> bool:
+        """Make a folder below the root, those above it included; return whether it is new."""
+        try:
+            fd = os.open(self._root, _FOLDER_FLAGS)
+        except FileNotFoundError:
+            _make_root(Path(self._root), self._ownership)
+            fd = os.open(self._root, _FOLDER_FLAGS)
+        try:
+            for index, folder in enumerate(folders):
+                is_new = True
+                try:
+                    os.mkdir(folder, 0o700, dir_fd=fd)
+                    self._ownership.give_folder(self._path("/".join(folders[: index + 1])), inside=fd)
+                except FileExistsError:
+                    is_new = False
+                try:
+                    fd = self._entered(fd, folders[: index + 1], folder)
+                except NotADirectoryError:
+                    raise FileExistsError(errno.EEXIST, "a file lies there", "/".join(folders)) from None
+        finally:
+            os.close(fd)
+        return is_new
+
     def _path(self, name: str) -> str:
         # Text, where a Path would do: a commit names many files, and making a Path takes longer than a look at a file.
         if not name:
@@ -295,12 +370,12 @@ class LocalBackend:
             raise UsageError("a name must be relative, without empty parts and '..'", where=repr(name))
         return os.path.join(self._root, name)
 
-    def _open_lock(self, path: str) -> int:
+    def _open_lock(self, folder: int, last: str, path: str) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            fd = os.open(last, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         except FileExistsError:
-            return os.open(path, flags)
+            return os.open(last, flags, dir_fd=folder)
         self._ownership.give_file(fd, path)
         return fd
 
@@ -371,10 +446,11 @@ def _absolute(path: Path) -> Path:
         ) from None
 
 
-def _make_folder(path: Path, ownership: Ownership, *, sync_parents: bool = False) -> bool:
+def _make_root(path: Path, ownership: Ownership) -> bool:
+    """Make the folder of a store and those above it, durably; return whether it is new."""
     is_new = _mkdir(path)
     if is_new is None:
-        _make_folder(path.parent, ownership, sync_parents=sync_parents)
+        _make_root(path.parent, ownership)
         is_new = _mkdir(path)
     if is_new is None:
         # What is above is there and yet takes nothing, as in /proc, or was removed at this moment.
@@ -382,8 +458,7 @@ def _make_folder(path: Path, ownership: Ownership, *, sync_parents: bool = False
         raise medium_error(gone, where=path, what="making a folder")
     if is_new:
         ownership.give_folder(str(path))
-        if sync_parents:
-            _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        _fsync(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     return is_new
 
 

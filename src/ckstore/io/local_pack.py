@@ -15,7 +15,7 @@ import contextlib
 import errno
 import os
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 from ckstore.config import GIB, MIB
 from ckstore.errors import CapacityError, CkstoreError, UsageError
@@ -40,6 +40,10 @@ class LocalPackSink:
 
     Args:
         fd: Open for writing; the sink owns it.
+        name: The name it was created under.
+        path: Where that is, for messages.
+        queue: What writes blocks.
+        unlink: Removes a name: that of a pack that is given up.
         nbytes_expected: About how large the pack will be; that much is reserved at once, up to 16 GiB, or
             less where there is less room: the pack may turn out smaller.
         final_mode: Mode of the finished pack, which nobody writes any more.
@@ -49,9 +53,18 @@ class LocalPackSink:
     """
 
     def __init__(
-        self, fd: int, name: str, path: str, queue: IoQueue, *, nbytes_expected: int, final_mode: int = 0o400
+        self,
+        fd: int,
+        name: str,
+        path: str,
+        queue: IoQueue,
+        unlink: Callable[[str], None],
+        *,
+        nbytes_expected: int,
+        final_mode: int = 0o400,
     ) -> None:
         self._fd = fd
+        self._unlink = unlink
         self._name = name
         self._path = path
         self._queue = queue
@@ -136,8 +149,8 @@ class LocalPackSink:
         with contextlib.suppress(OSError):
             os.close(self._fd)
         if not self._is_finished:
-            with contextlib.suppress(OSError):
-                Path(self._path).unlink()
+            with contextlib.suppress(OSError, CkstoreError):
+                self._unlink(self._name)
 
     def _check(self) -> None:
         if self._failure is not None:

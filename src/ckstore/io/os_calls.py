@@ -59,8 +59,16 @@ def fallocate(fd: int, offset: int, nbytes: int) -> bool:
     return True
 
 
-def rename_noreplace(source: str, target: str) -> bool:
+def rename_noreplace(
+    source: str, target: str, *, source_folder: int = _AT_FDCWD, target_folder: int = _AT_FDCWD
+) -> bool:
     """Move a name unless the target is taken; return False where the system cannot do that in one step.
+
+    Args:
+        source: The name.
+        target: What it is to be.
+        source_folder: Descriptor of the folder that the name is relative to.
+        target_folder: The same of the new one.
 
     Raises:
         OSError: EEXIST when the target name is taken, or another failure.
@@ -68,7 +76,7 @@ def rename_noreplace(source: str, target: str) -> bool:
     if not hasattr(_LIBC, "renameat2"):
         return False
     source_path, target_path = os.fsencode(source), os.fsencode(target)
-    if _LIBC.renameat2(_AT_FDCWD, source_path, _AT_FDCWD, target_path, _RENAME_NOREPLACE) == 0:
+    if _LIBC.renameat2(source_folder, source_path, target_folder, target_path, _RENAME_NOREPLACE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _NOT_SUPPORTED:

@@ -69,12 +69,18 @@ class Ownership:
         if not self.is_plain:
             self._give(fd, path, self.file_mode)
 
-    def give_folder(self, path: str) -> None:
-        """Give a folder that this process has just made its owner and mode."""
+    def give_folder(self, path: str, *, inside: int | None = None) -> None:
+        """Give a folder that this process has just made its owner and mode.
+
+        Args:
+            path: Where it is.
+            inside: Descriptor of the folder that it was made in, so that no link above it is followed.
+        """
         if self.is_plain:
             return
         # Who owns the folder above may put something else in its place: then it is neither new nor empty.
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        name = path if inside is None else path.rpartition("/")[2]
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
         try:
             with os.scandir(fd) as entries:
                 is_new = os.fstat(fd).st_uid in (os.geteuid(), self.uid) and next(entries, None) is None

@@ -398,7 +398,7 @@ def test_tmpfs_takes_packs(monkeypatch, can_be_direct):
 
 
 def test_without_renameat2_a_name_still_is_not_replaced(backend, monkeypatch):
-    monkeypatch.setattr(local, "rename_noreplace", lambda source, target: False)
+    monkeypatch.setattr(local, "rename_noreplace", lambda *_, **__: False)
     backend.create("one", b"1", sync=False)
     backend.create("two", b"2", sync=False)
     with pytest.raises(FileExistsError):
