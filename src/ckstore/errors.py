@@ -31,8 +31,8 @@ _Raised = TypeVar("_Raised", bound=BaseException)
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(\S*)")
 _SECRET = re.compile(
-    r"\b(sig|signature|token|access_token|password|passwd|secret|secret_key|access_key|account_key|credential|x-amz-[a-z-]+)"
-    r"=[^&\s'\"]+",
+    r"\b(sig|signature|token|access_token|password|passwd|secret|secret_key|access_key|account_key|credential"
+    r"|x-amz-[a-z-]+)=[^&\s'\"]+",
     re.IGNORECASE,
 )
 

@@ -125,11 +125,9 @@ class Keeping(Handle):
             max_delete: Refuse to drop more checkpoints than this.
             min_age: Leave packs that no manifest ever named alone until they are this old: ``"1h"``, or seconds.
             trash_for: How long what goes there can be brought back; None: as ``open`` was told, or the store, or 24h.
-            repack_nbytes_max: Bytes that may be written to rewrite packs of which much is needed by nobody; 0: only
-                whole packs are freed.
+            repack_nbytes_max: Bytes that may be written to rewrite packs that are partly needed; 0: none is rewritten.
             waste_max: The share of a pack that may be needed by nobody before it is rewritten.
-            clear_intents: No other process deletes or demotes checkpoints of this store now: remove what processes that
-                cannot be seen from here have left to say so. Those of dead ones, and old ones, are removed anyway.
+            clear_intents: Nobody else deletes or demotes here now: remove what processes elsewhere left to say so.
             on_progress: Called with steps done and steps in all.
 
         Raises:

@@ -20,9 +20,11 @@ from typing import Literal
 
 from ckstore.errors import ConflictError, UsageError
 from ckstore.format.layout import ManifestName
-from ckstore.format.manifest import Manifest
+from ckstore.format.manifest import Manifest, PackRef
 from ckstore.ids import PackId
 from ckstore.io.address import backend_for
+from ckstore.io.backend import ReadFile
+from ckstore.store.arrival import Arrivals
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.parts import Parts
@@ -254,7 +256,11 @@ class _Pusher:
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
         self._tell = on_progress or (lambda done, total: None)
-        self._packs = PackCopy(parts, target, reads_back=policy.read_back, on_bytes=self._on_bytes)
+        self._target = target
+        self._arrivals: Arrivals | None = None
+        self._packs = PackCopy(
+            parts, target, reads_back=policy.read_back, check_new=self._check, on_bytes=self._on_bytes
+        )
 
     @property
     def copied(self) -> dict[PackId, int]:
@@ -297,8 +303,13 @@ class _Pusher:
 
     def _copy(self, manifest: Manifest) -> None:
         self._store.claim(manifest.header)
+        self._arrivals = Arrivals(self._parts, manifest.header.name, manifest, copy=self._target)
         self._packs.run(manifest.packs)
         self._store.put_manifest(manifest)
+
+    def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:
+        assert self._arrivals is not None, "a checkpoint is being copied"
+        self._arrivals.check(pack, file, is_new=is_new)
 
     def _step_over(self, manifest: Manifest) -> None:
         """Take a generation here that is free there: this store had gone on there, and was set back since."""

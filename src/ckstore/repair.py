@@ -73,6 +73,7 @@ class RepairReport:
         bytes_copied: Bytes of frames that were copied to new packs.
         left: What cannot be mended, in sentences.
         is_identity_made: ``store.json`` was missing: it was made again from manifests and packs, or would be.
+        packs_elsewhere: Packs that lie in other tiers, of which nothing was read.
     """
 
     is_dry_run: bool
@@ -83,6 +84,7 @@ class RepairReport:
     bytes_copied: int
     left: tuple[str, ...]
     is_identity_made: bool = False
+    packs_elsewhere: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -151,6 +153,7 @@ def _report(plan: RepairPlan, copies: Copies, *, dry_run: bool) -> RepairReport:
         claims_made=tuple(f"{run}/{seq}" for run, seq in plan.claims),
         bytes_copied=copies.nbytes,
         left=tuple(plan.left),
+        packs_elsewhere=plan.search.packs_elsewhere,
     )
 
 

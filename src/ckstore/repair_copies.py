@@ -150,16 +150,22 @@ class Copies:
         return [self._located(manifest, pick, made) for pick in picks]
 
     def _located(self, manifest: Manifest, pick: Pick, made: dict[ChunkId, KnownFrame]) -> KnownFrame:
-        if pick.chunk_id in made:
-            return made[pick.chunk_id]
-        base = None if pick.base is None else self._located(manifest, pick.base, made)
+        # Chains may be longer than Python calls itself.
+        chain: list[Pick] = []
+        below: Pick | None = pick
+        while below is not None and below.chunk_id not in made:
+            chain.append(below)
+            below = below.base
+        for each in reversed(chain):
+            base = None if each.base is None else made[each.base.chunk_id]
+            made[each.chunk_id] = self._known(manifest, each, base)
+        return made[pick.chunk_id]
+
+    def _known(self, manifest: Manifest, pick: Pick, base: KnownFrame | None) -> KnownFrame:
         source = self._source_of(manifest, pick)
         if source is None:
             frame = manifest.frames[pick.index]
-            known = KnownFrame(frame, manifest.packs[frame.pack], base)
-        else:
-            place = self._places[source]
-            ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
-            known = KnownFrame(ref, self._refs[place.pack.pack_id], base)
-        made[pick.chunk_id] = known
-        return known
+            return KnownFrame(frame, manifest.packs[frame.pack], base)
+        place = self._places[source]
+        ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
+        return KnownFrame(ref, self._refs[place.pack.pack_id], base)

@@ -37,17 +37,19 @@ class Pick:
         index: The manifest's own frame, kept as it is; -1: the one that was found elsewhere.
         base: Its base; None: it has none.
         is_plain: It is to be stored anew, as plain bytes: its chain would be longer than may be.
+        depth: How many bases it needs.
     """
 
     chunk_id: ChunkId
     index: int
     base: Pick | None
     is_plain: bool = False
+    depth: int = 0
 
-    @property
-    def depth(self) -> int:
-        """How many bases it needs."""
-        return 0 if self.base is None or self.is_plain else self.base.depth + 1
+    @classmethod
+    def upon(cls, base: Pick | None, chunk_id: ChunkId, index: int) -> Pick:
+        """Return the frame of a chunk that is coded against the one of its base."""
+        return cls(chunk_id, index, base, depth=0 if base is None else base.depth + 1)
 
 
 @dataclass(slots=True)
@@ -238,22 +240,34 @@ class _Picker:
 
     def pick(self, chunk_id: ChunkId) -> Pick | None:
         """Return the frame for a chunk; None: it is lost."""
-        if chunk_id not in self._picked:
-            self._picked[chunk_id] = self._choose(chunk_id)
+        # Chains may be longer than Python calls itself.
+        waiting = [chunk_id]
+        while waiting:
+            base_id = self._base_of(waiting[-1])
+            if base_id is not None and base_id not in self._picked:
+                waiting.append(base_id)
+                continue
+            last = waiting.pop()
+            self._picked[last] = self._choose(last, None if base_id is None else self._picked[base_id])
         return self._picked[chunk_id]
 
-    def _choose(self, chunk_id: ChunkId) -> Pick | None:
+    def _base_of(self, chunk_id: ChunkId) -> ChunkId | None:
+        """Return the base of the frame that would be chosen for a chunk."""
         index = self._index_of.get(chunk_id, -1)
         if index >= 0 and self._sound[index]:
             base = self._manifest.frames[index].base
-            return Pick(chunk_id, index, None if base < 0 else self.pick(self._manifest.frames[base].chunk_id))
+            return None if base < 0 else self._manifest.frames[base].chunk_id
+        # What was found has its base found before it, so that this ends.
+        found = self._search.found.get(chunk_id)
+        return found.header.base_id if found is not None and found.header.has_base else None
+
+    def _choose(self, chunk_id: ChunkId, base: Pick | None) -> Pick | None:
+        index = self._index_of.get(chunk_id, -1)
+        if index >= 0 and self._sound[index]:
+            return Pick.upon(base, chunk_id, index)
         found = self._search.found.get(chunk_id)
         if found is None:
             return None
-        if not found.header.has_base:
-            return Pick(chunk_id, -1, None)
-        # What was found has its base found before it, so that this ends.
-        base_pick = self.pick(found.header.base_id)
-        assert base_pick is not None, "the base of what was found was found"
-        pick = Pick(chunk_id, -1, base_pick)
+        assert base is not None or not found.header.has_base, "the base of what was found was found"
+        pick = Pick.upon(base, chunk_id, -1)
         return pick if pick.depth <= self._depth_max else Pick(chunk_id, -1, None, is_plain=True)

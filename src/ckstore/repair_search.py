@@ -68,6 +68,8 @@ class Search:
         self.states: dict[PackId, PackState] = {}
         self.found: dict[ChunkId, FoundFrame] = {}
         """Chunks that were lost where manifests name them, and where they were found; their bases too."""
+        self.packs_elsewhere = 0
+        """Packs in other tiers: these are not read."""
 
     def look(self, names: Iterable[ManifestName]) -> None:
         """Check every pack and frame that these manifests name, and look for what is lost."""
@@ -77,6 +79,7 @@ class Search:
             uses.add(name, self.load(name))
         for number, (pack_id, pack) in enumerate(sorted(uses.packs.items())):
             tiers = {ref.tier for ref in pack.refs.values()}
+            self.packs_elsewhere += bool(tiers - {LOCAL_TIER, LOST_TIER})
             if LOCAL_TIER in tiers:
                 self.states[pack_id] = self._state_of(pack_id, pack.places, {r.nbytes for r in pack.refs.values()})
             self._tell(number + 1, len(uses.packs))
@@ -201,13 +204,23 @@ class Search:
         return True
 
     def _decode(self, frame: FoundFrame) -> bytes:
+        return self._decode_payload(frame, self._payload_of(frame))
+
+    def _payload_of(self, frame: FoundFrame) -> bytes:
         header, payload = self.shelf.read(frame.copy, frame.offset, frame.header.stored_nbytes)
         if header != frame.header:
             raise CorruptError("a frame has changed since it was found", where=frame.copy.path)
-        return self._decode_payload(frame, payload)
+        return payload
 
     def _decode_payload(self, frame: FoundFrame, payload: bytes) -> bytes:
-        base: memoryview | None = None
-        if frame.header.has_base:
-            base = memoryview(bytearray(self._decode(self.found[frame.header.base_id])))
-        return bytes(self._check(frame.header, memoryview(payload), base))
+        # Chains may be longer than Python calls itself.
+        chain = [frame]
+        while chain[-1].header.has_base:
+            chain.append(self.found[chain[-1].header.base_id])
+        plain: bytes | None = None
+        for each in reversed(chain):
+            base = None if plain is None else memoryview(bytearray(plain))
+            stored = payload if each is frame else self._payload_of(each)
+            plain = bytes(self._check(each.header, memoryview(stored), base))
+        assert plain is not None, "a chain has a frame"
+        return plain

@@ -93,6 +93,7 @@ VERBS = {
         "trash_for",
         "repack_nbytes_max",
         "waste_max",
+        "clear_intents",
         "on_progress",
     ],
     "trash": [],

@@ -123,8 +123,7 @@ def run(
 
         others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
         others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
-        others["--clear-intents"] = clear_intents
-        others["--trash-for"] = trash_for
+        others |= {"--clear-intents": clear_intents, "--trash-for": trash_for}
         given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         given |= {"dry_run": dry_run, "clear_lists": clear_lists}
         collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
@@ -146,6 +145,7 @@ def run(
 
 
 def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> None:
+    """Keep with the store what is not None."""
     if policy is not None:
         store.set_retention(policy)
     if trash_for is not None:

@@ -71,7 +71,9 @@ def run(
 
 def _print(report: RepairReport, seconds: float) -> None:
     if report.is_clean:
-        output.say(f"No damage; everything that is named was read in {output.duration(seconds)}.")
+        where = "here " if report.packs_elsewhere else ""
+        output.say(f"No damage; everything {where}that is named was read in {output.duration(seconds)}.")
+        _print_elsewhere(report)
         return
     if report.is_identity_made:
         made = "would be made" if report.is_dry_run else "was made"
@@ -86,11 +88,19 @@ def _print(report: RepairReport, seconds: float) -> None:
         output.say(f"claim {claim}: {'would be' if report.is_dry_run else 'was'} made again")
     for sentence in report.left:
         output.say(f"cannot be mended: {sentence}")
+    _print_elsewhere(report)
     output.say("")
     if report.is_dry_run:
         output.say(f"{output.size(report.bytes_copied)} would be copied to new packs; --apply does all of this.")
     else:
         output.say(f"Repaired in {output.duration(seconds)}; {output.size(report.bytes_copied)} copied to new packs.")
+
+
+def _print_elsewhere(report: RepairReport) -> None:
+    count = report.packs_elsewhere
+    if count:
+        packs = "1 pack in another tier was" if count == 1 else f"{count} packs in other tiers were"
+        output.say(f"{packs} not read: `ckstore verify --remote --level read` does that.")
 
 
 def _print_entry(entry: RepairEntry) -> None:
@@ -112,5 +122,6 @@ def _json_of(path: str, report: RepairReport, seconds: float) -> dict[str, Any]:
         "claims_made": report.claims_made,
         "bytes_copied": report.bytes_copied,
         "left": report.left,
+        "packs_elsewhere": report.packs_elsewhere,
         "seconds": seconds,
     }

@@ -222,7 +222,6 @@ class LocalBackend:
 
     def renew(self, name: str, *, before_ns: int) -> None:
         """Set the time of a file to now, if there is one that was changed before this, and if this user may."""
-        path = self._path(name)
         with contextlib.suppress(OSError), self.folder_of(name) as (folder, last):
             if os.stat(last, dir_fd=folder, follow_symlinks=False).st_mtime_ns < before_ns:
                 os.utime(last, dir_fd=folder, follow_symlinks=False)

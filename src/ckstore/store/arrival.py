@@ -80,7 +80,7 @@ class Arrivals:
             todo = "bring it back there from a copy, then try again; nothing here was changed"
         elif is_new:
             what = f"a pack here is damaged, and was not copied: {what}"
-            todo = "`ckstore repair` may find its bytes elsewhere; then mirror again"
+            todo = "`ckstore repair` may find its bytes elsewhere; then try again"
         elif self._copy is not None:
             what = f"a pack that lies in the copy already is damaged: {what}"
             todo = "remove it there, then mirror again"

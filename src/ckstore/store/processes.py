@@ -16,8 +16,8 @@ from typing import Protocol
 
 PROC = Path("/proc")
 
-_PID_MAX = 1 << 22
-"""Linux gives no higher one (proc(5), pid_max)."""
+_PID_MAX = (1 << 31) - 1
+"""No call takes a higher one."""
 
 
 class ProcessFacts(Protocol):

@@ -64,6 +64,7 @@ class PackCopy:
         reads_back: Read every pack there whole, and compare.
         check: Checks a pack by itself before it gets its name there, and one that lies there already; for places where
             what is there is believed and not compared again.
+        check_new: Checks a pack by itself before it gets its name there; one that lies there already is compared.
         on_bytes: Called with bytes that were copied or found to be there, from any thread.
     """
 
@@ -74,12 +75,14 @@ class PackCopy:
         *,
         reads_back: bool = False,
         check: PackCheck | None = None,
+        check_new: PackCheck | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._parts = parts
         self._target = target
         self._reads_back = reads_back
         self._check = check
+        self._check_new = check_new or check
         self._on_bytes = on_bytes or (lambda nbytes: None)
         self._lock = threading.Lock()
         self._seen: set[PackId] = set()
@@ -101,7 +104,7 @@ class PackCopy:
     def _copy(self, pack: PackRef) -> None:
         is_new = self._ensure(pack)
         if self._check is not None and not is_new:
-            self._check_file(pack, layout.pack_name(pack.pack_id), is_new=False)
+            self._check_file(self._check, pack, layout.pack_name(pack.pack_id), is_new=False)
         elif self._reads_back or not is_new:
             # What lay there already is not believed: it may have been changed since.
             self._read_back(pack)
@@ -146,16 +149,16 @@ class PackCopy:
         name, target = layout.pack_name(pack.pack_id), self._target
         if isinstance(target, Distant):
             # It appears whole or not at all, so that only its source can be checked before it does.
-            if self._check is not None:
-                self._check(pack, file, is_new=True)
+            if self._check_new is not None:
+                self._check_new(pack, file, is_new=True)
             with contextlib.suppress(FileExistsError):
                 self._stream(pack, file, name)
             return
         draft = layout.draft_name(new_token(), "pack")
         try:
             self._stream(pack, file, draft)
-            if self._check is not None:
-                self._check_file(pack, draft, is_new=True)
+            if self._check_new is not None:
+                self._check_file(self._check_new, pack, draft, is_new=True)
             make_durable_folder(target, layout.pack_folder(pack.pack_id))
             with contextlib.suppress(FileExistsError):
                 target.link(draft, name)
@@ -164,11 +167,10 @@ class PackCopy:
             with contextlib.suppress(FileNotFoundError, CkstoreError):
                 target.unlink(draft)
 
-    def _check_file(self, pack: PackRef, name: str, *, is_new: bool) -> None:
-        assert self._check is not None, "asked for"
+    def _check_file(self, check: PackCheck, pack: PackRef, name: str, *, is_new: bool) -> None:
         file = readable_from(self._parts.backend, self._target, self._target.open_read(name))
         try:
-            self._check(pack, file, is_new=is_new)
+            check(pack, file, is_new=is_new)
         finally:
             file.close()
 

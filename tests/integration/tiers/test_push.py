@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UnreachableError, UsageError
+from ckstore.format import layout
 from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
 from support.push_states import free_local_packs
@@ -246,6 +249,19 @@ def test_reading_back_finds_a_byte_that_differs(folder, address):
             store.push(address, keep_local=0, read_back=True)
         assert tiers_of(store, 1) == {"local"}
         (folder / "config.json").unlink()
+
+
+def test_a_pack_that_is_damaged_here_is_not_pushed(folder, tmp_path):
+    store = filled(folder, 3)
+    (pack,) = {pack.pack_id for pack in store.contents(2).packs} - {pack.pack_id for pack in store.contents(1).packs}
+    path = Path(folder) / layout.pack_name(pack)
+    path.chmod(0o600)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with store, pytest.raises(CorruptError, match="damaged, and was not copied"):
+        store.push(str(tmp_path / "tier"), keep_local=1)
+    assert not (tmp_path / "tier" / layout.pack_name(pack)).exists()
 
 
 def test_bucket_emptied_by_someone_else_is_missing_chunks(folder, address):

@@ -150,3 +150,15 @@ def test_report_writes_a_page_and_replaces_none(call, store, tmp_path):
     assert call("report", store, "-o", page)[0] == 2
     assert json.loads(call("report", store, "-o", page, "--force", "--json")[1])["nbytes"] == page.stat().st_size
     assert call("report", store, "-o", tmp_path / "report.txt")[0] == 2
+
+
+def test_repair_does_not_say_that_it_has_read_what_lies_in_tiers(call, tmp_path):
+    with ckstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit({"w": np.arange(1000) * step}, step)
+        store.push(str(tmp_path / "tier"), keep_local=1)
+    code, out, _ = call("repair", tmp_path / "store")
+    assert code == 0
+    assert out.startswith("No damage; everything here that is named was read")
+    assert "2 packs in other tiers were not read: `ckstore verify --remote --level read` does that." in out
+    assert json.loads(call("repair", tmp_path / "store", "--json")[1])["packs_elsewhere"] == 2

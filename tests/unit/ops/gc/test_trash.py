@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import ckstore
@@ -16,6 +18,7 @@ from ckstore.errors import (
 from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend
 from ckstore.retention.policy import Retention
+from ckstore.store import undelete as undelete_module
 from ckstore.store.drop import drop
 from ckstore.testing.model import difference
 from support.drop_marks import mark_dropped
@@ -331,3 +334,22 @@ def test_dropping_takes_older_entries_of_a_step_first(store, backend, monkeypatc
     assert batches == [(0, 1), (4,), (5,)], "marks of one batch may reach the disk in any order"
     assert [name.seq for name in done.names] == [0, 1, 4, 5]
     assert repository_of(store).tags.intents_on(0) == []
+
+
+def test_restored_from_the_trash_is_the_highest_generation_not_the_last_in_order_of_text(store, monkeypatch):
+    manifests = repository_of(store).manifests
+    for generation in (2, 9, 10, 11):
+        manifest = next_generation(store, 1)
+        manifests.publish(replace(manifest, header=replace(manifest.header, generation=generation)))
+    store.delete(1)
+    (folder,) = [folder for folder in keeper(store).trash() if folder.manifests]
+    assert len(folder.manifests) == 5
+    chosen, undelete = [], undelete_module.undelete
+
+    def noting(parts, trashed):
+        chosen.append(trashed.name.generation)
+        return undelete(parts, trashed)
+
+    monkeypatch.setattr(undelete_module, "undelete", noting)
+    assert [info.step for info in keeper(store).restore_from_trash(folder.trash_id).undeleted] == [1]
+    assert chosen == [11]

@@ -1,0 +1,85 @@
+"""What is no address is told as that: no folder is made of a mistyped one, and no message repeats a secret in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+import ckstore
+from ckstore.errors import BackendError, CkstoreError, NotFoundError, UnsupportedError, UsageError, redacted
+from ckstore.io.address import backend_for
+from ckstore.io.memory import MemoryBackend
+
+MISTYPED = [
+    "s3:bucket/x", "s3:/bucket/x", "s3//bucket/x", "S3://bucket/x", "gs:/bucket", "az//container/x",
+    "https://account.blob.core.windows.net/container/x", "abfss://c@a.dfs.core.windows.net/x", "hdfs://node/x",
+    "file:/tmp/x", "gcs://bucket/x", "ssh:host/x", "https:/bucket/x",
+]  # fmt: skip
+
+SECRETS = {
+    "https://account.blob.core.windows.net/c/x?sv=2022&sig=HUSH%2Fa": "https://account.blob.core.windows.net/c/x?...",
+    "s3://KEY:HUSH@bucket/x": "s3://...@bucket/x",
+    "s3://KEY:HU/SH@bucket/x?token=HUSH": "s3://...@bucket/x?...",
+    "https://user:HUSH@host:9000/x": "https://...@host:9000/x",
+    "s3://bucket/x?X-Amz-Signature=HUSH&X-Amz-Credential=HUSH": "s3://bucket/x?...",
+    "account.blob.core.windows.net/c?sv=2022&sig=HUSH&se=1": "account.blob.core.windows.net/c?sv=2022&sig=...&se=1",
+    "/disk/x?token=HUSH": "/disk/x?token=...",
+}
+
+
+@pytest.mark.parametrize("text", MISTYPED)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_what_begins_as_an_address_is_no_folder(tmp_path, monkeypatch, text, kind):
+    monkeypatch.chdir(tmp_path)
+    if kind is Path and str(Path(text)).startswith(("s3/", "az/")):
+        pytest.skip("a path keeps one of two slashes, and then it is a folder's name")
+    with pytest.raises(UnsupportedError, match=r"s3://bucket/prefix \(gs, az\)"):
+        ckstore.open(kind(text))
+    with ckstore.open(MemoryBackend()) as store, pytest.raises(UnsupportedError):
+        store.mirror(os.fspath(kind(text)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["runs/exp:3", "./s3:bucket", "2026-11-28T12:00:00", "a:b", "/s3:/x", "file:///x"])
+def test_folders_with_colons_in_their_names_are_folders(text):
+    assert Path(backend_for(text).root) == Path(text.removeprefix("file://")).absolute()
+
+
+@pytest.mark.parametrize(("text", "shown"), SECRETS.items())
+def test_errors_show_addresses_without_secrets(text, shown):
+    assert redacted(text) == shown
+    error = BackendError(f"cannot reach {text}", where=text, todo=f"try {text} again")
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert "HUSH" not in f"{each} {each!r} {each.what} {each.where} {each.todo}"
+        assert shown in str(each)
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_no_verb_repeats_a_secret(tmp_path, monkeypatch, caplog, text):
+    monkeypatch.chdir(tmp_path)
+    store = ckstore.open(MemoryBackend())
+    store.commit({"x": 1}, 1)
+    calls = [
+        lambda: ckstore.open(text, create=False),
+        lambda: store.push(text),
+        lambda: store.mirror(text, dry_run=True),
+        lambda: store.repair(sources=[text]),
+    ]
+    with caplog.at_level(logging.DEBUG, "ckstore"):
+        for call in calls:
+            try:
+                call()
+            except (CkstoreError, NotFoundError, UsageError) as error:
+                said = f"{error} {error.facts}"
+                caplog.messages.append(said)
+    store.close()
+    assert "HUSH" not in " ".join(caplog.messages)
+
+
+def test_what_holds_no_secret_is_shown_as_it_is():
+    for text in ("s3://bucket/prefix/run", "step=3 of run='main'", "keep_last=3", "/disk/@home/x", "a@b"):
+        assert redacted(text) == text
