@@ -32,6 +32,7 @@ from ckstore.store.references import (
     newest_whole,
     resolve,
 )
+from ckstore.store.reserve import with_reserve
 from ckstore.tensor import LeafAdapter
 from ckstore.tiering import Tiering
 
@@ -280,8 +281,12 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         with self._lock:
             self._check_open()
             self._settle()
-            self._parts.make_folders()
-            return history.delete(self._parts, ref)
+
+            def drop() -> history.Deleted:
+                self._parts.make_folders()
+                return history.delete(self._parts, ref)
+
+            return with_reserve(self._parts.backend, drop)
 
     def repack(
         self,

@@ -29,6 +29,7 @@ from ckstore.store.gc_plan import GcLimits, GcPlan, make_plan
 from ckstore.store.gc_survey import RunFacts, Survey, survey
 from ckstore.store.known import LOST_TIER
 from ckstore.store.parts import Parts
+from ckstore.store.reserve import fill_reserve, with_reserve
 from ckstore.store.tier_proof import Unproven, unproven_packs
 
 if TYPE_CHECKING:
@@ -155,16 +156,21 @@ def collect_store(
         return _planned(parts, Marker(parts), policy, runs, limits, max_delete)
     if isinstance(parts.backend, Probing):
         parts.backend.probe()
-    with collector_lock(parts.backend, parts.clock, patience_seconds=patience_seconds):
-        marker = Marker(parts)
-        report = _planned(parts, marker, policy, runs, limits, max_delete)
-        if report.refused:
-            raise UsageError(report.refused, where=parts.backend.root, todo="nothing was changed; see --dry-run")
-        tell = on_progress or (lambda done, total: None)
-        act = collect_far if report.plan.is_final else collect
-        with _in_leisure(parts) as acting:
-            done = act(acting, marker, report.plan, limits, "retention", tell)
-        return GcReport(False, report.runs, report.plan, done, limits)
+
+    def collect_once() -> GcReport:
+        with collector_lock(parts.backend, parts.clock, patience_seconds=patience_seconds):
+            marker = Marker(parts)
+            report = _planned(parts, marker, policy, runs, limits, max_delete)
+            if report.refused:
+                raise UsageError(report.refused, where=parts.backend.root, todo="nothing was changed; see --dry-run")
+            tell = on_progress or (lambda done, total: None)
+            act = collect_far if report.plan.is_final else collect
+            with _in_leisure(parts) as acting:
+                done = act(acting, marker, report.plan, limits, "retention", tell)
+            fill_reserve(parts.backend)
+            return GcReport(False, report.runs, report.plan, done, limits)
+
+    return with_reserve(parts.backend, collect_once)
 
 
 @contextmanager

@@ -224,7 +224,8 @@ def _leftovers(backend: Backend) -> Iterator[Finding]:
         yield Finding("quarantine", "holds damaged files", "warning")
     if _is_collected(backend):
         yield Finding("gc.lock", "held: a collection is at work")
-    foreign = [name for name in backend.list_names("") if name not in (*layout.TOP_FOLDERS, *layout.TOP_FILES)]
+    ours = (*layout.TOP_FOLDERS, *layout.TOP_FILES, layout.CACHE_FOLDER, layout.RESERVE_FOLDER)
+    foreign = [name for name in backend.list_names("") if name not in ours]
     if foreign:
         yield Finding("foreign files", ", ".join(foreign[:5]), "note")
 

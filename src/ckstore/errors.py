@@ -24,6 +24,7 @@ attributes. ``code`` is an append-only string: programs may match on it, its mea
 from __future__ import annotations
 
 import copy
+import errno
 import re
 from typing import Any, ClassVar, TypeVar
 
@@ -194,6 +195,11 @@ class BackendError(CkstoreError):
     ) -> None:
         given = {"is_transient": is_transient, "is_refused": is_refused, **facts}
         super().__init__(what, where=where, todo=todo, **given)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether space on the disk, or of a quota, is what lacks: not memory, and not the length that a file may have."""
+    return isinstance(error, CapacityError) and error.facts.get("errno") in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_refused(error: BaseException) -> bool:

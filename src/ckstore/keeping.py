@@ -133,11 +133,9 @@ class Keeping(Handle):
         Raises:
             LockHeldError: Another collection is at work.
             UsageError: More than ``max_delete`` would go, and nothing was changed; or the policy has a mistake.
-            CapacityError: The disk is full.
         """
         from ckstore.collection import GcLimits, collect_store, stored_policy
 
-        rules = rules_given(policy)
         chosen = {"repack_nbytes_max": repack_nbytes_max, "waste_max": waste_max}
         limits = GcLimits(
             min_age_seconds=_age(min_age),
@@ -152,7 +150,7 @@ class Keeping(Handle):
             self._look_at_newest()
             return collect_store(
                 self._parts,
-                rules or stored_policy(self._parts),
+                rules_given(policy) or stored_policy(self._parts),
                 runs=None if all_runs else self._runs_to_keep(),
                 limits=limits,
                 dry_run=dry_run,

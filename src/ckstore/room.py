@@ -8,13 +8,12 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
 import logging
 from dataclasses import dataclass
 
 from ckstore.collection import GcLimits, collect_store
 from ckstore.config import MIB
-from ckstore.errors import CapacityError, CkstoreError
+from ckstore.errors import CapacityError, CkstoreError, is_disk_full
 from ckstore.io.backend import Distant
 from ckstore.retention.policy import Retention
 from ckstore.store.gc_marks import Marker
@@ -23,7 +22,6 @@ from ckstore.store.parts import Parts
 
 _log = logging.getLogger("ckstore")
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 COLLECTOR_SECONDS = 60.0
 """How long a commit waits for a collection that is running, and that may be about to fill the trash."""
@@ -50,11 +48,6 @@ class Room:
         folders = f"{self.folders} folder{'' if self.folders == 1 else 's'} of the trash"
         drops = f", after the rules of retention= dropped {self.dropped}" if self.dropped else ""
         return f"{folders} ({self.nbytes / MIB:.1f} MiB) emptied{drops}"
-
-
-def is_disk_full(error: CapacityError) -> bool:
-    """Whether space on the disk, or of a quota, is what lacks: not memory, and not the length that a file may have."""
-    return error.facts.get("errno") in _FULL
 
 
 def room_after(parts: Parts, nbytes: int, error: CapacityError) -> Room:

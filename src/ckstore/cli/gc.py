@@ -121,9 +121,8 @@ def run(
     if tier is not None or clear_lists:
         from ckstore.cli.gc_tier import collect_there
 
-        others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete}
-        others |= {"--save-policy": save_policy, "--forget-policy": forget_policy}
-        others |= {"--clear-intents": clear_intents, "--trash-for": trash_for}
+        others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete, "--trash-for": trash_for}
+        others |= {"--save-policy": save_policy, "--forget-policy": forget_policy, "--clear-intents": clear_intents}
         given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         given |= {"dry_run": dry_run, "clear_lists": clear_lists}
         collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)

@@ -28,6 +28,8 @@ QUARANTINE_FOLDER = "quarantine"
 TMP_FOLDER = "tmp"
 CACHE_FOLDER = "cache"
 """Made when it is first needed, and nobody's loss when it is removed."""
+RESERVE_FOLDER = "reserve"
+"""Room for making room; see ``store.reserve``."""
 
 TOP_FOLDERS = (
     PACKS_FOLDER,

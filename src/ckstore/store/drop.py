@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckstore.errors import CkstoreError, CorruptError
+from ckstore.errors import CapacityError, CkstoreError, CorruptError, is_disk_full
 from ckstore.format.layout import ManifestName
 from ckstore.store.at_once import do_each
 from ckstore.store.parts import Parts
@@ -54,9 +54,34 @@ def drop(
     """
     done, steps_kept = Dropped(), dict[int, str]()
     for batch in _batches(sorted(names)):
-        _drop_batch(parts, batch, purpose, done, steps_kept)
+        try:
+            _drop_batch(parts, batch, purpose, done, steps_kept)
+        except CapacityError as error:
+            if not is_disk_full(error) or len(batch) == 1:
+                raise
+            if not _drop_one_by_one(parts, batch, purpose, done, steps_kept):
+                break
         tell(len(done.names))
     return done
+
+
+def _drop_one_by_one(
+    parts: Parts, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
+) -> bool:
+    """Drop what a full disk has room for, and spare the rest until that was freed; return whether all could go.
+
+    Raises:
+        CapacityError: Not one of them can.
+    """
+    for name in batch:
+        try:
+            _drop_batch(parts, [name], purpose, done, steps_kept)
+        except CapacityError as error:
+            if not is_disk_full(error) or not done.names:
+                raise
+            done.spared[name] = "the disk is full; collect again when what goes now was freed"
+            return False
+    return True
 
 
 def _batches(names: Sequence[ManifestName]) -> Iterator[list[ManifestName]]:

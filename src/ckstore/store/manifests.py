@@ -314,7 +314,7 @@ class Manifests:
             intents: For each seq the path of this process's intent on it.
 
         Raises:
-            ConflictError: An intent was removed by somebody else, so there may be a tag by now; or another store is here.
+            ConflictError: Somebody else has removed an intent, so there may be a tag; or this is another store by now.
             UnreachableError: The store is not there any more.
         """
         self._require_same_store()

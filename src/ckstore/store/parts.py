@@ -34,6 +34,7 @@ from ckstore.store.identity import require_same_store
 from ckstore.store.known import LOCAL_TIER, Known
 from ckstore.store.lease import Lease
 from ckstore.store.manifests import Manifests
+from ckstore.store.reserve import fill_reserve
 from ckstore.store.tags import Tags
 from ckstore.store.tiers import Tiers, packs_gone
 from ckstore.store.trash import Trash
@@ -257,6 +258,7 @@ class Parts:
         seqs = [name.seq for name in (*listing.names, *listing.lower)]
         self._seq_highest = max([listing.claimed_max, *seqs, *listing.dropped, -1])
         self._learn_known()
+        fill_reserve(self.backend)
 
     def make_folders(self) -> None:
         """Make what is missing of the store's folders and the run's: a copy, or a purge, leaves out empty ones.

@@ -10,7 +10,6 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UnreachableError, UsageError
-from ckstore.format import layout
 from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
 from support.push_states import free_local_packs
@@ -254,14 +253,15 @@ def test_reading_back_finds_a_byte_that_differs(folder, address):
 def test_a_pack_that_is_damaged_here_is_not_pushed(folder, tmp_path):
     store = filled(folder, 3)
     (pack,) = {pack.pack_id for pack in store.contents(2).packs} - {pack.pack_id for pack in store.contents(1).packs}
-    path = Path(folder) / layout.pack_name(pack)
+    file = f"packs/{pack[:2]}/{pack}.pack"
+    path = Path(folder) / file
     path.chmod(0o600)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with store, pytest.raises(CorruptError, match="damaged, and was not copied"):
         store.push(str(tmp_path / "tier"), keep_local=1)
-    assert not (tmp_path / "tier" / layout.pack_name(pack)).exists()
+    assert not (tmp_path / "tier" / file).exists()
 
 
 def test_bucket_emptied_by_someone_else_is_missing_chunks(folder, address):
