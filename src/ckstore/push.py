@@ -31,6 +31,7 @@ from ckstore.store.parts import Parts
 from ckstore.store.references import load_whole
 from ckstore.store.replace import settle
 from ckstore.store.tier_copy import PackCopy, RelocatedError, StoreCopy
+from ckstore.store.tier_owner import begin_turn
 
 _log = logging.getLogger("ckstore")
 
@@ -146,7 +147,8 @@ def push(
     Raises:
         UsageError: Another store lies there.
         UnreachableError: Checkpoints are there already, and the place is empty: it is not mounted, perhaps.
-        ConflictError: A checkpoint there is another one, or one here is replaced again and again.
+        ConflictError: This folder is a copy of the store that owns the tier; or a checkpoint there is another one, or one
+            here is replaced again and again.
         CorruptError: A pack here is damaged, or one there is not ours.
         BackendError: The place does not answer. Whatever is raised, every checkpoint is whole, here or there.
     """
@@ -251,7 +253,7 @@ class _Pusher:
         self._parts = parts
         self._tier = tier
         self._address = parts.tiers.address_of(tier)
-        target = parts.tiers.open(tier)
+        self._target = target = parts.tiers.open(tier)
         self._store = StoreCopy(parts, target)
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
@@ -272,6 +274,7 @@ class _Pusher:
         if not names:
             return {}
         self._parts.manifests.make_folders()
+        begin_turn(self._parts, self._tier, self._target)
         return {name.seq: self._push(name) for name in names}
 
     def _push(self, name: ManifestName) -> bool:

@@ -29,6 +29,29 @@ class Tiering(Handle):
             self._check_open()
             return self._parts.tiers.addresses()
 
+    def adopt(self, *, is_original: bool) -> dict[str, str]:
+        """Say of this folder, where it is a copy of a store that has tiers, which of the two it is.
+
+        Until then a copy can be read and committed to, and neither pushes to the tiers, nor collects there, nor frees
+        what lies there too. The same goes for a store that was set back to an older state.
+
+        Args:
+            is_original: It takes the place of the original: it owns the tiers from now on, and what is there and was
+                not known here is kept there. False: it is a new store, which owns no tier and may push to other places;
+                what it needs of the old ones should be pulled, since their owner may remove it.
+
+        Returns:
+            The tiers that it owns, and where they are.
+
+        Raises:
+            UnreachableError: A tier cannot be reached; nothing was changed.
+        """
+        from ckstore.store.tier_owner import adopt
+
+        with self._lock:
+            self._check_open()
+            return adopt(self._parts, is_original=is_original)
+
     def forget_tier(self, tier: str) -> str:
         """Forget a tier that no checkpoint of the store lies in, and return where it was; what lies there stays.
 

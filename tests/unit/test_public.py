@@ -106,6 +106,7 @@ VERBS = {
     "tiers": [],
     "push": ["address", "keep_local", "older_than", "tier", "read_back", "dry_run", "on_progress"],
     "pull": ["refs", "dry_run", "on_progress"],
+    "adopt": ["is_original"],
     "mirror": ["address", "read_back", "dry_run", "on_progress"],
     "import_from": ["source", "step", "numbered", "exclude", "skip_leaf", "policy", "dry_run", "on_progress"],
     "quarantine": ["dry_run"],

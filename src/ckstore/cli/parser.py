@@ -38,6 +38,7 @@ COMMANDS = (
     "push",
     "pull",
     "mirror",
+    "adopt",
     "doctor",
     "bench",
 )

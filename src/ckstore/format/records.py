@@ -119,6 +119,33 @@ class DoomedRecord(FileRecord, frozen=True, forbid_unknown_fields=False, kw_only
     packs: tuple[Hex16, ...]
 
 
+class TierTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a store knows of a tier that it owns: its identity, and the last turns, the newest at the end."""
+
+    tier_id: Hex16
+    turns: tuple[Hex16, ...]
+
+
+class HomeRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``home.json``: where a store that has tiers was made, by which a copy of it knows that it is one."""
+
+    kind: ClassVar[str] = "home"
+
+    home_id: Hex16
+    place: str
+    tiers: dict[str, TierTurns] = {}
+
+
+class OwnerRecord(FileRecord, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``owner.json`` of a tier: the store that may change it, and the last turn of a change."""
+
+    kind: ClassVar[str] = "owner"
+
+    home_id: Hex16
+    tier_id: Hex16
+    turn: Hex16
+
+
 class HeaderRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The header of a manifest, as MessagePack map; see ``header.ManifestHeader`` for the meaning."""
 

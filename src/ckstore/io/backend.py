@@ -22,10 +22,11 @@ from ckstore.io.buffers import AlignedBuffer, BufferPool
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """Size in bytes and wall time of the last change in nanoseconds."""
+    """Size in bytes, wall time of the last change in nanoseconds, and number of the inode; 0 where there is none."""
 
     nbytes: int
     modified_ns: int
+    inode: int = 0
 
 
 class ReadFile(Protocol):

@@ -108,7 +108,7 @@ class LocalBackend:
                 found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return FileInfo(0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns)
+        return FileInfo(0 if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime_ns, found.st_ino)
 
     def list_names(self, folder: str) -> list[str]:
         """Return the names in a folder, sorted; empty when there is no such folder."""

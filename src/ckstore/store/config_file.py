@@ -40,9 +40,9 @@ def read_config(backend: Backend) -> ConfigRecord:
     return _record(backend, _content(backend))
 
 
-def _content(backend: Backend) -> bytes | None:
+def _content(backend: Backend, name: str = layout.CONFIG_FILE) -> bytes | None:
     try:
-        return backend.read_bytes(layout.CONFIG_FILE, nbytes_max=RECORD_NBYTES_MAX)
+        return backend.read_bytes(name, nbytes_max=RECORD_NBYTES_MAX)
     except FileNotFoundError:
         return None
 
@@ -73,7 +73,7 @@ def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecor
         content = _content(backend)
         before = _record(backend, content)
         after = change(before)
-        if after == before or _replace_if(backend, content, encode_record(after)):
+        if after == before or replace_record(backend, layout.CONFIG_FILE, content, encode_record(after)):
             return after
         # Another one's change came between: ours is made on top of it.
     raise ConflictError(
@@ -81,17 +81,18 @@ def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecor
     )
 
 
-def _replace_if(backend: Backend, before: bytes | None, after: bytes) -> bool:
+def replace_record(backend: Backend, name: str, before: bytes | None, after: bytes) -> bool:
+    """Replace a record at the top of a store, durably, if it still says ``before`` (None: is not there)."""
     if isinstance(backend, Swapping):
-        return backend.replace_if(layout.CONFIG_FILE, before, after)
+        return backend.replace_if(name, before, after)
     # A purge may have taken it while it was empty.
     backend.make_folder(layout.TMP_FOLDER)
     with _serialised(backend):
-        if _content(backend) != before:
+        if _content(backend, name) != before:
             return False
         draft = layout.draft_name(new_token(), "config")
         backend.create(draft, after, sync=True)
-        backend.rename(draft, layout.CONFIG_FILE)
+        backend.rename(draft, name)
         backend.sync_folder("")
         return True
 

@@ -236,6 +236,16 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
     return is_running is False
 
 
+def replace_small(backend: Backend, name: str, content: bytes) -> None:
+    """Make a small file in another place, or replace the one that has the name, durably."""
+    folder = name.rpartition("/")[0]
+    make_durable_folder(backend, folder)
+    draft = layout.draft_name(new_token(), "copy")
+    backend.create(draft, content, sync=True)
+    backend.rename(draft, name)
+    backend.sync_folder(folder)
+
+
 def put_small(backend: Backend, name: str, content: bytes) -> None:
     """Make a small file in another place, whole and durable; FileExistsError when the name is taken."""
     folder = name.rpartition("/")[0]

@@ -26,7 +26,7 @@ from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest, Streaming
 from ckstore.io.buffers import BufferPool
 from ckstore.pool import ask_at_once
-from ckstore.store.doomed import put_small
+from ckstore.store.doomed import put_small, replace_small
 from ckstore.store.elsewhere import readable_from
 from ckstore.store.known import LOCAL_TIER
 from ckstore.store.packs import open_pack, read_ranges
@@ -362,9 +362,4 @@ class StoreCopy:
 
     def replace_small(self, name: str, content: bytes) -> None:
         """Make a small file there, or replace the one that has the name, durably."""
-        target, folder = self._target, name.rpartition("/")[0]
-        make_durable_folder(target, folder)
-        draft = layout.draft_name(new_token(), "copy")
-        target.create(draft, content, sync=True)
-        target.rename(draft, name)
-        target.sync_folder(folder)
+        replace_small(self._target, name, content)

@@ -30,6 +30,7 @@ from ckstore.store.gc_repack import Repacked, repack
 from ckstore.store.inventory import manifests_in, packs_in
 from ckstore.store.parts import Parts
 from ckstore.store.tier_marks import Named, TierMarker
+from ckstore.store.tier_owner import begin_turn, require_owner
 from ckstore.store.tier_repack import outdated_copies, plan_rewrites, renew_copies
 from ckstore.store.tiers import packs_gone
 
@@ -99,6 +100,7 @@ def collect_tier(parts: Parts, tier: str, limits: GcLimits, *, dry_run: bool, cl
         LockHeldError: Another collection is at work in the store.
         NotFoundError: No such tier is configured.
         UnreachableError: This store is not there.
+        ConflictError: This folder is a copy of the store that owns the tier.
         BackendError: It does not answer; what was removed so far is gone, and nothing that is needed.
     """
     # Of a name that was mistyped, before what is in the tier is thought of.
@@ -121,6 +123,8 @@ class _Collector:
 
     def run(self, *, dry_run: bool, clear_lists: bool = False) -> TierGc:
         found = TierGc(self._tier, self._parts.tiers.address_of(self._tier), dry_run)
+        check = require_owner if dry_run else begin_turn
+        check(self._parts, self._tier, self._target)
         if not dry_run:
             found.lists = remove_dead_lists(self._target, self._parts.clock, everyone=clear_lists)
         there = manifests_in(self._target)

@@ -26,6 +26,7 @@ from ckstore.store.at_once import ask_each
 from ckstore.store.gc_marks import Marked, Marker
 from ckstore.store.known import LOCAL_TIER, LOST_TIER
 from ckstore.store.parts import Parts
+from ckstore.store.tier_owner import require_owner
 
 NOT_OURS = "someone else writes there: find out who, and remove what is not ours; nothing here was let go of"
 
@@ -130,6 +131,8 @@ def _unproven_in(
         return [Unproven(pack.pack_id, tier, silence, is_damage=False) for pack in packs]
     try:
         target = parts.tiers.open(tier)
+        # Its owner keeps there what it needs itself, and knows nothing of a copy's needs.
+        require_owner(parts, tier, target)
         gone = _manifests_gone(target, set().union(*packs.values()))
     except CkstoreError as error:
         return [Unproven(pack.pack_id, tier, str(error), is_damage=False) for pack in packs]

@@ -17,7 +17,17 @@ from ckstore.format.pack import (
     encode_superheader,
     encode_tail,
 )
-from ckstore.format.records import ConfigRecord, FileRecord, IntentRecord, LeaseRecord, StoreRecord, TagRecord
+from ckstore.format.records import (
+    ConfigRecord,
+    FileRecord,
+    HomeRecord,
+    IntentRecord,
+    LeaseRecord,
+    OwnerRecord,
+    StoreRecord,
+    TagRecord,
+    TierTurns,
+)
 from ckstore.format.wire import align_up, xxh3_64
 from ckstore.ids import NO_BASE, ChunkId, PackId, chunk_id_of, digest_of
 from ckstore.tensor import Piece, StorageSpec, TensorSpec
@@ -179,4 +189,6 @@ def sample_records() -> list[FileRecord]:
         TagRecord(seq=3, step=41_000, checkpoint_id=digest_of(b"id").hex(), time_ns=TIME_NS),
         LeaseRecord(**who, purpose="commit"),  # type: ignore[arg-type]
         IntentRecord(**who, what="delete seq 3"),  # type: ignore[arg-type]
+        HomeRecord(home_id="1" * 32, place="inode 77", tiers={"cold": TierTurns(tier_id="2" * 32, turns=("3" * 32,))}),
+        OwnerRecord(home_id="1" * 32, tier_id="2" * 32, turn="3" * 32),
     ]

@@ -1,0 +1,41 @@
+"""``ckstore adopt``: say which of two copies of a store a folder is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckstore.cli import output
+from ckstore.cli.options import AsJson, Shared, StorePath, opened
+from ckstore.errors import UsageError
+
+
+def run(
+    path: StorePath,
+    as_original: Annotated[
+        bool, typer.Option("--as-original", help="It takes the place of the original, and owns its tiers.")
+    ] = False,
+    as_new: Annotated[bool, typer.Option("--as-new", help="Both are kept, and the original owns the tiers.")] = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Say of a copied folder whether it is the original or a new store.
+
+    A copy of a store that has tiers changes nothing in them until this is said, and nor does one that was set back to
+    an older state.
+    """
+    if as_original == as_new:
+        raise UsageError("give one of --as-original and --as-new", todo="see `ckstore adopt --help`")
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        tiers = store.adopt(is_original=as_original)
+    if as_json:
+        output.print_json({"path": path, "is_original": as_original, "tiers": tiers})
+    elif as_new:
+        output.say(
+            "This is a store of its own now, and owns no tier. `ckstore pull` brings here what it needs of them."
+        )
+    else:
+        output.say(
+            f"This is the original now, and owns {', '.join(tiers) or 'no tier'}. No other copy of it may push there."
+        )
