@@ -147,8 +147,8 @@ def push(
     Raises:
         UsageError: Another store lies there.
         UnreachableError: Checkpoints are there already, and the place is empty: it is not mounted, perhaps.
-        ConflictError: This folder is a copy of the store that owns the tier; or a checkpoint there is another one, or one
-            here is replaced again and again.
+        ConflictError: This folder is a copy of the store that owns the tier; or a checkpoint there is another one,
+            or one here is replaced again and again.
         CorruptError: A pack here is damaged, or one there is not ours.
         BackendError: The place does not answer. Whatever is raised, every checkpoint is whole, here or there.
     """

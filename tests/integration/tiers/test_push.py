@@ -216,6 +216,9 @@ def test_two_histories_of_one_store_do_not_mix_in_a_bucket(folder, address, tmp_
         store.commit(state_of(2), 2)
         copy.commit(state_of(3), 3)
         store.push(address, keep_local=0)
+        with pytest.raises(ConflictError, match="owned by another folder"):
+            copy.push(address, keep_local=0)
+        copy.adopt(is_original=True)
         with pytest.raises(ConflictError, match="another checkpoint there"):
             copy.push(address, keep_local=0)
         assert tiers_of(copy, 3) == {"local"}
