@@ -69,16 +69,11 @@ def verify(
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
     report = Report(level)
     parts.require_same_store()
-    reach = TierReach(parts, is_remote=is_remote)
-    uses = Uses(is_remote=is_remote, reaches=reach)
     is_partial = names is not None
     if names is None:
         names = list(_all_names(parts, report))
         _check_config(parts, report)
-    for run, name in names:
-        _check_manifest(parts.manifests_of(run), name, uses, report)
-    report.packs_elsewhere = uses.elsewhere_count
-    report.unreachable += reach.problems(uses)
+    uses = _uses_of(parts, names, report, is_remote=is_remote)
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
@@ -104,6 +99,17 @@ def verify(
     if report.files_torn:
         report.copied_ns = _copied_ns(parts)
     return report
+
+
+def _uses_of(parts: Parts, names: Iterable[tuple[str, ManifestName]], report: Report, *, is_remote: bool) -> Uses:
+    """Check manifests, and return what they need of what can be reached."""
+    reach = TierReach(parts, is_remote=is_remote)
+    uses = Uses(is_remote=is_remote, reaches=reach)
+    for run, name in names:
+        _check_manifest(parts.manifests_of(run), name, uses, report)
+    report.packs_elsewhere = uses.elsewhere_count
+    report.unreachable += reach.problems(uses)
+    return uses
 
 
 def _copied_ns(parts: Parts) -> int | None:
