@@ -7,6 +7,7 @@ finish, and ends by itself when that is done, or when its parent is gone.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -64,11 +65,12 @@ def module_places() -> list[str]:
     return [str(here / entry) for entry in sys.path]
 
 
-def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+def start(arguments: Sequence[str], *, fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
     """Start this interpreter with all job signals blocked; the child unblocks those that it handles.
 
     Args:
         arguments: What follows the interpreter on the command line.
+        fds: Descriptors that the child inherits; their numbers there follow the arguments.
         options: As for ``subprocess.Popen``.
 
     Raises:
@@ -76,8 +78,14 @@ def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """
     # A child inherits what is blocked, through exec as well: there is no moment at which a signal could end it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    lifted: list[int] = []
     try:
+        # Where a process was started without standard streams, new descriptors have their numbers, which are replaced.
+        lifted += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
+        line = [sys.executable, *arguments, *map(str, lifted)]
         # Modules are looked for where Python is started; and a child must not keep a disk from being unmounted.
-        return subprocess.Popen([sys.executable, *arguments], cwd="/", env=environment(), **options)
+        return subprocess.Popen(line, cwd="/", env=environment(), pass_fds=lifted, **options)
     finally:
+        for fd in lifted:
+            os.close(fd)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -139,8 +139,8 @@ class Loader:
         with theirs:
             try:
                 self._process = start(
-                    ["-m", "ckstore.importing", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
+                    ["-m", "ckstore.importing"],
+                    fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

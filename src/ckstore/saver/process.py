@@ -130,10 +130,9 @@ def launch(hello: messages.Hello, arena: int) -> tuple[subprocess.Popen[bytes], 
 
 def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
     """Start the process, with this interpreter and the same modules to be found, in a session of its own."""
-    fds = (channel, bell, arena)
     return start(
-        ["-m", "ckstore.saver", *map(str, fds)],
-        pass_fds=fds,
+        ["-m", "ckstore.saver"],
+        fds=(channel, bell, arena),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -1,0 +1,30 @@
+"""Children of this process get what they are given, however this process itself was started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_descriptors_reach_a_child_of_a_process_without_standard_streams(tmp_path):
+    # Then new descriptors have the numbers 0 to 2, in whose place the child gets streams of its own.
+    told = tmp_path / "told"
+    code = f"""
+import os, subprocess
+from ckstore.children import start
+ends = [os.pipe() for _ in range(2)]
+assert ends[0] == (0, 1)
+child = start(
+    ["-c", "import os, sys; [os.write(int(fd), b'here') for fd in sys.argv[1:]]"],
+    fds=[write for _, write in ends],
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL,
+)
+assert child.wait() == 0
+assert [os.read(read, 9) for read, _ in ends] == [b"here"] * 2
+open({str(told)!r}, "w").close()
+"""
+    subprocess.run(
+        ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$0" -c "$1"', sys.executable, code], check=True, timeout=60
+    )
+    assert told.exists()
