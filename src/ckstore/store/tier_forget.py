@@ -14,6 +14,7 @@ from ckstore.format import layout
 from ckstore.io.backend import Backend
 from ckstore.store.gc_marks import UNREADABLE, Marker
 from ckstore.store.parts import Parts
+from ckstore.store.tier_owner import forget_turns
 
 
 def forget_tier(parts: Parts, tier: str) -> str:
@@ -44,11 +45,12 @@ def forget_tier(parts: Parts, tier: str) -> str:
     if user is not None:
         parts.tiers.name_for(address, name=tier)
         raise ConflictError(f"{user} has come to name the tier {tier!r}, which stays", where=address, todo="try again")
+    forget_turns(parts, tier)
     return address
 
 
 def require_unused(parts: Parts, place: Backend) -> None:
-    """Check, of a place where nothing is, that no checkpoint is said to be there.
+    """Check, of a place where nothing is, that no checkpoint is said to be there; then it may be made anew.
 
     Raises:
         UnreachableError: One is; a new store there would pass for the one that holds it.
@@ -62,6 +64,8 @@ def require_unused(parts: Parts, place: Backend) -> None:
             where=place.root,
             todo="mount its file system, or bring back what was there; then try again",
         )
+    if tier is not None:
+        forget_turns(parts, tier)
 
 
 def _users(parts: Parts, tier: str) -> Iterator[str]:

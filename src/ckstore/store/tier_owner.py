@@ -106,6 +106,21 @@ def begin_turn(parts: Parts, tier: str, target: Backend) -> None:
     replace_small(target, layout.OWNER_FILE, encode_record(owner))
 
 
+def forget_turns(parts: Parts, tier: str) -> None:
+    """Forget what is known of a tier that nothing is in, so that its name may get another place."""
+    home = _home(parts.backend)
+    if home is None or tier not in home.tiers:
+        return
+    made = home
+
+    def without(before: HomeRecord | None) -> HomeRecord:
+        known = before or made
+        kept = {name: turns for name, turns in known.tiers.items() if name != tier}
+        return HomeRecord(home_id=known.home_id, place=known.place, tiers=kept)
+
+    _change_home(parts.backend, without)
+
+
 def adopt(parts: Parts, *, is_original: bool) -> dict[str, str]:
     """Say which of two copies of a store this folder is; return the tiers that it owns now, and where they are.
 

@@ -160,6 +160,15 @@ def test_tiers_of_older_versions_get_an_owner_by_the_next_push(original, attic):
     assert (attic / "owner.json").exists()
 
 
+def test_name_of_a_forgotten_tier_may_get_another_place(original, tmp_path):
+    with ckstore.open(original) as store:
+        store.pull()
+        store.gc(now=True, min_age=0)
+        store.forget_tier("remote")
+        store.push(str(tmp_path / "second"), tier="remote", keep_local=0)
+        assert_restores(store, 0, 1, 2)
+
+
 def test_push_that_died_between_the_two_notes_goes_on(original, attic):
     before = (attic / "owner.json").read_bytes()
     with ckstore.open(original) as store:
