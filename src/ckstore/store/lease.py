@@ -73,6 +73,7 @@ class Lease:
         self._pid = os.getpid()
         self._stop = Latch()
         self._heart: threading.Thread | None = None
+        self._was_gone = False
         # A renewal that has begun must not bring back what was given up meanwhile.
         self._writing = threading.Lock()
 
@@ -369,6 +370,13 @@ class Lease:
         renewed = with_changes(record, heartbeat_ns=self._clock.now_ns(), purpose=self.purpose)
         try:
             self._backend.rename(self._draft(renewed), self._path)
+            self._was_gone = False
+        except FileNotFoundError as error:
+            # A store that is being removed while its process ends says nothing; one that is still gone at the next
+            # beat does.
+            if self._was_gone:
+                tell(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
+            self._was_gone = True
         except (CkstoreError, OSError) as error:
             tell(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
 

@@ -115,6 +115,25 @@ def test_heartbeat_moves_for_as_long_as_the_lease_is_held(backend, lease, monkey
     assert seen == sorted(seen)
 
 
+def test_heart_of_a_store_that_is_being_removed_says_so_only_if_it_is_still_gone_at_the_next_beat(
+    backend, lease, caplog, monkeypatch
+):
+    lease.take()
+
+    def gone(*given, **named):
+        raise FileNotFoundError(2, "No such file or directory", "tmp/x.lease")
+
+    monkeypatch.setattr(backend, "create", gone)
+    lease.renew()
+    assert caplog.text == ""
+    lease.renew()
+    assert "could not renew the writer lease" in caplog.text
+    monkeypatch.undo()
+    caplog.clear()
+    lease.renew()
+    assert caplog.text == ""
+
+
 def test_second_handle_is_refused_and_told_who_holds_it(backend, lease):
     lease.take()
     with pytest.raises(ConflictError, match=f"pid {os.getpid()} on host") as caught:
