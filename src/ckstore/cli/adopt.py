@@ -20,7 +20,7 @@ def run(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Say of a copied folder whether it is the original or a new store.
+    """Say whether a copied store is the original or a new one.
 
     A copy of a store that has tiers changes nothing in them until this is said, and nor does one that was set back to
     an older state.

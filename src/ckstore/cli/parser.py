@@ -48,8 +48,8 @@ _HELP = """Look at, restore and tidy up the checkpoints in a ckstore store.
 A checkpoint (REF) is named by a step (3000), a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.
 `ckstore ls PATH` shows them all.
 
-Exit codes: 0 done; 1 unforeseen error; 2 wrong usage; 10 not found; 11 conflict; 12 damage found;
-13 not supported here; 14 disk or memory full; 15 disk or server failed; 16 a bound is not met;
+Exit codes: 0 done; 1 unforeseen error; 2 wrong usage; 3 imported in part; 10 not found; 11 conflict;
+12 damage found; 13 not supported here; 14 disk or memory full; 15 disk or server failed; 16 a bound is not met;
 17 the saver died; 130 interrupted.
 """
 
