@@ -67,9 +67,9 @@ def run(
     """Import what other tools have saved.
 
     \b
-    .pt .pth .bin .ckpt .pkl   files of torch.save: nanoGPT, Lightning, plain loops
+    .pt .pth .bin .ckpt .pkl   files of torch.save (nanoGPT, Lightning)
     .safetensors               such files
-    checkpoint-500             folders of these: transformers' Trainer, accelerate, DeepSpeed
+    checkpoint-500             such folders (Trainer, accelerate, DeepSpeed)
     .metadata, .distcp         folders of torch.distributed.checkpoint
 
     They are committed in the order of their steps, which names and contents tell. Steps that the run holds are

@@ -71,6 +71,7 @@ def test_no_command_loads_torch(store, tmp_path):
         "quarantine": [store],
         "repair": [store],
         "report": [store, "-o", tmp_path / "x.html"],
+        "adopt": [store, "--as-original"],
         "doctor": [store],
         "bench": [tmp_path, "--size", "16"],
     }

@@ -161,7 +161,11 @@ def test_nesting_is_bounded_and_the_bound_itself_comes_back():
         capture(nested(5000, 0))
 
 
-@pytest.mark.parametrize("key", [Shouting("s"), object(), len, Celsius(1), (1, object())], ids=["subclass", "object", "function", "class", "tuple"])
+@pytest.mark.parametrize(
+    "key",
+    [Shouting("s"), object(), len, Celsius(1), (1, object())],
+    ids=["subclass", "object", "function", "class", "tuple"],
+)
 def test_keys_that_cannot_be_stored_are_refused_by_path(key):
     with pytest.raises(UsageError, match="key") as caught:
         capture({"model": {key: 1}})
