@@ -50,12 +50,11 @@ def claims(backend):
     ("state", "path"),
     [
         ({"a": {"b": [1, Stranger()]}}, "a.b.1"),
-        ({"a": {1, 2}}, "a"),
+        ({"a": {1, Stranger()}}, "a"),
         ({"f": lambda: None}, "f"),
         ([{"x": Stranger}], "0.x"),
         ({"o": np.array([object()])}, "o"),
-        ({"d": range(3)}, "d"),
-        ({"d": bytearray(b"x")}, "d"),
+        ({"d": memoryview(b"x")}, "d"),
         (Stranger(), "the state itself"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -64,12 +63,12 @@ def test_leaf_of_unknown_type_names_its_path_and_the_way_out(store, claims, stat
     with pytest.raises(LeafTypeError) as caught:
         store.commit(state, 1)
     assert path in str(caught.value)
-    assert "register_converter" in str(caught.value)
+    assert "register_converter" in str(caught.value) or "Leave it out" in str(caught.value)
     check_nothing_happened(store, claims)
 
 
-@pytest.mark.parametrize("key", [1.5, None, True, (1, 2), b"x", np.int64(3), 2**63], ids=repr)
-def test_key_that_is_neither_text_nor_int_is_refused_with_its_place(store, claims, key):
+@pytest.mark.parametrize("key", [Stranger(), (1, Stranger()), len], ids=["object", "tuple", "function"])
+def test_key_that_is_no_plain_value_is_refused_with_its_place(store, claims, key):
     with pytest.raises(UsageError) as caught:
         store.commit({"model": {key: 1}}, 1)
     assert "model" in str(caught.value)

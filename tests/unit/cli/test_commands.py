@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,9 +259,9 @@ def test_restore_replaces_what_torch_would_not_load_and_names_what_it_cannot(cal
     assert set(notes) == {"q", "f"}
     assert torch.load(tmp_path / "y.pt", weights_only=True) == {"q": [1], "f": {2}}
     with pytest.raises(
-        ckstore.errors.UsageError, match=r"type pathlib\.\w+ cannot be in a \.pt file .*: a\.where"
+        ckstore.errors.UsageError, match=r"type builtins\.object cannot be in a \.pt file .*: a\.where"
     ) as caught:
-        write_state({"a": {"n": 1, "where": Path("x")}}, tmp_path / "z.pt")
+        write_state({"a": {"n": 1, "where": object()}}, tmp_path / "z.pt")
     assert "trust" not in str(caught.value)
 
 

@@ -165,7 +165,7 @@ def test_a_diverged_run_is_seen_in_floats_of_every_kind_however_they_lie(opened,
     def state(values):
         values = values.to(kind)
         shown = {"whole": values, "strided": values[2::2, ::3], "repeated": values[4, :, None].expand(20, 5)}[lies]
-        return {"model": {"odd": shown, "w": torch.ones(80, 80)}}
+        return {"model": {"odd": shown, "w": torch.full((80, 80), 1.5)}}
 
     assert opened.commit(state(held), 0).warnings == ()
     (warning,) = opened.commit(state(wrong), 1).warnings
@@ -175,4 +175,4 @@ def test_a_diverged_run_is_seen_in_floats_of_every_kind_however_they_lie(opened,
 def test_what_lies_beside_the_elements_of_a_tensor_is_no_divergence(opened):
     held = torch.full((12, 20), math.nan)
     held[::2, ::3] = 1.0
-    assert opened.commit({"model": {"odd": held[::2, ::3], "w": torch.ones(80, 80)}}, 0).warnings == ()
+    assert opened.commit({"model": {"odd": held[::2, ::3], "w": torch.full((80, 80), 1.5)}}, 0).warnings == ()
