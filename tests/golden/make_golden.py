@@ -30,14 +30,16 @@ def main() -> int:
     folder = Path(__file__).parent / f"v{FORMAT_VERSION}" / "format"
     folder.mkdir(parents=True, exist_ok=True)
     files = golden_files()
-    files["digests.json"] = json.dumps(
-        {name: digest_of(content).hex() for name, content in sorted(files.items())}, indent=2
-    ).encode()
+    listed = folder / "digests.json"
+    digests = json.loads(listed.read_text()) if listed.exists() else {}
+    # What is listed already stays as it is, like the files; only what is new comes to it.
+    digests = {name: digest_of(content).hex() for name, content in files.items()} | digests
     for name, content in files.items():
         if (folder / name).exists():
             print(f"{name} exists and stays as it is")
         else:
             (folder / name).write_bytes(content)
+    listed.write_bytes(json.dumps(digests, indent=2, sort_keys=True).encode())
     return 0
 
 

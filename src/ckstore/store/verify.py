@@ -2,15 +2,15 @@
 
 Levels, each with all of the one before:
 - ``quick``: whole manifests with their digests; size, superheader, tail and directory of every pack they
-  name; every location against the directory; claims, tags and config.json.
+  name; every location against the directory; claims, tags, config.json, home.json and owner.json.
 - ``read``: every stored byte, past the page cache where the file system allows it; checksums, padding.
 - ``decode``: every frame decoded, and its BLAKE3 compared: everything a restore would find. Frames that need a base
   are read once more for it, each once, however many checkpoints and frames rest on the base.
 
 Packs of other tiers are looked at when that is asked for; what lies both here and there is looked at here.
 
-Not looked at, because losing it loses nothing: ``leases``, ``tmp``, ``trash``, ``gc.lock``, and packs that
-no manifest names.
+Not looked at, because losing it loses nothing: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, what a drop
+mark holds, and packs that no manifest names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckstore.config import Policy
 from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import layout
 from ckstore.format.layout import ManifestName
-from ckstore.format.records import ConfigRecord, decode_record
+from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
 from ckstore.io.backend import Ageing
 from ckstore.io.remote_options import is_bucket_address
 from ckstore.store.audit import Audit, FrameCheck
@@ -36,7 +36,12 @@ from ckstore.workers import run_aside
 __all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
 
 LEVELS = ("quick", "read", "decode")
-CONFIG_NBYTES_MAX = 1 << 20
+_RECORDS: dict[str, type[FileRecord]] = {
+    layout.CONFIG_FILE: ConfigRecord,
+    layout.HOME_FILE: HomeRecord,
+    layout.OWNER_FILE: OwnerRecord,
+}
+"""Records at the top of a store which need not be there, and are whole where they are."""
 _NAMES_DATED_MAX = 3
 _COPIED_AFTER_NS = 10 * 10**9
 """A manifest has its name moments after the time that it says."""
@@ -72,7 +77,7 @@ def verify(
     is_partial = names is not None
     if names is None:
         names = list(_all_names(parts, report))
-        _check_config(parts, report)
+        _check_records(parts, report)
     uses = _uses_of(parts, names, report, is_remote=is_remote)
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
@@ -209,14 +214,14 @@ def _check_tags(parts: Parts, run: str, seqs: set[int], report: Report) -> None:
             report.damage.append(Damage(f"the tag points to seq {record.seq}, which is not in place", where))
 
 
-def _check_config(parts: Parts, report: Report) -> None:
-    try:
-        content = parts.backend.read_bytes(layout.CONFIG_FILE, nbytes_max=CONFIG_NBYTES_MAX)
-        decode_record(content, ConfigRecord, nbytes_max=CONFIG_NBYTES_MAX)
-    except FileNotFoundError:
-        return
-    except CkstoreError as error:
-        report.add(Damage(error.what, parts.backend.location_of(layout.CONFIG_FILE)), error)
+def _check_records(parts: Parts, report: Report) -> None:
+    for file, kind in _RECORDS.items():
+        try:
+            decode_record(parts.backend.read_bytes(file, nbytes_max=RECORD_NBYTES_MAX), kind)
+        except FileNotFoundError:
+            continue
+        except CkstoreError as error:
+            report.add(Damage(error.what, parts.backend.location_of(file)), error)
 
 
 def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report: Report) -> None:

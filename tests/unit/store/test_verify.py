@@ -20,9 +20,11 @@ from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header, encode_frame_header
 from ckstore.format.layout import pack_name
 from ckstore.format.pack import SUPERHEADER_NBYTES, TAIL_NBYTES, decode_tail
+from ckstore.format.records import encode_record
 from ckstore.format.wire import xxh3_64
 from ckstore.store import pack_audit
 from ckstore.store.parts import create_store
+from ckstore.testing.format_samples import sample_records
 from support.memory_files import edited, flip, names_of, swap, truncate
 
 LEVELS = ["quick", "read", "decode"]
@@ -192,6 +194,16 @@ def test_damaged_tag_and_config_are_found(filled, backend):
         "config.json",
         "tags/main/good",
     ]
+
+
+@pytest.mark.parametrize("record", ["home", "owner"])
+def test_damaged_record_of_what_owns_a_tier_is_found(filled, backend, record):
+    golden = next(sample for sample in sample_records() if sample.kind == record)
+    backend.create(f"{record}.json", encode_record(golden), sync=True)
+    assert filled.verify("quick").is_clean
+    flip(backend, f"{record}.json", 30)
+    (damage,) = found_by(filled, "quick")
+    assert damage.where.endswith(f"{record}.json")
 
 
 def test_disposable_files_are_not_looked_at(filled, backend):
