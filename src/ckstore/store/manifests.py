@@ -263,18 +263,22 @@ class Manifests:
         try:
             # Checked before and after: a folder that was exchanged in between fails one of the two.
             self._require_same_store()
-        except CkstoreError:
-            self._take_back(target, encoded)
+        except ConflictError:
+            self._take_back(name, encoded)
             raise
         self._forget_draft(draft)
         return name
 
-    def _take_back(self, target: str, encoded: bytes) -> None:
-        """Remove a manifest that was linked into the store that has taken this one's place; it was not acknowledged."""
+    def _take_back(self, name: ManifestName, encoded: bytes) -> None:
+        """Withdraw a manifest that was linked into the store that has taken this one's place.
+
+        Only there: where it cannot be told which store this is, it may be this one, and others may build on what they
+        see in it. It is whole and stays, unacknowledged, as after a sync of its folder that failed.
+        """
         with contextlib.suppress(OSError, CkstoreError):
             # Only the very bytes that were put there: by now the name may be a manifest of that store.
-            if self.backend.read_bytes(target, nbytes_max=self.limits.manifest_nbytes_max) == encoded:
-                self.backend.unlink(target)
+            if self.backend.read_bytes(self.path_of(name), nbytes_max=self.limits.manifest_nbytes_max) == encoded:
+                self.withdraw(name)
 
     def _require_same_store(self) -> None:
         """Check a folder; nothing is mounted or linked in a bucket, which is asked once a manifest, by ``publish``."""

@@ -9,7 +9,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.errors import ConflictError, NotFoundError, UnreachableError
+from ckstore.errors import BackendError, ConflictError, NotFoundError, UnreachableError
 from ckstore.format import layout
 from ckstore.io.memory import MemoryBackend
 from ckstore.store import manifests as manifests_module
@@ -153,6 +153,34 @@ def test_without_the_second_check_such_a_commit_is_acknowledged(exchanged, monke
     monkeypatch.setattr(manifests_module, "require_same_store", lambda *what: next(checks) and real(*what))
     store.commit(state_of(1), 1)
     assert len(backend.list_names("manifests/main")) == 2
+
+
+class SilentBackend(MemoryBackend):
+    """A folder whose ``store.json`` cannot be read once a manifest was linked."""
+
+    is_silent = False
+
+    def link(self, source, target):
+        super().link(source, target)
+        self.is_silent = self.is_silent or target.endswith("00000001-000000000001.0.ckm")
+
+    def read_bytes(self, name, *, nbytes_max):
+        if self.is_silent and name == layout.STORE_FILE:
+            raise BackendError("the disk does not answer", where=name)
+        return super().read_bytes(name, nbytes_max=nbytes_max)
+
+
+def test_publication_into_a_place_that_does_not_say_what_it_is_fails_and_takes_nothing_back():
+    """It may be this very store, where others build on what they see: manifest and packs stay, whole."""
+    backend = SilentBackend()
+    with ckstore.open(backend) as store:
+        store.commit(state_of(0), 0)
+        with pytest.raises(BackendError, match="does not answer"):
+            store.commit(state_of(1), 1)
+        backend.is_silent = False
+    with ckstore.open(backend) as store:
+        assert store.verify("decode").is_clean
+        assert np.array_equal(store.restore(1)["w"], state_of(1)["w"])
 
 
 # One foreign manifest among others
