@@ -12,7 +12,7 @@ import pytest
 
 import ckstore
 from ckstore.cli.main import run as ckstore_command
-from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnreachableError
+from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnreachableError, UsageError
 
 MONTH = 40 * 86400
 
@@ -108,6 +108,15 @@ def test_folders_of_which_all_files_are_gone_are_no_store_and_may_become_one(pat
     assert restored(path) == 1
 
 
+@pytest.mark.parametrize("name", ["reserve", "reserve/00", "reserve/notes.txt"])
+def test_files_where_a_store_has_its_reserve_are_somebodys(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError, match="it holds 'reserve'"):
+        ckstore.open(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+
+
 # Empty folders
 
 
@@ -180,7 +189,7 @@ def test_commit_renews_what_it_needs_and_nothing_else(path):
     make_old(path)
     with ckstore.open(path) as store:
         store.commit(state_of(4), 4)
-    assert old_files(path) == {"packs", "manifests", "claims"}
+    assert old_files(path) == {"packs", "manifests", "claims", "reserve"}, "the reserve is made again where it is gone"
     frozen = [found for found in path.glob("packs/*/*") if not is_old(found)]
     assert len(frozen) == 2, "the new pack, and the one with what is not changed"
 

@@ -14,10 +14,11 @@ import obstore
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.format.records import with_changes
+from ckstore.format.records import HomeRecord, decode_record, encode_record, with_changes
 from ckstore.io.address import backend_for
 from ckstore.store.config_file import change_config
 from ckstore.store.inventory import packs_in
+from ckstore.store.tier_owner import place_of
 from support.push_states import free_local_packs
 
 STEPS = (1, 2, 3)
@@ -69,6 +70,11 @@ class Scenario(abc.ABC):
         shutil.copytree(made / "store", self.folder)
         if (self.folder / "config.json").exists():
             change_config(backend_for(str(self.folder)), self._with_address)
+        if (home := self.folder / "home.json").exists():
+            # As if it had been made here: a copy may not change the tier, and adopting keeps what was dropped here.
+            record = decode_record(home.read_bytes(), HomeRecord, where=str(home))
+            moved = with_changes(record, place=place_of(backend_for(str(self.folder))))
+            home.write_bytes(encode_record(moved))
 
     def _with_address(self, record):
         """Let the only tier be the new place."""

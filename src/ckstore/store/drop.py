@@ -50,9 +50,14 @@ def drop(
         tell: Called with how many were dropped, now and then.
 
     Raises:
-        CorruptError: A tag is damaged and may point to any of them; those that were dropped before stay dropped.
+        CorruptError: A tag is damaged and may point to any of them; those that were dropped before stay dropped. Or
+            ``store.json`` is gone.
+        UnreachableError: The store itself is gone.
     """
     done, steps_kept = Dropped(), dict[int, str]()
+    if names:
+        # A purge of empty folders may have taken the ones that intents and drafts lie in.
+        parts.make_folders()
     for batch in _batches(sorted(names)):
         try:
             _drop_batch(parts, batch, purpose, done, steps_kept)

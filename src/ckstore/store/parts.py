@@ -60,7 +60,7 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
         UnsupportedError: The file system lacks an operation that durability needs.
     """
     backend.make_folder("")
-    foreign = [name for name in backend.list_names("") if not _is_harmless(name)]
+    foreign = [name for name in backend.list_names("") if not _is_harmless(backend, name)]
     if foreign:
         raise UsageError(
             f"the folder is not empty and no store: it holds {foreign[0]!r}",
@@ -98,8 +98,12 @@ def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
     return read_store_record(backend)
 
 
-def _is_harmless(name: str) -> bool:
+def _is_harmless(backend: Backend, name: str) -> bool:
     """Whether a name in the root is ours, a probe's that died, or what a fresh file system holds."""
+    if name == layout.RESERVE_FOLDER:
+        # What lies in it is removed on a full disk; so it must not be somebody's.
+        info = backend.stat(name)
+        return info is not None and info.nbytes == 0 and not backend.list_names(name)
     return name in (*layout.TOP_FOLDERS, layout.GC_LOCK_FILE, layout.CONFIG_LOCK_FILE, "lost+found") or name.startswith(
         ".probe-"
     )
