@@ -32,7 +32,7 @@ test-unit: $(VENV)/.installed  ## Only the tests of single modules.
 test-slice: $(VENV)/.installed  ## A larger part of each long programme, and nothing else.
 	$(PYTEST) --depth=slice $(TESTS)
 
-test-deep: $(VENV)/.installed  ## Everything: every point of every long programme. Takes an hour.
+test-deep: $(VENV)/.installed  ## Everything: every point of every long programme. Takes more than half an hour.
 	$(PYTEST) --depth=all $(TESTS)
 
 lint: $(VENV)/.installed  ## Linters, formatter and type checker.

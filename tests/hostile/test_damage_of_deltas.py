@@ -92,6 +92,7 @@ def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need
         changed[offset] ^= 1 << offset % 8
         check(whole, {name: bytes(changed)}, f"{name} byte {offset}")
     assert len(points) > (1000 if sample.is_whole else 20)
+    assert {name for name, _ in points} == set(contents)
 
 
 def test_truncated_and_stale_packs_are_found(whole, nothing_aside):

@@ -47,23 +47,23 @@ def claims(backend):
 
 
 @pytest.mark.parametrize(
-    ("state", "path"),
+    ("state", "path", "way_out"),
     [
-        ({"a": {"b": [1, Stranger()]}}, "a.b.1"),
-        ({"a": {1, Stranger()}}, "a"),
-        ({"f": lambda: None}, "f"),
-        ([{"x": Stranger}], "0.x"),
-        ({"o": np.array([object()])}, "o"),
-        ({"d": memoryview(b"x")}, "d"),
-        (Stranger(), "the state itself"),
+        ({"a": {"b": [1, Stranger()]}}, "a.b.1", "register_converter"),
+        ({"a": {1, Stranger()}}, "a", "register_converter"),
+        ({"f": lambda: None}, "f", "Leave it out"),
+        ([{"x": Stranger}], "0.x", "Leave it out"),
+        ({"o": np.array([object()])}, "o", "Leave it out"),
+        ({"d": memoryview(b"x")}, "d", "Leave it out"),
+        (Stranger(), "the state itself", "register_converter"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_leaf_of_unknown_type_names_its_path_and_the_way_out(store, claims, state, path):
+def test_leaf_of_unknown_type_names_its_path_and_the_way_out(store, claims, state, path, way_out):
     with pytest.raises(LeafTypeError) as caught:
         store.commit(state, 1)
     assert path in str(caught.value)
-    assert "register_converter" in str(caught.value) or "Leave it out" in str(caught.value)
+    assert way_out in str(caught.value)
     check_nothing_happened(store, claims)
 
 

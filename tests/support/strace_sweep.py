@@ -129,7 +129,7 @@ def strike_everywhere(tmp_path, sample, scenario, engine, *, parts, fault="signa
                 server.close()
     assert not striker.tally.failures, "\n".join(striker.tally.failures)
     # Threads take turns by chance: a child may make fewer calls than the one that was counted.
-    assert striker.tally.struck >= reachable // 2
+    assert striker.tally.struck > reachable // 2 or reachable < 4
     made = sum(most.values())
     assert not sample.is_whole or every > 1 or striker.tally.points > made, f"{striker.tally} for {made} calls"
     return striker.tally, f"strace, {scenario}, {engine}, {fault}: {made} calls, {striker.tally}"
