@@ -241,8 +241,9 @@ class Handover:
         # Ctrl-C must not leave one that was told to be left out, and is published.
         if not self._dock.crew(order.policy).waiters.see_through(take_out):
             return False
-        _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
         waiting.wait_over()
+        if waiting.pending.is_skipped:
+            _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
         return True
 
     def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> Handed:

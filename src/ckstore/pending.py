@@ -178,7 +178,11 @@ class Pending:
         self._began.set()
 
     def note_done(self, receipt: Receipt) -> None:
-        """Say that it is durable."""
+        """Say that it is durable; also of one that was to be left out, when the saver heard of that too late."""
+        with self._lock:
+            if self._is_skipped and not self.was_asked:
+                self._receipt, self._error, self._origin, self._is_skipped = receipt, None, None, False
+                return
         self._end(receipt, None)
 
     def note_failed(self, error: Exception, *, is_skipped: bool = False) -> None:

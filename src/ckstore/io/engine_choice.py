@@ -10,6 +10,7 @@ from pathlib import Path
 from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.ids import new_token
+from ckstore.io import ring_support
 from ckstore.io.buffers import BufferPool
 from ckstore.io.engine import Engine, IoQueue, IoRequest
 from ckstore.io.engine_pwrite import PwriteEngine
@@ -92,6 +93,8 @@ def _unlink_if_there(path: str) -> None:
 
 def _try_uring(folder: str) -> tuple[Engine | None, str]:
     try:
+        # Asked here too: an import that raises is read and run again each time.
+        ring_support.refuse_where_it_kills()
         from ckstore.io.engine_uring import UringEngine
     except ModuleNotFoundError as error:
         return None, f"liburing is not installed ({error})"

@@ -100,3 +100,21 @@ def test_what_a_callback_raises_is_logged_and_hides_no_failure(caplog):
     assert "RuntimeError: of the user's" in caplog.text
     with pytest.raises(SaverError, match="it could not"):
         pending.result()
+
+
+def test_commit_that_could_no_longer_be_left_out_is_durable_and_says_so():
+    pending = Pending(3)
+    assert pending.take_back(SaverError("left out"))
+    pending.note_done(RECEIPT)
+    assert pending.result() is RECEIPT
+    assert (pending.is_skipped, pending.error_or_none()) == (False, None)
+
+
+def test_commit_whose_loss_was_told_stays_lost():
+    pending = Pending(3)
+    assert pending.take_back(SaverError("left out"))
+    for _ in range(2):
+        with pytest.raises(SaverError, match="left out"):
+            pending.result()
+        pending.note_done(RECEIPT)
+    assert pending.is_skipped
