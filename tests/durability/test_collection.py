@@ -104,7 +104,7 @@ def test_collection_without_one_sync_breaks_the_ordering_rules(skips):
 @pytest.mark.usefixtures("nothing_aside")
 def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(sample, tell):
     disk, acks = recorded("collect")
-    points = sample.part(range(0, len(disk.log) + 1, 2), parts=10)
+    points = sample.part(range(0, len(disk.log) + 1, 2), parts=20)
     counters, found = losses(disk, acks, samples=3, points=set(points), commit_every=8)
     tell(f"simulated power cuts, collect: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
@@ -116,7 +116,7 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(samp
 @pytest.mark.usefixtures("nothing_aside")
 def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
     disk, acks = recorded("collect")
-    points = sample.part(range(0, len(disk.log) + 1, 6), parts=5)
+    points = sample.part(range(0, len(disk.log) + 1, 6), parts=10)
     states, checked = 0, Checked()
     for state in crash_states(disk, seed=SEED, samples=1, singles_max=8, points=set(points)):
         states += 1
@@ -139,7 +139,7 @@ def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_collection_with_a_failing_call_loses_nothing(prepared, sample, tell, number, for_ever):
-    points_of = partial(sample.part, parts=4)
+    points_of = partial(sample.part, parts=10)
     runs = failing_runs(prepared, "collect", [number], points_of, for_ever=for_ever, sites=CHANGING_SITES)
     points = check_each(runs, cuts=lambda number: False, goes_on=lambda number: number == errno.EIO)
     tell(f"failing calls, collect, {errno.errorcode[number]}, for ever {for_ever}: {points} points")

@@ -42,7 +42,7 @@ DEATHS = {"commit": 1, "recommit": 1, "maintain": 1, "repack": 7, "first": 1, "c
 """At each how many-th call of a verb its process dies."""
 
 
-@pytest.mark.deep(parts=5)
+@pytest.mark.deep(parts=8)
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("for_ever", [False, True])
@@ -117,7 +117,7 @@ def test_handle_commits_again_after_a_failed_commit(prepared):
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("scenario", DEATHS)
 def test_process_that_died_at_any_call_costs_the_next_one_nothing(prepared, sample, tell, scenario):
-    points = sample.part(deaths(prepared, scenario, every=DEATHS[scenario]), parts=4)
+    points = sample.part(deaths(prepared, scenario, every=DEATHS[scenario]), parts=10)
     states, lost = 0, []
     for at in points:
         found, losses = die_then_go_on_then_cut(prepared, scenario, at)

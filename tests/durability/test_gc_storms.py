@@ -73,7 +73,7 @@ def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_dama
 @pytest.mark.deep
 @pytest.mark.timeout(3000)
 def test_storm_of_writers_and_collectors_loses_nothing(sample, tell):
-    count, seed = sample.count(COUNT, parts=40), sample.seed(COUNT)
+    count, seed = sample.count(COUNT, parts=64), sample.seed(COUNT)
     code, counters, lines = stress(count, seed=seed)
     tell(f"stress, 8 writers, 2 collectors, 2 readers: seed {seed}, {in_words(counters)}, {counters['failures']} lost")
     assert code == 0, "\n".join(lines)

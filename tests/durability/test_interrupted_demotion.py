@@ -100,7 +100,7 @@ def recorded(wrap=lambda disk: disk):
 @pytest.mark.timeout(1200)
 def test_demotion_that_ends_at_any_step_leaves_every_checkpoint(sample, tell):
     disk = recorded()
-    points = sample.part(range(len(disk.log) + 1), parts=20)
+    points = sample.part(range(len(disk.log) + 1), parts=40)
     count, finished, checked = 0, 0, Checked()
     for state in crash_states(disk, seed=SEED, samples=60, points=set(points)):
         is_finished = count % FINISHED_EVERY == 0

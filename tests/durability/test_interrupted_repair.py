@@ -75,7 +75,7 @@ def test_power_cut_at_any_point_of_a_repair_loses_nothing(sample, tell):
     disk = damaged()
     with opened(disk) as store:
         store.repair(dry_run=False)
-    points = sample.part(range(len(disk.log) + 1), parts=25)
+    points = sample.part(range(len(disk.log) + 1), parts=50)
     count, checked = 0, Checked()
     for state in crash_states(disk, seed=SEED, samples=6, points=set(points), singles_max=12):
         count += 1
@@ -103,7 +103,7 @@ def repaired(fault):
 def test_failing_call_at_any_point_of_a_repair_is_an_error_and_no_harm(for_ever, sample, tell):
     _, _, calls = repaired(None)
     count = sum(call in WRITING for call in calls)
-    points = sample.part(range(1, count + 1), parts=8)
+    points = sample.part(range(1, count + 1), parts=16)
     for number in points:
         disk, struck, _ = repaired(Fault(number, for_ever=for_ever, sites=WRITING))
         assert struck

@@ -29,7 +29,7 @@ ERRNOS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "EAGAIN", "EROFS", "EMFILE", "ENOM
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("scenario", ["commit", "first", "recommit", "maintain", "repack"])
 def test_verb_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, scenario, engine):
-    tally, said = strike_everywhere(tmp_path, sample, scenario, engine, parts=8)
+    tally, said = strike_everywhere(tmp_path, sample, scenario, engine, parts=12)
     tell(said)
     assert tally.struck >= (80 if sample.is_whole else 1)
 
@@ -38,7 +38,7 @@ def test_verb_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, scen
 @pytest.mark.timeout(1200)
 def test_making_a_store_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell):
     # Four calls are repeated for each of 256 folders, and no engine has moved anything yet.
-    tally, said = strike_everywhere(tmp_path, sample, "init", "pwrite", every=5, parts=20)
+    tally, said = strike_everywhere(tmp_path, sample, "init", "pwrite", every=5, parts=40)
     tell(said)
     assert tally.struck >= (200 if sample.is_whole else 1)
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("
 @pytest.mark.parametrize("scenario", STATES_MIN)
 def test_acknowledged_checkpoints_survive_cuts_at_any_point(scenario, sample, tell):
     disk, acks = recorded(scenario)
-    points = sample.part(range(len(disk.log) + 1), parts=10)
+    points = sample.part(range(len(disk.log) + 1), parts=16)
     counters, found = losses(disk, acks, samples=SAMPLES.get(scenario, 250), points=set(points), commit_every=8)
     tell(f"simulated power cuts, {scenario}: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []

@@ -85,7 +85,7 @@ def pack_names(whole):
 def test_flipped_byte_of_a_pack_is_reported_and_harms_only_checkpoints_that_need_it(whole, nothing_aside, sample):
     contents = memory_files.files_of(whole[0], "packs/")
     # Offsets have their turn, the same ones in all packs: the order of packs changes, because their names are random.
-    offsets = sample.part(range(0, max(map(len, contents.values())), 37), parts=40)
+    offsets = sample.part(range(0, max(map(len, contents.values())), 37), parts=64)
     points = [(name, offset) for offset in offsets for name in contents if offset < len(contents[name])]
     for name, offset in points:
         changed = bytearray(contents[name])

@@ -15,7 +15,7 @@ from support.sampling import COMMITS_MAX, SLICE_FACTOR, VARIABLE, Commit, Sample
 from support.sampling_plugin import PROGRAMMES, Programme
 
 TESTS = Path(__file__).parent.parent
-PARTS = [(cases, points) for cases in range(1, 41) for points in range(1, 41) if cases * points <= COMMITS_MAX]
+PARTS = [(cases, points) for cases in range(1, COMMITS_MAX + 1) for points in range(1, COMMITS_MAX // cases + 1)]
 
 
 def visits(programme, points, points_parts, numbers, depth):
@@ -46,10 +46,10 @@ def test_successive_commits_visit_every_point_of_every_case_once(parts, case_cou
     assert set(visits(programme, points, point_parts, numbers, "slice")) == set(whole)
 
 
-@pytest.mark.parametrize("parts", [(1, 8), (1, 40), (4, 10), (8, 5), (16, 2), (40, 1)], ids=str)
+@pytest.mark.parametrize("parts", [(1, 8), (1, 40), (4, 10), (8, 5), (16, 2), (40, 1), (1, 64)], ids=str)
 def test_slice_is_several_times_thicker_than_a_sample(parts):
     case_parts, point_parts = parts
-    programme, points = Programme(tuple(map(str, range(40))), case_parts), range(200)
+    programme, points = Programme(tuple(map(str, range(COMMITS_MAX))), case_parts), range(200)
     numbers = range(COMMITS_MAX)
     sampled, sliced = (len(visits(programme, points, point_parts, numbers, depth)) for depth in ("sample", "slice"))
     assert sliced >= sampled * min(case_parts * point_parts, SLICE_FACTOR) / 2
@@ -85,8 +85,8 @@ def test_run_prints_how_it_is_repeated(tmp_path, options):
 
 
 def test_programme_cannot_be_divided_into_more_parts_than_promised():
-    with pytest.raises(AssertionError, match="at most 40"):
-        Sample(Commit(1, "0"), "sample", case_parts=8).part(range(100), parts=6)
+    with pytest.raises(AssertionError, match="at most 64"):
+        Sample(Commit(1, "0"), "sample", case_parts=8).part(range(100), parts=9)
 
 
 def test_random_trials_differ_from_commit_to_commit_and_not_between_deep_runs():

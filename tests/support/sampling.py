@@ -20,7 +20,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-COMMITS_MAX = 40
+COMMITS_MAX = 64
 """Into so many parts a programme may be divided, cases and points together."""
 
 SLICE_FACTOR = 6

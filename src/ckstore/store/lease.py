@@ -297,7 +297,7 @@ class Lease:
             raise ConflictError(
                 f"run {self._run!r} is being written by {describe(holder)}",
                 where=self.location,
-                todo="stop that process, or commit to another run",
+                todo="stop that process, or commit to another run; in a copy of its store, delete this file",
                 pid=holder.pid,
                 host=holder.host,
             )

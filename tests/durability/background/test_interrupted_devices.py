@@ -37,7 +37,7 @@ def interrupt(folder, lying, sample, kind, act, guard, *, is_checked=False):
 
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
         guard_with(store, lying)
-        rounds = interrupt_each_line(store, sample, from_device, after=then_from_host, parts=12)
+        rounds = interrupt_each_line(store, sample, from_device, after=then_from_host, parts=24)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
 

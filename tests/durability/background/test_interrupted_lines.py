@@ -25,7 +25,7 @@ LINES_MIN = 400
 @pytest.mark.parametrize("threads", [1, 2])
 def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(witnesses, folder, sample, threads):
     with ckstore.open(folder, policy=ckstore.Policy(staging_threads=threads)) as store:
-        rounds = interrupt_each_line(store, sample, parts=8)
+        rounds = interrupt_each_line(store, sample, parts=16)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
 
@@ -35,7 +35,7 @@ def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, s
     # A negative control: then the commit after it, which was not interrupted, raises.
     monkeypatch.setattr(Handover, "give_up", lambda *_: None)
     with ckstore.open(folder) as store, pytest.raises(SaverError, match="was interrupted"):
-        interrupt_each_line(store, sample, parts=8)
+        interrupt_each_line(store, sample, parts=16)
 
 
 @pytest.mark.deep(parts=2)
@@ -43,7 +43,7 @@ def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, s
 def test_interrupted_commit_with_a_guard_stages_its_own_state_or_none(witnesses, folder, sample, is_checked):
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=is_checked)) as store:
         guard_with(store, OwnerOfAll())
-        rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=12)
+        rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=20)
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
 
@@ -63,7 +63,7 @@ def test_interrupted_commit_that_replaces_a_waiting_state_stages_its_own_state_o
         witnesses[-1].finish_staged()
 
     with ckstore.open(folder, policy=ckstore.Policy(on_busy="replace")) as store:
-        rounds = interrupt_each_line(store, sample, replace, fill, end, parts=12)
+        rounds = interrupt_each_line(store, sample, replace, fill, end, parts=24)
         assert len(witnesses[-1].aborted) > rounds.count // 2
     check_rounds(rounds)
     assert len(set(rounds.places)) > LINES_MIN or not sample.is_whole
@@ -75,7 +75,7 @@ def test_interrupted_commit_with_a_real_saver_publishes_its_own_state_or_none(fo
     with ckstore.open(folder, policy=ckstore.Policy(debug_guard=guarded, compression="none", saver_nice=0)) as store:
         if guarded:
             guard_with(store, OwnerOfAll())
-        rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=12, every=3)
+        rounds = interrupt_each_line(store, sample, commit_and_guard, after=guard, parts=20, every=3)
         assert saver_of(store).pid
     with ckstore.open(folder) as store:
         steps = store.steps()

@@ -264,7 +264,7 @@ LANES = [*[("numpy", seed) for seed in range(5)], ("torch", 100)]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("task", "seed"), LANES)
 def test_killed_trainers_and_savers_lose_nothing_that_was_promised(make_lane, sample, tell, task, seed):
-    strokes = sample.part(strokes_of(seed, STROKES if task == "numpy" else TORCH_STROKES), parts=8)
+    strokes = sample.part(strokes_of(seed, STROKES if task == "numpy" else TORCH_STROKES), parts=12)
     lane = run_lane(make_lane(task, sample.seed(seed)), strokes)
     tell(str(lane))
     # Each stroke hits somebody. What it leads to depends on time; in a whole lane all of it happens.

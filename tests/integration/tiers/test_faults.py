@@ -94,7 +94,7 @@ def points_of(count, fault, stride):
 
 
 # In this order, and with this number of parts, each run has nearly all scenarios, and another fault for each of them.
-@pytest.mark.deep(parts=13)
+@pytest.mark.deep(parts=21)
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCENARIOS)

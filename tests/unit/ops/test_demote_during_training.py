@@ -112,7 +112,7 @@ def change_count():
 def test_whatever_a_trainer_or_collector_does_between_two_steps_of_a_demotion_is_right(verb, change_count, sample):
     """Before every change that a demotion makes, all of the other's verb happens."""
     held = states(6)
-    for at in sample.part(range(1, change_count + 1), parts=20):
+    for at in sample.part(range(1, change_count + 1), parts=40):
         check_interrupted_demotion(verb, at, held)
 
 
