@@ -20,7 +20,6 @@ from bench.floor import Floor
 from bench.measure import Participant, Result, Sample, interleave
 from bench.spinning import Companion, Reading, Spinning
 from bench.workbench import Bench, facts_of, open_store
-from ckstore.saver.pace import Taken
 
 COMMITS, TOKENS = 6, 64
 """In a round, and of a batch: steps as short as they make sense, so that what a commit costs is seen best."""
@@ -139,9 +138,9 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
 
     Commits of one round have steps and the machine's mood in common, so that whole rounds are drawn.
     """
-    held_up, worked, taken = (
+    held_up, worked = (
         statistics.median(float(str(sample.facts[fact])) for sample in samples)
-        for fact in ("held_up_share", "saver_cpu_seconds", "taken_seconds")
+        for fact in ("held_up_share", "saver_cpu_seconds")
     )
     share, seconds = (
         _median_of([np.asarray(sample.facts[fact]) for sample in samples]) for fact in ("lost_shares", "lost_seconds")
@@ -149,8 +148,7 @@ def _cost_note(name: str, samples: list[Sample]) -> str:
     return (
         f"{name}: a commit costs {share[0]:.1%} of a step (median; 95%: {share[1]:.1%} to {share[2]:.1%}), "
         f"{1e3 * seconds[0]:.0f} ms ({1e3 * seconds[1]:.0f} to {1e3 * seconds[2]:.0f}); of {held_up:.1%} of a step it "
-        f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s; "
-        f"processors were taken from this machine for {taken:.2f} s meanwhile"
+        f"is known that the loop waited or had no processor; the process beside it computes for {worked:.2f} s"
     )
 
 
@@ -227,13 +225,12 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
 def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, count: int, steps_max: int) -> Sample:
     """Train some steps without and with a commit, in turns; a sample is seconds a step beside a commit."""
     torch.set_num_threads(threads)
-    taken_so_far = Taken()
-    busy, steps, held_up, returns, withheld, worked = [], [], [], [], [], 0.0
+    busy, steps, held_up, returns, worked = [], [], [], [], 0.0
     with _commits(bench, loop, compression) as commits:
         loop.train_one_step()
         quiet = [_step_seconds(loop, QUIET_STEPS)]
         for _ in range(count):
-            delayed, before, began = background.delay_seconds(), taken_so_far(), time.perf_counter()
+            delayed, began = background.delay_seconds(), time.perf_counter()
             computed = background.cpu_seconds(commits.pid)
             commit = commits.begin()
             returns.append(1e3 * (time.perf_counter() - began))
@@ -243,7 +240,6 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, 
             ended = time.perf_counter()
             busy.append((ended - began) / steps[-1])
             held_up.append(background.delay_seconds() - delayed + stalled + ended - waited)
-            withheld.append(taken_so_far() - before)
             worked += background.cpu_seconds(commits.pid) - computed
             quiet.append(_step_seconds(loop, QUIET_STEPS))
     # The machine drifts: what is right before and what is right after count alike.
@@ -255,7 +251,6 @@ def _train(bench: Bench, loop: background.Loop, threads: int, compression: str, 
     facts |= {"lost_share": statistics.median(lost), "saver_cpu_seconds": worked / count}
     facts |= {"held_up_share": statistics.median(held_up) / statistics.median(quiet)}
     facts |= {"return_ms": statistics.median(returns), "returns_ms": returns}
-    facts |= {"taken_seconds": statistics.fmean(withheld)}
     return Sample(statistics.median(busy), facts | commits.facts)
 
 

@@ -27,24 +27,19 @@ LOOK_SECONDS = 0.004
 
 
 class Headcount:
-    """How many threads may begin chunks at present, and when.
+    """How many threads may begin chunks at present.
 
     It is set and read without a lock: whoever sets it must never wait for a thread that has no processor.
-
-    Args:
-        is_due: Whether the thread of an index may begin a chunk now, asked again and again; counts only while not all
-            threads may begin. What it refuses it must soon allow.
     """
 
-    def __init__(self, is_due: Callable[[int], bool] = lambda _: True) -> None:
+    def __init__(self) -> None:
         self.most: int | None = None
-        """None: all there are, at any time. One may always begin when it is due."""
-        self._is_due = is_due
+        """None: all threads may begin. The first one always may."""
 
     def admits(self, thread_index: int) -> bool:
         """Whether the thread of this index may begin a chunk."""
         most = self.most
-        return most is None or (thread_index < max(1, most) and self._is_due(thread_index))
+        return most is None or thread_index < max(1, most)
 
 
 class Stopped(Exception):

@@ -34,7 +34,7 @@ from bench.spinning import Reading, Spinning  # noqa: E402
 from bench.workbench import Bench  # noqa: E402
 
 NBYTES = 1_500_000
-FACTS = {"held_up_share": 0, "saver_cpu_seconds": 0, "taken_seconds": 0, "lost_shares": [0], "lost_seconds": [0]}
+FACTS = {"held_up_share": 0, "saver_cpu_seconds": 0, "lost_shares": [0], "lost_seconds": [0]}
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_walls_are_in_times_of_a_synchronous_commit():
 
 
 def test_costs_are_those_that_the_case_notes():
-    facts = {"held_up_share": 0.01, "saver_cpu_seconds": 0.5, "taken_seconds": 0.0}
+    facts = {"held_up_share": 0.01, "saver_cpu_seconds": 0.5}
     facts |= {"lost_shares": [-0.02, 0.04, 0.05], "lost_seconds": [-0.03, 0.06, 0.07], "return_ms": 4.5}
     name = "training on 1 of 2 cores, ckstore none"
     note = _cost_note(name, [Sample(1.6, facts)])

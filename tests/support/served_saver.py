@@ -30,12 +30,22 @@ LONG_MS = int(20e3 * SECONDS_MAX)
 NICE = 7
 
 
+class AskedHeadcount(Headcount):
+    """A headcount that also asks a test whether a thread may begin, while not all may."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_due = lambda index: True
+
+    def admits(self, thread_index):
+        return super().admits(thread_index) and (self.most is None or self.is_due(thread_index))
+
+
 class Levels:
     """A priority that changes nothing: it notes each level when it is set to another one."""
 
     def __init__(self):
-        self.headcount = Headcount(lambda index: self.is_due(index))
-        self.is_due = lambda index: True
+        self.headcount = AskedHeadcount()
         self.noted = []
         self.on_change = lambda level: None
 
@@ -72,7 +82,7 @@ class Gate:
         self.admitted = set()
         """Those that may begin."""
         self._priority = priority
-        priority.is_due, priority.headcount.most = self._is_due, most
+        priority.headcount.is_due, priority.headcount.most = self._is_due, most
 
     def _is_due(self, index):
         self.asked.append(index)

@@ -22,7 +22,6 @@ import threading
 from pathlib import Path
 
 from ckstore.latch import Latch
-from ckstore.saver.pace import Pace, Taken
 from ckstore.store.lease import HEART_NAME
 from ckstore.store.processes import proc_is_ours
 from ckstore.workers import Headcount
@@ -48,9 +47,8 @@ class Priority:
         self._last: tuple[int, bool] | None = None
         self._may_stand_aside: bool | None = None
         self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
-        self.headcount = Headcount(Pace(Taken()).admits)
-        """How many threads may hash and code: while the saver gives way, one fewer than there are processors; and when
-        they may go on, where the machine takes processors away for what the saver does."""
+        self.headcount = Headcount()
+        """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
 
     def give_way(self) -> None:
         """Let others go first."""
