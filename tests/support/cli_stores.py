@@ -71,6 +71,13 @@ def _run_on_terminal(columns, arguments):
         os._exit(code)
 
 
+def flip_byte(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(content)
+
+
 def make_store(path, *, steps=(100, 200, 300)):
     """Make a store whose run ``main`` has these steps, of numpy arrays, and a run ``other``."""
     rng = np.random.default_rng(0)

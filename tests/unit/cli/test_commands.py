@@ -10,19 +10,13 @@ import numpy as np
 import pytest
 
 import ckstore
+from support.cli_stores import flip_byte
 
 INFO_KEYS = {
     *("step", "seq", "checkpoint_id", "run", "time_ns", "time", "parent", "origin_id", "generation", "is_archival"),
     *("fidelity", "metrics", "tags", "bytes_state", "bytes_stored", "bytes_written", "tensor_count", "chunk_count"),
     *("chunks_new", "chunks_reused", "depth_max", "warnings", "tiers"),
 }
-
-
-def flip_byte(path, offset):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(content)
 
 
 def pack_of_weights(store):
