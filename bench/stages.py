@@ -63,10 +63,8 @@ class Chunks:
             "code": self.code,
             "code less a base": self.code_less_a_base,
             "copy into blocks": self.copy,
-            "decode at once": lambda number: self._decode(self._whole[number], None),
-            "decode in pieces": lambda number: self._decode_pieces(self._whole[number], None),
-            "add to a base at once": lambda number: self._decode(self._residual[number], self._base[number]),
-            "add to a base in pieces": lambda number: self._decode_pieces(self._residual[number], self._base[number]),
+            "decode": lambda number: self._decode(self._whole[number], None),
+            "add to a base": lambda number: self._decode(self._residual[number], self._base[number]),
         }
 
     def code(self, number: int) -> forms.Encoded:
@@ -99,17 +97,6 @@ class Chunks:
             stored.payload, stored.steps, width=_WIDTH, destination=self._room, scratch=self._scratch, base=base
         )
         new_xxh3().update(self._room)
-
-    def _decode_pieces(self, stored: Stored, base: memoryview | None) -> None:
-        forms.decode_pieces(
-            stored.payload,
-            stored.steps,
-            width=_WIDTH,
-            room=self._room,
-            scratch=self._scratch,
-            watch=new_xxh3().update,
-            base=base,
-        )
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from ckstore.coding_thread import CodingThread, thread_nbytes
 from ckstore.config import Policy
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
-from ckstore.format.wire import new_xxh3
+from ckstore.format.wire import xxh3_64
 from ckstore.ids import ChunkId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
 from ckstore.pipeline import ByteSource, ChunkWorker, identity_and_checksum, require_identity
@@ -303,14 +303,9 @@ class ChunkWriter:
             if hasher is not None:
                 require_identity(hasher.digest(), frame.chunk_id)
             elif encoded.steps and self.policy.verify_encoded:
-                if wanted is not None:
-                    checksum = new_xxh3()
-                    worker.decode_payload(payload, encoded, chunk, checksum.update, coded.base_plain)
-                    if checksum.intdigest() == wanted:
-                        return
-                identity = new_hasher()
-                worker.decode_payload(payload, encoded, chunk, identity.update, coded.base_plain)
-                require_identity(identity.digest(), frame.chunk_id)
+                decoded = worker.decode_payload(payload, encoded, chunk, coded.base_plain)
+                if wanted is None or xxh3_64(decoded) != wanted:
+                    require_identity(chunk_id_of(decoded), frame.chunk_id)
 
         watch = None if hasher is None else hasher.update
         known = None if encoded.steps else wanted

@@ -12,11 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckstore import kernels, lossy_forms
 from ckstore.codec import chain
-from ckstore.codec.base import CodecStep, require_elements
+from ckstore.codec.base import CodecStep
 from ckstore.codec.chain import Encoded, Scratch, encode, scratch_nbytes
 from ckstore.codec.planes import PLAIN_WORDS
 from ckstore.codec.registry import PLANES, codec_of
@@ -32,7 +32,6 @@ __all__ = [
     "Scratch",
     "base_nbytes",
     "decode",
-    "decode_pieces",
     "encode",
     "encode_delta",
     "encode_rounded",
@@ -43,9 +42,6 @@ __all__ = [
 ]
 
 NO_BYTES = memoryview(b"")
-
-_PIECE_NBYTES = 128 << 10
-"""With its base and its planes it fits into second-level caches of 512 KiB, and is long enough to let go of the GIL."""
 
 _WITH_BASE = (ordered.CODEC_ID, derived.CODEC_ID, *lossy_forms.STEPS_WITH_BASE)
 
@@ -164,69 +160,6 @@ def decode(
     ordered.require_elements(destination.nbytes, width)
     planes = _residual_planes(payload, steps[1], width, destination.nbytes, scratch)
     ordered.add(planes, base, destination, width=width, config=config)
-
-
-def decode_pieces(
-    payload: memoryview,
-    steps: Sequence[CodecStep],
-    *,
-    width: int,
-    room: memoryview,
-    scratch: Scratch,
-    watch: Callable[[memoryview], object],
-    base: memoryview | None = None,
-) -> None:
-    """Decode one chunk to look at it once, and keep none of it.
-
-    What comes in byte planes is merged piece by piece at the beginning of ``room``, the rest of which stays untouched:
-    a piece fits into the second-level cache, and leaves the one that all cores share to training (how far that was
-    seen to help: docs/ARCHITECTURE.md).
-
-    Args:
-        payload: The stored bytes.
-        steps: How they were made.
-        width: Bytes of an element.
-        room: Memory as long as the chunk.
-        scratch: Memory of this thread.
-        watch: Called with the plain bytes, piece by piece, in order; each is valid until the call returns.
-        base: As for ``decode``, but not in the same memory as ``room``.
-
-    Raises:
-        CorruptError, UnsupportedError, UsageError: As ``decode``; what was watched before is worth nothing then.
-    """
-    payload, room = _flat(payload), _flat(room)
-    words = _words_in_planes(steps)
-    if words is None or room.nbytes <= _PIECE_NBYTES:
-        decode(payload, steps, width=width, destination=room, scratch=scratch, base=base)
-        watch(room)
-        return
-    base = _base_for(steps, room.nbytes, base, scratch)
-    count = require_elements(room.nbytes, width)
-    planes = PLANES.decode_planes(payload, width=width, nbytes=room.nbytes, scratch=scratch)
-    for begin in range(0, count, _PIECE_NBYTES // width):
-        end = min(count, begin + _PIECE_NBYTES // width)
-        parts = [plane[begin:end] for plane in planes]
-        piece = room[: (end - begin) * width]
-        if base is None:
-            PLANES.merge(parts, piece, words, width=width)
-        else:
-            ordered.add(parts, base[begin * width : end * width], piece, width=width, config=words)
-        watch(piece)
-
-
-def _words_in_planes(steps: Sequence[CodecStep]) -> bytes | None:
-    """Return how words in byte planes become elements, of a chunk that is stored as planes; None: it is not.
-
-    That is the config of ``planes`` where these are the elements', and that of ``delta`` where they are the words that
-    it leaves.
-    """
-    match list(steps):
-        case [(PLANES.codec_id, config)]:
-            return config
-        case [(ordered.CODEC_ID, config), (PLANES.codec_id, inner)] if inner == PLAIN_WORDS:
-            return config
-        case _:
-            return None
 
 
 def _base_for(steps: Sequence[CodecStep], nbytes: int, base: memoryview | None, scratch: Scratch) -> memoryview | None:

@@ -6,7 +6,7 @@ chunk. What it does with bytes is a C call that releases the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -140,23 +140,23 @@ class ChunkWorker:
         payload: Sequence[memoryview],
         encoded: Encoded,
         chunk: ChunkPlan,
-        watch: Callable[[memoryview], object],
         base: memoryview | None = None,
-    ) -> None:
-        """Decode a coded payload as it lies in the write block; ``watch`` gets the plain bytes, piece by piece.
+    ) -> memoryview:
+        """Decode a coded payload as it lies in the write block; the result is valid until the next call.
 
         Raises:
             CorruptError: It does not decode at all.
         """
-        forms.decode_pieces(
+        decoded = self.buffer("decoded")[: chunk.nbytes]
+        forms.decode(
             payload[0] if len(payload) == 1 else self._joined(payload),
             encoded.steps,
             width=encoded.width,
-            room=self.buffer("decoded")[: chunk.nbytes],
+            destination=decoded,
             scratch=self._scratch,
-            watch=watch,
             base=base,
         )
+        return decoded
 
     def _joined(self, parts: Sequence[memoryview]) -> memoryview:
         """Put a frame that spans two write blocks into one piece, as decoders want it."""

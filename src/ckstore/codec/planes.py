@@ -69,13 +69,9 @@ class PlanesCodec:
     ) -> None:
         """Decode the planes and merge them into ``destination``."""
         # Refused before there is work.
-        _is_rotated(config)
+        is_rotated = _is_rotated(config)
         planes = self.decode_planes(payload, width=width, nbytes=destination.nbytes, scratch=scratch)
-        self.merge(planes, destination, config, width=width)
-
-    def merge(self, planes: Sequence[memoryview], destination: memoryview, config: bytes, *, width: int) -> None:
-        """Merge as many bytes of each plane as there are elements in the destination."""
-        kernels.merge_planes(planes, destination, width, _is_rotated(config))
+        kernels.merge_planes(planes, destination, width, is_rotated)
 
     def decode_planes(self, payload: memoryview, *, width: int, nbytes: int, scratch: Scratch) -> list[memoryview]:
         """Return the planes of ``nbytes`` bytes of elements; they lie in the payload and the scratch.

@@ -219,6 +219,18 @@ def test_an_unknown_config_of_the_second_step_is_unsupported(config: bytes, scra
         decoded(b"\0" * 64, forms.Encoded(((5, b"\x00"), (2, config)), [], 4), 64, memoryview(bytes(64)), scratch)
 
 
+def test_decoding_says_what_it_refuses(scratch: forms.Scratch) -> None:
+    _, _, plain, base = pair("fp32")
+    whole = forms.encode(plain, width=4, is_float=True, compression="fast", scratch=scratch)
+    payload = b"".join(whole.parts)
+    with pytest.raises(MalformedError, match="a base that it does not need"):
+        decoded(payload, whole, plain.nbytes, base, scratch)
+    with pytest.raises(UsageError, match="more than the scratch"):
+        decoded(payload, whole, MIB + 4, None, scratch)
+    with pytest.raises(UnsupportedError, match="config of codec planes"):
+        decoded(payload, forms.Encoded(((2, b"\x02"),), [], 4), plain.nbytes, None, scratch)
+
+
 def test_chains_without_a_base_need_none() -> None:
     for steps in ((), ((1, b""),), ((2, b"\x01"),), ((3, b""),), ((4, b""),)):
         assert forms.base_nbytes(steps, 4096) == 0
