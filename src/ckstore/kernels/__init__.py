@@ -6,102 +6,6 @@ still works, slowly.
 
 from __future__ import annotations
 
-try:
-    from ckstore.kernels.on_native import (
-        bin_values,
-        class_counts,
-        copy_bytes,
-        copy_units,
-        decode_plane,
-        decode_sparse,
-        delta_bits,
-        encode_plane,
-        encode_sparse,
-        equal_bytes,
-        finish_outer,
-        finish_values,
-        float_changes,
-        float_quotients,
-        float_values,
-        histogram,
-        inverse_root,
-        is_constant,
-        is_rounding,
-        launch_copies,
-        measure_values,
-        merge_delta,
-        merge_planes,
-        merge_streams,
-        missed_squares,
-        multiply_floats,
-        multiply_words,
-        pack_symbols,
-        plane_bits,
-        plane_bound,
-        products_of_rows,
-        quantize_values,
-        round_floats,
-        round_vectors,
-        split_delta,
-        split_planes,
-        split_streams,
-        split_zigzag,
-        stream_sizes,
-        subtract_ones,
-        sums_of_levels,
-        sums_of_values,
-        symmetric_eigen,
-        take_roots,
-        unpack_symbols,
-    )
-except ImportError:
-    from ckstore.kernels.on_numpy import (
-        bin_values,
-        class_counts,
-        copy_bytes,
-        copy_units,
-        decode_plane,
-        decode_sparse,
-        delta_bits,
-        encode_plane,
-        encode_sparse,
-        equal_bytes,
-        finish_outer,
-        finish_values,
-        float_changes,
-        float_quotients,
-        float_values,
-        histogram,
-        inverse_root,
-        is_constant,
-        is_rounding,
-        launch_copies,
-        measure_values,
-        merge_delta,
-        merge_planes,
-        merge_streams,
-        missed_squares,
-        multiply_floats,
-        multiply_words,
-        pack_symbols,
-        plane_bits,
-        plane_bound,
-        products_of_rows,
-        quantize_values,
-        round_floats,
-        round_vectors,
-        split_delta,
-        split_planes,
-        split_streams,
-        split_zigzag,
-        stream_sizes,
-        subtract_ones,
-        sums_of_levels,
-        sums_of_values,
-        symmetric_eigen,
-        take_roots,
-        unpack_symbols,
-    )
 from ckstore.kernels.sample_on_numpy import SAMPLE_NBYTES
 from ckstore.kernels.sparse_on_numpy import SPARSE_FROM
 
@@ -156,55 +60,17 @@ __all__ = [
     "unpack_symbols",
 ]
 
-_LOOPS = (
-    bin_values,
-    class_counts,
-    copy_bytes,
-    copy_units,
-    decode_plane,
-    decode_sparse,
-    delta_bits,
-    encode_plane,
-    encode_sparse,
-    equal_bytes,
-    finish_outer,
-    finish_values,
-    float_changes,
-    float_quotients,
-    float_values,
-    histogram,
-    inverse_root,
-    is_constant,
-    is_rounding,
-    launch_copies,
-    measure_values,
-    merge_delta,
-    merge_planes,
-    merge_streams,
-    missed_squares,
-    multiply_floats,
-    multiply_words,
-    pack_symbols,
-    plane_bits,
-    plane_bound,
-    products_of_rows,
-    quantize_values,
-    round_floats,
-    round_vectors,
-    split_delta,
-    split_planes,
-    split_streams,
-    split_zigzag,
-    stream_sizes,
-    subtract_ones,
-    sums_of_levels,
-    sums_of_values,
-    symmetric_eigen,
-    take_roots,
-    unpack_symbols,
-)
+_LOOPS = [name for name in __all__ if name.islower()]
+
+try:
+    from ckstore.kernels.on_native import *
+
+    if not set(_LOOPS) <= set(globals()):
+        raise ImportError("the extension was built from older sources")
+except ImportError:
+    from ckstore.kernels.on_numpy import *
 
 IMPLEMENTATION: dict[str, str] = {
-    loop.__name__: "numpy" if loop.__module__.endswith("on_numpy") else "native" for loop in _LOOPS
+    name: "numpy" if globals()[name].__module__.endswith("on_numpy") else "native" for name in _LOOPS
 }
 """Function name -> ``"native"`` or ``"numpy"``."""
