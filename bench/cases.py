@@ -17,7 +17,6 @@ from typing import Any
 from bench import (
     cases_async,
     cases_codec,
-    cases_device,
     cases_engine,
     cases_gc,
     cases_gpu,
@@ -297,7 +296,6 @@ CASES: dict[str, Callable[[Bench], Result]] = {
     **cases_codec.CASES,
     **cases_loops.CASES,
     **cases_engine.CASES,
-    **cases_device.CASES,
     **cases_gc.CASES,
     **cases_stall.CASES,
     **cases_training.CASES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench import background, cases_device, cases_training, histories, machine
+from bench import background, cases_training, histories, machine
 from bench.cases_stall import VARIANTS, blocked_by, if_possible, note_stalls
 from bench.measure import Participant, Result, Sample, interleave, tell
 from bench.workbench import Bench, facts_of, open_store
@@ -89,9 +89,14 @@ def stall_gpu_guarded(bench: Bench) -> Result:
     return found
 
 
+def no_gpu_reason() -> str:
+    """Return why nothing can be measured on a GPU, or nothing."""
+    return "" if torch.cuda.is_available() else "there is no CUDA GPU here"
+
+
 def _is_there(result: Result) -> bool:
     """Return whether there is a GPU; else say why not, here and in the result."""
-    reason = cases_device.no_gpu_reason()
+    reason = no_gpu_reason()
     if reason:
         tell(f"  {result.case} is left out: {reason}")
         result.unusable["GPU"] = reason

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckstore.choice import View
-from ckstore.device_bases import DeviceBases
 from ckstore.format.choices import Choices, StorageChoice
 from ckstore.format.manifest import Manifest
 from ckstore.format.wire import xxh3_64
@@ -56,8 +55,6 @@ class Bases:
     """What one handle remembers from one commit to the next; thread-safe where threads of one commit meet."""
 
     def __init__(self) -> None:
-        self.there = DeviceBases()
-        """What devices have of them."""
         self.seq: int | None = None
         self.choices: Choices | None = None
         self._previous: dict[Place, BaseChunk] = {}
@@ -118,7 +115,6 @@ class Bases:
         wanted = {chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values())
         self._samples = {chunk_id: sample for chunk_id, sample in self._samples.items() if chunk_id in wanted}
         self._keep_checksums(wanted)
-        self.there.follow(wanted)
         with self._lock:
             self._held = self._held_from(wanted)
             self._held_nbytes = sum(held.heap_nbytes for held in self._held.values())
@@ -262,7 +258,6 @@ class Bases:
 
     def forget_drafts(self) -> None:
         """Let go of what a commit that failed, or is tried again, has given to be held."""
-        self.there.forget_drafts()
         self._keep_checksums({chunk.chunk_id for chunk in self._previous.values()} | set(self._roots.values()))
         with self._lock:
             self._drafts.clear()

@@ -99,7 +99,6 @@ def _try(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     parts.prepare_run()
     parts.lease.take()  # 1
     request.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
-    request.bases.there.begin(request.policy.device_bases_nbytes_max)
     try:
         return _commit(parts, request, watch)
     finally:
@@ -163,7 +162,6 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
         chunks_derived=stored.chunks_derived,
         chunks_lossy=stored.chunks_lossy,
         bytes_bases=(request.bases.held_nbytes, request.bases.held_nbytes_peak, request.bases.staged_nbytes),
-        bytes_on_device=(stored.nbytes_on_device, request.bases.there.nbytes),
     )
     return Committed(receipt, fingerprint)
 

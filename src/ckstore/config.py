@@ -17,7 +17,6 @@ GIB = 1 << 30
 Compression = Literal["none", "fast", "best"]
 Fidelity = Literal["exact", "near", "small"] | Residual
 BaseCache = Literal["none", "memory"]
-QuantizeOn = Literal["device", "host"]
 EngineName = Literal["auto", "uring", "pwrite"]
 OnBusy = Literal["wait", "skip", "replace"]
 
@@ -60,14 +59,6 @@ class Policy:
         fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
             ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
             ``"near"`` and ``"small"`` are short for these two.
-        quantize_on: Where tensors are quantized that a synchronous commit with a loss finds on a device: there, so that
-            codes are copied to the host and floats are not (``"device"``, which was tried on one kind of GPU, and is
-            not fast there yet: ``quantize_device``), or on the ``"host"``. What is in host memory is quantized there
-            either way, and so is what a background commit has staged. The bytes that are restored may differ between
-            the two, as sums may in their last bits; their bounds do not.
-        device_bases_nbytes_max: Bound on the reconstructions of weights that stay on devices for the next commit;
-            None: none but the size of the weights; 0: nothing stays, and each commit copies its base to the device.
-            What stays is memory that training does not get.
         verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
             Without it faulty memory and coders are found out by a restore, not by the commit.
         verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
@@ -112,8 +103,6 @@ class Policy:
     base_cache: BaseCache = "none"
     base_cache_nbytes_max: int | None = None
     fidelity: Fidelity = "exact"
-    quantize_on: QuantizeOn = "host"
-    device_bases_nbytes_max: int | None = 0
     verify_encoded: bool = True
     verify_restored: Literal["blake3", "xxh3"] = "blake3"
     threads: int | None = None
@@ -128,11 +117,11 @@ class Policy:
         self._check_background()
         _check_choice("compression", self.compression, ("none", "fast", "best"))
         _check_choice("base_cache", self.base_cache, ("none", "memory"))
-        _check_choice("quantize_on", self.quantize_on, ("device", "host"))
-        for name in ("base_cache_nbytes_max", "device_bases_nbytes_max"):
-            bound = getattr(self, name)
-            if bound is not None and bound < 0:
-                raise UsageError(f"{name} must not be negative", where=f"Policy({name}={bound!r})")
+        if self.base_cache_nbytes_max is not None and self.base_cache_nbytes_max < 0:
+            raise UsageError(
+                "base_cache_nbytes_max must not be negative",
+                where=f"Policy(base_cache_nbytes_max={self.base_cache_nbytes_max!r})",
+            )
         if not 1 <= self.read_amplification_max <= 1000:
             raise UsageError(
                 "read_amplification_max must be between 1 and 1000",

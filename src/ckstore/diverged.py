@@ -7,7 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from ckstore.capture import Captured
 from ckstore.distance import is_finite
 from ckstore.lossy import memory_shape
-from ckstore.memory_spans import is_on_device
 from ckstore.tensor import TensorSpec, byte_strides_of, count_of, extent_of
 
 _PIECE_NBYTES = 4 << 20
@@ -33,14 +31,12 @@ class _Kind:
         mask: Bits of integers to compare; 0: they are floats of numpy.
         wrong: What these bits are in NaN and, where there is one, infinity.
         parts: Two for complex numbers.
-        there: What devices call the parts; empty: these are looked at on the host.
     """
 
     dtype: str
     mask: int = 0
     wrong: int = 0
     parts: int = 1
-    there: str = ""
 
     @property
     def width(self) -> int:
@@ -48,12 +44,12 @@ class _Kind:
         return self.parts * np.dtype(self.dtype).itemsize
 
 
-_HALF = _Kind("<u2", 0x7C00, 0x7C00, there="float16")
-_SINGLE, _DOUBLE = _Kind("<f4", there="float32"), _Kind("<f8", there="float64")
+_HALF = _Kind("<u2", 0x7C00, 0x7C00)
+_SINGLE, _DOUBLE = _Kind("<f4"), _Kind("<f8")
 
 _KINDS: Mapping[str, _Kind] = {
     "float16": _HALF,
-    "bfloat16": _Kind("<u2", 0x7F80, 0x7F80, there="bfloat16"),
+    "bfloat16": _Kind("<u2", 0x7F80, 0x7F80),
     "float32": _SINGLE,
     "float64": _DOUBLE,
     "complex32": replace(_HALF, parts=2),
@@ -85,12 +81,6 @@ def is_diverged(captured: Captured, spec: TensorSpec) -> bool:
         return _is_wrong_strided(captured, spec, kind)
     end = spec.offset + nbytes
     pieces = [(start, min(end, start + _PIECE_NBYTES)) for start in range(spec.offset, end, _PIECE_NBYTES)]
-    if is_on_device(storage) and kind.there:
-        # Looked at where it lies, and copied for nothing else; but where memory is short there.
-        from ckstore.kernels import on_gpu
-
-        with contextlib.suppress(RuntimeError):
-            return not all(on_gpu.all_finite(on_gpu.elements_of(storage.there(*piece), kind.there)) for piece in pieces)
     return any(_is_wrong(np.frombuffer(storage.read(*piece), kind.dtype), kind) for piece in pieces)
 
 

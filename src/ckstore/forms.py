@@ -89,12 +89,7 @@ def encode_rounded(plain: memoryview, base: memoryview, *, scratch: Scratch) -> 
     config = derived.rounding_of(plain, _flat(base))
     if config is None:
         return None
-    return rounded_as(config[0])
-
-
-def rounded_as(kind: int) -> Encoded:
-    """Return what says that a chunk is its base of fp32 rounded to bf16 (1) or fp16 (2)."""
-    return Encoded(((derived.CODEC_ID, bytes([kind])),), [memoryview(derived.PAYLOAD)], derived.WIDTH)
+    return Encoded(((derived.CODEC_ID, config),), [memoryview(derived.PAYLOAD)], derived.WIDTH)
 
 
 def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:

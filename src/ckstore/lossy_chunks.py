@@ -15,7 +15,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,15 +30,11 @@ from ckstore.lossy import LossyPlan, LossyTensor, Task
 from ckstore.lossy_forms import Errors, quantizing_nbytes
 from ckstore.lossy_target import sample_of, scaled, seek
 from ckstore.lossy_task import Draft, TaskCoder
-from ckstore.memory_spans import is_on_device
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan
 from ckstore.store.known import KnownFrame
 from ckstore.workers import Turns
 from ckstore.written import Coded, NewFrame, Stored, depth_of
-
-if TYPE_CHECKING:
-    from ckstore.lossy_device_task import Devices
 
 _BUFFERS, _BUFFERS_JOINT = 2, 5
 """Chunks that a thread holds beside what exact storing takes: reconstructions of a task, and a mask."""
@@ -72,7 +67,6 @@ class LossyChunkWriter(ChunkWriter):
     _pairs: dict[int, int] = field(init=False, default_factory=dict)
     _groups: dict[int, int] = field(init=False, default_factory=dict)
     _masters: dict[int, int] = field(init=False, default_factory=dict)
-    _devices: Devices | None = field(init=False, default=None)
     _guard: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -85,18 +79,7 @@ class LossyChunkWriter(ChunkWriter):
             if task.second >= 0:
                 second, first = self._storage_of(task.second), self._storage_of(task.first)
                 self._pairs[first] = second
-        self._devices = self._devices_of()
         self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._fates}
-
-    def _devices_of(self) -> Devices | None:
-        """Return what is quantized where it lies; None: nothing."""
-        storages = [self.storages[storage] for storage in self.lossy.tensors]
-        if self.policy.quantize_on == "host" or not any(map(is_on_device, storages)):
-            return None
-        # Only who has tensors on devices has torch.
-        from ckstore.lossy_device_task import Devices
-
-        return Devices(self.plan, self.storages, self.bases.there)
 
     def _thread_nbytes(self, *, has_bases: bool) -> int:
         is_private = not self.policy.verify_encoded
@@ -127,11 +110,6 @@ class LossyChunkWriter(ChunkWriter):
             loss = fate.loss(storage, 8 * nbytes * spec.element_width / spec.nbytes)
             losses += [] if loss is None else [loss]
         stored.losses = tuple(losses)
-        if self._devices is not None:
-            stored.nbytes_on_device = sum(
-                nbytes for storage, nbytes in self._devices.nbytes_of.items() if not self._fates[storage].failure
-            )
-            stored.warnings += self._devices.warnings
         return stored
 
     def _scale_steps(self, target: float) -> None:
@@ -206,7 +184,7 @@ class LossyChunkWriter(ChunkWriter):
 
     def _store_task(self, task: Task, turn: int, turns: Turns, thread_index: int) -> None:
         thread = self._thread(thread_index)
-        drafts = self._coder(task, thread).drafts()
+        drafts = TaskCoder(self, task, thread).drafts()
         waiting: list[tuple[NewFrame, Coded, ChunkPlan]] = []
         waiting_nbytes = 0
         with turns.turn(turn):
@@ -220,13 +198,6 @@ class LossyChunkWriter(ChunkWriter):
                     waiting.append((frame, draft.coded, self.plan.chunks[draft.index]))
                     waiting_nbytes += draft.coded.encoded.nbytes
         self._fill_all(waiting, thread)
-
-    def _coder(self, task: Task, thread: CodingThread) -> TaskCoder:
-        if self._devices is None:
-            return TaskCoder(self, task, thread)
-        from ckstore.lossy_device_task import DeviceTaskCoder
-
-        return DeviceTaskCoder(self, task, thread, self._devices)
 
     def _put(self, draft: Draft) -> NewFrame | None:
         """Give a chunk its place; None where it needs none."""

@@ -7,13 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from ckstore.codec.base import Encoded
 from ckstore.quant import lowrank_forms
-from ckstore.quant.bound import Errors, Measured, measure
+from ckstore.quant.bound import Errors, measure
 from ckstore.quant.geometry import ChunkShape, Grid
 from ckstore.quant.lowrank_forms import CHANGE, QUOTIENT, ROOT, Approximated
 from ckstore.quant.settings import LowRank
@@ -52,54 +50,24 @@ def encode(
         limit: Greatest quotient.
         reconstruction: As many bytes, which receive what the payload decodes to.
     """
-    changes = np.frombuffer(values, np.float32)
-    sum_sq = float(np.einsum("i,i->", changes, changes)) if step == CHANGE_STEP else None
+    change: float | None = None
     if step == CHANGE_STEP:
+        changes = np.frombuffer(values, np.float32)
+        change = float(np.einsum("i,i->", changes, changes))
         found = lowrank_forms.make_change(values, grid, settings)
     elif step == QUOTIENT_STEP:
         found = lowrank_forms.make_quotient(values, grid, settings, limit)
     else:
         found = lowrank_forms.make_second(values, grid, settings)
-    if found is None:
-        return None
-    return finished(
-        *(step, found, sum_sq, base, shape),
-        reconstruction=reconstruction,
-        measure=lambda u_max: measure(plain, reconstruction, shape.kind),
-    )
-
-
-def finished(
-    step: int,
-    found: Approximated,
-    sum_sq_change: float | None,
-    base: memoryview,
-    shape: ChunkShape,
-    *,
-    reconstruction: memoryview,
-    measure: Callable[[float], Measured],
-) -> tuple[Encoded, Errors] | None:
-    """Write what a product stands for, and measure that; None where it does not pay, or nothing would tell the loss.
-
-    Args:
-        step: One of ``STEPS``.
-        found: The product, with its payload.
-        sum_sq_change: Sum of the squares of the changes, of weights.
-        base: As many bytes as the chunk has, that decoding will be given; none for ``ROOT_STEP``.
-        shape: What the chunk is of its tensor.
-        reconstruction: As many bytes, which receive what the payload decodes to.
-        measure: Tells, once the reconstruction is written, what it is off by; it is given the greatest quotient.
-    """
-    nbytes, grid = reconstruction.nbytes, found.grid
-    if len(found.payload) > nbytes - nbytes // _SAVING_PART:
+    if found is None or len(found.payload) > plain.nbytes - plain.nbytes // _SAVING_PART:
         return None
     u_max = lowrank_forms.write(found, _FORMS[step], shape.kind, base, reconstruction)
-    off = measure(u_max)
+    off = measure(plain, reconstruction, shape.kind)
     if not off.is_told or _vanishes(step, found, shape, reconstruction):
         return None
     encoded = Encoded(((step, bytes([shape.kind])),), [memoryview(found.payload)], shape.width)
-    change = off.sum_sq_value if sum_sq_change is None else sum_sq_change
     kept = grid.count if found.product.rank or step == ROOT_STEP else 0
+    change = off.sum_sq_value if change is None else change
     return encoded, Errors(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, change, kept, 0, u_max)
 
 

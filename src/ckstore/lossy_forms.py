@@ -24,7 +24,7 @@ from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.lossy_grids import CODEBOOK, GRID, MOMENT1, MOMENT2, Made
 from ckstore.lossy_payload import read_codes
 from ckstore.quant import pruned
-from ckstore.quant.bound import Errors, Measured, measure
+from ckstore.quant.bound import Errors, measure
 from ckstore.quant.geometry import KINDS, WIDTHS, ChunkShape, FloatName, Grid
 from ckstore.quant.grid import Quantized, Steps, quantize_grid
 from ckstore.quant.moments import quantize_first
@@ -50,7 +50,6 @@ __all__ = [
     "Made",
     "base_nbytes_of",
     "decode",
-    "dropped",
     "encode_first_moment",
     "encode_pruned_moment",
     "encode_second_moment",
@@ -307,15 +306,9 @@ def _made(
     reconstruction: memoryview,
 ) -> Made | None:
     """Write the payload and its reconstruction, and measure that; None where it does not pay."""
-    if found is None or not lossy_grids.escapes_pay(found, grid):
+    if found is None:
         return None
-    words = lossy_grids.words_at(plain, found.escapes, shape.width)
-    return lossy_grids.finished(
-        *(step, found, words, base, shape, grid),
-        scratch=scratch,
-        reconstruction=reconstruction,
-        measure=lambda: measure(plain, reconstruction, shape.kind),
-    )
+    return lossy_grids.encode(step, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
 
 
 def _clear_without_direction(values: memoryview, second: memoryview, shape: ChunkShape) -> None:
@@ -331,11 +324,8 @@ def _zeros(
 ) -> Made | None:
     np.frombuffer(reconstruction, np.uint8).fill(0)
     off = measure(plain, reconstruction, shape.kind)
-    return dropped(off, shape, grid, scratch, reconstruction) if off.is_told else None
-
-
-def dropped(off: Measured, shape: ChunkShape, grid: Grid, scratch: Scratch, reconstruction: memoryview) -> Made:
-    """Store a reconstruction that is nothing but zeros."""
+    if not off.is_told:
+        return None
     encoded = chain.encode(reconstruction, width=shape.width, is_float=True, compression="fast", scratch=scratch)
     return Made(
         encoded, reconstruction, Errors(grid.count, off.max_abs, off.sum_sq_error, off.sum_sq_value, off.sum_sq_value)

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ from ckstore import kernels
 from ckstore.codec.base import Encoded
 from ckstore.codec.scratch import Scratch
 from ckstore.lossy_payload import Codes, write_codes
-from ckstore.quant.bound import Errors, Measured, greatest_quotient
+from ckstore.quant.bound import Errors, greatest_quotient, measure
 from ckstore.quant.geometry import WIDTHS, ChunkShape, Grid
 from ckstore.quant.grid import Quantized
 
@@ -49,40 +48,36 @@ class Made:
     errors: Errors
 
 
-def escapes_pay(found: Quantized, grid: Grid) -> bool:
-    """Whether few enough elements are to be stored as they are."""
-    return found.escapes.size <= grid.count // _ESCAPES_PART
-
-
-def finished(
+def encode(
     step: int,
     found: Quantized,
-    words: bytes,
+    plain: memoryview,
     base: memoryview,
     shape: ChunkShape,
     grid: Grid,
     *,
     scratch: Scratch,
     reconstruction: memoryview,
-    measure: Callable[[], Measured],
 ) -> Made | None:
     """Write the payload and its reconstruction, and measure that; None where it does not pay.
 
     Args:
         step: One of ``STEPS``.
         found: What the symbols mean; these lie in the first half of ``scratch.planes``.
-        words: The bytes of the escapes.
+        plain: The bytes of the chunk.
         base: As many bytes as the chunk has, that decoding will be given; none where the step has none.
         shape: What the chunk is of its tensor.
         grid: Where it lies.
         scratch: Memory of this thread.
         reconstruction: As many bytes, which receive what the payload decodes to.
-        measure: Tells, once the reconstruction is written, what it is off by.
     """
+    if found.escapes.size > grid.count // _ESCAPES_PART:
+        return None
+    words = _words_at(plain, found.escapes, shape.width)
     symbols = scratch.planes(grid.count)
     codes = Codes(grid, found.rows, found.cols, symbols, found.table, found.floor, found.escapes, words)
     reconstruct(codes, step, shape.kind, base, reconstruction)
-    off = measure()
+    off = measure(plain, reconstruction, shape.kind)
     if not off.is_told:
         return None
     parts = write_codes(codes, found.contexts, found.counts, scratch)
@@ -112,13 +107,13 @@ def reconstruct(codes: Codes, step: int, kind: int, base: memoryview, destinatio
         np.frombuffer(destination, words.dtype)[codes.escapes] = words
 
 
-def words_at(plain: memoryview, places: NDArray[np.int64], width: int) -> bytes:
+def _words_at(plain: memoryview, places: NDArray[np.int64], width: int) -> bytes:
     """Return the bytes of some elements of a chunk, one after another."""
     return np.frombuffer(plain, f"<u{width}")[places].tobytes()
 
 
 def _u_max(found: Quantized, words: bytes, base: memoryview, shape: ChunkShape) -> float:
-    second = words_at(base, found.escapes, shape.width)
+    second = _words_at(base, found.escapes, shape.width)
     return greatest_quotient(found.table, found.counts, _numbers(words, shape), _numbers(second, shape))
 
 

@@ -172,7 +172,7 @@ class TaskCoder:
             draft, became = self._exact(index, plain, tensor, base, base_plain), plain
         else:
             became = made.reconstruction
-            draft = self._draft(index, made, base if needs_base(made) else None, base_plain)
+            draft = self._draft(index, made, base if _needs_base(made) else None, base_plain)
         desk.hold(index, draft.chunk_id, became, is_own=made is not None)
         self._weights = (became, base_plain)
         return [draft, *(each for other in task.rounded for each in self._rounded_drafts(other, plain, became))]
@@ -191,7 +191,8 @@ class TaskCoder:
         name = "bfloat16" if kind == 1 else "float16"
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
         desk.note(index, distance, method=ROUNDED_METHOD)
-        return [Draft(index, chunk_id_of(again), coded_rounding(encoded, became), beside=self._task.weight)]
+        coded = Coded(_kept(encoded), None, became, is_derived=True)
+        return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
 
     def _second_mean(self) -> float | None:
         if self._task.second < 0:
@@ -248,7 +249,7 @@ class TaskCoder:
                 second,
                 became,
                 self._shape(task.first, tensor),
-                clipped(tensor.settings, tensor),
+                _clipped(tensor.settings, tensor),
                 scratch=thread.worker.scratch,
                 reconstruction=desk.reconstruction_for(task.first, "first", thread),
             )
@@ -256,15 +257,13 @@ class TaskCoder:
             quotient = tiny_moments.quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
             return self._exact(task.first, first, tensor, u_max=quotient)
         lost = tiny_moments.untold(floats_of(second, tensor.dtype), raised)
-        if lost is not None and not is_dropped(tensor):
+        if lost is not None and not _is_dropped(tensor):
             again = floats_of(made.reconstruction, tensor.dtype)
             desk.note_raised(task.first, tiny_moments.sum_sq(floats_of(first, tensor.dtype)[lost], again[lost]))
-        return self._told_in_second(self._draft(task.first, made, None, became), made)
-
-    def _told_in_second(self, draft: Draft, made: Made) -> Draft:
-        """Let a first moment stand on the second one, unless it is stored by itself."""
-        if needs_base(made):
-            draft.beside = self._task.second
+        draft = self._draft(task.first, made, None, became)
+        # It stands on the second one, unless it is stored by itself.
+        if _needs_base(made):
+            draft.beside = task.second
         else:
             draft.coded.base_plain = None
         return draft
@@ -308,7 +307,7 @@ class TaskCoder:
         nbytes, shape = len(made.reconstruction), self._shape(index, tensor)
         method = method_of(made.encoded.steps, tensor.settings, shape, nbytes)
         self._desk.note(index, made.errors, u_max=made.errors.u_max, method=method)
-        coded = Coded(kept(made.encoded), base, base_plain, is_lossy=True)
+        coded = Coded(_kept(made.encoded), base, base_plain, is_lossy=True)
         return Draft(index, chunk_id_of(made.reconstruction), coded)
 
     def _exact(
@@ -330,8 +329,8 @@ class TaskCoder:
         if base_plain is not None:
             encoded = worker.encode_delta(plain, base_plain, chunk, compression)
             if encoded is not None:
-                return Draft(index, chunk_id_of(plain), Coded(kept(encoded), base, base_plain))
-        return Draft(index, chunk_id_of(plain), Coded(kept(worker.encode(plain, chunk, compression))))
+                return Draft(index, chunk_id_of(plain), Coded(_kept(encoded), base, base_plain))
+        return Draft(index, chunk_id_of(plain), Coded(_kept(worker.encode(plain, chunk, compression))))
 
 
 def thread_width(tensor: LossyTensor) -> int:
@@ -339,14 +338,14 @@ def thread_width(tensor: LossyTensor) -> int:
     return 4 if tensor.dtype == "float32" else 2
 
 
-def clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
+def _clipped(settings: FirstMomentSettings, tensor: LossyTensor) -> FirstMomentSettings:
     """Return settings by which no next step can be too large."""
     if tensor.constants is None:
         return settings
     return replace(settings, clip=min(settings.clip, max(1e-3, clip_max(tensor.constants))))
 
 
-def is_dropped(tensor: LossyTensor) -> bool:
+def _is_dropped(tensor: LossyTensor) -> bool:
     """Whether nothing of a first moment is asked for."""
     return isinstance(tensor.settings, FirstMomentSettings) and tensor.settings.form == "dropped"
 
@@ -360,16 +359,11 @@ def _turns_negative(plain: memoryview, became: memoryview, tensor: LossyTensor) 
     return float(floats_of(became, tensor.dtype).min(initial=0.0)) < 0
 
 
-def needs_base(made: Made) -> bool:
+def _needs_base(made: Made) -> bool:
     """Whether a chunk cannot be decoded by itself."""
     return forms.base_nbytes(made.encoded.steps, len(made.reconstruction)) > 0
 
 
-def coded_rounding(encoded: Encoded, became: memoryview) -> Coded:
-    """Return how the rounding of what a weight became is stored."""
-    return Coded(kept(encoded), None, became, is_derived=True)
-
-
-def kept(encoded: Encoded) -> Encoded:
+def _kept(encoded: Encoded) -> Encoded:
     """Return what was encoded in memory of its own: the next chunk of the task is coded in the same scratch."""
     return Encoded(encoded.steps, [memoryview(b"".join(encoded.parts))], encoded.width)

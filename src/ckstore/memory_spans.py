@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.leaves import view_of_memory
-from ckstore.tensor import HostStorage, OnDevice
+from ckstore.tensor import HostStorage
 
 Reader = Callable[[int, int], memoryview]
 
@@ -38,16 +38,6 @@ class MemorySpan:
         if self.reader is not None and lo < hi:
             return self.reader(self.start + lo, self.start + hi)
         return view_of_memory(self.start + lo, hi - lo, self.keep)
-
-    def there(self, lo: int, hi: int) -> Any:
-        """Return bytes ``lo`` to ``hi`` on their device, as a tensor of bytes; None where there is no way to them."""
-        assert 0 <= lo <= hi <= self.nbytes
-        return self.reader.view(self.start + lo, self.start + hi) if isinstance(self.reader, OnDevice) else None
-
-
-def is_on_device(storage: object) -> TypeGuard[MemorySpan]:
-    """Whether a captured storage lies where those who work on a device can see it."""
-    return isinstance(storage, MemorySpan) and isinstance(storage.reader, OnDevice)
 
 
 class SpanShape(NamedTuple):

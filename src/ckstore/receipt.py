@@ -58,8 +58,6 @@ class Receipt:
             them.
         bytes_bases_peak: The most that were held of them at once during the commit.
         bytes_bases_staged: Plain bytes that are held for the next commit where they were staged, in the arena.
-        bytes_quantized_on_device: Plain bytes stored with a loss whose floats never left the device where they lie.
-        bytes_bases_on_device: Bytes of reconstructions that are kept on devices for the next commit.
         seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
         engine: What wrote the packs: ``"uring"`` or ``"pwrite"``.
         warnings: What the caller should look at, each a sentence.
@@ -86,8 +84,6 @@ class Receipt:
     bytes_bases: int = 0
     bytes_bases_peak: int = 0
     bytes_bases_staged: int = 0
-    bytes_quantized_on_device: int = 0
-    bytes_bases_on_device: int = 0
 
     @property
     def ratio(self) -> float:
@@ -106,7 +102,6 @@ class Receipt:
         chunks_derived: int,
         chunks_lossy: int = 0,
         bytes_bases: tuple[int, int, int] = (0, 0, 0),
-        bytes_on_device: tuple[int, int] = (0, 0),
     ) -> Receipt:
         """Make the receipt of a published manifest."""
         header = manifest.header
@@ -133,8 +128,6 @@ class Receipt:
             bytes_bases=bytes_bases[0],
             bytes_bases_peak=bytes_bases[1],
             bytes_bases_staged=bytes_bases[2],
-            bytes_quantized_on_device=bytes_on_device[0],
-            bytes_bases_on_device=bytes_on_device[1],
         )
 
 

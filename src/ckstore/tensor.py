@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ckstore.errors import MalformedError
 
@@ -106,19 +106,6 @@ class HostStorage(Protocol):
 
     def read(self, lo: int, hi: int) -> memoryview:
         """Return bytes ``lo`` to ``hi``: host memory as it lies, device memory as a copy of this slice."""
-        ...
-
-
-@runtime_checkable
-class OnDevice(Protocol):
-    """What reads the memory of a device, and shows it to those who work there."""
-
-    def __call__(self, lo: int, hi: int) -> memoryview:
-        """Copy bytes to the host, by addresses."""
-        ...
-
-    def view(self, lo: int, hi: int) -> Any:
-        """Return bytes where they lie, as the library's tensor of bytes; nothing is copied."""
         ...
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TINY = 2.0**-128
+_TINY = 2.0**-128
 """A second moment below this may be told as more than four times what it is: forms know none below 2 ** -126."""
 
 
@@ -25,9 +25,9 @@ def quotient_max(first: NDArray[Any], second: NDArray[Any]) -> float:
 
 def raised(values: NDArray[Any], became: NDArray[Any]) -> NDArray[np.bool_] | None:
     """Return where second moments became many times what they are because they are next to nothing; None: nowhere."""
-    if float(values.min(initial=1.0)) >= TINY:
+    if float(values.min(initial=1.0)) >= _TINY:
         return None
-    found: NDArray[np.bool_] = (values > 0) & (values < TINY)
+    found: NDArray[np.bool_] = (values > 0) & (values < _TINY)
     found &= became > 4 * values
     return found if found.any() else None
 

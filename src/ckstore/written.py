@@ -23,7 +23,6 @@ class Stored:
         nbytes_written: Bytes of the packs.
         warnings: What the caller should look at.
         losses: What is not stored as it was.
-        nbytes_on_device: Plain bytes of it that were quantized on the device where they lie.
     """
 
     frames: list[KnownFrame]
@@ -38,7 +37,6 @@ class Stored:
     pack_names: list[str]
     warnings: list[str]
     losses: tuple[Loss, ...] = ()
-    nbytes_on_device: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from bench import (  # noqa: E402
-    cases_device,
+    cases_gpu,
     coders,
     entropy,
     histories,
@@ -235,17 +235,11 @@ def test_table_says_on_which_machine_each_column_was_measured_and_what_is_not_to
     assert table.make_table({}).count("No measurements yet") == 1
 
 
-@pytest.mark.parametrize("case", ["quantize_device", "stall_gpu_blocking", "stall_gpu_guarded"])
+@pytest.mark.parametrize("case", ["stall_gpu_blocking", "stall_gpu_guarded"])
 def test_what_needs_a_gpu_is_measured_only_where_there_is_one(case, monkeypatch, capsys):
     bench = SimpleNamespace(rounds=1, nbytes=1)
-    monkeypatch.setattr(cases_device, "no_gpu_reason", lambda: "there is no CUDA GPU here")
+    monkeypatch.setattr(cases_gpu, "no_gpu_reason", lambda: "there is no CUDA GPU here")
     result = CASES[case](bench)
     assert result.unusable == {"GPU": "there is no CUDA GPU here"}
     assert not result.samples
     assert f"{case} is left out: there is no CUDA GPU here" in capsys.readouterr().err
-
-
-def test_what_is_measured_on_a_device_is_what_a_commit_stores():
-    pytest.importorskip("torch")
-    found = cases_device.participants(list(cases_device.chunks_on("cpu", 1)))
-    assert all(work().value > 0 for work in found.values())

@@ -21,7 +21,6 @@ from bench import (  # noqa: E402
     background,
     beside,
     cases_async,
-    cases_device,
     cases_gpu,
     cases_stall,
     cases_training,
@@ -344,7 +343,7 @@ def test_the_floor_of_a_commit_does_not_pass_over_a_process_that_died():
 def test_every_case_of_background_commits_runs(case, tmp_path, small_bench):
     # What is measured on a GPU is the same programme anywhere.
     small_bench.setattr(cases_gpu, "DEVICE", "cpu")
-    small_bench.setattr(cases_device, "no_gpu_reason", lambda: "")
+    small_bench.setattr(cases_gpu, "no_gpu_reason", lambda: "")
     (tmp_path / "work").mkdir()
     tools = ["torch.save", *cases_training.FLOORS]
     bench = Bench(tmp_path / "work", tmp_path, NBYTES, rounds=1, is_small=True, count=8, tools=tools)

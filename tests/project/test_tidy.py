@@ -29,7 +29,7 @@ DOORS = {
     "obstore": {"io/remote.py"},
     "typer": {"cli/"},
     "rich": {"cli/output.py"},
-    "torch": {"adapters/", "kernels/on_gpu.py", "kernels/directions_on_gpu.py"},
+    "torch": {"adapters/"},
     "safetensors": {"adapters/"},
     "time": {"clock.py"},
     # obstore takes its patience as timedeltas; nobody looks at a clock there.
@@ -42,7 +42,6 @@ DOORS = {
     "asyncio": set(),
 }
 LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
-LAZY.add(("lossy_chunks", "lossy_device_task"))  # That loads torch, which the saver never does.
 """Imports that may stand inside functions only."""
 
 

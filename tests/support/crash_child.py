@@ -27,19 +27,15 @@ CAPABILITY_VERSION = 0x20080522
 CAP_IPC_LOCK = 14
 IO_URING_SETUP = 425
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-NEED_TORCH = (
-    *("ckstore.kernels.directions_on_gpu", "ckstore.kernels.on_gpu", "ckstore.quant.on_device"),
-    *("ckstore.lossy_device_task", "ckstore.lossy_on_device"),
-)
 SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x00050000, 0x7FFF0000
 
 
 def import_everything():
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
         is_entry = module.name.endswith("__main__")
-        # What computes on devices needs torch, which has no part here, and is most of what a fork would have to copy.
+        # Adapters import torch, which has no part here, and is most of what a fork would have to copy.
         if not is_entry and not module.name.startswith(
-            ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native", *NEED_TORCH)
+            ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native")
         ):
             # The module of an engine that this machine cannot have refuses to be imported.
             with contextlib.suppress(*((ImportError,) if module.name == "ckstore.io.engine_uring" else ())):

@@ -68,8 +68,7 @@ ALLOWED = {
     "arguments": GROUND | {"format"},
     "stale": GROUND | {"format"},
     "choice": GROUND,
-    "device_bases": {"ids"},
-    "bases": CORE | {"choice", "device_bases"},
+    "bases": CORE | {"choice"},
     "masters": CORE,
     "pairing": {"errors", "tree", "values", "tensor", "packed"},
     "train_state": {"errors", "capture"},
@@ -93,18 +92,6 @@ ALLOWED = {
     "tiny_moments": set(),
     "lossy_task": CORE
     | {"written", "coding_thread", "lossy", "lossy_forms", "lossy_methods", "distance", "fates", "tiny_moments"},
-    "lossy_on_device": CORE | {"lossy_directions", "lossy_forms", "lossy_grids"},
-    "lossy_device_task": CORE
-    | {
-        "coding_thread",
-        "device_bases",
-        "distance",
-        "lossy",
-        "lossy_methods",
-        "lossy_on_device",
-        "lossy_task",
-        "tiny_moments",
-    },
     "lossy_target": CORE | {"coding_thread", "distance", "lossy", "lossy_forms", "lossy_task"},
     "lossy_chunks": CORE
     | {
@@ -119,8 +106,7 @@ ALLOWED = {
         "distance",
         "fates",
         "written",
-    }
-    | {"lossy_device_task"},
+    },
     "fetch": CORE | {"chain_reader", "decoder", "restore_plan"},
     "commit": CORE
     | {"chunks", "lossy_chunks", "lossy", "lossy_warnings", "fates", "receipt", "stale", "bases", "basing", "written"}

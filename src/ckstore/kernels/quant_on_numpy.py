@@ -34,7 +34,6 @@ ESCAPE, ZERO = 0, 128
 
 _LANES, _ROW_LANES = 8, 16
 _BLOCK = 1 << 14
-_MODULUS = 1 << 64
 
 
 def float_values(source: Buffer, out: Buffer, kind: int) -> bool:
@@ -255,23 +254,6 @@ class LaneSum:
     def total(self) -> float:
         """Return the sum."""
         return float(_folded(self._lanes))
-
-
-def sums_of_words(source: Buffer, width: int) -> tuple[int, int]:
-    """Return the sum of the words of ``width`` bytes, signed, and that of each times its place from 1, modulo 2**64.
-
-    They tell one chunk from another whatever the order in which they are taken, so a device can tell it, too.
-    """
-    require(width in (2, 4), "words have 2 or 4 bytes")
-    words: NDArray[Any] = np.frombuffer(memoryview(source), f"<i{width}")
-    total = weighted = 0
-    for part in parts(words.size):
-        block = words[part].astype(np.int64)
-        # Of so few words neither sum overflows.
-        own = int(block.sum())
-        total += own
-        weighted += int(np.dot(block, np.arange(1, block.size + 1))) + part.start * own
-    return total % _MODULUS, weighted % _MODULUS
 
 
 def parts(count: int) -> Iterator[slice]:

@@ -90,7 +90,7 @@ def squares_of(values: memoryview, grid: Grid) -> Sums:
 def quantize_grid(values: memoryview, symbols: memoryview, grid: Grid, steps: Steps) -> Quantized | None:
     """Write the symbols of fp32 values; None where there is nothing to quantize, or it cannot be scaled."""
     sums = squares_of(values, grid)
-    scales = scales_of(sums, grid, steps.unit)
+    scales = _scales_of(sums, grid, steps.unit)
     if not 0.0 < sums.total < np.inf or not scales.max() < factors.FACTOR_MAX:
         return None
     is_by_row = steps.unit == "row"
@@ -99,12 +99,12 @@ def quantize_grid(values: memoryview, symbols: memoryview, grid: Grid, steps: St
         # Levels are even in the factors that a reader knows.
         scales = rows.values().astype(np.float64)
     kernels.quantize_values(
-        *(values, inverses_of(steps.step * scales).data, symbols, grid.row, grid.phase),
+        *(values, _inverses_of(steps.step * scales).data, symbols, grid.row, grid.phase),
         *(1.0 - steps.dead_zone, steps.levels_max),
     )
     codes = np.frombuffer(symbols, np.uint8)
     totals = np.empty(512)
-    units, beside = inverses_of(rows.values().astype(np.float64)), np.ones(grid.row, np.float32)
+    units, beside = _inverses_of(rows.values().astype(np.float64)), np.ones(grid.row, np.float32)
     kernels.sums_of_levels(values, symbols, units.data, beside.data, totals.data, grid.row, grid.phase)
     escapes = NO_ESCAPES
     if totals[_ESCAPE]:
@@ -136,14 +136,14 @@ def choose_contexts(symbols: memoryview, sums: Sums, grid: Grid, *, is_by_row: b
     return contexts.contexts_of(rows, cols, counts)
 
 
-def scales_of(sums: Sums, grid: Grid, unit: str) -> NDArray[np.float64]:
+def _scales_of(sums: Sums, grid: Grid, unit: str) -> NDArray[np.float64]:
     """Return what a step is counted in, for each row: its RMS, that of the chunk, or 1."""
     if unit == "row":
         return np.sqrt(sums.rows / grid.row_sizes())
     return np.full(grid.row_count, np.sqrt(sums.total / grid.count) if unit == "chunk" else 1.0)
 
 
-def inverses_of(scales: NDArray[np.float64]) -> NDArray[np.float32]:
+def _inverses_of(scales: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return one over each scale, and 0 for 0."""
     with np.errstate(divide="ignore"):
         inverses = np.where(scales > 0, np.minimum(1.0 / scales, _FLOAT_MAX), 0.0)

@@ -132,16 +132,16 @@ def fit(matrix: Floats, step: float, rank_max: int) -> Product | None:
         rank_max: Most directions.
     """
     rows, cols = matrix.shape
-    found = _directions(matrix, count_max(rows, cols, rank_max), least_square(rows, cols, step))
+    found = _directions(matrix, _count_max(rows, cols, rank_max), _least_square(rows, cols, step))
     return None if found is None else product_of(*found, step)
 
 
-def count_max(rows: int, cols: int, rank_max: int) -> int:
+def _count_max(rows: int, cols: int, rank_max: int) -> int:
     """Return how many directions are looked for: more are no narrow matrices any more, whatever they would save."""
     return max(1, min(rank_max, RANK_MAX, rows * cols // (_NARROW * (rows + cols))))
 
 
-def least_square(rows: int, cols: int, step: float) -> float:
+def _least_square(rows: int, cols: int, step: float) -> float:
     """Return the square of a singular value from which on a direction takes away more than it costs."""
     return _KEPT_FROM * (rows + cols) * step * step
 
@@ -203,7 +203,7 @@ def _directions(matrix: Floats, count: int, least: float) -> tuple[Floats, NDArr
         return _times_turned(matrix, vectors) if rows <= cols else _times(vectors, matrix, rounds=True)
 
     short = min(rows, cols)
-    basis = _orthogonal(to_short_side(to_long_side(random_signs(count, short))))
+    basis = _orthogonal(to_short_side(to_long_side(_random_signs(count, short))))
     if basis is None:
         return None
     inside = to_long_side(basis)
@@ -281,6 +281,6 @@ def _signs(count: int, length: int) -> Floats:
     return bits.astype(np.float32) * 2 - 1
 
 
-def random_signs(count: int, length: int) -> Floats:
+def _random_signs(count: int, length: int) -> Floats:
     """Return a fixed matrix of random signs, with some rows more than directions are looked for."""
     return _signs(min(count + _OVERSAMPLED, length), length)

@@ -73,7 +73,7 @@ def make_change(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
     found = _fitted(matrix, grid, settings, is_relative=True)
     if found is None:
         return None
-    return approximated(*found, grid)
+    return _approximated(*found, grid)
 
 
 def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: float) -> Approximated | None:
@@ -82,7 +82,7 @@ def make_quotient(values: memoryview, grid: Grid, settings: LowRank, limit: floa
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
         return None
-    return approximated(*found, grid, limit=limit)
+    return _approximated(*found, grid, limit=limit)
 
 
 def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximated | None:
@@ -93,24 +93,24 @@ def make_second(values: memoryview, grid: Grid, settings: LowRank) -> Approximat
     least, greatest = kernels.take_roots(values, rows.data, cols.data, grid.row, grid.phase)
     if not 0 <= least <= greatest < FACTOR_MAX:
         return None
-    factors = sides_of(rows, cols, grid)
-    above, beside = (inverse_of(side) for side in factors)
+    factors = _sides_of(rows, cols, grid)
+    above, beside = (_inverse_of(side) for side in factors)
     kernels.subtract_ones(values, above.data, beside.data, grid.row, grid.phase)
     matrix = _matrix(np.frombuffer(values, np.float32), grid)
     found = _fitted(matrix, grid, settings, is_relative=False)
     if found is None:
         return None
-    return approximated(*found, grid, factors=factors)
+    return _approximated(*found, grid, factors=factors)
 
 
-def sides_of(rows: NDArray[np.float64], cols: NDArray[np.float64], grid: Grid) -> tuple[Factors, Factors]:
+def _sides_of(rows: NDArray[np.float64], cols: NDArray[np.float64], grid: Grid) -> tuple[Factors, Factors]:
     """Return the factors of rows and columns from sums of the roots of second moments; those of columns are used up."""
     mean = float(rows.sum()) / grid.count
     cols /= np.maximum(grid.col_sizes(), 1)
     return factors_of(rows / np.maximum(grid.row_sizes(), 1)), factors_of(cols / mean if mean > 0 else cols)
 
 
-def approximated(
+def _approximated(
     product: Product,
     whole: Floats | None,
     grid: Grid,
@@ -182,7 +182,7 @@ def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool)
     """Return a product that comes near enough, and its integers."""
     energy = _energy(matrix)
     mean = energy / max(1, grid.count)
-    if not can_be_squared(mean, matrix.shape):
+    if not _can_be_squared(mean, matrix.shape):
         return None if mean or matrix.any() else (nothing(*matrix.shape), np.zeros_like(matrix))
     found = fit(matrix, settings.step * (mean**0.5 if is_relative else 1.0), settings.rank_max)
     if found is None:
@@ -194,7 +194,7 @@ def _fitted(matrix: Floats, grid: Grid, settings: LowRank, *, is_relative: bool)
     return (found, whole) if left_over <= settings.error_max * total else None
 
 
-def can_be_squared(mean: float, shape: tuple[int, ...]) -> bool:
+def _can_be_squared(mean: float, shape: tuple[int, ...]) -> bool:
     """Whether squares of so many neither vanish nor overflow, and the shorter side has room for directions."""
     return _SQUARE_MIN < mean < 1 / _SQUARE_MIN and min(shape) >= _SIDE_MIN
 
@@ -208,7 +208,7 @@ def _matrix(values: Floats, grid: Grid) -> Floats:
     return whole.reshape(grid.row_count, grid.row)
 
 
-def inverse_of(factors: Factors) -> Floats:
+def _inverse_of(factors: Factors) -> Floats:
     """Return one over each factor, and 0 for 0."""
     values = factors.values()
     inverses: Floats = np.divide(np.float32(1), values, out=np.zeros_like(values), where=values > 0)

@@ -25,16 +25,16 @@ def quantize_first(
     """Write the symbols of fp32 quotients; None where there is nothing to quantize."""
     if settings.form == "ternary":
         return _quantize_ternary(values, symbols, grid, settings)
-    steps = Steps(settings.step, settings.dead_zone, levels_of_first(settings), "one")
+    steps = Steps(settings.step, settings.dead_zone, _levels_of_first(settings), "one")
     return quantize_grid(values, symbols, grid, steps)
 
 
-def levels_of_first(settings: FirstMomentSettings) -> int:
+def _levels_of_first(settings: FirstMomentSettings) -> int:
     """Return how many levels on either side reach to the clip."""
     return min(LEVELS_MAX, max(1, math.ceil(settings.clip / settings.step)))
 
 
-def ternary_bounds(settings: FirstMomentSettings) -> NDArray[np.float32]:
+def _ternary_bounds(settings: FirstMomentSettings) -> NDArray[np.float32]:
     """Return the two bounds between three values."""
     limit = np.float32(settings.step * settings.dead_zone)
     return np.array([-limit, np.nextafter(limit, np.float32(np.inf))], np.float32)
@@ -46,7 +46,7 @@ def _quantize_ternary(
     sums = squares_of(values, grid)
     if not 0.0 < sums.total < np.inf:
         return None
-    bounds = ternary_bounds(settings)
+    bounds = _ternary_bounds(settings)
     rows, cols = factors.ones(grid.row_count), factors.ones(grid.row)
     edges = (rows.values().data, cols.values().data)
     kernels.bin_values(values, *edges, bounds.data, symbols, grid.row, grid.phase)

@@ -25,8 +25,7 @@ _ROWS_MIN = 8
 # The grid reaches so many powers of two of the root on either side of the factors.
 _REACH = 16
 # Smaller moments have no factors that are normal numbers.
-MOMENT_MIN = 2.0**-118
-"""Second moments of which the greatest is not above it are not quantized."""
+_MOMENT_MIN = 2.0**-118
 
 
 def quantize_second(
@@ -37,9 +36,9 @@ def quantize_second(
     kernels.sums_of_values(values, row_sums.data, col_sums.data, grid.row, grid.phase, False)
     x = np.frombuffer(values, np.float32)
     greatest = float(x.max())
-    if float(x.min()) < 0 or not MOMENT_MIN < greatest < factors.FACTOR_MAX:
+    if float(x.min()) < 0 or not _MOMENT_MIN < greatest < factors.FACTOR_MAX:
         return None
-    rows, cols = scales_of_second(row_sums, col_sums, grid)
+    rows, cols = _scales_of_second(row_sums, col_sums, grid)
     if settings.form == "rank1" and has_factors(grid):
         np.frombuffer(symbols, np.uint8).fill(ZERO)
         table, counts = np.zeros(256, np.float32), np.zeros(256)
@@ -52,7 +51,7 @@ def quantize_second(
     return Quantized(rows, cols, table, counts, no_classes, NO_ESCAPES, 0.0, None, floor)
 
 
-def scales_of_second(
+def _scales_of_second(
     row_sums: NDArray[np.float64], col_sums: NDArray[np.float64], grid: Grid
 ) -> tuple[factors.Factors, factors.Factors]:
     """Return the factors of rows and columns whose product comes nearest, from the sums of both."""
@@ -63,7 +62,7 @@ def scales_of_second(
     return factors.factors_of(row_means / mean), factors.factors_of(col_sums / np.maximum(grid.col_sizes(), 1))
 
 
-def log_bounds(log_step: float) -> tuple[int, NDArray[np.float32]]:
+def _log_bounds(log_step: float) -> tuple[int, NDArray[np.float32]]:
     """Return how many levels a grid of logarithms has on either side, and the bounds between them."""
     levels = min(LEVELS_MAX, math.ceil(_REACH / log_step))
     return levels, np.exp2(2.0 * log_step * (np.arange(-levels, levels) + 0.5)).astype(np.float32)
@@ -83,7 +82,7 @@ def _on_log_grid(
     log_step: float,
 ) -> NDArray[np.float64]:
     """Write the symbols of what the factors leave over; return how often each occurs, and its sum."""
-    levels, bounds = log_bounds(log_step)
+    levels, bounds = _log_bounds(log_step)
     above, beside = _inverse(rows), _inverse(cols)
     kernels.bin_values(values, above.data, beside.data, bounds.data, symbols, grid.row, grid.phase)
     codes = np.frombuffer(symbols, np.uint8)

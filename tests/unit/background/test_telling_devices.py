@@ -11,7 +11,6 @@ import torch
 
 import ckstore
 from ckstore.adapters import cuda_runtime, staging_cuda, torch_state
-from ckstore.memory_spans import is_on_device
 from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW
 from support.device_states import Staged
 from support.fake_cuda_runtime import PlayedRuntime
@@ -84,7 +83,7 @@ def way(request):
 def far(devices, monkeypatch):
     """Take every tensor for one that lies in a device, wherever that is asked."""
     monkeypatch.setattr(torch_state, "device_of", lambda tensor: tensor.device)
-    monkeypatch.setattr("ckstore.staging.devices.is_cuda", is_on_device)
+    monkeypatch.setattr("ckstore.staging.devices.is_cuda", lambda storage: not storage.is_host)
     return devices
 
 
