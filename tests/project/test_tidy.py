@@ -28,7 +28,7 @@ DOORS = {
     "liburing": {"io/engine_uring.py"},
     "obstore": {"io/remote.py"},
     "typer": {"cli/"},
-    "rich": {"cli/output.py"},
+    "rich": {"cli/render.py"},
     "torch": {"adapters/"},
     "safetensors": {"adapters/"},
     "time": {"clock.py"},

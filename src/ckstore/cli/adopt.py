@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Shared, StorePath, opened
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.errors import UsageError
 
 
-def run(
+def adopt(
     path: StorePath,
     as_original: Annotated[
         bool, typer.Option("--as-original", help="It takes the place of the original, and owns its tiers.")
@@ -30,12 +30,12 @@ def run(
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
         tiers = store.adopt(is_original=as_original)
     if as_json:
-        output.print_json({"path": path, "is_original": as_original, "tiers": tiers})
+        render.print_json({"path": path, "is_original": as_original, "tiers": tiers})
     elif as_new:
-        output.say(
+        render.say(
             "This is a store of its own now, and owns no tier. `ckstore pull` brings here what it needs of them."
         )
     else:
-        output.say(
+        render.say(
             f"This is the original now, and owns {', '.join(tiers) or 'no tier'}. No other copy of it may push there."
         )

@@ -7,27 +7,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
-from ckstore.cli.output import NOTHING, Column
-from ckstore.cli.shown import metrics_of
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, metrics_of, size
 from ckstore.errors import ConflictError, UsageError
 from ckstore.info import Info
 
 if TYPE_CHECKING:
     from ckstore.api import Store
 
-_COLUMNS = (
-    Column("seq", is_number=True),
-    Column("step", is_number=True),
-    Column("time (local)"),
-    Column("state", is_number=True),
-    Column("metrics", worth=0, is_elastic=True),
-    Column("tags", worth=1, is_elastic=True),
+_TABLE = Table(
+    (
+        SEQ,
+        STEP,
+        Column("time (local)", "time_ns", local_time),
+        Column("state", "bytes_state", size, is_number=True),
+        Column("metrics", "metrics", metrics_of, worth=0, is_elastic=True),
+        Column("tags", worth=1, is_elastic=True),
+    )
 )
 
 
-def run(
+def delete(
     path: StorePath,
     refs: Annotated[
         list[str],
@@ -44,21 +45,19 @@ def run(
     free of tags. `ckstore gc` frees their disk space.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
-        doomed = _doomed(store, refs)
+        chosen = _chosen(store, refs)
         if not yes:
-            _ask(doomed, run, as_json=as_json)
-        for info in doomed:
+            _ask(chosen, run, as_json=as_json)
+        for info in chosen:
             store.delete(f"seq:{info.seq}")
     if as_json:
-        output.print_json({"run": run, "deleted": [{"seq": info.seq, "step": info.step} for info in doomed]})
+        render.print_json({"run": run, "deleted": [json_of(info, "seq", "step") for info in chosen]})
         return
-    plural = "" if len(doomed) == 1 else "s"
-    output.say(
-        f"Deleted {len(doomed)} checkpoint{plural}. `ckstore gc` frees their disk space; `undelete` brings them back."
-    )
+    deleted = count(len(chosen), "checkpoint")
+    render.say(f"Deleted {deleted}. `ckstore gc` frees their disk space; `undelete` brings them back.")
 
 
-def _doomed(store: Store, refs: list[str]) -> list[Info]:
+def _chosen(store: Store, refs: list[str]) -> list[Info]:
     """Return what the references mean, each entry once, and refuse tagged ones before anything goes."""
     entries: dict[int, Info] = {}
     for ref in refs:
@@ -75,21 +74,10 @@ def _doomed(store: Store, refs: list[str]) -> list[Info]:
     return [entries[seq] for seq in sorted(entries)]
 
 
-def _ask(doomed: list[Info], run: str, *, as_json: bool) -> None:
+def _ask(chosen: list[Info], run: str, *, as_json: bool) -> None:
     if as_json or not sys.stdin.isatty():
         raise UsageError("nobody is there to confirm; nothing was deleted", todo="say --yes if you mean it")
-    rows = [
-        [
-            str(info.seq),
-            str(info.step),
-            output.local_time(info.time_ns),
-            output.size(info.bytes_state),
-            metrics_of(info) or NOTHING,
-            ", ".join(info.tags) or NOTHING,
-        ]
-        for info in doomed
-    ]
-    output.print_table(_COLUMNS, rows, title=f"to be deleted from run {run}")
-    if not typer.confirm(f"Delete {'this checkpoint' if len(rows) == 1 else f'these {len(rows)} checkpoints'}?"):
-        output.say("Nothing was deleted.")
+    _TABLE.print(chosen, title=f"to be deleted from run {run}")
+    if not typer.confirm(f"Delete {'this checkpoint' if len(chosen) == 1 else f'these {len(chosen)} checkpoints'}?"):
+        render.say("Nothing was deleted.")
         raise typer.Exit(1)

@@ -7,27 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
-from ckstore.cli.output import NOTHING, Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.render import SEQ, STEP, Column, Table, json_of, size, three_digits
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ckstore.config import DemotePolicy
     from ckstore.demote_plan import DemoteEntry, DemoteReport
-
-_COLUMNS = (
-    Column("seq", is_number=True),
-    Column("step", is_number=True),
-    Column("action"),
-    Column("fidelity", worth=3),
-    Column("state", is_number=True, worth=1),
-    Column("stored now", is_number=True),
-    Column("then", is_number=True),
-    Column("rms error", is_number=True, worth=2),
-    Column("why", is_elastic=True, worth=0),
-)
 
 
 Fidelity = Annotated[str | None, typer.Option("--fidelity", metavar="NAME", help="near, or small. [default: near]")]
@@ -42,7 +30,7 @@ Save = Annotated[bool, typer.Option("--save-policy", help="Keep these rules with
 Forget = Annotated[bool, typer.Option("--forget-policy", help="Remove the rules that are kept with the store.")]
 
 
-def run(
+def demote(
     path: StorePath,
     refs: Annotated[
         list[str] | None,
@@ -83,7 +71,7 @@ def run(
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if forget_policy and not dry_run:
             store.set_demotion(None)
-        if not (dry_run or yes or as_json) and output.is_terminal() and sys.stdin.isatty():
+        if not (dry_run or yes or as_json) and render.is_terminal() and sys.stdin.isatty():
             _ask(store.demote(*(refs or ()), policy=policy, dry_run=True))
             begun = SYSTEM_CLOCK.monotonic()
         report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
@@ -91,7 +79,7 @@ def run(
             store.set_demotion(policy)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(report, seconds))
+        render.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
 
@@ -113,60 +101,60 @@ def _ask(report: DemoteReport) -> None:
     _print(report, 0.0)
     these = "this checkpoint" if chosen == 1 else f"these {chosen} checkpoints"
     if not typer.confirm(f"Store {these} with a loss ({report.fidelity})?"):
-        output.say("Nothing was demoted.")
+        render.say("Nothing was demoted.")
         raise typer.Exit(1)
 
 
 def _print(report: DemoteReport, seconds: float) -> None:
     if not report.entries:
-        output.say(f"Run {report.run} has no checkpoint.")
+        render.say(f"Run {report.run} has no checkpoint.")
         return
     chosen = [entry for entry in report.entries if (entry.action == "demote" if report.is_dry_run else entry.is_done)]
     would = "would be" if report.is_dry_run else "were"
     fidelity = f" to fidelity {report.fidelity}" if chosen else ""
     title = f"run {report.run}: {len(chosen)} of {len(report.entries)} checkpoints {would} demoted{fidelity}"
-    output.print_table(_COLUMNS, [_cells(entry, is_dry_run=report.is_dry_run) for entry in report.entries], title=title)
+    _table(is_dry_run=report.is_dry_run).print(report.entries, title=title)
     for warning in report.warnings:
-        output.say(f"Warning: {warning}.")
+        render.say(f"Warning: {warning}.")
     if not chosen:
         return
-    output.say("")
+    render.say("")
     before, after = sum(entry.stored_before for entry in chosen), sum(entry.stored_after for entry in chosen)
     error = max(entry.worst_rel_rms for entry in chosen)
-    sizes = f"{output.size(before)} {'become about' if report.is_dry_run else 'became'} {output.size(after)}"
-    output.say(f"{sizes}; the greatest RMS error of a tensor is {error:.3g} of its values' RMS.")
+    sizes = f"{render.size(before)} {'become about' if report.is_dry_run else 'became'} {render.size(after)}"
+    render.say(f"{sizes}; the greatest RMS error of a tensor is {error:.3g} of its values' RMS.")
     if report.is_dry_run:
         return
-    packs = f"{output.size(report.packs_before)} of packs before, {output.size(report.packs_after)} after a gc"
-    output.say(f"{packs}; {output.size(report.bytes_written)} written in {output.duration(seconds)}.")
-    output.say("Until `ckstore gc` frees the old packs, the store is larger.")
-    output.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes one exact again.")
+    packs = f"{render.size(report.packs_before)} of packs before, {render.size(report.packs_after)} after a gc"
+    render.say(f"{packs}; {render.size(report.bytes_written)} written in {render.duration(seconds)}.")
+    render.say("Until `ckstore gc` frees the old packs, the store is larger.")
+    render.say("Until the trash is emptied, `ckstore undelete PATH seq:N` makes one exact again.")
 
 
-def _cells(entry: DemoteEntry, *, is_dry_run: bool) -> list[str]:
-    is_open = is_dry_run and entry.action == "demote"
-    return [
-        str(entry.seq),
-        str(entry.step),
-        entry.action,
-        entry.fidelity,
-        output.size(entry.bytes_state),
-        output.size(entry.stored_before),
-        f"{'~' if is_open else ''}{output.size(entry.stored_after)}",
-        f"{entry.worst_rel_rms:.3g}" if entry.worst_rel_rms else NOTHING,
-        entry.reason,
-    ]
+def _table(*, is_dry_run: bool) -> Table:
+    def size_after(entry: DemoteEntry) -> str:
+        is_estimate = is_dry_run and entry.action == "demote"
+        return f"{'~' if is_estimate else ''}{size(entry.stored_after)}"
+
+    return Table(
+        (
+            SEQ,
+            STEP,
+            Column("action"),
+            Column("fidelity", worth=3),
+            Column("state", "bytes_state", size, is_number=True, worth=1),
+            Column("stored now", "stored_before", size, is_number=True),
+            Column("then", size_after, is_number=True),
+            Column("rms error", lambda entry: entry.worst_rel_rms or None, three_digits, is_number=True, worth=2),
+            Column("why", "reason", is_elastic=True, worth=0),
+        )
+    )
 
 
 def _json_of(report: DemoteReport, seconds: float) -> dict[str, Any]:
     return {
-        "run": report.run,
-        "is_dry_run": report.is_dry_run,
-        "fidelity": report.fidelity,
-        "packs_before": report.packs_before,
-        "packs_after": report.packs_after,
-        "bytes_written": report.bytes_written,
+        **json_of(report, "run", "is_dry_run", "fidelity", "packs_before", "packs_after", "bytes_written"),
         "seconds": seconds,
-        "warnings": list(report.warnings),
-        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
+        "warnings": report.warnings,
+        "checkpoints": report.entries,
     }

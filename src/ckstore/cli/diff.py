@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Only, Run, Shared, StorePath, opened
-from ckstore.cli.output import NOTHING, Column
-from ckstore.cli.shown import json_of
-from ckstore.diff import Diff, TensorDiff
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Only, Run, Shared, StorePath, opened
+from ckstore.cli.render import WHOLE_STATE, Column, Table, json_of, json_of_info, shape, three_digits
 
-_TENSORS = (
-    Column("path", is_elastic=True),
-    Column("status"),
-    Column("dtype", worth=2),
-    Column("shape", worth=1),
-    Column("changed", is_number=True, worth=3),
-    Column("relative", is_number=True),
-    Column("max abs", is_number=True),
+if TYPE_CHECKING:
+    from ckstore.diff import Diff, TensorDiff
+
+
+def _changed_share(row: TensorDiff) -> float | None:
+    if row.status not in ("equal", "changed"):
+        return None
+    return row.changed_count / row.elements if row.elements else 0.0
+
+
+_TENSORS = Table(
+    (
+        Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+        Column("status"),
+        Column("dtype", lambda row: row.dtype or "bytes", worth=2),
+        Column("shape", "shape", shape, worth=1),
+        Column("changed", _changed_share, "{:.1%}".format, is_number=True, worth=3),
+        Column("relative", "relative", three_digits, is_number=True),
+        Column("max abs", "max_abs", three_digits, is_number=True),
+    )
 )
-_VALUES = (Column("path", is_elastic=True), Column("status"), Column("before"), Column("after"))
-ROWS_ON_TERMINAL = 50
+_VALUES = Table(
+    (
+        Column("path", is_elastic=True),
+        Column("status"),
+        Column("before", lambda row: row.before or None),
+        Column("after", lambda row: row.after or None),
+    )
+)
 
 
-def run(
+def diff(
     path: StorePath,
     first: Annotated[str, typer.Argument(metavar="A", help="Which checkpoint to compare with; see `ckstore show`.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Which checkpoint to compare.")] = "latest",
@@ -53,65 +70,35 @@ def run(
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
-        output.progress("comparing") as on_progress,
+        render.progress("comparing") as on_progress,
     ):
         found = store.diff(first, second, only=only, on_progress=on_progress)
     if as_json:
-        output.print_json(_json_of(found))
-        return
-    if limit is None and output.is_terminal():
-        limit = ROWS_ON_TERMINAL
-    _print(found, limit or None, show_all=show_all)
+        render.print_json(_json_of(found))
+    else:
+        _print(found, render.row_limit(limit), show_all=show_all)
 
 
 def _print(found: Diff, limit: int | None, *, show_all: bool) -> None:
     rows = [row for row in found.tensors if show_all or row.status != "equal"]
     if rows:
-        output.print_table(_TENSORS, [_cells(row) for row in rows[:limit]], title="tensors")
-        if limit is not None and limit < len(rows):
-            output.say(f"... and {len(rows) - limit} more; --limit 0 shows all")
+        _TENSORS.print(rows, title="tensors", limit=limit)
     if found.values:
-        cells = [[row.path, row.status, row.before or NOTHING, row.after or NOTHING] for row in found.values[:limit]]
-        output.print_table(_VALUES, cells, title="values")
-        if limit is not None and limit < len(found.values):
-            output.say(f"... and {len(found.values) - limit} more; --limit 0 shows all")
-    counts: dict[str, int] = {}
-    for row in found.tensors:
-        counts[row.status] = counts.get(row.status, 0) + 1
-    told = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none"
-    output.say(
+        _VALUES.print(found.values, title="values", limit=limit)
+    counts = Counter(row.status for row in found.tensors)
+    statuses = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none"
+    render.say(
         f"step {found.first.step} (seq {found.first.seq}, {found.first.fidelity}) -> "
         f"step {found.second.step} (seq {found.second.seq}, {found.second.fidelity})"
     )
-    output.say(f"tensors: {told}; values: {len(found.values)} of {found.value_count} differ")
+    render.say(f"tensors: {statuses}; values: {len(found.values)} of {found.value_count} differ")
     if found.is_equal:
-        output.say("The two are equal, bit for bit.")
-
-
-def _cells(row: TensorDiff) -> list[str]:
-    share = row.changed_count / row.elements if row.elements else 0.0
-    return [
-        row.path or "(the state itself)",
-        row.status,
-        row.dtype or "bytes",
-        "x".join(str(length) for length in row.shape) or "scalar",
-        f"{share:.1%}" if row.status in ("equal", "changed") else NOTHING,
-        NOTHING if row.relative is None else f"{row.relative:.3g}",
-        NOTHING if row.max_abs is None else f"{row.max_abs:.3g}",
-    ]
+        render.say("The two are equal, bit for bit.")
 
 
 def _json_of(found: Diff) -> dict[str, Any]:
     return {
-        "first": json_of(found.first),
-        "second": json_of(found.second),
-        "is_equal": found.is_equal,
-        "tensors": [_fields(row) for row in found.tensors],
-        "values": [_fields(row) for row in found.values],
-        "value_count": found.value_count,
-        "bytes_read": found.bytes_read,
+        "first": json_of_info(found.first),
+        "second": json_of_info(found.second),
+        **json_of(found, "is_equal", "tensors", "values", "value_count", "bytes_read"),
     }
-
-
-def _fields(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in type(row).__slots__}

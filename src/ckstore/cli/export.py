@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath
-from ckstore.cli.restored import origin_of, restored
-from ckstore.cli.shown import name_of
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Force, Only, OutFile, Ref, Run, Shared, StorePath
+from ckstore.cli.render import json_of, name_of
+from ckstore.cli.restore import ORIGIN, restored
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckstore.adapters.safetensors import Exported
 
 
-def run(
+def export(
     path: StorePath,
     ref: Ref,
     output_file: OutFile,
@@ -44,23 +44,22 @@ def run(
     begun = SYSTEM_CLOCK.monotonic()
     state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder)
     origin = {"ckstore.checkpoint_id": info.checkpoint_id, "ckstore.run": run, "ckstore.step": str(info.step)}
-    with output.progress(f"writing {output.one_line(output_file.name)}") as on_progress:
+    with render.progress(f"writing {render.one_line(output_file.name)}") as on_progress:
         exported = export_safetensors(state, output_file, force=force, metadata=origin, on_progress=on_progress)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        written = {"file": str(output_file), "tensor_count": exported.tensor_count, "nbytes": exported.nbytes}
-        told = {"shared": exported.shared, "left_out": exported.left_out}
-        output.print_json({**origin_of(info), **written, "seconds": seconds, **told})
+        written = {"file": str(output_file), **json_of(exported, "tensor_count", "nbytes"), "seconds": seconds}
+        render.print_json({**json_of(info, *ORIGIN), **written, **json_of(exported, "shared", "left_out")})
         return
-    output.say(
+    render.say(
         f"Exported {exported.tensor_count} tensors of {name_of(info, ref)} of run {run} to {output_file}: "
-        f"{output.size(exported.nbytes)} in {output.duration(seconds)}."
+        f"{render.size(exported.nbytes)} in {render.duration(seconds)}."
     )
     _print_rest(exported)
 
 
 def _print_rest(exported: Exported) -> None:
     for name, first in exported.shared.items():
-        output.say(f"  {name}: the same tensor as {first}, written once")
+        render.say(f"  {name}: the same tensor as {first}, written once")
     for name, why in exported.left_out.items():
-        output.say(f"  {name}: left out, {why}")
+        render.say(f"  {name}: left out, {why}")

@@ -7,26 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.gc_json import json_of
-from ckstore.cli.options import AsJson, Shared, StorePath
-from ckstore.cli.output import Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Shared, StorePath, opened
+from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, size
 from ckstore.errors import CorruptError, NotFoundError, UsageError
+from ckstore.keeping import Keeping, keep
+from ckstore.retention.policy import Retention
+from ckstore.store.tier_proof import require_proof
 
 if TYPE_CHECKING:
-    from ckstore.collection import GcReport
-    from ckstore.keeping import Keeping
-    from ckstore.retention.plan import RunPlan
-    from ckstore.retention.policy import Retention
+    from ckstore.collection import GcDone, GcReport
+    from ckstore.retention.plan import RunPlan, Verdict
+    from ckstore.store.gc_repack import Repacked
+    from ckstore.store.tier_gc import TierGc
 
-_COLUMNS = (
-    Column("seq", is_number=True),
-    Column("step", is_number=True),
-    Column("time (local)", worth=1),
-    Column(""),
-    Column("why", is_elastic=True),
+_VERDICTS = Table(
+    (
+        SEQ,
+        STEP,
+        Column("time (local)", "time_ns", local_time, worth=1),
+        Column("", lambda verdict: "keep" if verdict.is_kept else "drop"),
+        Column("why", lambda verdict: "; ".join(verdict.reasons), is_elastic=True),
+    )
 )
-
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -81,7 +84,7 @@ Forget = Annotated[
 ]
 
 
-def run(
+def gc(
     path: StorePath,
     run: Only = None,
     keep_last: Last = None,
@@ -119,16 +122,12 @@ def run(
     """
     policy = _policy_of({name: value for name, value in locals().items() if name.startswith("keep_")}, time_zone)
     if tier is not None or clear_lists:
-        from ckstore.cli.gc_tier import collect_there
-
         others = {"rules": policy, "--run": run, "--now": now, "--max-delete": max_delete, "--trash-for": trash_for}
         others |= {"--save-policy": save_policy, "--forget-policy": forget_policy, "--clear-intents": clear_intents}
         given = {"min_age": min_age or "24h", "repack_nbytes_max": nbytes_of(repack_max)}
         given |= {"dry_run": dry_run, "clear_lists": clear_lists}
-        collect_there(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
+        _collect_tier(path, tier, others, given, as_json=as_json, allow_shared_folder=allow_shared_folder)
         return
-    from ckstore.keeping import keep
-
     if save_policy and policy is None and trash_for is None:
         raise UsageError("--save-policy needs rules, or --trash-for", todo="for example --keep-last 3")
     with keep(path, run=run or "main", allow_shared_folder=allow_shared_folder) as store:
@@ -166,8 +165,6 @@ def _forget(store: Keeping) -> None:
 
 def _policy_of(rules: dict[str, Any], time_zone: str | None) -> Retention | None:
     """Return the policy that the options make, or None where none of them is a rule."""
-    from ckstore.retention.policy import Retention
-
     given = {name: value for name, value in rules.items() if value not in (None, [])}
     if time_zone is not None:
         given["time_zone"] = time_zone
@@ -186,19 +183,18 @@ def nbytes_of(text: str) -> int:
 
 def _tell(report: GcReport, *, as_json: bool) -> None:
     if as_json:
-        output.print_json(json_of(report))
+        render.print_json(_json_of(report))
     else:
         for plan in report.runs:
             _print_run(plan)
-        _print_packs(report)
+        for line in _lines_of(report):
+            render.say(line)
     if report.stop:
         raise CorruptError(f"packs were left alone: {report.stop}", todo="`ckstore verify` tells more")
     blocked = [plan for plan in report.runs if plan.blocked]
     if blocked:
         todo = "`ckstore verify` tells more, `ckstore repair` mends what it can; then collect again"
         raise CorruptError(f"nothing of run {blocked[0].run} was dropped: {blocked[0].blocked}", todo=todo)
-    from ckstore.store.tier_proof import require_proof
-
     require_proof(report.unproven.values())
 
 
@@ -206,30 +202,15 @@ def _print_run(plan: RunPlan) -> None:
     if not plan.rules:
         return
     title = f"run {plan.run}: {len(plan.kept)} kept, {len(plan.dropped)} dropped by {plan.rules}"
-    rows = [
-        [
-            str(verdict.seq),
-            str(verdict.step),
-            output.local_time(verdict.time_ns),
-            "keep" if verdict.is_kept else "drop",
-            "; ".join(verdict.reasons),
-        ]
-        for verdict in plan.verdicts
-    ]
-    output.print_table(_COLUMNS, rows, title=title)
+    _VERDICTS.print(plan.verdicts, title=title)
     for note in plan.notes:
-        output.say(note)
-    output.say("")
+        render.say(note)
+    render.say("")
 
 
-def _print_packs(report: GcReport) -> None:
-    for line in lines_of(report):
-        output.say(line)
-
-
-def lines_of(report: GcReport) -> list[str]:
+def _lines_of(report: GcReport) -> list[str]:
     """Return what a collection does, or did, in sentences."""
-    plan, done, size = report.plan, report.done, output.size
+    plan, done = report.plan, report.done
     lines = []
     if report.refused:
         lines.append(f"Refused: {report.refused}.")
@@ -239,33 +220,33 @@ def lines_of(report: GcReport) -> list[str]:
         if plan.is_empty:
             lines.append("Nothing to do.")
         if plan.drops:
-            lines.append(f"{_count(len(plan.drops), 'checkpoint')} would be dropped.")
+            lines.append(f"{count(len(plan.drops), 'checkpoint')} would be dropped.")
         if plan.moves:
             where = "be removed" if plan.is_final else "go to the trash"
-            lines.append(f"{_count(len(plan.moves), 'pack')} would {where}: {size(plan.moved_nbytes)}.")
+            lines.append(f"{count(len(plan.moves), 'pack')} would {where}: {size(plan.moved_nbytes)}.")
         if plan.rewrites:
             lines.append(
-                f"{_count(len(plan.rewrites), 'pack')} would be rewritten: {size(plan.rewritten_nbytes)} become "
+                f"{count(len(plan.rewrites), 'pack')} would be rewritten: {size(plan.rewritten_nbytes)} become "
                 f"{size(plan.written_nbytes)}."
             )
         if report.freed_nbytes:
             lines.append(f"{size(report.freed_nbytes)} would be freed at once.")
     else:
         if done.dropped:
-            lines.append(f"{_count(len(done.dropped), 'checkpoint')} dropped.")
+            lines.append(f"{count(len(done.dropped), 'checkpoint')} dropped.")
         if not plan.is_final:
-            lines.append(f"{_count(done.moved_packs, 'pack')} moved to the trash: {size(done.moved_nbytes)}.")
+            lines.append(f"{count(done.moved_packs, 'pack')} moved to the trash: {size(done.moved_nbytes)}.")
         if done.repacked.pack_ids:
-            count, nbytes = len(done.repacked.pack_ids), done.repacked.nbytes_written
-            lines.append(f"{_count(count, 'pack')} rewritten into {size(nbytes)}.")
+            rewritten = count(len(done.repacked.pack_ids), "pack")
+            lines.append(f"{rewritten} rewritten into {size(done.repacked.nbytes_written)}.")
         lines += [f"{trouble}." for trouble in done.repacked.troubles]
         lines += [f"seq {name.seq} of run {name.run} stays: {why}." for name, why in sorted(done.spared.items())]
         if done.rescued:
-            lines.append(f"{_count(done.rescued, 'file')} brought back from the trash: something names them.")
+            lines.append(f"{count(done.rescued, 'file')} brought back from the trash: something names them.")
         lines.append(f"{size(done.freed_nbytes)} freed.")
     if report.later_nbytes and plan.free_ns is not None:
         lines.append(
-            f"{size(report.later_nbytes)} in the trash; a collection after {output.local_time(plan.free_ns)} frees all "
+            f"{size(report.later_nbytes)} in the trash; a collection after {render.local_time(plan.free_ns)} frees all "
             "of it, --now frees it at once."
         )
     elif report.later_nbytes:
@@ -282,5 +263,145 @@ def lines_of(report: GcReport) -> list[str]:
     return lines
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _json_of(report: GcReport) -> dict[str, Any]:
+    """Return the report for programs; the plan is the same document in a dry run and in a real one."""
+    plan = report.plan
+    return {
+        **json_of(report, "is_dry_run", "refused"),
+        "runs": [
+            {
+                **json_of(each, "run", "rules", "blocked", "notes"),
+                "checkpoints": [_json_of_verdict(verdict) for verdict in each.verdicts],
+            }
+            for each in report.runs
+        ],
+        "plan": {
+            **json_of(plan, "stop", "drops", "unfinished", "superseded"),
+            "put_back": [trashed.name for trashed in plan.put_back],
+            "rescues": plan.rescues,
+            "moves": [json_of(move, "pack_id", "nbytes") for move in plan.moves],
+            "rewrites": [
+                {
+                    **json_of(rewrite, "pack_id", "nbytes"),
+                    "nbytes_after": rewrite.packed_nbytes,
+                    "manifests": len(rewrite.manifests),
+                }
+                for rewrite in plan.rewrites
+            ],
+            "purges": [{"trash_id": folder.gc_id, "nbytes": folder.nbytes} for folder in plan.purges],
+            **json_of(plan, "waiting_nbytes", "young_nbytes"),
+            "drafts": [draft.path for draft in plan.drafts],
+            "unproven": plan.unproven,
+        },
+        "done": None if report.done is None else _json_of_done(report.done),
+        **json_of(report, "freed_nbytes", "later_nbytes"),
+        "later_time": None if plan.free_ns is None else render.iso_time(plan.free_ns),
+    }
+
+
+def _json_of_verdict(verdict: Verdict) -> dict[str, Any]:
+    time = render.iso_time(verdict.time_ns)
+    return {**json_of(verdict, "seq", "step"), "time": time, **json_of(verdict, "is_kept", "reasons")}
+
+
+def _json_of_done(done: GcDone) -> dict[str, Any]:
+    return {
+        "dropped": done.dropped,
+        "spared": [{**json_of(name), "why": why} for name, why in sorted(done.spared.items())],
+        **json_of(done, "rescued", "superseded", "moved_packs", "moved_nbytes", "freed_files", "freed_nbytes"),
+        **_json_of_repacked(done.repacked),
+        "troubles": done.repacked.troubles,
+        **json_of(done, "drafts", "intents", "waits_for"),
+        "unproven": [each for _, each in sorted(done.unproven.items())],
+        **json_of(done, "waits", "stop"),
+    }
+
+
+def _json_of_repacked(repacked: Repacked) -> dict[str, Any]:
+    return {
+        "repacked": repacked.pack_ids,
+        "repacked_nbytes": repacked.nbytes_written,
+        "replaced_manifests": repacked.manifests,
+    }
+
+
+def _collect_tier(
+    path: str,
+    tier: str | None,
+    others: dict[str, Any],
+    given: dict[str, Any],
+    *,
+    as_json: bool,
+    allow_shared_folder: bool,
+) -> None:
+    """Collect in a tier, and tell what became of it.
+
+    Args:
+        path: The store whose tier it is.
+        tier: Its name.
+        others: Options that say nothing of a tier; refused where they were given.
+        given: Options of the collection.
+        as_json: Print JSON.
+        allow_shared_folder: The folder may be writable by others.
+
+    Raises:
+        UsageError: There is no tier, or an option that does not belong here.
+        CorruptError: Packs were left alone, since a manifest cannot be read.
+    """
+    if tier is None:
+        raise UsageError("--clear-lists needs --tier NAME", todo="lists of collectors lie in tiers")
+    wrong = [name for name, value in others.items() if value]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} does not go with --tier",
+            todo="collect here first, by rules; what was dropped and freed here then goes in the tier",
+        )
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        report = store.gc_tier(tier, **given)
+    if as_json:
+        render.print_json(_json_of_tier(report))
+    else:
+        for line in _lines_of_tier(report):
+            render.say(line)
+    if report.stop:
+        raise CorruptError(f"packs were left alone: {report.stop}", where=report.address)
+
+
+def _json_of_tier(report: TierGc) -> dict[str, Any]:
+    return {
+        **json_of(report, "is_dry_run", "tier", "address", "dropped", "superseded"),
+        "packs": [{"pack_id": pack_id, "nbytes": nbytes} for pack_id, nbytes in sorted(report.packs.items())],
+        **json_of(report, "freed_nbytes", "young_nbytes"),
+        "rewrites": [json_of(each, "pack_id", "nbytes", "packed_nbytes") for each in report.rewrites],
+        **_json_of_repacked(report.repacked),
+        "renewed_manifests": report.renewed,
+        "troubles": report.repacked.troubles,
+        **json_of(report, "lists", "stop"),
+    }
+
+
+def _lines_of_tier(report: TierGc) -> list[str]:
+    would = "would be " if report.is_dry_run else ""
+    lines = [
+        f"{count(len(report.dropped), 'dropped checkpoint')} {would}removed from {report.address}.",
+        f"{count(len(report.packs), 'pack')} {would}removed there: {size(report.freed_nbytes)}.",
+    ]
+    if report.superseded:
+        lines.append(f"{count(len(report.superseded), 'superseded manifest')} {would}removed.")
+    if report.rewrites and report.is_dry_run:
+        become = f"{size(report.rewritten_nbytes)} become {size(report.written_nbytes)}"
+        lines.append(f"{count(len(report.rewrites), 'pack')} there would be rewritten: {become}.")
+    if report.repacked.pack_ids:
+        lines.append(
+            f"{count(len(report.repacked.pack_ids), 'pack')} there rewritten into "
+            f"{size(report.repacked.nbytes_written)}; the old ones go in a later collection there, after the trash "
+            "here has been freed of the manifests that named them."
+        )
+    if report.renewed:
+        lines.append(f"{count(report.renewed, 'manifest')} {would}put there anew, since they name other packs here.")
+    lines += [f"{trouble}." for trouble in report.repacked.troubles]
+    if report.lists:
+        lines.append(f"{count(report.lists, 'list')} of collectors that do not live any more removed.")
+    if report.young_nbytes:
+        lines.append(f"{size(report.young_nbytes)} there that nobody names are too young to be garbage.")
+    return lines

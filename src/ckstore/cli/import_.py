@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath
-from ckstore.cli.output import NOTHING, Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath
+from ckstore.cli.render import STEP, Column, Table, json_of, metrics_of, size
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import NotFoundError
 
@@ -20,20 +20,8 @@ if TYPE_CHECKING:
 PARTLY = 3
 """Exit code: what could be imported was, and something that may hold a state was left out."""
 
-_COLUMNS = (
-    Column("step", is_number=True),
-    Column("from", is_elastic=True),
-    Column("what", worth=1),
-    Column("files", is_number=True, worth=4),
-    Column("stored", is_number=True, worth=5),
-    Column("ratio", is_number=True, worth=3),
-    Column("metrics", is_elastic=True, worth=0),
-    Column("action"),
-    Column("why", is_elastic=True, worth=2),
-)
 
-
-def run(
+def import_(
     path: StorePath,
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A file, a checkpoint's folder, or a folder of checkpoints.")
@@ -86,7 +74,7 @@ def run(
     report = _import(path, source, opening, options, is_best=best, dry_run=dry_run)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(report, seconds))
+        render.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
     if report.is_partial:
@@ -100,7 +88,7 @@ def _import(
     from ckstore.importer import plan_import
 
     with contextlib.ExitStack() as stack:
-        on_progress = stack.enter_context(output.progress("importing"))
+        on_progress = stack.enter_context(render.progress("importing"))
         try:
             store = ckstore.open(path, create=not dry_run, **opening)
         except NotFoundError:
@@ -115,70 +103,70 @@ def _print(report: ImportReport, seconds: float) -> None:
     new = [entry for entry in report.entries if entry.action == "import"]
     would = "would be imported" if report.is_dry_run else "were imported"
     title = f"run {report.run}: {len(new)} of {len(report.entries)} checkpoints {would}"
-    output.print_table(_COLUMNS, [_cells(entry, report.is_dry_run) for entry in report.entries], title=title)
+    _table(is_dry_run=report.is_dry_run).print(report.entries, title=title)
     _print_left_out(report)
-    output.say("")
+    render.say("")
     if report.is_dry_run:
         nbytes = sum(entry.nbytes for entry in new)
-        output.say(f"{output.size(nbytes)} of files would be read; nothing was changed.")
+        render.say(f"{render.size(nbytes)} of files would be read; nothing was changed.")
         return
     before, after = report.bytes_before, report.bytes_stored
     if after:
-        output.say(
-            f"{output.size(before)} of files are {output.size(after)} in the store: the history is "
-            f"{output.ratio(before, after).removesuffix('x')} times smaller."
+        render.say(
+            f"{render.size(before)} of files are {render.size(after)} in the store: the history is "
+            f"{render.ratio(before, after).removesuffix('x')} times smaller."
             if after <= before
-            else f"{output.size(before)} of files are {output.size(after)} in the store."
+            else f"{render.size(before)} of files are {render.size(after)} in the store."
         )
     if new:
         imported = sum(entry.nbytes for entry in new)
-        output.say(f"Imported {output.size(imported)} in {output.duration(seconds)}.")
+        render.say(f"Imported {render.size(imported)} in {render.duration(seconds)}.")
 
 
 def _print_left_out(report: ImportReport) -> None:
     for warning in report.warnings:
-        output.say(warning)
+        render.say(warning)
     for entry in report.entries:
         for warning in entry.warnings:
-            output.say(f"step {entry.step}: {warning}")
+            render.say(f"step {entry.step}: {warning}")
         for file, what in entry.without_state.items():
-            output.say(f"not needed: {file}: {what}")
+            render.say(f"not needed: {file}: {what}")
         for leaf, why in entry.left_out.items():
-            output.say(f"left out of step {entry.step}: {leaf}: {why}")
+            render.say(f"left out of step {entry.step}: {leaf}: {why}")
         if entry.action == "leave out" or not entry.is_compared:
-            output.say(f"left out: {entry.name}: {entry.reason}")
+            render.say(f"left out: {entry.name}: {entry.reason}")
     for name, why in report.left_out.items():
-        output.say(f"left out: {name}: {why}")
+        render.say(f"left out: {name}: {why}")
     if report.is_partial:
-        output.say(f"Something that may hold a state was left out (exit code {PARTLY}).")
+        render.say(f"Something that may hold a state was left out (exit code {PARTLY}).")
 
 
-def _cells(entry: ImportEntry, is_dry_run: bool) -> list[str]:
-    stored = entry.bytes_written
-    return [
-        str(entry.step),
-        entry.name,
-        "+".join(entry.kinds),
-        output.size(entry.nbytes),
-        output.size(stored),
-        NOTHING if stored is None else output.ratio(entry.nbytes, stored),
-        " ".join(f"{name}={output.number(value)}" for name, value in sorted(entry.metrics.items())) or NOTHING,
-        "imported" if entry.action == "import" and not is_dry_run else entry.action,
-        entry.reason,
-    ]
+def _table(*, is_dry_run: bool) -> Table:
+    def action(entry: ImportEntry) -> str:
+        return "imported" if entry.action == "import" and not is_dry_run else entry.action
+
+    def ratio_of(entry: ImportEntry) -> str | None:
+        return None if entry.bytes_written is None else render.ratio(entry.nbytes, entry.bytes_written)
+
+    return Table(
+        (
+            STEP,
+            Column("from", "name", is_elastic=True),
+            Column("what", lambda entry: "+".join(entry.kinds), worth=1),
+            Column("files", "nbytes", size, is_number=True, worth=4),
+            Column("stored", "bytes_written", size, is_number=True, worth=5),
+            Column("ratio", ratio_of, is_number=True, worth=3),
+            Column("metrics", "metrics", metrics_of, is_elastic=True, worth=0),
+            Column("action", action),
+            Column("why", "reason", is_elastic=True, worth=2),
+        )
+    )
 
 
 def _json_of(report: ImportReport, seconds: float) -> dict[str, Any]:
     return {
-        "source": report.source,
-        "run": report.run,
-        "is_dry_run": report.is_dry_run,
-        "bytes_before": report.bytes_before,
-        "bytes_stored": report.bytes_stored,
-        "ratio": report.ratio,
+        **json_of(report, "source", "run", "is_dry_run", "bytes_before", "bytes_stored", "ratio"),
         "seconds": seconds,
-        "is_partial": report.is_partial,
-        "left_out": dict(report.left_out),
-        "warnings": list(report.warnings),
-        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
+        **json_of(report, "is_partial", "left_out", "warnings"),
+        "checkpoints": report.entries,
     }

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Shared, StorePath
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Shared, StorePath
 from ckstore.errors import NotFoundError
 
 
-def run(
+def init(
     path: StorePath,
     shared: Annotated[
         str | None,
@@ -39,8 +39,8 @@ def run(
         store = ckstore.open(path, allow_shared_folder=allow_shared_folder, shared=given)
     store.close()
     if as_json:
-        output.print_json({"path": path, "is_new": is_new})
+        render.print_json({"path": path, "is_new": is_new})
     elif is_new:
-        output.say(f"Made a store at {path}.")
+        render.say(f"Made a store at {path}.")
     else:
-        output.say(f"There is a store at {path} already; nothing was changed.")
+        render.say(f"There is a store at {path} already; nothing was changed.")

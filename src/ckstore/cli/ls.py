@@ -1,38 +1,164 @@
-"""``ckstore ls``: the checkpoints of a store, newest first."""
+"""``ckstore ls``: the checkpoints of a store, newest first; numpy, torch and typer are not imported.
+
+``quick`` runs the plain forms of the command without the parser: importing that takes longer than reading a thousand
+checkpoints. Everything else, such as --help and mistakes, goes to the parser.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Any
 
-import typer
+from ckstore.cli import render
+from ckstore.cli.render import (
+    SEQ,
+    STEP,
+    Column,
+    Table,
+    age,
+    count,
+    json_of,
+    json_of_info,
+    local_time,
+    metrics_of,
+    ratio,
+    size,
+)
+from ckstore.errors import BackendError, CorruptError
+from ckstore.listing import Entry, RunLog, log_of_store
 
-from ckstore.cli.log import print_log
-from ckstore.cli.options import AsJson, Shared, StorePath
+ROWS_ON_TERMINAL = 30
 
 
-def run(
-    path: StorePath,
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only this run; all runs otherwise.")] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            "-n",
-            min=0,
-            metavar="N",
-            help="Show the newest N of each run; 0: all. [default: 30 on a terminal, all otherwise]",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    allow_shared_folder: Shared = False,
+def _time_or_problem(entry: Entry) -> str:
+    if entry.info is None:
+        return "NO ACCESS" if entry.refused else "DAMAGED"
+    return local_time(entry.info.time_ns)
+
+
+_COLUMNS = (
+    SEQ,
+    STEP,
+    Column("time (local)", _time_or_problem, worth=8),
+    Column("age", "info.time_ns", age, is_number=True, worth=3),
+    Column("state", "info.bytes_state", size, is_number=True),
+    Column("written", "info.bytes_written", size, is_number=True, worth=7),
+    Column("ratio", "info", lambda info: ratio(info.bytes_state, info.bytes_written), is_number=True, worth=4),
+    Column("new/reused", "info", lambda info: f"{info.chunks_new}/{info.chunks_reused}", is_number=True, worth=1),
+    Column("metrics", "info.metrics", metrics_of, worth=6, is_elastic=True),
+    Column("tags", "info.tags", worth=9, is_elastic=True),
+    Column("fidelity", "info", lambda info: f"{info.fidelity}{', archival' * info.is_archival}", worth=5),
+    Column("parent", "info.parent", is_number=True, worth=2),
+    Column("lies in", "info.tiers", worth=5),
+)
+_HERE = ("local",)
+
+
+def quick(arguments: Sequence[str]) -> bool:
+    """Do ``ls`` with these arguments if they are of the plain form; otherwise return False."""
+    facts: dict[str, Any] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("--json", "--allow-shared-folder"):
+            facts["as_json" if argument == "--json" else "allow_shared_folder"] = True
+        elif argument in ("--run", "--limit", "-n"):
+            value = next(rest, "-")
+            if value.startswith("-") or (argument != "--run" and not (value.isascii() and value.isdigit())):
+                return False
+            facts["run" if argument == "--run" else "limit"] = value if argument == "--run" else int(value)
+        elif argument.startswith("-") or not argument or "path" in facts:
+            return False
+        else:
+            facts["path"] = argument
+    if "path" not in facts:
+        return False
+    print_log(**facts)
+    return True
+
+
+def print_log(
+    path: str,
+    *,
+    run: str | None = None,
+    limit: int | None = None,
+    as_json: bool = False,
+    allow_shared_folder: bool = False,
 ) -> None:
-    """List checkpoints, newest first.
+    """Print the newest ``limit`` entries of one run or of all; None: as many as a person wants to see.
 
-    \b
-    state       bytes of all tensors
-    written     bytes that this commit added to the disk
-    ratio       state / written
-    new/reused  chunks written / chunks that were stored already
-    parent      the seq that training went on from
-    """  # noqa: D301 - the mark keeps the parser from joining these lines
-    print_log(path, run=run, limit=limit, as_json=as_json, allow_shared_folder=allow_shared_folder)
+    Raises:
+        NotFoundError: There is no store, or no such run.
+        CorruptError: Something is damaged; the rest was printed.
+        BackendError: This user may not read something; the rest was printed.
+    """
+    if limit is None and not as_json and render.is_terminal():
+        limit = ROWS_ON_TERMINAL
+    logs = log_of_store(path, run=run, limit=limit or None, allow_shared_folder=allow_shared_folder)
+    if as_json:
+        render.print_json({"path": path, "runs": [_json_of(log) for log in logs]})
+    elif not logs:
+        render.say("No checkpoint yet: nothing was committed to this store.")
+    else:
+        for number, log in enumerate(logs):
+            if number:
+                render.say("")
+            _print(log)
+    _raise_what_was_not_read(path, logs)
+
+
+def _raise_what_was_not_read(path: str, logs: Sequence[RunLog]) -> None:
+    damaged = [log.run for log in logs if log.is_damaged]
+    if damaged:
+        raise CorruptError(
+            f"something in run {', '.join(damaged)} is missing or cannot be read",
+            where=path,
+            todo="the list says what; run `ckstore verify` for all damage",
+        )
+    refused = [log.run for log in logs if log.is_refused]
+    if refused:
+        raise BackendError(
+            f"something in run {', '.join(refused)} may not be read by this user",
+            where=path,
+            todo="the list says what; have it given to the store's owner (`chown`)",
+            is_refused=True,
+        )
+
+
+def _json_of(log: RunLog) -> dict[str, Any]:
+    return {
+        **json_of(log, "run", "count"),
+        "entries": [_json_of_entry(entry) for entry in log.entries],
+        "damaged_tags": [{"name": name, "damage": damage} for name, damage in log.damaged_tags],
+        "refused_tags": [{"name": name, "refused": why} for name, why in log.refused_tags],
+        "missing": log.missing,
+    }
+
+
+def _json_of_entry(entry: Entry) -> dict[str, Any]:
+    facts = json_of(entry, "seq", "step") if entry.info is None else json_of_info(entry.info)
+    return {**facts, "damage": entry.damage or None, "refused": entry.refused or None}
+
+
+def _print(log: RunLog) -> None:
+    title = f"run {log.run}: {count(log.count, 'checkpoint')}"
+    if not log.entries:
+        render.say(title)
+    else:
+        # Where everything lies here, nobody asks where.
+        is_all_here = all(entry.info is None or entry.info.tiers == _HERE for entry in log.entries)
+        columns = _COLUMNS[:-1] if is_all_here else _COLUMNS
+        Table(columns).print(log.entries, title=title)
+    missing = log.count - len(log.entries)
+    if missing > 0:
+        render.say(f"... and {missing} older; --limit 0 shows all")
+    for entry in log.entries:
+        if entry.damage:
+            render.say(f"DAMAGED seq {entry.seq}: {entry.damage}")
+        if entry.refused:
+            render.say(f"NO ACCESS to seq {entry.seq}: {entry.refused}")
+    if log.missing:
+        render.say(f"MISSING {log.missing}")
+    for name, damage in log.damaged_tags:
+        render.say(f"DAMAGED tag {name}: {damage}")
+    for name, why in log.refused_tags:
+        render.say(f"NO ACCESS to tag {name}: {why}")

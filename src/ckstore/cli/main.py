@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ckstore.cli.output import one_line
+from ckstore.cli.render import one_line
 from ckstore.errors import CkstoreError, UsageError
 
 EXIT_UNFORESEEN = 1
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "ls":
-        from ckstore.cli.log import quick
+        from ckstore.cli.ls import quick
 
         if quick(arguments[1:]):
             return 0

@@ -6,28 +6,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Shared, StorePath, opened, report_of
-from ckstore.cli.output import Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Shared, StorePath, opened, report_of
+from ckstore.cli.render import Column, Table, count, json_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, CorruptError, UnreachableError
 
 if TYPE_CHECKING:
-    from ckstore.mirror import MirrorReport, MirrorRun
+    from ckstore.mirror import MirrorReport
 
-_COLUMNS = (
-    Column("run", is_elastic=True),
-    Column("checkpoints", is_number=True),
-    Column("copied", is_number=True),
-    Column("partial", is_number=True, worth=0),
-    Column("damaged", is_number=True),
-    Column("out of reach", is_number=True, worth=0),
-    Column("only there", is_number=True, worth=1),
-    Column("tags", is_number=True, worth=2),
+_TABLE = Table(
+    (
+        Column("run", is_elastic=True),
+        Column("checkpoints", "checkpoint_count", is_number=True),
+        Column("copied", "copied_count", is_number=True),
+        Column("partial", "partial_count", is_number=True, worth=0),
+        Column("damaged", "damaged_count", is_number=True),
+        Column("out of reach", "unreachable_count", is_number=True, worth=0),
+        Column("only there", "kept_count", is_number=True, worth=1),
+        Column("tags", "tag_count", is_number=True, worth=2),
+    )
 )
 
 
-def run(
+def mirror(
     path: StorePath,
     address: Annotated[
         str, typer.Argument(metavar="ADDRESS", help="Where the copy is: s3://bucket/prefix (gs, az), or a folder.")
@@ -61,7 +63,7 @@ def run(
             damage, report = error, report_of(error)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(report, seconds))
+        render.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
     if damage is not None:
@@ -71,26 +73,16 @@ def run(
 
 def _print(report: MirrorReport, seconds: float) -> None:
     if not report.runs:
-        output.say("No checkpoint yet: nothing was committed to this store.")
+        render.say("No checkpoint yet: nothing was committed to this store.")
         return
     would = "would be copied" if report.is_dry_run else "copied"
-    output.print_table(_COLUMNS, [_cells(each) for each in report.runs], title=f"{would} to {report.address}")
+    _TABLE.print(report.runs, title=f"{would} to {report.address}")
     if not report.is_dry_run:
-        plural = "" if report.packs_copied == 1 else "s"
-        spent = f"{output.size(report.bytes_copied)} in {output.duration(seconds)}"
-        output.say("")
-        output.say(f"{report.packs_copied} pack{plural} copied, {spent}.")
-
-
-def _cells(each: MirrorRun) -> list[str]:
-    counts = (
-        each.checkpoint_count, each.copied_count, each.partial_count,
-        each.damaged_count, each.unreachable_count, each.kept_count, each.tag_count,
-    )  # fmt: skip
-    return [each.run, *(str(count) for count in counts)]
+        spent = f"{render.size(report.bytes_copied)} in {render.duration(seconds)}"
+        render.say("")
+        render.say(f"{count(report.packs_copied, 'pack')} copied, {spent}.")
 
 
 def _json_of(report: MirrorReport, seconds: float) -> dict[str, Any]:
-    facts = {name: getattr(report, name) for name in type(report).__slots__ if name != "runs"}
-    runs = [{name: getattr(each, name) for name in type(each).__slots__} for each in report.runs]
-    return {**facts, "seconds": seconds, "runs": runs}
+    facts = json_of(report, "address", "is_dry_run", "bytes_copied", "packs_copied")
+    return {**facts, "seconds": seconds, "runs": report.runs}

@@ -1,47 +1,94 @@
-"""Parse the command line, by typer, and run the command."""
+"""The parser: options that commands share, the list of commands, and what the command line does with a mistake.
+
+Only the module of the command that was called is imported.
+"""
 
 from __future__ import annotations
 
 import importlib
 import keyword
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore import __version__
-from ckstore.cli.output import say
-from ckstore.errors import UsageError
+import ckstore
+from ckstore.cli.ls import print_log
+from ckstore.cli.render import say
+from ckstore.errors import CkstoreError, UsageError
 
-COMMANDS = (
-    "init",
-    "ls",
-    "show",
-    "diff",
-    "stats",
-    "verify",
-    "restore",
-    "export",
-    "import",
-    "tag",
-    "untag",
-    "delete",
-    "rewind",
-    "repack",
-    "demote",
-    "gc",
-    "trash",
-    "undelete",
-    "quarantine",
-    "repair",
-    "report",
-    "push",
-    "pull",
-    "mirror",
-    "adopt",
-    "doctor",
-    "bench",
-)
+if TYPE_CHECKING:
+    from ckstore.api import Store
+
+StorePath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the store, or s3://bucket/prefix (gs, az).")]
+Ref = Annotated[
+    str,
+    typer.Argument(
+        metavar="REF",
+        help="Which checkpoint: a step, a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.",
+    ),
+]
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Which run of the store.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+Shared = Annotated[bool, typer.Option("--allow-shared-folder", help="Accept a folder that other users may write to.")]
+OutFile = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; it appears whole or not at all.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="GLOB", help="Only leaves whose dotted path matches, such as 'model.*'; may be repeated."
+    ),
+]
+
+
+@contextmanager
+def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]:
+    """Open a store that exists, and close it."""
+    with ckstore.open(path, run=run, create=False, allow_shared_folder=allow_shared_folder) as store:
+        yield store
+
+
+def report_of(error: CkstoreError) -> Any:
+    """Return the report of what went well nonetheless; raise the error where nothing did."""
+    if "report" not in error.facts:
+        raise error
+    return error.facts["report"]
+
+
+COMMANDS = {
+    "init": "init",
+    "ls": "parser",
+    "show": "show",
+    "diff": "diff",
+    "stats": "stats",
+    "verify": "verify",
+    "restore": "restore",
+    "export": "export",
+    "import": "import_",
+    "tag": "tag",
+    "untag": "tag",
+    "delete": "delete",
+    "rewind": "rewind",
+    "repack": "repack",
+    "demote": "demote",
+    "gc": "gc",
+    "trash": "trash",
+    "undelete": "trash",
+    "quarantine": "repair",
+    "repair": "repair",
+    "report": "report",
+    "push": "push",
+    "pull": "pull",
+    "mirror": "mirror",
+    "adopt": "adopt",
+    "doctor": "doctor",
+    "bench": "doctor",
+}
+"""Commands, in the order of the help, and their modules; the function is called like the command."""
 
 _HELP = """Look at, restore and tidy up the checkpoints in a ckstore store.
 
@@ -81,7 +128,7 @@ def _meant(error: Exception) -> Exception:
     return UsageError(str(show()).rstrip(".?"), todo=f"see `{path} --help`")
 
 
-def _app(names: Sequence[str]) -> typer.Typer:
+def _app(names: Iterable[str]) -> typer.Typer:
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
@@ -92,14 +139,14 @@ def _app(names: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module = f"{name}_" if keyword.iskeyword(name) else name
-        app.command(name)(importlib.import_module(f"ckstore.cli.{module}").run)
+        module = importlib.import_module(f"ckstore.cli.{COMMANDS[name]}")
+        app.command(name)(getattr(module, f"{name}_" if keyword.iskeyword(name) else name))
     return app
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        say(f"ckstore {__version__}")
+        say(f"ckstore {ckstore.__version__}")
         raise typer.Exit
 
 
@@ -113,3 +160,32 @@ def _root(
 
 
 _root.__doc__ = _HELP
+
+
+# The command is here and not in ls.py, which does not import typer: the plain forms of `ckstore ls` need no parser.
+def ls(
+    path: StorePath,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only this run; all runs otherwise.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            "-n",
+            min=0,
+            metavar="N",
+            help="Show the newest N of each run; 0: all. [default: 30 on a terminal, all otherwise]",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """List checkpoints, newest first.
+
+    \b
+    state       bytes of all tensors
+    written     bytes that this commit added to the disk
+    ratio       state / written
+    new/reused  chunks written / chunks that were stored already
+    parent      the seq that training went on from
+    """  # noqa: D301 - the mark keeps the parser from joining these lines
+    print_log(path, run=run, limit=limit, as_json=as_json, allow_shared_folder=allow_shared_folder)

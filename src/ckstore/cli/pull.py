@@ -6,24 +6,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened, report_of
-from ckstore.cli.output import Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened, report_of
+from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, size
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CorruptError
 
 if TYPE_CHECKING:
-    from ckstore.pull import PullEntry, PullReport
+    from ckstore.pull import PullReport
 
-_COLUMNS = (
-    Column("seq", is_number=True),
-    Column("step", is_number=True),
-    Column("lies in", worth=0),
-    Column("packs there", is_number=True),
+_TABLE = Table(
+    (
+        SEQ,
+        STEP,
+        Column("lies in", lambda entry: ", ".join(entry.tiers), worth=0),
+        Column("packs there", "packs_nbytes", size, is_number=True),
+    )
 )
 
 
-def run(
+def pull(
     path: StorePath,
     refs: Annotated[
         list[str] | None, typer.Argument(metavar="REF...", help="Which checkpoints; all of the run otherwise.")
@@ -39,7 +41,7 @@ def run(
     come, and the command ends with code 12.
     """
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, output.progress("pulling") as tell:
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, render.progress("pulling") as tell:
         damage: CorruptError | None = None
         try:
             report = store.pull(refs or None, dry_run=dry_run, on_progress=tell)
@@ -47,7 +49,7 @@ def run(
             damage, report = error, report_of(error)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(report, seconds))
+        render.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
     if damage is not None:
@@ -57,28 +59,19 @@ def run(
 
 def _print(report: PullReport, seconds: float) -> None:
     if not report.entries:
-        output.say(f"Everything asked for of run {report.run} lies here.")
+        render.say(f"Everything asked for of run {report.run} lies here.")
         return
     would = "would come" if report.is_dry_run else "came"
     entries = [entry for entry in report.entries if not entry.problem]
-    plural = "" if len(entries) == 1 else "s"
-    title = f"run {report.run}: {len(entries)} checkpoint{plural} {would} back"
-    output.print_table(_COLUMNS, [_cells(entry) for entry in entries], title=title)
-    output.say("")
+    _TABLE.print(entries, title=f"run {report.run}: {count(len(entries), 'checkpoint')} {would} back")
+    render.say("")
     if report.is_dry_run:
-        output.say(f"At most {output.size(report.bytes_to_pull)} to copy.")
+        render.say(f"At most {size(report.bytes_to_pull)} to copy.")
         return
-    plural = "" if report.packs_copied == 1 else "s"
-    output.say(
-        f"{report.packs_copied} pack{plural} copied, {output.size(report.bytes_copied)} in {output.duration(seconds)}."
-    )
-
-
-def _cells(entry: PullEntry) -> list[str]:
-    return [str(entry.seq), str(entry.step), ", ".join(entry.tiers), output.size(entry.packs_nbytes)]
+    spent = f"{size(report.bytes_copied)} in {render.duration(seconds)}"
+    render.say(f"{count(report.packs_copied, 'pack')} copied, {spent}.")
 
 
 def _json_of(report: PullReport, seconds: float) -> dict[str, Any]:
-    facts = {name: getattr(report, name) for name in type(report).__slots__ if name != "entries"}
-    entries = [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries]
-    return {**facts, "seconds": seconds, "checkpoints": entries}
+    facts = json_of(report, "run", "is_dry_run", "bytes_to_pull", "bytes_copied", "packs_copied")
+    return {**facts, "seconds": seconds, "checkpoints": report.entries}

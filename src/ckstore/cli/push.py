@@ -6,25 +6,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
-from ckstore.cli.output import Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, size
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckstore.push import PushEntry, PushReport
+    from ckstore.push import PushReport
 
-_COLUMNS = (
-    Column("seq", is_number=True),
-    Column("step", is_number=True),
-    Column("action"),
-    Column("packs here", is_number=True),
-    Column("why", is_elastic=True, worth=0),
+_TABLE = Table(
+    (
+        SEQ,
+        STEP,
+        Column("action"),
+        Column("packs here", "packs_nbytes", size, is_number=True),
+        Column("why", "reason", is_elastic=True, worth=0),
+    )
 )
 
 
-def run(
+def push(
     path: StorePath,
     address: Annotated[
         str | None,
@@ -66,7 +68,7 @@ def run(
         _forget(path, forget, as_json=as_json, allow_shared_folder=allow_shared_folder)
         return
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, output.progress("pushing") as tell:
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, render.progress("pushing") as tell:
         report = store.push(
             address,
             keep_local=keep_local,
@@ -78,7 +80,7 @@ def run(
         )
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(report, seconds))
+        render.print_json(_json_of(report, seconds))
     else:
         _print(report, seconds)
 
@@ -87,35 +89,28 @@ def _forget(path: str, tier: str, *, as_json: bool, allow_shared_folder: bool) -
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
         address = store.forget_tier(tier)
     if as_json:
-        output.print_json({"forgotten": tier, "address": address})
+        render.print_json({"forgotten": tier, "address": address})
     else:
-        output.say(f"Tier {tier} is forgotten; what lies at {address} stays.")
+        render.say(f"Tier {tier} is forgotten; what lies at {address} stays.")
 
 
 def _print(report: PushReport, seconds: float) -> None:
     if not report.entries:
-        output.say(f"Run {report.run} has no checkpoint.")
+        render.say(f"Run {report.run} has no checkpoint.")
         return
     would = "would go" if report.is_dry_run else "went"
     title = f"run {report.run}: {len(report.pushed)} of {len(report.entries)} checkpoints {would} to {report.address}"
-    output.print_table(_COLUMNS, [_cells(entry) for entry in report.entries], title=title)
-    output.say("")
+    _TABLE.print(report.entries, title=title)
+    render.say("")
     if report.is_dry_run:
-        output.say(f"At most {output.size(report.bytes_to_push)} to copy: what lies there already is not copied again.")
+        render.say(f"At most {size(report.bytes_to_push)} to copy: what lies there already is not copied again.")
         return
-    plural = "" if report.packs_copied == 1 else "s"
-    output.say(
-        f"{report.packs_copied} pack{plural} copied, {output.size(report.bytes_copied)} in {output.duration(seconds)}."
-    )
+    spent = f"{size(report.bytes_copied)} in {render.duration(seconds)}"
+    render.say(f"{count(report.packs_copied, 'pack')} copied, {spent}.")
     if report.pushed:
-        output.say("`ckstore gc` frees what nobody needs here any more.")
-
-
-def _cells(entry: PushEntry) -> list[str]:
-    return [str(entry.seq), str(entry.step), entry.action, output.size(entry.packs_nbytes), entry.reason]
+        render.say("`ckstore gc` frees what nobody needs here any more.")
 
 
 def _json_of(report: PushReport, seconds: float) -> dict[str, Any]:
-    facts = {name: getattr(report, name) for name in type(report).__slots__ if name != "entries"}
-    entries = [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries]
-    return {**facts, "seconds": seconds, "checkpoints": entries}
+    facts = json_of(report, "run", "tier", "address", "is_dry_run", "bytes_to_push", "bytes_copied", "packs_copied")
+    return {**facts, "seconds": seconds, "checkpoints": report.entries}

@@ -6,28 +6,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
-from ckstore.cli.output import NOTHING, Column
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.render import SEQ, STEP, Column, Table, json_of, size
 from ckstore.clock import SYSTEM_CLOCK
 
 if TYPE_CHECKING:
-    from ckstore.repack import RepackEntry, RepackReport
+    from ckstore.repack import RepackReport
 
-_COLUMNS = (
-    Column("seq", is_number=True),
-    Column("step", is_number=True),
-    Column("action"),
-    Column("base", is_number=True),
-    Column("stored now", is_number=True),
-    Column("then", is_number=True),
-    Column("read now", is_number=True, worth=2),
-    Column("then", is_number=True, worth=1),
-    Column("why", is_elastic=True, worth=0),
+_TABLE = Table(
+    (
+        SEQ,
+        STEP,
+        Column("action"),
+        Column("base", "base_seq", is_number=True),
+        Column("stored now", "stored_before", size, is_number=True),
+        Column("then", "stored_after", size, is_number=True),
+        Column("read now", "read_before", size, is_number=True, worth=2),
+        Column("then", "read_after", size, is_number=True, worth=1),
+        Column("why", "reason", is_elastic=True, worth=0),
+    )
 )
 
 
-def run(
+def repack(
     path: StorePath,
     run: Run = "main",
     keyframes: Annotated[
@@ -74,57 +76,39 @@ def run(
         report = store.repack(policy, dry_run=dry_run)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(report, policy.saving_min, seconds))
+        render.print_json(_json_of(report, policy.saving_min, seconds))
     else:
         _print(report, saving, seconds)
 
 
 def _print(report: RepackReport, saving: float, seconds: float) -> None:
     if not report.entries:
-        output.say(f"Run {report.run} has no checkpoint.")
+        render.say(f"Run {report.run} has no checkpoint.")
         return
     count = len(report.rewritten)
     would = "would be" if report.is_dry_run else "were"
     title = f"run {report.run}: {count} of {len(report.entries)} checkpoints {would} rewritten"
-    output.print_table(_COLUMNS, [_cells(entry) for entry in report.entries], title=title)
-    output.say("")
+    _TABLE.print(report.entries, title=title)
+    render.say("")
     if count == 0:
-        output.say(f"Nothing to do: nothing would save {saving:g}%.")
+        render.say(f"Nothing to do: nothing would save {saving:g}%.")
     else:
         about = "about " if report.is_dry_run else ""
-        to_write = "to write" if report.is_dry_run else f"written in {output.duration(seconds)}"
-        output.say(f"{about}{output.size(report.bytes_written)} {to_write}: the store is larger by that.")
-        before, after = output.size(report.packs_before), output.size(report.packs_after)
+        to_write = "to write" if report.is_dry_run else f"written in {render.duration(seconds)}"
+        render.say(f"{about}{size(report.bytes_written)} {to_write}: the store is larger by that.")
+        before, after = size(report.packs_before), size(report.packs_after)
         grown = "" if report.packs_after < report.packs_before else ": not smaller, but the newest are restored faster"
-        output.say(f"{before} of packs before, {about}{after} once `ckstore gc` has freed the old ones{grown}.")
-        output.say(f"What saves less than {saving:g}% stays as it is.")
+        render.say(f"{before} of packs before, {about}{after} once `ckstore gc` has freed the old ones{grown}.")
+        render.say(f"What saves less than {saving:g}% stays as it is.")
     if report.superseded_count:
-        output.say(f"{report.superseded_count} manifests that an interrupted repack had left were moved to the trash.")
-
-
-def _cells(entry: RepackEntry) -> list[str]:
-    return [
-        str(entry.seq),
-        str(entry.step),
-        entry.action,
-        NOTHING if entry.base_seq is None else str(entry.base_seq),
-        output.size(entry.stored_before),
-        output.size(entry.stored_after),
-        output.size(entry.read_before),
-        output.size(entry.read_after),
-        entry.reason,
-    ]
+        render.say(f"{report.superseded_count} manifests that an interrupted repack had left were moved to the trash.")
 
 
 def _json_of(report: RepackReport, saving_min: float, seconds: float) -> dict[str, Any]:
     return {
-        "run": report.run,
-        "is_dry_run": report.is_dry_run,
+        **json_of(report, "run", "is_dry_run"),
         "saving_min": saving_min,
-        "packs_before": report.packs_before,
-        "packs_after": report.packs_after,
-        "bytes_written": report.bytes_written,
-        "superseded_count": report.superseded_count,
+        **json_of(report, "packs_before", "packs_after", "bytes_written", "superseded_count"),
         "seconds": seconds,
-        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
+        "checkpoints": report.entries,
     }

@@ -1,4 +1,4 @@
-"""``ckstore repair``: mend a damaged store from what is left, after saying how."""
+"""``ckstore repair`` mends a damaged store; ``ckstore quarantine`` only puts unreadable files aside."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Shared, StorePath
-from ckstore.cli.quarantine import Apply
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Shared, StorePath, opened
+from ckstore.cli.render import json_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CorruptError
 
@@ -24,7 +24,10 @@ _DONE = {
 }
 
 
-def run(
+Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this it is only said what would be done.")]
+
+
+def repair(
     path: StorePath,
     apply: Apply = False,
     sources: Annotated[
@@ -57,7 +60,7 @@ def run(
     )
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(path, report, seconds))
+        render.print_json(_json_of(path, report, seconds))
     else:
         _print(report, seconds)
     lost = sum(entry.action in ("partial", "quarantine") for entry in report.entries)
@@ -72,56 +75,82 @@ def run(
 def _print(report: RepairReport, seconds: float) -> None:
     if report.is_clean:
         where = "here " if report.packs_elsewhere else ""
-        output.say(f"No damage; everything {where}that is named was read in {output.duration(seconds)}.")
+        render.say(f"No damage; everything {where}that is named was read in {render.duration(seconds)}.")
         _print_elsewhere(report)
         return
     if report.is_identity_made:
         made = "would be made" if report.is_dry_run else "was made"
-        output.say(f"store.json was missing: it {made} again from what manifests and packs say")
+        render.say(f"store.json was missing: it {made} again from what manifests and packs say")
     for entry in report.entries:
         _print_entry(entry)
     for pack_id, problem in report.packs.items():
-        output.say(f"pack {pack_id}: {problem}; it {'would be' if report.is_dry_run else 'was'} put aside")
+        render.say(f"pack {pack_id}: {problem}; it {'would be' if report.is_dry_run else 'was'} put aside")
     for pack_id in report.packs_rescued:
-        output.say(f"pack {pack_id}: {'would be' if report.is_dry_run else 'was'} brought back from the trash")
+        render.say(f"pack {pack_id}: {'would be' if report.is_dry_run else 'was'} brought back from the trash")
     for claim in report.claims_made:
-        output.say(f"claim {claim}: {'would be' if report.is_dry_run else 'was'} made again")
+        render.say(f"claim {claim}: {'would be' if report.is_dry_run else 'was'} made again")
     for sentence in report.left:
-        output.say(f"cannot be mended: {sentence}")
+        render.say(f"cannot be mended: {sentence}")
     _print_elsewhere(report)
-    output.say("")
+    render.say("")
     if report.is_dry_run:
-        output.say(f"{output.size(report.bytes_copied)} would be copied to new packs; --apply does all of this.")
+        render.say(f"{render.size(report.bytes_copied)} would be copied to new packs; --apply does all of this.")
     else:
-        output.say(f"Repaired in {output.duration(seconds)}; {output.size(report.bytes_copied)} copied to new packs.")
+        render.say(f"Repaired in {render.duration(seconds)}; {render.size(report.bytes_copied)} copied to new packs.")
 
 
 def _print_elsewhere(report: RepairReport) -> None:
     count = report.packs_elsewhere
     if count:
         packs = "1 pack in another tier was" if count == 1 else f"{count} packs in other tiers were"
-        output.say(f"{packs} not read: `ckstore verify --remote --level read` does that.")
+        render.say(f"{packs} not read: `ckstore verify --remote --level read` does that.")
 
 
 def _print_entry(entry: RepairEntry) -> None:
     words = _DONE[entry.action][entry.is_done]
-    output.say(f"run {entry.run}, step {entry.step} (seq {entry.seq}) {words}: {entry.reason}")
+    render.say(f"run {entry.run}, step {entry.step} (seq {entry.seq}) {words}: {entry.reason}")
     if entry.tensors:
-        output.say(f"  lost tensors: {', '.join(entry.tensors)}")
+        render.say(f"  lost tensors: {', '.join(entry.tensors)}")
 
 
 def _json_of(path: str, report: RepairReport, seconds: float) -> dict[str, Any]:
+    found = ("packs", "packs_rescued", "claims_made", "bytes_copied", "left", "packs_elsewhere")
     return {
         "path": path,
-        "is_dry_run": report.is_dry_run,
-        "is_clean": report.is_clean,
-        "is_identity_made": report.is_identity_made,
-        "checkpoints": [{name: getattr(entry, name) for name in type(entry).__slots__} for entry in report.entries],
-        "packs": report.packs,
-        "packs_rescued": report.packs_rescued,
-        "claims_made": report.claims_made,
-        "bytes_copied": report.bytes_copied,
-        "left": report.left,
-        "packs_elsewhere": report.packs_elsewhere,
+        **json_of(report, "is_dry_run", "is_clean", "is_identity_made"),
+        "checkpoints": report.entries,
+        **json_of(report, *found),
         "seconds": seconds,
     }
+
+
+def quarantine(
+    path: StorePath,
+    apply: Apply = False,
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Put unreadable manifests aside, and torn packs.
+
+    A manifest that cannot be read may name any pack, so that `ckstore gc` frees nothing until it was put aside. Files
+    go to quarantine/ in the store; nothing is removed. `ckstore repair` does this too, and mends what it can.
+    """
+    with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
+        report = store.quarantine(dry_run=not apply)
+    if as_json:
+        render.print_json({"path": path, **json_of(report, "is_dry_run", "manifests", "packs", "left")})
+        return
+    found = len(report.manifests) + len(report.packs)
+    if not found:
+        render.say("Nothing to put aside: every manifest can be read.")
+    for kind, files in (("manifest", report.manifests), ("pack", report.packs)):
+        for name, problem in files.items():
+            render.say(f"{kind} {name}: {problem}")
+    for sentence in report.left:
+        render.say(f"left in place: {sentence}")
+    if found and report.is_dry_run:
+        render.say("")
+        render.say(f"{found} files would be moved to quarantine/; --apply does it.")
+    elif found:
+        render.say("")
+        render.say(f"{found} files were moved to quarantine/.")

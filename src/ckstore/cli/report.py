@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, OutFile, Shared, StorePath, opened
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Force, OutFile, Shared, StorePath, opened
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
 
-def run(
+def report(
     path: StorePath,
     output_file: OutFile,
     force: Force = False,
@@ -29,13 +29,13 @@ def run(
     begun = SYSTEM_CLOCK.monotonic()
     with (
         opened(path, run="main", allow_shared_folder=allow_shared_folder) as store,
-        output.progress("reading manifests"),
+        render.progress("reading manifests"),
     ):
         page = store.report().encode()
     with new_file(output_file, force=force) as file:
         file.write(page)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json({"file": str(output_file), "nbytes": len(page), "seconds": seconds})
+        render.print_json({"file": str(output_file), "nbytes": len(page), "seconds": seconds})
         return
-    output.say(f"Wrote {output_file}: {output.size(len(page))} in {output.duration(seconds)}. Open it in any browser.")
+    render.say(f"Wrote {output_file}: {render.size(len(page))} in {render.duration(seconds)}. Open it in any browser.")

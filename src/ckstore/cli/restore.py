@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Force, Only, OutFile, Run, Shared, StorePath
-from ckstore.cli.restored import origin_of, restored
-from ckstore.cli.shown import name_of
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Force, Only, OutFile, Run, Shared, StorePath, opened
+from ckstore.cli.render import json_of, name_of
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.info import Info
+
+ORIGIN = ("seq", "step", "checkpoint_id", "run")
+"""What the JSON of restore and export says of the checkpoint that a file came from."""
 
 
-def run(
+def restore(
     path: StorePath,
     output_file: OutFile,
     ref: Annotated[
@@ -49,15 +53,33 @@ def run(
     check_target(output_file, force=force)
     begun = SYSTEM_CLOCK.monotonic()
     state, info = restored(path, ref, only=only, run=run, allow_shared_folder=allow_shared_folder, fallback=fallback)
-    with output.progress(f"writing {output.one_line(output_file.name)}"):
+    with render.progress(f"writing {render.one_line(output_file.name)}"):
         notes = write_state(state, output_file, force=force)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     nbytes = output_file.stat().st_size
     if as_json:
         written = {"file": str(output_file), "nbytes": nbytes, "seconds": seconds, "notes": notes}
-        output.print_json({**origin_of(info), **written})
+        render.print_json({**json_of(info, *ORIGIN), **written})
         return
-    how = f"{output.size(nbytes)} in {output.duration(seconds)}"
-    output.say(f"Restored {name_of(info, ref)} of run {run} to {output_file}: {how}.")
+    how = f"{render.size(nbytes)} in {render.duration(seconds)}"
+    render.say(f"Restored {name_of(info, ref)} of run {run} to {output_file}: {how}.")
     for leaf, note in notes.items():
-        output.say(f"  {leaf}: {note}")
+        render.say(f"  {leaf}: {note}")
+
+
+def restored(
+    path: str,
+    ref: str | None,
+    *,
+    only: Sequence[str] | None,
+    run: str,
+    allow_shared_folder: bool,
+    fallback: bool = False,
+) -> tuple[Any, Info]:
+    """Restore a state, with a progress bar on a terminal; return it and the facts about its checkpoint."""
+    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        with render.progress("restoring") as on_progress:
+            state = store.restore(ref, only=only or None, fallback=fallback, on_progress=on_progress)
+        info = store.restored
+        assert info is not None, "a restore says what it restored"
+    return state, info

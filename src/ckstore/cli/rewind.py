@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
-from ckstore.cli.shown import json_of, name_of
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.render import json_of_info, name_of
 
 
-def run(
+def rewind(
     path: StorePath,
     ref: Ref,
     run: Run = "main",
@@ -23,6 +23,6 @@ def run(
         before = store.info(ref)
         info = store.rewind(f"seq:{before.seq}")
     if as_json:
-        output.print_json(json_of(info))
+        render.print_json(json_of_info(info))
     else:
-        output.say(f"Rewound run {run}: {name_of(before, ref)} is the newest again, as seq {info.seq}.")
+        render.say(f"Rewound run {run}: {name_of(before, ref)} is the newest again, as seq {info.seq}.")

@@ -2,56 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.coded import ROWS_ON_TERMINAL, show_coding
-from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
-from ckstore.cli.output import NOTHING, Column
-from ckstore.cli.shown import json_of, metrics_of
-from ckstore.contents import Contents, LossRow, TensorRow
-from ckstore.info import Info
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.render import (
+    NOTHING,
+    WHOLE_STATE,
+    Column,
+    Table,
+    base_facts,
+    bits,
+    json_of,
+    json_of_coding,
+    json_of_info,
+    metrics_of,
+    name_of,
+    ratio,
+    shape,
+    size,
+    three_digits,
+)
 from ckstore.store.references import words_of
 
+if TYPE_CHECKING:
+    from ckstore.coding import Coding
+    from ckstore.contents import Contents
+    from ckstore.info import Info
+
 _TENSORS = (
-    Column("path", is_elastic=True),
-    Column("dtype"),
-    Column("shape"),
-    Column("bytes", is_number=True),
-    Column("stored", is_number=True, worth=1),
-    Column("shares memory with", worth=0, is_elastic=True),
+    Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+    Column("dtype", lambda row: row.dtype or row.library),
+    Column("shape", "shape", shape),
+    Column("bytes", "nbytes", size, is_number=True),
+    Column("stored", "stored_nbytes", size, is_number=True, worth=1),
+    Column("shares memory with", "shares_with", worth=0, is_elastic=True),
 )
-_GROUPS = (
-    Column("group", is_elastic=True),
-    Column("tensors", is_number=True),
-    Column("values", is_number=True),
-    Column("bytes", is_number=True),
-    Column("stored", is_number=True),
-    Column("ratio", is_number=True),
+_GROUPS = Table(
+    (
+        Column("group", lambda row: row.key or WHOLE_STATE, is_elastic=True),
+        Column("tensors", "tensor_count", is_number=True),
+        Column("values", "value_count", is_number=True),
+        Column("bytes", "nbytes", size, is_number=True),
+        Column("stored", "stored_nbytes", size, is_number=True),
+        Column("ratio", lambda row: ratio(row.nbytes, row.stored_nbytes), is_number=True),
+    )
 )
-_LOSSES = (
-    Column("path", is_elastic=True),
-    Column("as"),
-    Column("method"),
-    Column("bits", is_number=True),
-    Column("rms error", is_number=True),
-    Column("max error", is_number=True, worth=2),
-    Column("kept", is_number=True, worth=1),
-    Column("hops", is_number=True, worth=0),
-    Column("next step", is_number=True, worth=3),
+_LOSSES = Table(
+    (
+        Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+        Column("as", "role"),
+        Column("method"),
+        Column("bits", "bits", bits, is_number=True),
+        Column("rms error", "rel_rms", three_digits, is_number=True),
+        Column("max error", "max_abs", three_digits, is_number=True, worth=2),
+        Column("kept", "kept", "{:.1%}".format, is_number=True, worth=1),
+        Column("hops", is_number=True, worth=0),
+        Column("next step", "spike", three_digits, is_number=True, worth=3),
+    )
 )
-_PACKS = (
-    Column("pack"),
-    Column("size", is_number=True),
-    Column("used", is_number=True),
-    Column("frames", is_number=True, worth=1),
-    Column("tier", worth=0),
+_PACKS = Table(
+    (
+        Column("pack", "pack_id"),
+        Column("size", "nbytes", size, is_number=True),
+        Column("used", "used_nbytes", size, is_number=True),
+        Column("frames", "frame_count", is_number=True, worth=1),
+        Column("tier", worth=0),
+    )
+)
+_CODING = Table(
+    (
+        Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+        Column("dtype", worth=2),
+        Column("mode"),
+        Column("codecs", "steps", worth=3, is_elastic=True),
+        Column("depth", is_number=True, worth=1),
+        Column("stored", "stored_bits", bits, is_number=True),
+        Column("full", "full_bits", bits, is_number=True, worth=6),
+        Column("previous", "previous_bits", bits, is_number=True, worth=5),
+        Column("keyframe", "keyframe_bits", bits, is_number=True, worth=4),
+    )
 )
 
 
-def run(
+def show(
     path: StorePath,
     ref: Ref = "latest",
     run: Run = "main",
@@ -87,26 +123,15 @@ def run(
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if codec:
-            show_coding(store.coding(ref), ref, limit, as_json=as_json)
+            _print_coding(store.coding(ref), ref, limit, as_json=as_json)
             return
         contents = store.contents(ref)
     if as_json:
-        output.print_json(_json_of(contents))
+        render.print_json(_json_of(contents))
         return
-    if limit is None and output.is_terminal():
-        limit = ROWS_ON_TERMINAL
     chosen = [("chosen as", words)] if (words := words_of(ref)) else []
-    output.print_facts([*chosen, *_facts(contents.info, contents.base_nbytes)])
-    _print_groups(contents)
-    _print_tensors(contents, limit or len(contents.tensors))
-    _print_losses(contents, limit or len(contents.losses))
-    output.say("")
-    packs = [
-        [pack.pack_id, output.size(pack.nbytes), output.size(pack.used_nbytes), str(pack.frame_count), pack.tier]
-        for pack in contents.packs
-    ]
-    if packs:
-        output.print_table(_PACKS, packs, title="packs")
+    render.print_facts([*chosen, *_facts(contents.info, contents.base_nbytes)])
+    _print_tables(contents, render.row_limit(limit))
 
 
 def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
@@ -116,16 +141,16 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
         ("step", str(info.step)),
         ("seq", str(info.seq)),
         ("id", info.checkpoint_id),
-        ("time", f"{output.zoned_time(info.time_ns)} ({output.age(info.time_ns)} ago)"),
+        ("time", f"{render.zoned_time(info.time_ns)} ({render.age(info.time_ns)} ago)"),
         ("parent", NOTHING if info.parent is None else f"seq {info.parent}"),
         ("tags", ", ".join(info.tags) or NOTHING),
-        ("metrics", metrics_of(info) or NOTHING),
+        ("metrics", metrics_of(info.metrics)),
         ("fidelity", info.fidelity),
-        ("state", f"{output.size(info.bytes_state)}; tensors: {info.tensor_count}, chunks: {info.chunk_count}"),
-        ("stored", f"{output.size(own_nbytes)} of its own chunks ({output.compared(own_nbytes, info.bytes_state)})"),
-        ("bases", f"{output.size(base_nbytes)} of chunks of other checkpoints" if base_nbytes else NOTHING),
-        ("restore", f"reads {output.size(info.bytes_stored)}, bases included"),
-        ("written", f"{output.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
+        ("state", f"{render.size(info.bytes_state)}; tensors: {info.tensor_count}, chunks: {info.chunk_count}"),
+        ("stored", f"{render.size(own_nbytes)} of its own chunks ({render.compared(own_nbytes, info.bytes_state)})"),
+        ("bases", f"{render.size(base_nbytes)} of chunks of other checkpoints" if base_nbytes else NOTHING),
+        ("restore", f"reads {render.size(info.bytes_stored)}, bases included"),
+        ("written", f"{render.size(info.bytes_written)}; chunks: {info.chunks_new} new, {info.chunks_reused} reused"),
         ("depth", str(info.depth_max)),
         ("lies in", ", ".join(info.tiers) or NOTHING),
     ]
@@ -136,78 +161,33 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
     return facts
 
 
-def _print_groups(contents: Contents) -> None:
-    rows = [
-        [
-            group.key or "(the state itself)",
-            str(group.tensor_count),
-            str(group.value_count),
-            output.size(group.nbytes),
-            output.size(group.stored_nbytes),
-            output.ratio(group.nbytes, group.stored_nbytes),
-        ]
-        for group in contents.groups
-    ]
-    if rows:
-        output.say("")
-        output.print_table(_GROUPS, rows, title="groups")
+def _print_tables(contents: Contents, limit: int | None) -> None:
+    has_shared = any(row.shares_with is not None for row in contents.tensors)
+    tensors = Table(_TENSORS if has_shared else _TENSORS[:-1])
+    if contents.groups:
+        render.say("")
+        _GROUPS.print(contents.groups, title="groups")
+    if contents.tensors:
+        render.say("")
+        tensors.print(contents.tensors, title="tensors", limit=limit)
+    if contents.losses:
+        render.say("")
+        _LOSSES.print(contents.losses, title="stored with a loss", limit=limit)
+    render.say("")
+    if contents.packs:
+        _PACKS.print(contents.packs, title="packs")
 
 
-def _print_tensors(contents: Contents, limit: int) -> None:
-    if not contents.tensors:
+def _print_coding(coding: Coding, ref: str, limit: int | None, *, as_json: bool) -> None:
+    if as_json:
+        render.print_json(json_of_coding(coding))
         return
-    shown = contents.tensors[:limit]
-    columns = _TENSORS if any(row.shares_with is not None for row in contents.tensors) else _TENSORS[:-1]
-    output.say("")
-    output.print_table(columns, [_cells(row)[: len(columns)] for row in shown], title="tensors")
-    if len(shown) < len(contents.tensors):
-        output.say(f"... and {len(contents.tensors) - len(shown)} more; --limit 0 shows all")
-
-
-def _print_losses(contents: Contents, limit: int) -> None:
-    if not contents.losses:
-        return
-    output.say("")
-    output.print_table(_LOSSES, [_loss_cells(row) for row in contents.losses[:limit]], title="stored with a loss")
-    if limit < len(contents.losses):
-        output.say(f"... and {len(contents.losses) - limit} more; --limit 0 shows all")
-
-
-def _loss_cells(row: LossRow) -> list[str]:
-    return [
-        row.path or "(the state itself)",
-        row.role,
-        row.method,
-        f"{row.bits:.2f}",
-        f"{row.rel_rms:.3g}",
-        f"{row.max_abs:.3g}",
-        f"{row.kept:.1%}",
-        str(row.hops),
-        NOTHING if row.spike is None else f"{row.spike:.3g}",
-    ]
-
-
-def _cells(row: TensorRow) -> list[str]:
-    return [
-        row.path or "(the state itself)",
-        row.dtype or row.library,
-        "x".join(str(length) for length in row.shape) or "scalar",
-        output.size(row.nbytes),
-        output.size(row.stored_nbytes),
-        NOTHING if row.shares_with is None else row.shares_with,
-    ]
+    info = coding.info
+    render.print_facts([("checkpoint", f"{name_of(info, ref)} of run {info.run}"), *base_facts(coding)])
+    if coding.tensors:
+        render.say("")
+        _CODING.print(coding.tensors, title="tensors, in bits per element", limit=render.row_limit(limit))
 
 
 def _json_of(contents: Contents) -> dict[str, Any]:
-    return {
-        **json_of(contents.info),
-        "groups": [_fields(group) for group in contents.groups],
-        "tensors": [_fields(tensor) for tensor in contents.tensors],
-        "packs": [_fields(pack) for pack in contents.packs],
-        "base_nbytes": contents.base_nbytes,
-        "losses": [_fields(loss) for loss in contents.losses],
-    }
-
-
-def _fields(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in type(row).__slots__}
+    return {**json_of_info(contents.info), **json_of(contents, "groups", "tensors", "packs", "base_nbytes", "losses")}

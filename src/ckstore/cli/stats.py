@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.coded import ROWS_ON_TERMINAL, base_facts, bits, json_of_coding, json_of_tensor, print_rest
-from ckstore.cli.options import AsJson, Ref, Run, Shared, StorePath, opened
-from ckstore.cli.output import NOTHING, Column
-from ckstore.cli.shown import name_of
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, opened
+from ckstore.cli.render import WHOLE_STATE, Column, Table, base_facts, bits, json_of, json_of_coding, name_of, size
 
 if TYPE_CHECKING:
-    from ckstore.stats import Share, Stats, TensorStats
+    from ckstore.stats import Stats
 
 _SIZES = (
-    Column("elements", is_number=True, worth=1),
-    Column("bytes", is_number=True, worth=3),
-    Column("stored", is_number=True, worth=4),
+    Column("elements", "share.elements", is_number=True, worth=1),
+    Column("bytes", "share.nbytes", size, is_number=True, worth=3),
+    Column("stored", "share.stored_nbytes", size, is_number=True, worth=4),
+    Column("bits", "share.stored_bits", bits, is_number=True),
+    Column("order-0", "share.bound_bits", bits, is_number=True),
+    Column("full", "share.full_bits", bits, is_number=True, worth=5),
 )
-_BITS = (
-    Column("bits", is_number=True),
-    Column("order-0", is_number=True),
-    Column("full", is_number=True, worth=5),
+_GROUPS = Table(
+    (
+        Column("group", lambda row: row.key or WHOLE_STATE, is_elastic=True),
+        Column("tensors", "tensor_count", is_number=True, worth=2),
+        Column("modes", is_elastic=True, worth=6),
+        *_SIZES,
+    )
 )
-_GROUPS = (
-    Column("group", is_elastic=True),
-    Column("tensors", is_number=True, worth=2),
-    Column("modes", is_elastic=True, worth=6),
-    *_SIZES,
-    *_BITS,
+_TENSORS = Table(
+    (
+        Column("path", lambda row: row.coding.path or WHOLE_STATE, is_elastic=True),
+        Column("dtype", "coding.dtype", worth=2),
+        Column("mode", "coding.mode"),
+        *_SIZES,
+        Column("delta", "delta_bits", bits, is_number=True, worth=5),
+    )
 )
-_TENSORS = (
-    Column("path", is_elastic=True),
-    Column("dtype", worth=2),
-    Column("mode"),
-    *_SIZES,
-    *_BITS,
-    Column("delta", is_number=True, worth=5),
-)
+_SHARE = ("elements", "nbytes", "stored_nbytes", "stored_bits", "bound_bits", "full_bits")
 
 
-def run(
+def stats(
     path: StorePath,
     ref: Ref = "latest",
     run: Run = "main",
@@ -74,85 +74,47 @@ def run(
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
-        output.progress("measuring") as on_progress,
+        render.progress("measuring") as on_progress,
     ):
-        stats = store.stats(ref, exact=exact, on_progress=on_progress)
+        found = store.stats(ref, exact=exact, on_progress=on_progress)
     if as_json:
-        output.print_json(_json_of(stats))
-        return
-    if limit is None and output.is_terminal():
-        limit = ROWS_ON_TERMINAL
-    _print(stats, ref, limit or len(stats.tensors))
+        render.print_json(_json_of(found))
+    else:
+        _print(found, ref, render.row_limit(limit))
 
 
-def _print(stats: Stats, ref: str, limit: int) -> None:
+def _print(stats: Stats, ref: str, limit: int | None) -> None:
     info = stats.info
     how = "every element" if stats.is_exact else "samples (see --exact)"
     facts = [("checkpoint", f"{name_of(info, ref)} of run {info.run}"), *base_facts(stats.coding), ("measured", how)]
-    output.print_facts(facts)
-    groups = [
-        [group.key or "(the state itself)", str(group.tensor_count), ", ".join(group.modes), *_cells(group.share)]
-        for group in stats.groups
-    ]
-    if not groups:
-        output.say("It holds no tensor.")
+    render.print_facts(facts)
+    if not stats.groups:
+        render.say("It holds no tensor.")
         return
-    groups.append(["all", str(len(stats.tensors)), NOTHING, *_cells(stats.total)])
-    output.say("")
-    output.print_table(_GROUPS, groups, title="groups")
-    output.say("")
-    output.print_table(_TENSORS, [_row(tensor) for tensor in stats.tensors[:limit]], title="tensors")
-    print_rest(len(stats.tensors) - limit)
-
-
-def _cells(share: Share) -> list[str]:
-    sizes = [str(share.elements), output.size(share.nbytes), output.size(share.stored_nbytes)]
-    return [*sizes, bits(share.stored_bits), bits(share.bound_bits), bits(share.full_bits)]
-
-
-def _row(tensor: TensorStats) -> list[str]:
-    coding = tensor.coding
-    return [
-        coding.path or "(the state itself)",
-        coding.dtype,
-        coding.mode,
-        *_cells(tensor.share),
-        bits(tensor.delta_bits),
-    ]
+    everything = replace(stats.groups[0], key="all", tensor_count=len(stats.tensors), share=stats.total, modes=())
+    render.say("")
+    _GROUPS.print([*stats.groups, everything], title="groups")
+    render.say("")
+    _TENSORS.print(stats.tensors, title="tensors", limit=limit)
 
 
 def _json_of(stats: Stats) -> dict[str, Any]:
+    coding = json_of_coding(stats.coding)
     return {
-        **json_of_coding(stats.coding),
+        **coding,
         "is_exact": stats.is_exact,
-        "total": _json_of_share(stats.total),
+        "total": json_of(stats.total, *_SHARE),
         "groups": [
-            {
-                "key": group.key,
-                "tensor_count": group.tensor_count,
-                "modes": group.modes,
-                **_json_of_share(group.share),
-            }
+            {**json_of(group, "key", "tensor_count", "modes"), **json_of(group.share, *_SHARE)}
             for group in stats.groups
         ],
         "tensors": [
             {
-                **json_of_tensor(tensor.coding),
-                **_json_of_share(tensor.share),
+                **of_coding,
+                **json_of(tensor.share, *_SHARE),
                 "estimated_full_bits": tensor.coding.full_bits,
                 "delta_bits": tensor.delta_bits,
             }
-            for tensor in stats.tensors
+            for of_coding, tensor in zip(coding["tensors"], stats.tensors, strict=True)
         ],
-    }
-
-
-def _json_of_share(share: Share) -> dict[str, Any]:
-    return {
-        "elements": share.elements,
-        "nbytes": share.nbytes,
-        "stored_nbytes": share.stored_nbytes,
-        "stored_bits": share.stored_bits,
-        "bound_bits": share.bound_bits,
-        "full_bits": share.full_bits,
     }

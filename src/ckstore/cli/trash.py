@@ -1,29 +1,19 @@
-"""``ckstore trash``: what was moved away and not yet freed; bring it back, or free it."""
+"""``ckstore trash`` lists, restores and empties the trash; ``ckstore undelete`` restores single checkpoints."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath
-from ckstore.cli.output import NOTHING, Column
-from ckstore.cli.shown import json_of
-from ckstore.cli.undelete import told
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath
+from ckstore.cli.render import Column, Table, count, json_of_info, local_time, name_of, size
 from ckstore.errors import NotFoundError, UsageError
+from ckstore.info import Info
+from ckstore.keeping import Keeping, TrashEntry, keep
 
-if TYPE_CHECKING:
-    from ckstore.keeping import Keeping, TrashEntry
-
-_COLUMNS = (
-    Column("id"),
-    Column("time (local)"),
-    Column("packs", is_number=True),
-    Column("size", is_number=True),
-    Column("checkpoints", is_elastic=True),
-)
 _WORDS = {
     "dropped": "dropped",
     "demoted": "exact form of a demoted one",
@@ -38,7 +28,30 @@ _ID_LETTERS = 8
 _SHOWN_MAX = 6
 
 
-def run(
+def _manifests(entry: TrashEntry) -> str | None:
+    groups: dict[str, list[str]] = {}
+    for (run, seq, step, _), kind in zip(entry.manifests, entry.kinds, strict=True):
+        groups.setdefault(_WORDS[kind], []).append(f"{run} step {step} (seq:{seq})")
+    return "; ".join(f"{words}: {_listed(names)}" for words, names in groups.items()) or None
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+    return ", ".join(names[:_SHOWN_MAX]) + more
+
+
+_TABLE = Table(
+    (
+        Column("id", lambda entry: entry.trash_id[:_ID_LETTERS]),
+        Column("time (local)", "time_ns", local_time),
+        Column("packs", "pack_count", is_number=True),
+        Column("size", "nbytes", size, is_number=True),
+        Column("checkpoints", _manifests, is_elastic=True),
+    )
+)
+
+
+def trash(
     action: Annotated[Literal["ls", "restore", "purge"], typer.Argument(help="What to do.")],
     path: StorePath,
     trash_ids: Annotated[
@@ -58,8 +71,6 @@ def run(
     restore  packs go back; dropped ones as new entries, demoted ones exact
     purge    what nothing names is freed, and cannot be brought back
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    from ckstore.keeping import keep
-
     with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if action == "ls":
             _list(store, as_json=as_json)
@@ -75,38 +86,19 @@ def run(
 def _list(store: Keeping, *, as_json: bool) -> None:
     entries = store.trash()
     if as_json:
-        output.print_json({"trash": [_json_of(entry) for entry in entries]})
+        render.print_json({"trash": [_json_of(entry) for entry in entries]})
         return
     if not entries:
-        output.say("The trash is empty.")
+        render.say("The trash is empty.")
         return
-    output.print_table(_COLUMNS, [_cells(entry) for entry in entries])
-
-
-def _cells(entry: TrashEntry) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for (run, seq, step, _), kind in zip(entry.manifests, entry.kinds, strict=True):
-        groups.setdefault(_WORDS[kind], []).append(f"{run} step {step} (seq:{seq})")
-    named = [f"{words}: {_listed(names)}" for words, names in groups.items()]
-    return [
-        entry.trash_id[:_ID_LETTERS],
-        NOTHING if entry.time_ns is None else output.local_time(entry.time_ns),
-        str(entry.pack_count),
-        output.size(entry.nbytes),
-        "; ".join(named) or NOTHING,
-    ]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
-    return ", ".join(names[:_SHOWN_MAX]) + more
+    _TABLE.print(entries)
 
 
 def _json_of(entry: TrashEntry) -> dict[str, object]:
     names = ("run", "seq", "step", "generation")
     return {
         "trash_id": entry.trash_id,
-        "time": None if entry.time_ns is None else output.iso_time(entry.time_ns),
+        "time": None if entry.time_ns is None else render.iso_time(entry.time_ns),
         "packs": entry.pack_count,
         "nbytes": entry.nbytes,
         "manifests": [
@@ -124,20 +116,24 @@ def _restore(store: Keeping, path: str, trash_ids: list[str], *, as_json: bool) 
     packs = sum(each.packs for each in restored)
     superseded = sum(each.superseded for each in restored)
     if as_json:
-        facts = {"undeleted": [json_of(info) for info in undeleted], "troubles": troubles, "superseded": superseded}
-        output.print_json({"packs": packs, **facts, "exact_again": [json_of(info) for info in exact_again]})
+        facts = {
+            "undeleted": [json_of_info(info) for info in undeleted],
+            "troubles": troubles,
+            "superseded": superseded,
+        }
+        render.print_json({"packs": packs, **facts, "exact_again": [json_of_info(info) for info in exact_again]})
     else:
         if packs:
             unnamed = "" if undeleted or exact_again else "; the next collection moves back what no checkpoint needs"
-            output.say(f"{packs} pack{'' if packs == 1 else 's'} in place again{unnamed}.")
+            render.say(f"{count(packs, 'pack')} in place again{unnamed}.")
         for info in (*undeleted, *exact_again):
-            output.say(told(info))
+            render.say(_brought_back(info))
         if superseded:
-            output.say(
+            render.say(
                 f"{superseded} left in the trash: older forms of checkpoints that are in place and hold the same."
             )
         for trouble in troubles:
-            output.say(f"Not brought back: {trouble}")
+            render.say(f"Not brought back: {trouble}")
     if troubles or all(each.is_empty for each in restored):
         what = f"{len(troubles)} checkpoints were not brought back" if troubles else "nothing was brought back"
         raise NotFoundError(what, where=str(path), todo="`ckstore trash ls` shows what lies there, and why")
@@ -148,10 +144,41 @@ def _purge(store: Keeping, trash_ids: list[str], *, is_asked: bool, as_json: boo
         if as_json or not sys.stdin.isatty():
             raise UsageError("nobody is there to confirm; nothing was freed", todo="say --yes if you mean it")
         if not typer.confirm("Free it? What was dropped cannot be brought back then."):
-            output.say("Nothing was freed.")
+            render.say("Nothing was freed.")
             raise typer.Exit(1)
     freed = sum(store.purge(trash_id) for trash_id in trash_ids) if trash_ids else store.purge()
     if as_json:
-        output.print_json({"freed_nbytes": freed})
+        render.print_json({"freed_nbytes": freed})
     else:
-        output.say(f"{output.size(freed)} freed.")
+        render.say(f"{render.size(freed)} freed.")
+
+
+def undelete(
+    path: StorePath,
+    refs: Annotated[
+        list[str],
+        typer.Argument(metavar="REF...", help="What to bring back: a step (its newest entry), seq:N, or id:PREFIX."),
+    ],
+    run: Run = "main",
+    as_json: AsJson = False,
+    allow_shared_folder: Shared = False,
+) -> None:
+    """Bring back dropped checkpoints, or exact forms.
+
+    Dropped ones become new entries that `latest` skips, so that no old state is resumed by surprise. Demoted ones are
+    exact again where they are. `ckstore trash ls` shows what there is; what was freed cannot come back.
+    """
+    with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
+        infos = []
+        for ref in refs:
+            infos.append(store.undelete(ref))
+            if not as_json:
+                render.say(_brought_back(infos[-1]))
+    if as_json:
+        render.print_json({"run": run, "undeleted": [json_of_info(info) for info in infos]})
+
+
+def _brought_back(info: Info) -> str:
+    if info.generation:
+        return f"Exact again: {name_of(info)} of run {info.run}; its form with a loss went to the trash."
+    return f"Brought back: {name_of(info)} of run {info.run}, a new entry; `latest` skips it."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckstore.cli import output
-from ckstore.cli.options import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli import render
+from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
+from ckstore.cli.render import count, json_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, CorruptError, UnreachableError, UsageError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckstore.store.verify import Damage, Report
 
 
-def run(
+def verify(
     path: StorePath,
     ref: Annotated[
         str | None, typer.Argument(metavar="REF", help="Only this checkpoint; the whole store, all runs, otherwise.")
@@ -49,14 +49,14 @@ def run(
     begun = SYSTEM_CLOCK.monotonic()
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
-        output.progress("verifying") as on_progress,
+        render.progress("verifying") as on_progress,
     ):
         # At level quick almost nothing of a pack is read, so that bytes would show no progress.
         tell = None if looked_at == "quick" else on_progress
         report = store.verify(looked_at, ref=ref, remote=remote, on_progress=tell)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
-        output.print_json(_json_of(path, report, seconds))
+        render.print_json(_json_of(path, report, seconds))
     else:
         _print(report, seconds)
     _raise_for(report, path)
@@ -65,22 +65,21 @@ def run(
 def _raise_for(report: Report, path: str) -> None:
     """Raise where something is damaged, may not be read, or cannot be reached."""
     if report.damage:
-        count = len(report.damage)
         raise CorruptError(
-            f"{count} damaged {'place' if count == 1 else 'places'} found",
+            f"{count(len(report.damage), 'damaged place')} found",
             where=path,
             todo="restore checkpoints that are not in the list, or bring the files back from a copy",
         )
     if report.refused:
         raise BackendError(
-            f"{_counted(report.refused)} may not be read by this user, and may be whole",
+            f"{count(len(report.refused), 'place')} may not be read by this user, and may be whole",
             where=path,
             todo="have them given to the store's owner (`chown`), or verify as that user",
             is_refused=True,
         )
     if report.unreachable:
         raise UnreachableError(
-            f"{len(report.unreachable)} {'tier' if len(report.unreachable) == 1 else 'tiers'} cannot be reached",
+            f"{count(len(report.unreachable), 'tier')} cannot be reached",
             where=path,
             todo="mount or configure what the list names, then verify again",
         )
@@ -96,30 +95,13 @@ def _level_of(level: str | None, *, is_decode: bool) -> str:
 
 
 def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
+    counts = ("checkpoint_count", "pack_count", "frame_count", "bytes_read", "packs_elsewhere", "files_torn")
     return {
         "path": path,
-        "level": report.level,
-        "is_clean": report.is_clean,
-        "checkpoint_count": report.checkpoint_count,
-        "pack_count": report.pack_count,
-        "frame_count": report.frame_count,
-        "bytes_read": report.bytes_read,
-        "packs_elsewhere": report.packs_elsewhere,
-        "files_torn": report.files_torn,
-        "copied_ns": report.copied_ns,
+        **json_of(report, "level", "is_clean", *counts, "copied_ns"),
         "seconds": seconds,
-        "damage": [_json_of_damage(damage) for damage in report.damage],
-        "refused": [_json_of_damage(refused) for refused in report.refused],
-        "unreachable": [_json_of_damage(tier) for tier in report.unreachable],
+        **json_of(report, "damage", "refused", "unreachable"),
     }
-
-
-def _json_of_damage(damage: Damage) -> dict[str, Any]:
-    return {name: getattr(damage, name) for name in ("what", "where", "checkpoints", "tensors")}
-
-
-def _counted(places: Sequence[object]) -> str:
-    return f"{len(places)} {'place' if len(places) == 1 else 'places'}"
 
 
 def _print(report: Report, seconds: float) -> None:
@@ -128,31 +110,29 @@ def _print(report: Report, seconds: float) -> None:
         looked_at += f", {report.frame_count} frames"
     if report.packs_elsewhere:
         looked_at += f" ({report.packs_elsewhere} packs of other tiers were not looked at: --remote)"
-    spent = f"{output.size(report.bytes_read)} in {output.duration(seconds)}"
+    spent = f"{render.size(report.bytes_read)} in {render.duration(seconds)}"
     if report.level != "quick":
-        spent += f" ({output.rate(report.bytes_read, seconds)})"
+        spent += f" ({render.rate(report.bytes_read, seconds)})"
     if report.is_clean:
-        output.say(f"No damage. Level {report.level}: {looked_at}; read {spent}.")
+        render.say(f"No damage. Level {report.level}: {looked_at}; read {spent}.")
         return
     verdict = "DAMAGE" if report.damage else "NO ACCESS to all of it; no damage in the rest"
-    output.say(f"{verdict}. Level {report.level}: {looked_at}; read {spent}.")
-    for damage in report.damage:
-        _print_damage(damage)
-    for found in (*report.refused, *report.unreachable):
+    render.say(f"{verdict}. Level {report.level}: {looked_at}; read {spent}.")
+    for found in (*report.damage, *report.refused, *report.unreachable):
         _print_damage(found)
     hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
-    output.say("")
+    render.say("")
     if report.damage:
-        output.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
+        render.say(f"Checkpoints hit: {len(hit)}. Everything not named above is whole.")
     if report.files_torn:
-        output.say("")
-        output.say(_about_copies(report))
+        render.say("")
+        render.say(_about_copies(report))
 
 
 def _about_copies(report: Report) -> str:
     known = "If this folder is a copy that was made while the store was in use (cp, rsync), that is why"
     if report.copied_ns is not None:
-        when = output.local_time(report.copied_ns)
+        when = render.local_time(report.copied_ns)
         known = f"This folder is a copy, made on {when}. A copy made while the store was in use (cp, rsync) is torn so"
     return (
         f"{known}: files changed while they were copied. `ckstore repair COPY --from ORIGINAL --apply` completes it; "
@@ -162,9 +142,9 @@ def _about_copies(report: Report) -> str:
 
 def _print_damage(damage: Damage) -> None:
     # Not a table: a path must be readable, and be there for copying, in a terminal of any width.
-    output.say("")
-    output.say(f"- {damage.what}")
-    output.say(f"  at      {damage.where}")
-    output.say(f"  needed  {', '.join(damage.checkpoints) if damage.checkpoints else 'by no checkpoint'}")
+    render.say("")
+    render.say(f"- {damage.what}")
+    render.say(f"  at      {damage.where}")
+    render.say(f"  needed  {', '.join(damage.checkpoints) if damage.checkpoints else 'by no checkpoint'}")
     if damage.tensors:
-        output.say(f"  tensors {', '.join(damage.tensors)}")
+        render.say(f"  tensors {', '.join(damage.tensors)}")

@@ -171,7 +171,7 @@ class _Terminal:
 
     def __init__(self, monkeypatch, answer):
         self.questions = []
-        monkeypatch.setattr("ckstore.cli.output.is_terminal", lambda: True)
+        monkeypatch.setattr("ckstore.cli.render.is_terminal", lambda: True)
         monkeypatch.setattr("sys.stdin.isatty", lambda: True)
         monkeypatch.setattr("typer.confirm", lambda question: self.questions.append(question) or answer)
 

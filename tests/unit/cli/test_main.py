@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.cli import main, output
+from ckstore.cli import main, render
 from ckstore.cli.parser import COMMANDS
 from support.cli_stores import ckstore_command, environment, make_store, on_terminal
 
@@ -44,6 +44,10 @@ def test_ls_loads_next_to_nothing(shelf):
     )
     assert plain == as_json == set()
     assert parsed == {"typer"}
+
+
+def test_help_loads_the_parser_only():
+    assert loaded_by(["--help"], ["gc", "--help"], ["show", "--help"]) == [{"typer"}] * 3
 
 
 def test_no_command_loads_torch(store, tmp_path):
@@ -124,7 +128,7 @@ def test_errors_become_exit_codes(call, monkeypatch, error, code):
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr("ckstore.cli.log.quick", fail)
+    monkeypatch.setattr("ckstore.cli.ls.quick", fail)
     found, out, err = call("ls", "x")
     assert (found, out) == (code, "")
     assert err.count("\n") == 1
@@ -222,15 +226,15 @@ def test_delete_asks_on_a_terminal(store, monkeypatch):
 
 
 def test_sizes_rates_and_times_are_for_people():
-    assert [output.size(n) for n in (0, 999, 1024, 10 << 20, 1023 << 20, 5 << 40)] == [
+    assert [render.size(n) for n in (0, 999, 1024, 10 << 20, 1023 << 20, 5 << 40)] == [
         "0 B", "999 B", "1.00 KiB", "10.0 MiB", "1.00 GiB", "5.00 TiB",
     ]  # fmt: skip
-    assert output.size(None) == "-"
-    assert output.rate(1 << 30, 2.0) == "512 MiB/s"
-    assert [output.duration(s) for s in (0.314, 42.4, 200.0)] == ["0.31 s", "42 s", "3 min 20 s"]
-    assert (output.ratio(310, 100), output.ratio(5, 0)) == ("3.10x", "-")
-    assert output.local_time(1 << 80) == f"{1 << 80} ns"
-    assert output.iso_time(0) == "1970-01-01T00:00:00.000+00:00"
+    assert render.size(None) == "-"
+    assert render.rate(1 << 30, 2.0) == "512 MiB/s"
+    assert [render.duration(s) for s in (0.314, 42.4, 200.0)] == ["0.31 s", "42 s", "3 min 20 s"]
+    assert (render.ratio(310, 100), render.ratio(5, 0)) == ("3.10x", "-")
+    assert render.local_time(1 << 80) == f"{1 << 80} ns"
+    assert render.iso_time(0) == "1970-01-01T00:00:00.000+00:00"
 
 
 def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypatch):
@@ -250,16 +254,16 @@ def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypat
 
 def test_columns_of_least_worth_go_first_and_elastic_ones_are_cut():
     columns = [
-        output.Column("a"),
-        output.Column("b", worth=1),
-        output.Column("c", worth=2),
-        output.Column("d", worth=3, is_elastic=True),
+        render.Column("a"),
+        render.Column("b", worth=1),
+        render.Column("c", worth=2),
+        render.Column("d", worth=3, is_elastic=True),
     ]
     needs = [5, 5, 5, 40]
     has_content = [False] * 4
-    assert output.fit(columns, needs, has_content, 61) == {0: 5, 1: 5, 2: 5, 3: 40}
-    assert output.fit(columns, needs, has_content, 60) == {0: 5, 1: 5, 2: 5, 3: 39}
-    assert output.fit(columns, needs, has_content, 37) == {0: 5, 1: 5, 2: 5, 3: 16}
-    assert output.fit(columns, needs, has_content, 36) == {0: 5, 2: 5, 3: 22}
-    assert output.fit(columns, needs, [False, False, True, False], 36) == {0: 5, 1: 5, 3: 22}
-    assert output.fit(columns, needs, has_content, 4) == {0: 5}
+    assert render.fit(columns, needs, has_content, 61) == {0: 5, 1: 5, 2: 5, 3: 40}
+    assert render.fit(columns, needs, has_content, 60) == {0: 5, 1: 5, 2: 5, 3: 39}
+    assert render.fit(columns, needs, has_content, 37) == {0: 5, 1: 5, 2: 5, 3: 16}
+    assert render.fit(columns, needs, has_content, 36) == {0: 5, 2: 5, 3: 22}
+    assert render.fit(columns, needs, [False, False, True, False], 36) == {0: 5, 1: 5, 3: 22}
+    assert render.fit(columns, needs, has_content, 4) == {0: 5}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.cli import output
+from ckstore.cli import render
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def test_stored_counts_own_chunks_and_bases_are_said_beside_it(call, history):
     assert contents.base_nbytes > 0
     own = contents.info.bytes_stored - contents.base_nbytes
     out = call("show", history)[1]
-    compared = output.compared(own, contents.info.bytes_state)
-    assert f"stored    {output.size(own)} of its own chunks ({compared})" in out
-    assert f"bases     {output.size(contents.base_nbytes)} of chunks of other checkpoints" in out
-    assert f"restore   reads {output.size(contents.info.bytes_stored)}, bases included" in out
+    compared = render.compared(own, contents.info.bytes_state)
+    assert f"stored    {render.size(own)} of its own chunks ({compared})" in out
+    assert f"bases     {render.size(contents.base_nbytes)} of chunks of other checkpoints" in out
+    assert f"restore   reads {render.size(contents.info.bytes_stored)}, bases included" in out
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_stored_counts_own_chunks_and_bases_are_said_beside_it(call, history):
     ],
 )  # fmt: skip
 def test_sizes_are_compared_in_words(nbytes, state_nbytes, words):
-    assert output.compared(nbytes, state_nbytes) == words
+    assert render.compared(nbytes, state_nbytes) == words
 
 
 def test_entropy_is_not_called_a_bound(call, history):
@@ -73,7 +73,7 @@ def test_repack_says_that_the_store_grows_until_it_is_collected(call, history):
     assert "once `ckstore gc` has freed the old ones" in out
     after = next(line for line in out.splitlines() if "of packs before" in line)
     call("gc", history, "--now", "--min-age", "0")
-    assert output.size(used()) in after
+    assert render.size(used()) in after
     assert ("not smaller" in after) == (used() >= before)
 
 
