@@ -207,11 +207,13 @@ HEADINGS = {
     ],
 }
 
+PATH_OR_ID = re.compile(r"[^a-z_]|^[0-9a-f]{32}$")
+
 
 def shape_of(document):
     """Return the keys of a document, nested: ``run entries[step seq] packs(*)``; ``*`` is a path or an id."""
     if isinstance(document, dict):
-        shapes = [(key if key.isidentifier() else "*") + nested(value) for key, value in document.items()]
+        shapes = [("*" if PATH_OR_ID.search(key) else key) + nested(value) for key, value in document.items()]
         return " ".join(dict.fromkeys(shapes))
     return ""
 
