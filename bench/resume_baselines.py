@@ -4,7 +4,8 @@ ExCP (Li et al., ICML 2024) is re-created from the description in the paper and 
 that it does not have: ideal, order 0, each code told only where the others leave it open (moments only where the
 weight was kept, second moments only where first ones were). Variants: ``factor`` is the multiple of the median below
 which a change is pruned, 2.5 or ``min(2.5, alpha / sqrt(mean(v)))``; codebooks are fp32 (as coded: fp16, in which
-small second moments vanish); k-means by Lloyd's iteration on a histogram.
+small second moments vanish); k-means by Lloyd's iteration on a histogram. ``ExcpInFrames`` codes it as ckstore's
+residuals are coded instead (``excp.py``).
 
 A baseline turns a state into another one, given the one that was made of the checkpoint before, and says how many
 bits it took, by role. Tensors of one dimension stay exact for everybody and are counted with ``EXACT_BITS``.
@@ -18,8 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench import excp
 from bench.resume_training import ROLES
 from bench.training import Arrays
+from ckstore.codec.scratch import Scratch
+from ckstore.lossy_grids import Made
+from ckstore.quant.geometry import ChunkShape
 
 Bits = dict[str, float]
 """Role (``w``, ``m``, ``v``) or ``exact`` -> bits of a whole state."""
@@ -32,6 +37,8 @@ CODEBOOK_BITS = 32
 BLOCK = 256
 HISTOGRAM_BINS = 8192
 LLOYD_STEPS = 25
+CHUNK_NELEMENTS = 1 << 20
+"""Of fp32: a chunk of a store with default limits."""
 
 
 def names_of(state: Arrays) -> list[str]:
@@ -122,6 +129,72 @@ class Excp:
         labels = np.searchsorted((centres[1:] + centres[:-1]) / 2, kept)
         near[is_kept], codes[is_kept] = centres[labels], labels + 1
         return near, codes
+
+
+@dataclass(frozen=True)
+class ExcpInFrames:
+    """The maker of a chain: a state becomes what its frames decode to, chunk by chunk, and takes what they take."""
+
+    pruning: excp.Pruning
+
+    def __call__(self, state: Arrays, before: Arrays) -> tuple[Arrays, Bits]:
+        """Prune, cluster, and code."""
+        made: Arrays = {}
+        bits: Bits = dict.fromkeys((*ROLES, "exact"), 0.0)
+        scratch = Scratch(4 * CHUNK_NELEMENTS)
+        for name in names_of(state):
+            parts = [np.ascontiguousarray(state[f"{role}/{name}"], np.float32) for role in ROLES]
+            if is_exact(parts[0]):
+                made |= {f"{role}/{name}": state[f"{role}/{name}"] for role in ROLES}
+                bits["exact"] += EXACT_BITS * parts[0].size
+                continue
+            became = [np.empty_like(part) for part in parts]
+            base = np.ascontiguousarray(before[f"w/{name}"], np.float32)
+            for start in range(0, base.size, CHUNK_NELEMENTS):
+                piece = slice(start, start + CHUNK_NELEMENTS)
+                shape = ChunkShape.of(base.shape, "float32", start)
+                chunks = [part.reshape(-1)[piece] for part in parts]
+                rooms = [part.reshape(-1)[piece] for part in became]
+                nbytes = self._store(chunks, base.reshape(-1)[piece], rooms, shape, scratch)
+                for role, each in zip(ROLES, nbytes, strict=True):
+                    bits[role] += 8.0 * each
+            made |= {f"{role}/{name}": part for role, part in zip(ROLES, became, strict=True)}
+        return made, bits
+
+    def _store(
+        self,
+        chunks: list[np.ndarray],
+        base: np.ndarray,
+        rooms: list[np.ndarray],
+        shape: ChunkShape,
+        scratch: Scratch,
+    ) -> list[int]:
+        """Write what a weight and its moments become into rooms; return the bytes of their frames."""
+        plain = [_bytes_of(chunk) for chunk in chunks]
+        reconstructions = [_bytes_of(room) for room in rooms]
+        mean = float(np.mean(chunks[2], dtype=np.float64))
+        weight = excp.encode_weights(
+            plain[0], _bytes_of(base), shape, self.pruning,
+            scratch=scratch, reconstruction=reconstructions[0], second_mean=mean,
+        )  # fmt: skip
+        sizes = [_stored(weight, plain[0], reconstructions[0])]
+        keep = self.pruning.kept_moments(chunks[1], rooms[0] != base)
+        for chunk, room in zip(plain[1:], reconstructions[1:], strict=True):
+            moment = excp.encode_moment(chunk, keep, shape, self.pruning, scratch=scratch, reconstruction=room)
+            sizes.append(_stored(moment, chunk, room))
+        return sizes
+
+
+def _bytes_of(values: np.ndarray) -> memoryview:
+    return memoryview(values.view(np.uint8))
+
+
+def _stored(made: Made | None, plain: memoryview, room: memoryview) -> int:
+    """Return the bytes of a frame; what does not pay is counted, and kept, as it is."""
+    if made is not None:
+        return made.encoded.nbytes
+    room[:] = plain
+    return plain.nbytes
 
 
 def block_wise(bits: int) -> Maker:

@@ -79,7 +79,7 @@ def _paint_frontier(axis: Any, findings: list[Found], exact: Found) -> None:
 
 def _family(found: Found) -> str:
     if found["kind"] == "ckstore":
-        return "ckstore" if not found["name"].startswith("excp") else "ExCP"
+        return "ckstore"
     return "ExCP" if found["name"].startswith("ExCP") else "block-wise" if found["kind"] == "baseline" else ""
 
 

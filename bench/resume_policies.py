@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bench import resume_baselines as baselines
+from bench.excp import Pruning
 from bench.resume_baselines import Bits, Maker
 from bench.resume_training import MOMENTS, ROLES, Plan, Trained
 from bench.training import Arrays
@@ -152,7 +153,7 @@ def contenders() -> list[Contender]:
         Contender("ExCP, alpha = 5e-5", "baseline", make=baselines.Excp(alpha=5e-5)),
         Contender("ExCP, c = 1", "baseline", make=baselines.Excp(factor=1.0)),
         Contender("ExCP, c = 4", "baseline", make=baselines.Excp(factor=4.0)),
-        Contender("excp() of ckstore", "ckstore", Residual.excp(alpha=1e9, **endless)),
+        Contender("ExCP, c = 2.5, coded by ckstore", "baseline", make=baselines.ExcpInFrames(Pruning(alpha=1e9))),
         Contender("one ulp", "yardstick", make=baselines.weights_one_ulp),
         Contender("another order of the data", "yardstick", make=baselines.exact, skipped_batches=1000),
         *_between(),

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ckstore.quant.settings import (
         FirstMomentSettings,
         LowRank,
-        PrunedMoments,
-        PrunedWeights,
         Residual,
         SecondMomentSettings,
         TensorSettings,
@@ -67,8 +65,6 @@ _MODULE_OF = {
         (
             "FirstMomentSettings",
             "LowRank",
-            "PrunedMoments",
-            "PrunedWeights",
             "Residual",
             "SecondMomentSettings",
             "TensorSettings",
@@ -124,8 +120,6 @@ __all__ = [
     "NotFoundError",
     "Pending",
     "Policy",
-    "PrunedMoments",
-    "PrunedWeights",
     "Receipt",
     "RepackPolicy",
     "Residual",

@@ -23,7 +23,7 @@ OnBusy = Literal["wait", "skip", "replace"]
 NAMED_RESIDUALS: Mapping[str, Callable[[], Residual]] = {"near": Residual.near, "small": Residual.small}
 """Fidelities that a word says."""
 
-_RESIDUALS = "a ckstore.Residual, such as ckstore.Residual.near(), .small() or .excp(...)"
+_RESIDUALS = "a ckstore.Residual, such as ckstore.Residual.near() or .small()"
 
 STAGING_THREADS_MAX = 8
 """More threads than this gain nothing: a few fill the memory's bandwidth."""

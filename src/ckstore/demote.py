@@ -48,7 +48,6 @@ from ckstore.lossy import Candidates
 from ckstore.lossy_chunks import LossyChunkWriter, lossy_thread_nbytes
 from ckstore.lossy_warnings import diverged_warnings
 from ckstore.plan import CommitPlan, plan_commit
-from ckstore.quant.settings import PrunedMoments
 from ckstore.repack import Aside
 from ckstore.store.known import LOST_TIER, Known, locate
 from ckstore.store.manifests import EmptyRunError
@@ -180,8 +179,7 @@ class _Demoter:
         self._wanted = wanted
         # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
         spare = policy.memory_nbytes_max
-        is_joint = isinstance(wanted.fidelity.tensors.first, PrunedMoments)
-        coding = lossy_thread_nbytes(parts.limits, is_joint=is_joint, is_private=False)
+        coding = lossy_thread_nbytes(parts.limits, is_private=False)
         per_thread = reader_nbytes(parts.limits) + coding
         threads = max(1, min(policy.thread_count, spare // per_thread))
         self._policy = replace(

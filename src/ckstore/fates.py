@@ -18,7 +18,7 @@ from ckstore.format.fidelity import EXACT_FIDELITY, Loss
 from ckstore.lossy import LossyTensor
 from ckstore.lossy_methods import numbers_of, word_of
 from ckstore.pairing import AdamConstants, Role
-from ckstore.quant.settings import PrunedMoments, Residual, WeightSettings
+from ckstore.quant.settings import Residual, WeightSettings
 
 SPIKE_MAX = 10.0
 SPIKE_SHARE_MAX = 1.5
@@ -244,9 +244,6 @@ def _judge_bits(
 
 def _judge_step(first: Fate, second: Fate) -> None:
     assert first.tensor is not None
-    if isinstance(first.tensor.settings, PrunedMoments):
-        # The published method is compared as it is, with the steps it makes.
-        return
     constants = first.tensor.constants
     if first.max_abs == second.max_abs == 0:
         return

@@ -21,8 +21,6 @@ from ckstore.pairing import FLOAT_NAMES, AdamConstants, Pairing, Role, pair
 from ckstore.quant.settings import (
     EXACT,
     FirstMomentSettings,
-    PrunedMoments,
-    PrunedWeights,
     Residual,
     SecondMomentSettings,
     WeightSettings,
@@ -39,7 +37,7 @@ _COUNT_WORD = re.compile(
 
 _FIRST_NBYTES, _LATER_NBYTES = 4096, 1 << 20
 
-Settings = WeightSettings | PrunedWeights | FirstMomentSettings | SecondMomentSettings | PrunedMoments
+Settings = WeightSettings | FirstMomentSettings | SecondMomentSettings
 FloatName = Literal["float32", "bfloat16", "float16"]
 
 WIDTHS: Mapping[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -77,7 +75,7 @@ class LossyTensor:
 class Task:
     """Chunks of the same elements, indices of the plan; -1 for none. One thread stores them together.
 
-    A weight and its moments share a task only where one is quantized by the other.
+    It has a weight, or both moments of one.
 
     Args:
         weight: A chunk of a weight.
@@ -116,11 +114,6 @@ class LossyPlan:
     tasks: tuple[Task, ...] = ()
     reason: str = ""
     weight_of: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether some task has a weight and its moments."""
-        return any(task.weight >= 0 and task.second >= 0 for task in self.tasks)
 
     @property
     def chunks(self) -> frozenset[int]:

@@ -36,23 +36,22 @@ from ckstore.store.known import KnownFrame
 from ckstore.workers import Turns
 from ckstore.written import Coded, NewFrame, Stored, depth_of
 
-_BUFFERS, _BUFFERS_JOINT = 2, 5
-"""Chunks that a thread holds beside what exact storing takes: reconstructions of a task, and a mask."""
+_BUFFERS = 2
+"""Chunks that a thread holds besides what exact storing takes: the reconstructions of a task."""
 
 
 _NAMED_COUNT = 8
 """Tensors that warnings name one by one."""
 
 
-def lossy_thread_nbytes(limits: Limits, *, is_joint: bool, is_private: bool) -> int:
+def lossy_thread_nbytes(limits: Limits, *, is_private: bool) -> int:
     """Return the memory that one thread of a commit with a loss may use, in bytes.
 
     Args:
         limits: Bounds of the store.
-        is_joint: Weights and moments are quantized one by the other.
         is_private: What is coded is copied first.
     """
-    buffers = (_BUFFERS_JOINT if is_joint else _BUFFERS) * (2 if is_private else 1)
+    buffers = _BUFFERS * (2 if is_private else 1)
     extra = buffers * limits.chunk_nbytes_max + quantizing_nbytes(limits.chunk_nbytes_max)
     return thread_nbytes(limits, has_bases=True) + extra
 
@@ -82,8 +81,7 @@ class LossyChunkWriter(ChunkWriter):
         self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._fates}
 
     def _thread_nbytes(self, *, has_bases: bool) -> int:
-        is_private = not self.policy.verify_encoded
-        return lossy_thread_nbytes(self.parts.limits, is_joint=self.lossy.is_joint, is_private=is_private)
+        return lossy_thread_nbytes(self.parts.limits, is_private=not self.policy.verify_encoded)
 
     def _store(self, indices: Sequence[int]) -> None:
         chunks = self.lossy.chunks

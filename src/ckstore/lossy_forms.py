@@ -23,19 +23,12 @@ from ckstore.codec.scratch import Scratch, quantizing_nbytes
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.lossy_grids import CODEBOOK, GRID, MOMENT1, MOMENT2, Made
 from ckstore.lossy_payload import read_codes
-from ckstore.quant import pruned
 from ckstore.quant.bound import Errors, measure
-from ckstore.quant.geometry import KINDS, WIDTHS, ChunkShape, FloatName, Grid
+from ckstore.quant.geometry import WIDTHS, ChunkShape, FloatName, Grid
 from ckstore.quant.grid import Quantized, Steps, quantize_grid
 from ckstore.quant.moments import quantize_first
 from ckstore.quant.second import quantize_second
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    PrunedMoments,
-    PrunedWeights,
-    SecondMomentSettings,
-    WeightSettings,
-)
+from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings, WeightSettings
 
 __all__ = [
     "CODEBOOK",
@@ -51,10 +44,8 @@ __all__ = [
     "base_nbytes_of",
     "decode",
     "encode_first_moment",
-    "encode_pruned_moment",
     "encode_second_moment",
     "encode_weights",
-    "pruned_mask",
     "quantizing_nbytes",
 ]
 
@@ -69,11 +60,10 @@ def encode_weights(
     plain: memoryview,
     base: memoryview,
     shape: ChunkShape,
-    settings: WeightSettings | PrunedWeights,
+    settings: WeightSettings,
     *,
     scratch: Scratch,
     reconstruction: memoryview,
-    second_mean: float | None = None,
 ) -> Made | None:
     """Quantize what has changed since the base; None where that cannot be done or does not pay.
 
@@ -84,7 +74,6 @@ def encode_weights(
         settings: How.
         scratch: Memory of this thread.
         reconstruction: As many bytes, which receive what the codes decode to.
-        second_mean: Mean of the exact second moment; ``PrunedWeights`` asks for it.
 
     Raises:
         UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
@@ -93,20 +82,15 @@ def encode_weights(
     values, symbols = _buffers(grid, scratch)
     if not grid.count or not kernels.float_changes(plain, base, values, shape.kind):
         return None
-    found: Quantized | None
-    if isinstance(settings, PrunedWeights):
-        threshold = pruned.threshold_of(values, settings, second_mean)
-        found = pruned.quantize_pruned(values, symbols, grid, threshold, settings.bits)
-    else:
+    if settings.low_rank is not None:
         where = plain, base, shape, grid
-        if settings.low_rank is not None and (
-            near := lossy_directions.encode(
-                lossy_directions.CHANGE_STEP, values, *where, settings.low_rank, reconstruction=reconstruction
-            )
-        ):
+        near = lossy_directions.encode(
+            lossy_directions.CHANGE_STEP, values, *where, settings.low_rank, reconstruction=reconstruction
+        )
+        if near is not None:
             return Made(near[0], reconstruction, near[1])
-        steps = Steps(settings.step, settings.dead_zone, settings.levels_max, settings.scale)
-        found = quantize_grid(values, symbols, grid, steps)
+    steps = Steps(settings.step, settings.dead_zone, settings.levels_max, settings.scale)
+    found = quantize_grid(values, symbols, grid, steps)
     return _made(GRID, found, plain, base, shape, grid, scratch, reconstruction)
 
 
@@ -180,70 +164,6 @@ def encode_first_moment(
             return Made(near[0], reconstruction, near[1])
     found = quantize_first(values, symbols, grid, settings)
     return _made(MOMENT1, found, plain, second_reconstruction, shape, grid, scratch, reconstruction)
-
-
-def encode_pruned_moment(
-    plain: memoryview,
-    keep: memoryview,
-    shape: ChunkShape,
-    settings: PrunedMoments,
-    *,
-    scratch: Scratch,
-    reconstruction: memoryview,
-) -> Made | None:
-    """Quantize a moment by the published method; None where that cannot be done or does not pay.
-
-    Args:
-        plain: The bytes of the chunk.
-        keep: One byte for each element, as ``pruned_mask`` writes them: 1, or 0 for those that become zero.
-        shape: What the chunk is of its tensor.
-        settings: How.
-        scratch: Memory of this thread.
-        reconstruction: As many bytes, which receive what the codes decode to.
-
-    Raises:
-        UsageError: Lengths differ, are no elements, or are more than the scratch is made for.
-    """
-    grid = _grid_of(shape, scratch, plain, reconstruction)
-    values, symbols = _buffers(grid, scratch)
-    if keep.nbytes != grid.count:
-        raise UsageError(f"{keep.nbytes} bytes do not say of {grid.count} elements which are kept")
-    if not grid.count or not kernels.float_values(plain, values, shape.kind):
-        return None
-    x = np.frombuffer(values, np.float32)
-    x[np.frombuffer(keep, np.uint8) == 0] = 0.0
-    found = pruned.quantize_pruned(values, symbols, grid, 0.0, settings.bits)
-    return _made(CODEBOOK, found, plain, _NO_BYTES, shape, grid, scratch, reconstruction)
-
-
-def pruned_mask(
-    first_plain: memoryview,
-    weights: memoryview,
-    base: memoryview,
-    dtype: FloatName,
-    settings: PrunedMoments,
-    out: memoryview,
-) -> None:
-    """Write which moments the published method keeps: of changed weights, and large ones.
-
-    Args:
-        first_plain: The first moments.
-        weights: The weights as they are stored, of the same elements.
-        base: Their base.
-        dtype: Of all of them.
-        settings: How large.
-        out: One byte for each element.
-
-    Raises:
-        UsageError: Lengths differ, or are no elements.
-    """
-    kind = KINDS[dtype]
-    if any(side.nbytes != out.nbytes * WIDTHS[kind] for side in (first_plain, weights, base)):
-        raise UsageError(f"{out.nbytes} bytes cannot say of {first_plain.nbytes} bytes of {dtype} which are kept")
-    first = np.empty(out.nbytes, np.float32)
-    kernels.float_values(first_plain, first.data, kind)
-    changed, before = (np.frombuffer(side, f"<u{WIDTHS[kind]}") for side in (weights, base))
-    pruned.keep_mask(first, changed != before, settings.beta, np.frombuffer(out, np.uint8))
 
 
 def base_nbytes_of(steps: Sequence[CodecStep], plain_nbytes: int) -> int:

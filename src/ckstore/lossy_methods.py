@@ -14,7 +14,7 @@ from ckstore.codec.base import CodecStep
 from ckstore.lossy import Settings
 from ckstore.quant.geometry import ChunkShape, Grid
 from ckstore.quant.second import has_factors
-from ckstore.quant.settings import FirstMomentSettings, PrunedMoments, PrunedWeights, SecondMomentSettings
+from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings
 
 EXACT_METHOD, ROUNDED_METHOD = "exact", "rounded"
 
@@ -33,8 +33,6 @@ def method_of(steps: Sequence[CodecStep], settings: Settings, shape: ChunkShape,
         return "outer"
     if not taken.intersection(lossy_forms.LOSSY_STEPS):
         return "dropped"
-    if isinstance(settings, PrunedWeights | PrunedMoments):
-        return "codebook"
     if isinstance(settings, SecondMomentSettings):
         grid = Grid(plain_nbytes // shape.width, shape.row_nelements, shape.phase)
         return "rank1" if settings.form == "rank1" and has_factors(grid) else "log"

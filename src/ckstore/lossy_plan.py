@@ -18,7 +18,6 @@ from ckstore.bases import Bases, read_nbytes
 from ckstore.config import Limits
 from ckstore.lossy import Candidates, LossyPlan, LossyTensor, Task
 from ckstore.plan import CommitPlan
-from ckstore.quant.settings import PrunedMoments, PrunedWeights
 from ckstore.store.known import Known, KnownFrame
 from ckstore.tree import Path
 
@@ -143,29 +142,18 @@ class _Planner:
         self.tensors[tensor.storage] = tensor
 
     def add_moments(self, hops: Mapping[int, int]) -> None:
-        """Add every second moment with the first one of the same elements; with their weight where that decides."""
+        """Add every second moment with the first one of the same elements."""
         tensors = self._candidates.tensors
         for first, second in sorted(self._candidates.second_of.items()):
             if second not in tensors or first not in tensors:
                 continue
             pairs = list(self._aligned(second, first))
-            weight = self._candidates.weight_of.get(second, -1)
             if not pairs or len(pairs) != len(self._chunks.get(second, ())):
                 continue
-            # Only what is pruned by the weight's change has to be there when that is known.
-            is_pruned = isinstance(tensors[second].settings, PrunedMoments)
-            is_with_weight = (is_pruned or self._is_pruned(weight)) and all(
-                (weight, offset) in self._tasks and self._is_alike(self._tasks[weight, offset].weight, two)
-                for offset, two, _ in pairs
-            )
             for offset, two, one in pairs:
-                key = (weight if is_with_weight else second, offset)
-                self._tasks[key] = replace(self._tasks.get(key, Task()), second=two, first=one)
+                self._tasks[second, offset] = Task(second=two, first=one)
             for storage in (second, first):
                 self.tensors[storage] = replace(tensors[storage], hops=hops[storage])
-
-    def _is_pruned(self, weight: int) -> bool:
-        return weight in self.tensors and isinstance(self.tensors[weight].settings, PrunedWeights)
 
     def _aligned(self, second: int, first: int) -> Iterator[tuple[int, int, int]]:
         for two, one in zip(self._chunks.get(second, ()), self._chunks.get(first, ()), strict=False):

@@ -25,28 +25,9 @@ from ckstore.lossy_forms import ChunkShape, Errors, Made
 from ckstore.lossy_methods import EXACT_METHOD, ROUNDED_METHOD, method_of
 from ckstore.pipeline import BufferPurpose
 from ckstore.plan import ChunkPlan, CommitPlan
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    PrunedMoments,
-    PrunedWeights,
-    SecondMomentSettings,
-    WeightSettings,
-)
+from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings, WeightSettings
 from ckstore.store.known import KnownFrame
 from ckstore.written import Coded
-
-_JOINT: dict[str, BufferPurpose] = {
-    "weight plain": "weight plain",
-    "weight": "weight",
-    "rounded plain": "rounded plain",
-    "rounded": "rounded",
-}
-_ALONE: dict[str, BufferPurpose] = {
-    "weight plain": "second plain",
-    "weight": "second",
-    "rounded plain": "first plain",
-    "rounded": "first",
-}
 
 _NOT_FINITE = "it holds NaN or infinity"
 _NOT_SECOND = "it is negative somewhere, so it is no second moment"
@@ -126,19 +107,10 @@ class TaskCoder:
         self._desk = desk
         self._task = task
         self._thread = thread
-        self._weights: tuple[memoryview, memoryview] | None = None
-        """The weight's reconstruction and its base."""
-        # A task without moments uses their memory.
-        self._names = _JOINT if task.second >= 0 else _ALONE
 
     def drafts(self) -> list[Draft]:
         """Return what is to be placed, each chunk after what it needs."""
-        found: list[Draft] = []
-        if self._task.weight >= 0:
-            found += self._weight_drafts()
-        if self._task.second >= 0:
-            found += self._moment_drafts()
-        return found
+        return self._weight_drafts() if self._task.weight >= 0 else self._moment_drafts()
 
     # Weights
 
@@ -147,9 +119,8 @@ class TaskCoder:
         index, base = task.weight, task.base
         assert base is not None, "a weight is told as a change"
         tensor, settings = desk.tensor_of(index), desk.tensor_of(index).settings
-        assert isinstance(settings, WeightSettings | PrunedWeights)
-        mean = self._second_mean() if isinstance(settings, PrunedWeights) else None
-        plain = desk.gather_for(index, self._names["weight plain"], thread)
+        assert isinstance(settings, WeightSettings)
+        plain = desk.gather_for(index, "one plain", thread)
         base_plain = desk.base_plain_of(base, len(plain), thread)
         if base_plain is None:
             desk.fail(index, "its base could not be read")
@@ -160,8 +131,7 @@ class TaskCoder:
             self._shape(index, tensor),
             settings,
             scratch=thread.worker.scratch,
-            reconstruction=desk.reconstruction_for(index, self._names["weight"], thread),
-            second_mean=mean,
+            reconstruction=desk.reconstruction_for(index, "one", thread),
         )
         if made is None and not is_finite(floats_of(plain, tensor.dtype)):
             desk.fail(index, _NOT_FINITE)
@@ -174,19 +144,18 @@ class TaskCoder:
             became = made.reconstruction
             draft = self._draft(index, made, base if _needs_base(made) else None, base_plain)
         desk.hold(index, draft.chunk_id, became, is_own=made is not None)
-        self._weights = (became, base_plain)
         return [draft, *(each for other in task.rounded for each in self._rounded_drafts(other, plain, became))]
 
     def _rounded_drafts(self, index: int, plain: memoryview, became: memoryview) -> list[Draft]:
         """Return the rounding of what a weight became, where this chunk was the rounding of the weight."""
         desk, thread, tensor = self._desk, self._thread, self._desk.tensor_of(self._task.weight)
-        rounded = desk.gather_for(index, self._names["rounded plain"], thread)
+        rounded = desk.gather_for(index, "other plain", thread)
         encoded = forms.encode_rounded(rounded, plain, scratch=thread.worker.scratch)
         if encoded is None or tensor.dtype != "float32":
             desk.leave(index)
             return []
         kind = encoded.steps[0][1][0]
-        again = thread.worker.buffer(self._names["rounded"])[: len(rounded)]
+        again = thread.worker.buffer("other")[: len(rounded)]
         kernels.round_floats(became, again, kind)
         name = "bfloat16" if kind == 1 else "float16"
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
@@ -194,21 +163,13 @@ class TaskCoder:
         coded = Coded(_kept(encoded), None, became, is_derived=True)
         return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
 
-    def _second_mean(self) -> float | None:
-        if self._task.second < 0:
-            return None
-        second = self._desk.gather_for(self._task.second, "second plain", self._thread)
-        values = floats_of(second, self._desk.tensor_of(self._task.second).dtype)
-        mean = float(np.mean(values, dtype=np.float64))
-        return mean if np.isfinite(mean) and mean > 0 else None
-
     # Moments
 
     def _moment_drafts(self) -> list[Draft]:
         task, desk, thread = self._task, self._desk, self._thread
         tensor = desk.tensor_of(task.second)
-        second = desk.gather_for(task.second, "second plain", thread)
-        first = desk.gather_for(task.first, "first plain", thread)
+        second = desk.gather_for(task.second, "one plain", thread)
+        first = desk.gather_for(task.first, "other plain", thread)
         values = floats_of(second, tensor.dtype)
         if not is_finite(values):
             desk.fail(task.second, _NOT_FINITE)
@@ -219,8 +180,6 @@ class TaskCoder:
         if not is_finite(floats_of(first, tensor.dtype)):
             desk.fail(task.first, _NOT_FINITE)
             return []
-        if isinstance(tensor.settings, PrunedMoments):
-            return self._pruned_drafts(first, second, tensor)
         made: Made | None = None
         if isinstance(tensor.settings, SecondMomentSettings):
             made = lossy_forms.encode_second_moment(
@@ -228,7 +187,7 @@ class TaskCoder:
                 self._shape(task.second, tensor),
                 tensor.settings,
                 scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(task.second, "second", thread),
+                reconstruction=desk.reconstruction_for(task.second, "one", thread),
             )
         became = second if made is None else made.reconstruction
         draft = self._exact(task.second, second, tensor) if made is None else self._draft(task.second, made, None)
@@ -251,7 +210,7 @@ class TaskCoder:
                 self._shape(task.first, tensor),
                 _clipped(tensor.settings, tensor),
                 scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(task.first, "first", thread),
+                reconstruction=desk.reconstruction_for(task.first, "other", thread),
             )
         if made is None:
             quotient = tiny_moments.quotient_max(floats_of(first, tensor.dtype), floats_of(became, tensor.dtype))
@@ -267,33 +226,6 @@ class TaskCoder:
         else:
             draft.coded.base_plain = None
         return draft
-
-    def _pruned_drafts(self, first: memoryview, second: memoryview, tensor: LossyTensor) -> list[Draft]:
-        task, desk, thread = self._task, self._desk, self._thread
-        settings = tensor.settings
-        assert isinstance(settings, PrunedMoments)
-        count = len(first) // thread_width(tensor)
-        keep = thread.worker.buffer("keep")[:count]
-        # Without a change of the weight every element may be kept.
-        weights, base = self._weights or (first, memoryview(bytes(len(first))))
-        lossy_forms.pruned_mask(first, weights, base, tensor.dtype, settings, keep)
-        drafts: list[Draft] = []
-        became: list[memoryview] = []
-        for index, plain, purpose in ((task.second, second, "second"), (task.first, first, "first")):
-            made = lossy_forms.encode_pruned_moment(
-                plain,
-                keep,
-                self._shape(index, desk.tensor_of(index)),
-                settings,
-                scratch=thread.worker.scratch,
-                reconstruction=desk.reconstruction_for(index, "second" if purpose == "second" else "first", thread),
-            )
-            exact = made is None
-            drafts.append(self._exact(index, plain, tensor) if made is None else self._draft(index, made, None))
-            became.append(plain if exact or made is None else made.reconstruction)
-        quotient = tiny_moments.quotient_max(floats_of(became[1], tensor.dtype), floats_of(became[0], tensor.dtype))
-        desk.note(task.first, Distance(), u_max=min(float(quotient), float(np.finfo(np.float64).max)))
-        return drafts
 
     # What both do
 

@@ -29,16 +29,12 @@ BufferPurpose = Literal[
     "base",
     "whole",
     "decoded",
-    # Of chunks that are stored with a loss, plain and as they will be decoded.
-    "weight plain",
-    "weight",
-    "rounded plain",
-    "rounded",
-    "second plain",
-    "second",
-    "first plain",
-    "first",
-    "keep",
+    # Of a task that stores chunks with a loss, plain and as they will be decoded: a weight or second moment is "one" of
+    # its chunks, a rounding or first moment the "other".
+    "one plain",
+    "one",
+    "other plain",
+    "other",
 ]
 """What a thread holds a chunk for."""
 

@@ -11,8 +11,6 @@ from ckstore.errors import MalformedError, UsageError
 from ckstore.quant.settings import (
     FirstMomentSettings,
     LowRank,
-    PrunedMoments,
-    PrunedWeights,
     Residual,
     SecondMomentSettings,
     TensorSettings,
@@ -24,8 +22,6 @@ _KINDS = {
     for kind in (
         FirstMomentSettings,
         LowRank,
-        PrunedMoments,
-        PrunedWeights,
         Residual,
         SecondMomentSettings,
         TensorSettings,
@@ -33,6 +29,8 @@ _KINDS = {
     )
 }
 _KIND = "kind"
+_DELETED_KINDS = ("PrunedMoments", "PrunedWeights")
+"""Settings of ExCP, which is no longer written; ``config.json`` of an existing store may name them."""
 
 
 def policy_row(policy: Policy) -> dict[str, Any]:
@@ -63,6 +61,8 @@ def plain_of(value: Any) -> Any:
 def value_of(row: Any) -> Any:
     """Return the setting that plain values stand for; KeyError, TypeError or UsageError where they stand for none."""
     if isinstance(row, Mapping):
+        if row[_KIND] in _DELETED_KINDS:
+            raise UsageError(f"{row[_KIND]} no longer exists; use Residual.near() or Residual.small()")
         facts = {name: value_of(value) for name, value in row.items() if name != _KIND}
         return _KINDS[row[_KIND]](**facts)
     return tuple(value_of(part) for part in row) if isinstance(row, list | tuple) else row

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from bench import excp
 
 from ckstore import forms, kernels, lossy_forms
 from ckstore.codec.base import CodecStep
 from ckstore.errors import CorruptError, UnsupportedError
 from ckstore.kernels import on_numpy
 from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant.settings import FirstMomentSettings, PrunedWeights, SecondMomentSettings, WeightSettings
+from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings, WeightSettings
 
 GUARD = b"\x5a" * 64
 HEAD_NBYTES = 32
@@ -61,7 +62,7 @@ def seeds(scratch: forms.Scratch, rows: int) -> list[Seed]:
     add("grid", lossy_forms.encode_weights(weight, before, shape, chunky, **how), before, weight.nbytes)
     by_row = WeightSettings(step=0.5, levels_max=20)
     add("grid by rows", lossy_forms.encode_weights(weight, before, shape, by_row, **how), before, weight.nbytes)
-    pruned = lossy_forms.encode_weights(weight, before, shape, PrunedWeights(1e9), **how)
+    pruned = excp.encode_weights(weight, before, shape, excp.Pruning(1e9), **how)
     add("pruned", pruned, before, weight.nbytes)
     half = {"scratch": scratch, "reconstruction": room[: half_weight.nbytes]}
     bf16 = lossy_forms.encode_weights(half_weight, half_before, ChunkShape("bfloat16", 100), by_row, **half)

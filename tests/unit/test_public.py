@@ -37,8 +37,6 @@ NAMES = [
     "NotFoundError",
     "Pending",
     "Policy",
-    "PrunedMoments",
-    "PrunedWeights",
     "Receipt",
     "RepackPolicy",
     "Residual",

@@ -21,8 +21,6 @@ __all__ = [
     "LEVELS_MAX",
     "FirstMomentSettings",
     "LowRank",
-    "PrunedMoments",
-    "PrunedWeights",
     "Residual",
     "SecondMomentSettings",
     "TensorSettings",
@@ -31,8 +29,6 @@ __all__ = [
 
 LEVELS_MAX = 127
 """Most levels on either side of zero."""
-
-CODEBOOK_BITS_MAX = 8
 
 EXACT: Literal["exact"] = "exact"
 
@@ -157,59 +153,12 @@ class FirstMomentSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class PrunedWeights:
-    """The published method for changes of weights: prune below a multiple of the median, then k-means.
-
-    Args:
-        alpha: The multiple is this, divided by the root of the mean second moment, and at most ``factor_max``.
-        bits: Of a code; one code is zero.
-        factor_max: Bound on the multiple, and the multiple itself where there is no second moment.
-
-    Raises:
-        UsageError: A field has a value that it cannot have.
-    """
-
-    alpha: float = 5e-5
-    bits: int = 4
-    factor_max: float = 2.5
-
-    def __post_init__(self) -> None:
-        _check_range(self, "alpha", self.alpha, 0.0, 1e9)
-        _check_range(self, "bits", self.bits, 2, CODEBOOK_BITS_MAX)
-        _check_range(self, "factor_max", self.factor_max, 0.0, 1e9)
-
-
-@dataclass(frozen=True, slots=True)
-class PrunedMoments:
-    """The published method for moments: keep those of kept weights whose first moment is large, then k-means.
-
-    Args:
-        beta: First moments of at most so many times their mean magnitude become zero, and the second with them.
-        bits: Of a code; one code is zero.
-
-    Raises:
-        UsageError: A field has a value that it cannot have.
-    """
-
-    beta: float = 2.0
-    bits: int = 4
-
-    def __post_init__(self) -> None:
-        _check_range(self, "beta", self.beta, 0.0, 1e9)
-        _check_range(self, "bits", self.bits, 2, CODEBOOK_BITS_MAX)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorSettings:
     """How a weight and its moments are stored; each part may stay exact."""
 
-    weights: WeightSettings | PrunedWeights | Literal["exact"] = WeightSettings()
-    first: FirstMomentSettings | PrunedMoments | Literal["exact"] = FirstMomentSettings()
-    second: SecondMomentSettings | PrunedMoments | Literal["exact"] = SecondMomentSettings()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.first, PrunedMoments) != isinstance(self.second, PrunedMoments):
-            raise UsageError("both moments are pruned, or neither", where="TensorSettings(first=..., second=...)")
+    weights: WeightSettings | Literal["exact"] = WeightSettings()
+    first: FirstMomentSettings | Literal["exact"] = FirstMomentSettings()
+    second: SecondMomentSettings | Literal["exact"] = SecondMomentSettings()
 
 
 Rule = tuple[str, "TensorSettings | Literal['exact']"]
@@ -219,7 +168,7 @@ Rule = tuple[str, "TensorSettings | Literal['exact']"]
 class Residual:
     """A fidelity that loses something, for ``Policy(fidelity=...)``: how much, and what must not be exceeded.
 
-    Take ``Residual.near()``, ``Residual.small()`` or ``Residual.excp()``, and change what should be different with
+    Take ``Residual.near()`` or ``Residual.small()``, and change what should be different with
     ``dataclasses.replace`` or the arguments of these.
 
     Args:
@@ -302,12 +251,6 @@ class Residual:
             SecondMomentSettings(low_rank=LowRank(step=1.0, error_max=1.0)),
         )
         return _changed(Residual("small", settings), changes)
-
-    @staticmethod
-    def excp(alpha: float = 5e-5, beta: float = 2.0, bits: int = 4, **changes: object) -> Residual:
-        """Return the published method of ExCP (ICML 2024), for comparison."""
-        moments = PrunedMoments(beta, bits)
-        return _changed(Residual("excp", TensorSettings(PrunedWeights(alpha, bits), moments, moments)), changes)
 
 
 def _is_meant(path: str, glob: str) -> bool:

@@ -3,7 +3,8 @@
 Run by hand, never by a test: ``python tests/golden/quant/make_golden.py``. A file that exists is never replaced. A file
 begins with what decoding it needs: element width and number of steps (u8 each), two zeros, lengths of chunk, base and
 payload (u32 each); then each step (codec id and length of its config, u8 each, and the config), base and payload. The
-BLAKE3 of the chunk, which is the reconstruction, is in ``digests.json``.
+BLAKE3 of the chunk, which is the reconstruction, is in ``digests.json``. ``codebook.bin`` and ``grid-of-clusters.bin``
+come from an encoder that ckstore no longer has: it is in ``bench/excp.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,7 @@ from ckstore import lossy_forms
 from ckstore.codec.scratch import Scratch
 from ckstore.ids import digest_of
 from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    PrunedMoments,
-    PrunedWeights,
-    SecondMomentSettings,
-    WeightSettings,
-)
+from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings, WeightSettings
 
 FOLDER = Path(__file__).parent
 HEAD = struct.Struct("<BBHIII")
@@ -62,7 +57,7 @@ def plain_of(values: np.ndarray, dtype: str) -> memoryview:
     return memoryview(values.astype("<f4" if dtype == "float32" else "<f2").tobytes())
 
 
-def weights(dtype: str, settings: WeightSettings | PrunedWeights, *, outliers: bool = False) -> Case:
+def weights(dtype: str, settings: WeightSettings, *, outliers: bool = False) -> Case:
     """Return the change of a weight and its base."""
     changed = BASE + CHANGE
     if outliers:
@@ -95,16 +90,6 @@ def first(dtype: str, settings: FirstMomentSettings, scale: float = 1.0) -> Case
     return made, base
 
 
-def kept() -> Case:
-    """Return a moment of which a part was kept."""
-    plain, shape = plain_of(FIRST, "float32"), ChunkShape("float32", COLS)
-    keep = memoryview((np.arange(FIRST.size) % 3 == 0).astype(np.uint8).tobytes())
-    how = {"scratch": SCRATCH, "reconstruction": memoryview(bytearray(plain.nbytes))}
-    made = lossy_forms.encode_pruned_moment(plain, keep, shape, PrunedMoments(), **how)  # type: ignore[arg-type]
-    assert made is not None
-    return made, memoryview(b"")
-
-
 CASES: dict[str, Callable[[], Case]] = {
     "grid by rows": lambda: weights("float32", WeightSettings(step=0.5)),
     "grid in streams": lambda: weights("float32", WeightSettings(step=2.0, scale="chunk")),
@@ -113,7 +98,6 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "grid of bf16": lambda: weights("bfloat16", WeightSettings(step=1.0)),
     "grid of fp16": lambda: weights("float16", WeightSettings(step=1.0)),
-    "grid of clusters": lambda: weights("float32", PrunedWeights(1e9)),
     "moment2 rank1": lambda: second("float32", SecondMomentSettings()),
     "moment2 log": lambda: second("float32", SecondMomentSettings("log", 0.25)),
     "moment2 of few rows": lambda: second("float32", SecondMomentSettings(), rows=5),
@@ -123,7 +107,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "moment1 ternary": lambda: first("float32", FirstMomentSettings("ternary", step=0.5)),
     "moment1 of bf16": lambda: first("bfloat16", FirstMomentSettings(step=0.25)),
     "moment1 of fp16": lambda: first("float16", FirstMomentSettings(step=0.25), scale=2.0**10),
-    "codebook": kept,
 }
 
 

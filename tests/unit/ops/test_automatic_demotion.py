@@ -78,7 +78,18 @@ def test_the_stored_form_is_the_one_of_the_format(store):
     assert read_config(backend).policy == {"other": {"x": 1}, "demotion": demotion}
     store.set_demotion(None)
     assert read_config(backend).policy == {"other": {"x": 1}}
-    assert rules_of(DemotePolicy(fidelity=Residual.excp()))["fidelity"]["kind"] == "Residual"
+    own = replace(Residual.small(), max_abs=0.5)
+    assert rules_of(DemotePolicy(fidelity=own))["fidelity"]["kind"] == "Residual"
+
+
+@pytest.mark.parametrize("kind", ["PrunedWeights", "PrunedMoments"])
+def test_a_stored_policy_with_settings_that_were_deleted_is_refused_with_the_reason(store, kind):
+    tensors = {"kind": "TensorSettings", "weights": {"kind": kind, "bits": 4}}
+    rules = {"fidelity": {"kind": "Residual", "name": "excp", "tensors": tensors}}
+    change_config(repository_of(store).backend, lambda record: type(record)(policy={"demotion": rules}))
+    for verb in (store.demote, lambda: store.demotion, lambda: store.set_demotion(rules)):
+        with pytest.raises(UsageError, match=f"{kind} no longer exists; use Residual.near"):
+            verb()
 
 
 def test_demotions_without_rules_go_by_those_that_are_stored():

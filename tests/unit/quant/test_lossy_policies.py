@@ -252,18 +252,6 @@ def test_a_first_moment_that_stays_beside_a_vanished_second_one_makes_both_exact
     assert "the second one vanishes" in receipt.warnings[0]
 
 
-def test_the_published_method_is_there_for_comparison(store):
-    run = AdamRun()
-    for step in range(3):
-        state = run.train().state()
-        store.commit(state, step, policy=lossy_policy(Residual.excp()))
-    told = losses(store)
-    assert {row.method for row in told.values()} == {"codebook"}
-    assert store.info(2).fidelity == "excp"
-    assert told[M].kept < 0.5
-    assert store.verify("decode").damage == []
-
-
 def test_names_of_policies_become_words(store):
     run = AdamRun()
     store.commit(run.train().state(), 0, policy=lossy_policy())
@@ -276,7 +264,7 @@ def test_only_what_is_asked_for_can_be_a_fidelity():
     from ckstore.errors import UsageError
 
     for wrong in ("lossy", None, 3, Residual, Residual.near, []):
-        with pytest.raises(UsageError, match=r"ckstore\.Residual\.near\(\), \.small\(\) or \.excp\(\.\.\.\)"):
+        with pytest.raises(UsageError, match=r"ckstore\.Residual\.near\(\) or \.small\(\)"):
             Policy(fidelity=wrong)
     assert Policy(fidelity="near") == Policy(fidelity=NEAR)
     assert Policy(fidelity="small").residual == Residual.small()
@@ -288,12 +276,11 @@ def test_policies_come_back_from_their_rows():
     from ckstore.errors import MalformedError
     from ckstore.policies import policy_of, policy_row
 
-    own = replace(NEAR, rules=(("a.*", "exact"), ("b.*", Residual.excp().tensors)), max_abs=0.5)
+    own = replace(NEAR, rules=(("a.*", "exact"), ("b.*", Residual.small().tensors)), max_abs=0.5)
     for each in (
         Policy(),
         lossy_policy(),
         lossy_policy(Residual.small(), threads=3),
-        lossy_policy(Residual.excp()),
         lossy_policy(own),
     ):
         assert policy_of(policy_row(each)) == each

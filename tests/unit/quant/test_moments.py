@@ -7,10 +7,9 @@ import pytest
 
 from ckstore import forms, kernels, lossy_forms
 from ckstore.codec.scratch import Scratch
-from ckstore.errors import UsageError
 from ckstore.kernels import on_numpy
 from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant.settings import FirstMomentSettings, PrunedMoments, PrunedWeights, SecondMomentSettings
+from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings
 from support.trained_chunks import DTYPES, decoded, payload_of, room_for, stored, trained, values_of
 
 SCRATCH = Scratch(1 << 20)
@@ -176,64 +175,6 @@ def test_first_moments_that_vanish_are_left_exact() -> None:
     v = trained(64, 64).second
     for form in ("grid", "ternary"):
         assert first(np.zeros_like(v), v, stored(v), FirstMomentSettings(form=form)) is None
-
-
-def test_the_published_method_keeps_large_moments_of_changed_weights() -> None:
-    state = trained(200, 200)
-    plain, base, m, v = (stored(side) for side in (state.weight, state.before, state.first, state.second))
-    shape = ChunkShape("float32", 200)
-    how = {"scratch": SCRATCH}
-    made = lossy_forms.encode_weights(plain, base, shape, PrunedWeights(1e9), reconstruction=room_for(plain), **how)
-    assert made is not None
-    became = values_of(decoded(made, SCRATCH, base)).reshape(200, 200)
-    change = state.weight - state.before
-    threshold = 2.5 * np.median(np.abs(change))
-    assert ((became != state.before) == (np.abs(change) > threshold))[np.abs(change) > 1e-9].mean() > 0.999
-    assert np.unique((became - state.before)[became != state.before].round(9)).size > 10
-    keep = memoryview(bytearray(v.nbytes // 4))
-    lossy_forms.pruned_mask(m, made.reconstruction, base, "float32", PrunedMoments(beta=1.0), keep)
-    expected = (became != state.before) & (np.abs(state.first) > np.abs(state.first).mean(dtype=float))
-    assert (np.frombuffer(keep, np.uint8).reshape(200, 200) == expected).all()
-    for part in (m, v):
-        moment = lossy_forms.encode_pruned_moment(
-            part, keep, shape, PrunedMoments(beta=1.0), reconstruction=room_for(part), **how
-        )
-        assert moment is not None
-        found = values_of(decoded(moment, SCRATCH, None)).reshape(200, 200)
-        assert not found[~expected].any()
-        assert np.unique(found).size <= 16
-        assert moment.errors.kept_count == np.count_nonzero(found)
-        given = values_of(part).reshape(200, 200)
-        assert np.corrcoef(found[expected], given[expected])[0, 1] > 0.95
-
-
-def test_the_published_threshold_follows_the_second_moment() -> None:
-    state = trained(100, 100)
-    plain, base = stored(state.weight), stored(state.before)
-    kept = []
-    for mean in (None, 1e-4, 1e-12):
-        made = lossy_forms.encode_weights(
-            *(plain, base, ChunkShape("float32", 100), PrunedWeights(alpha=5e-3)),
-            scratch=SCRATCH,
-            reconstruction=room_for(plain),
-            second_mean=mean,
-        )
-        assert made is not None
-        kept.append(made.errors.kept_fraction)
-    assert kept[0] == kept[2] < kept[1]
-
-
-def test_moments_that_are_pruned_altogether_are_zeros() -> None:
-    v = stored(trained(64, 64).second)
-    keep = memoryview(bytearray(v.nbytes // 4))
-    how = {"scratch": SCRATCH, "reconstruction": room_for(v)}
-    made = lossy_forms.encode_pruned_moment(v, keep, ChunkShape("float32", 64), PrunedMoments(), **how)
-    assert made is not None
-    assert not any(decoded(made, SCRATCH, None))
-    with pytest.raises(UsageError):
-        lossy_forms.encode_pruned_moment(v, keep[1:], ChunkShape("float32", 64), PrunedMoments(), **how)
-    with pytest.raises(UsageError):
-        lossy_forms.pruned_mask(v, v, v, "float32", PrunedMoments(), keep[1:])
 
 
 def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

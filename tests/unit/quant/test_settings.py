@@ -9,8 +9,6 @@ import pytest
 from ckstore.errors import UsageError
 from ckstore.quant.settings import (
     FirstMomentSettings,
-    PrunedMoments,
-    PrunedWeights,
     Residual,
     SecondMomentSettings,
     TensorSettings,
@@ -34,10 +32,6 @@ from ckstore.quant.settings import (
         (FirstMomentSettings, {"form": "none"}),
         (FirstMomentSettings, {"clip": 0.0}),
         (FirstMomentSettings, {"step": float("inf")}),
-        (PrunedWeights, {"bits": 1}),
-        (PrunedWeights, {"bits": 9}),
-        (PrunedWeights, {"alpha": -1.0}),
-        (PrunedMoments, {"beta": float("nan")}),
         (Residual, {"max_abs": -1.0}),
         (Residual, {"max_rel_rms": float("nan")}),
         (Residual, {"bits_per_parameter": "4"}),
@@ -60,19 +54,12 @@ def test_rules_are_pairs_of_a_glob_and_settings(rule: object) -> None:
     Residual(rules=(("lm_head*", "exact"), ("*", TensorSettings())))
 
 
-def test_moments_are_pruned_together_or_not_at_all() -> None:
-    with pytest.raises(UsageError, match="moments"):
-        TensorSettings(first=PrunedMoments())
-    TensorSettings(first=PrunedMoments(), second=PrunedMoments())
-
-
 def test_named_fidelities_can_be_changed_and_compared() -> None:
-    for make in (Residual.near, Residual.small, Residual.excp):
+    for make in (Residual.near, Residual.small):
         residual = make(max_abs=0.5, on_bound="raise")
         assert residual.max_abs == 0.5
         assert dataclasses.replace(residual, max_abs=None, on_bound="exact") == make()
         assert hash(make()) == hash(make())
         with pytest.raises(UsageError, match="max_error"):
             make(max_error=1.0)
-    assert Residual.excp(1e-5, 1.0, 3).tensors.weights == PrunedWeights(1e-5, 3)
-    assert [make().name for make in (Residual.near, Residual.small, Residual.excp)] == ["near", "small", "excp"]
+    assert [make().name for make in (Residual.near, Residual.small)] == ["near", "small"]
