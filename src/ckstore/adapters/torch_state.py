@@ -353,22 +353,14 @@ class DeviceBytes:
         Raises:
             BackendError: The device has failed, or the storage does not reach so far any more.
         """
-        try:
-            return copy_to_host(self.view(lo, hi))
-        except RuntimeError as error:
-            raise device_error(error) from None
-
-    def view(self, lo: int, hi: int) -> torch.Tensor:
-        """Return bytes where they lie, as a tensor of uint8 that shares their memory.
-
-        Raises:
-            BackendError: The storage does not reach so far any more.
-        """
         if not self.start <= lo <= hi <= self.start + self.storage.nbytes():
             # ``set_`` would make it longer.
             raise resized_error()
-        held = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return held.set_(self.storage, lo - self.start, (hi - lo,), (1,))
+        try:
+            held = torch.empty(0, dtype=torch.uint8, device=self.device)
+            return copy_to_host(held.set_(self.storage, lo - self.start, (hi - lo,), (1,)))
+        except RuntimeError as error:
+            raise device_error(error) from None
 
 
 def device_error(error: RuntimeError) -> BackendError:
