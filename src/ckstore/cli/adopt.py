@@ -14,16 +14,18 @@ from ckstore.errors import UsageError
 def adopt(
     path: StorePath,
     as_original: Annotated[
-        bool, typer.Option("--as-original", help="It takes the place of the original, and owns its tiers.")
+        bool, typer.Option("--as-original", help="This copy replaces the original, and owns its tiers.")
     ] = False,
-    as_new: Annotated[bool, typer.Option("--as-new", help="Both are kept, and the original owns the tiers.")] = False,
+    as_new: Annotated[
+        bool, typer.Option("--as-new", help="Both stay in use, and the original owns the tiers.")
+    ] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Say whether a copied store is the original or a new one.
+    """Declare that a copied store is the original, or a new one.
 
-    A copy of a store that has tiers changes nothing in them until this is said, and nor does one that was set back to
-    an older state.
+    A copy of a store that has tiers changes nothing in them until you declare this. The same holds for a store that was
+    set back to an older state.
     """
     if as_original == as_new:
         raise UsageError("give one of --as-original and --as-new", todo="see `ckstore adopt --help`")

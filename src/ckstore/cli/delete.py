@@ -32,7 +32,9 @@ def delete(
     path: StorePath,
     refs: Annotated[
         list[str],
-        typer.Argument(metavar="REF...", help="What to delete: a step means every entry of that step, seq:N just one."),
+        typer.Argument(
+            metavar="REF...", help="What to delete. A step means every checkpoint of that step, seq:N exactly one."
+        ),
     ],
     run: Run = "main",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -41,8 +43,8 @@ def delete(
 ) -> None:
     """Delete checkpoints, after asking.
 
-    What would go is shown first. Tagged checkpoints are refused. Nothing is deleted unless every REF is found and
-    free of tags. `ckstore gc` frees their disk space.
+    They are listed first. If a REF is not found, or a checkpoint has a tag, nothing is deleted. `ckstore gc` frees the
+    disk space.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         chosen = _chosen(store, refs)

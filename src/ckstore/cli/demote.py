@@ -24,17 +24,19 @@ Newest = Annotated[
 ]
 Every = Annotated[
     int | None,
-    typer.Option("--keep-every", min=0, metavar="M", help="Seqs that M divides stay exact; 0: none. [default: 10]"),
+    typer.Option(
+        "--keep-every", min=0, metavar="M", help="Seqs that are multiples of M stay exact; 0: none. [default: 10]"
+    ),
 ]
-Save = Annotated[bool, typer.Option("--save-policy", help="Keep these rules with the store, for demotions without.")]
-Forget = Annotated[bool, typer.Option("--forget-policy", help="Remove the rules that are kept with the store.")]
+Save = Annotated[bool, typer.Option("--save-policy", help="Store these rules, for demotions without rules.")]
+Forget = Annotated[bool, typer.Option("--forget-policy", help="Remove the stored rules.")]
 
 
 def demote(
     path: StorePath,
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Demote these and no others, the newest one too. [default: by age]"),
+        typer.Argument(metavar="[REF]...", help="Demote only these, even the newest. [default: by age]"),
     ] = None,
     run: Run = "main",
     fidelity: Fidelity = None,
@@ -43,24 +45,24 @@ def demote(
     save_policy: Save = False,
     forget_policy: Forget = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would be done: new sizes and errors too.")
+        bool, typer.Option("--dry-run", help="Only print what would be done, with new sizes and errors.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, as on a terminal otherwise.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Store old checkpoints anew, smaller, with a loss.
+    """Rewrite old checkpoints with a loss, to save disk space.
 
-    The newest, every M-th of the others, and all that carry a tag stay exact. Steps, seqs and metrics stay; ids do not:
-    `ckstore show` names the exact one that a checkpoint was made from. Training may go on meanwhile, except where the
-    newest is named or the store lies in a bucket. Without rules those kept with the store apply. The old packs are
-    freed by `ckstore gc`, unless a checkpoint that stays exact is stored as a difference from what lies in them:
-    `ckstore repack` stores it whole. Until the trash is emptied, `ckstore undelete` makes a checkpoint exact again.
+    The newest ones, every M-th of the others, and all tagged ones stay exact. Steps, seqs and metrics do not change.
+    Ids do: `ckstore show` prints the id of the exact checkpoint. Training can continue meanwhile, unless the newest
+    checkpoint is named or the store is in a bucket. Without rules, the stored rules apply. `ckstore gc` frees the old
+    packs, except those that hold bases of exact checkpoints; `ckstore repack` stores such checkpoints without these
+    bases. Until the trash is emptied, `ckstore undelete` makes a checkpoint exact again.
 
     \b
     near       for resuming: about 20 times smaller than the state
     small      for history and evaluation: 50 times and more
-    rms error  the greatest of any tensor, in the RMS of its values
+    rms error  largest of any tensor, relative to the RMS of its values
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     given = {"fidelity": fidelity, "keep_newest": keep_newest, "keep_every": keep_every}
     rules = {name: value for name, value in given.items() if value is not None}

@@ -44,11 +44,11 @@ _VALUES = Table(
 
 def diff(
     path: StorePath,
-    first: Annotated[str, typer.Argument(metavar="A", help="Which checkpoint to compare with; see `ckstore show`.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Which checkpoint to compare.")] = "latest",
+    first: Annotated[str, typer.Argument(metavar="A", help="The checkpoint to compare with, as in `ckstore show`.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare.")] = "latest",
     run: Run = "main",
     only: Only = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Tensors that are equal, too.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Also list tensors that are equal.")] = False,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -61,12 +61,12 @@ def diff(
 ) -> None:  # fmt: skip
     """Show how checkpoint B differs from A.
 
-    Bits are compared; what both store as the same chunks is not read.
+    Bits are compared. Chunks that both checkpoints share are not read.
 
     \b
     changed   share of the elements whose bits differ
-    relative  RMS of B - A in the RMS of A
-    max abs   greatest difference of an element
+    relative  RMS of B - A, relative to the RMS of A
+    max abs   largest difference of an element
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,

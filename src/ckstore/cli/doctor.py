@@ -36,10 +36,10 @@ def doctor(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Say what this machine and a store are like.
+    """Describe this machine and a store.
 
-    Put the output into a report of a problem. Without --measure nothing is written. "warning" means: worth doing
-    something about.
+    Include the output when you report a problem. Nothing is written unless --measure is given. A finding marked
+    "warning" needs your attention.
     """
     # This loads numpy, which the help of all commands does without.
     from ckstore.diagnosis import Finding, diagnose_machine, diagnose_store
@@ -80,9 +80,9 @@ def bench(
 ) -> None:
     """Measure commits and restores on PATH's disk.
 
-    They are compared with a plain write of as many bytes. The state is random bfloat16-like weights and float32
-    optimizer moments, which is about what training has. Everything is written to a temporary folder in PATH and
-    removed at the end; it needs about four times the size.
+    They are compared with a plain write of the same size. The state is similar to that of a training: random weights as
+    precise as bfloat16, and float32 optimizer moments. Everything is written to a temporary folder in PATH, which takes
+    about four times the size and is removed at the end.
     """
     folder = Path(path.removeprefix("file://"))
     if not folder.is_dir():

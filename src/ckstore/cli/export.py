@@ -27,9 +27,9 @@ def export(
 ) -> None:
     """Export tensors to a .safetensors file.
 
-    Names are dotted paths, such as model.layers.0.weight. Plain values do not fit into the format and are listed as
-    left out. A tensor that stands at two paths is written once, and the file says where. The tensors must fit into
-    memory.
+    Names are dotted paths, such as model.layers.0.weight. The format cannot hold plain values; they are left out and
+    listed. A tensor with two paths is written once, and the metadata of the file names the other path. The tensors must
+    fit into memory.
     """
     from ckstore.adapters.safetensors import export_safetensors
     from ckstore.outfile import check_target

@@ -1,4 +1,4 @@
-"""``ckstore gc``: drop what no rule keeps, move what nobody needs to the trash, free what lay there long."""
+"""``ckstore gc``: delete checkpoints that match no retention rule, and free disk space, here or in a tier."""
 
 from __future__ import annotations
 
@@ -40,48 +40,59 @@ def _option(words: str, metavar: str | None = None, *names: str, least: int | No
 Only = Annotated[str | None, _option("Apply the rules to this run only.", "NAME", "--run")]
 Last = Annotated[int | None, _option("Keep the newest N.", "N", least=1)]
 Every = Annotated[int | None, _option("Keep steps that are multiples of this.", "STEPS", least=1)]
-Within = Annotated[str | None, _option("Keep what is at most this much older than the newest: 7d, 12h.", "SPAN")]
-Hourly = Annotated[int | None, _option("Keep the newest of each of the last N hours that have one.", "N", least=1)]
+Within = Annotated[str | None, _option("Keep checkpoints at most this much older than the newest: 7d, 12h.", "SPAN")]
+Hourly = Annotated[
+    int | None, _option("Keep the newest of each of the last N hours that have a checkpoint.", "N", least=1)
+]
 Periods = Annotated[int | None, _option("The same for longer periods.", "N", least=1)]
 Best = Annotated[
     list[str] | None,
-    _option("Keep the N best by a metric: loss:2, speed:1:max; may be repeated.", "METRIC[:N][:min|max]"),
+    _option("Keep the N best by a metric: loss:2, speed:1:max. May be repeated.", "METRIC[:N][:min|max]"),
 ]
-Tagged = Annotated[list[str] | None, _option("A rule for tags ('release-*'); every tag keeps anyway.", "NAME")]
-Zone = Annotated[str | None, _option("Where days begin: UTC, or an offset as in +02:00.", "ZONE")]
+Tagged = Annotated[
+    list[str] | None, _option("A rule for tags ('release-*'). Tagged checkpoints are always kept.", "NAME")
+]
+Zone = Annotated[str | None, _option("Time zone in which days begin: UTC, or an offset such as +02:00.", "ZONE")]
 DryRun = Annotated[bool, _option("Only print what would be done.", None, "--dry-run")]
-Now = Annotated[bool, _option("Free at once what is in the trash, and what goes there.", None, "--now")]
-MaxDelete = Annotated[int | None, _option("Do nothing if more checkpoints than this would go.", "N", least=0)]
+Now = Annotated[bool, _option("Empty the trash immediately, including what is moved there now.", None, "--now")]
+MaxDelete = Annotated[int | None, _option("Do nothing if more than N checkpoints would be deleted.", "N", least=0)]
 MinAge = Annotated[
     str | None,
-    _option("Leave packs alone that are younger, and that nobody ever named. [default: 1h; 24h in a tier]", "SPAN"),
+    _option("Keep packs younger than this that no manifest has ever named. [default: 1h; 24h in a tier]", "SPAN"),
 ]
 TrashFor = Annotated[
     str | None,
-    _option("How long what goes can be brought back: 2h, 7d, 0. [default: as kept with the store, else 24h]", "SPAN"),
+    _option("How long the trash is kept: 2h, 7d, 0. [default: the stored time, else 24h]", "SPAN"),
 ]
-RepackMax = Annotated[str, _option("Bytes to write, at most, to rewrite half-empty packs; 0: none.", "SIZE")]
+RepackMax = Annotated[str, _option("Write at most this much to rewrite half-empty packs; 0: rewrite none.", "SIZE")]
 Save = Annotated[
-    bool, _option("Keep these rules, and --trash-for, with the store, for collections without.", None, "--save-policy")
+    bool, _option("Store these rules and --trash-for, for collections without rules.", None, "--save-policy")
 ]
 InTier = Annotated[
-    str | None, _option("Collect in this tier instead: remove there what was dropped and freed here.", "NAME", "--tier")
+    str | None, _option("Collect in this tier instead: remove there what was deleted and freed here.", "NAME", "--tier")
 ]
 ClearLists = Annotated[
     bool,
-    _option("With --tier: nobody else collects there, whatever lists of dead collectors say.", None, "--clear-lists"),
+    _option(
+        "With --tier: remove deletion lists left by crashed collectors. Use only if no other collection is running on "
+        "that tier.",
+        None,
+        "--clear-lists",
+    ),
 ]
 AcceptMissing = Annotated[
     bool,
-    _option("Checkpoints whose manifests are gone are lost: go on without them.", None, "--accept-missing"),
+    _option("Give up checkpoints whose manifests are missing, and collect without them.", None, "--accept-missing"),
 ]
 ClearIntents = Annotated[
     bool,
-    _option("Nobody deletes or demotes here now: forget what unknown processes have left.", None, "--clear-intents"),
+    _option(
+        "Remove intents of crashed processes, which block tags. Use only if no process is deleting or demoting.",
+        None,
+        "--clear-intents",
+    ),
 ]
-Forget = Annotated[
-    bool, _option("Remove the rules that are kept with the store, and --trash-for.", None, "--forget-policy")
-]
+Forget = Annotated[bool, _option("Remove the stored rules and the stored --trash-for.", None, "--forget-policy")]
 
 
 def gc(
@@ -113,12 +124,13 @@ def gc(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Drop checkpoints that no rule keeps, and free disk space.
+    """Delete checkpoints by retention rules, and free disk space.
 
-    What any rule keeps is kept; each run is looked at by itself. The newest checkpoint and tagged ones always stay.
-    Without rules those kept with the store apply; if there are none, only garbage is collected. What goes lies in the
-    trash for a day (--trash-for): `ckstore undelete` and `ckstore trash` bring it back. A commit that finds the
-    disk full frees the trash earlier. Training may go on meanwhile.
+    Checkpoints that match no retention rule are deleted, unreferenced packs move to the trash, and old trash is
+    emptied. A checkpoint is kept if any rule matches it. Rules apply to each run separately. The newest checkpoint and
+    tagged ones are always kept. Without rules, the stored rules apply; if there are none, no checkpoint is deleted. The
+    trash is kept for a day (--trash-for): until then, `ckstore undelete` and `ckstore trash` bring checkpoints back. A
+    commit that finds the disk full empties the trash earlier. Training can continue meanwhile.
     """
     policy = _policy_of({name: value for name, value in locals().items() if name.startswith("keep_")}, time_zone)
     if tier is not None or clear_lists:

@@ -30,13 +30,15 @@ def import_(
     step: Annotated[
         int | None, typer.Option("--step", min=0, metavar="N", help="The step of a single checkpoint.")
     ] = None,
-    numbered: Annotated[bool, typer.Option("--numbered", help="Steps 0, 1, 2 in the order of names.")] = False,
+    numbered: Annotated[
+        bool, typer.Option("--numbered", help="Number the checkpoints 0, 1, 2 in the order of their names.")
+    ] = False,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
             "--exclude",
             metavar="GLOB",
-            help="Leave out this file or folder, a path below SOURCE; '**/NAME': at every depth. May be repeated.",
+            help="Leave out this file or folder: a path below SOURCE, or '**/NAME' for any depth. May be repeated.",
         ),
     ] = None,
     skip_leaf: Annotated[
@@ -44,27 +46,27 @@ def import_(
         typer.Option(
             "--skip-leaf",
             metavar="GLOB",
-            help="Leave out these leaves, a dotted path in the state such as args.callback. May be repeated.",
+            help="Leave out leaves whose dotted path matches, such as args.callback. May be repeated.",
         ),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Spend more time on coding, for fewer bytes.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Spend more time on compression, for fewer bytes.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Import what other tools have saved.
+    """Import checkpoints of other tools.
 
     \b
     .pt .pth .bin .ckpt .pkl   files of torch.save (nanoGPT, Lightning)
-    .safetensors               such files
-    checkpoint-500             such folders (Trainer, accelerate, DeepSpeed)
+    .safetensors               files of safetensors
+    checkpoint-500             folders of Trainer, accelerate and DeepSpeed
     .metadata, .distcp         folders of torch.distributed.checkpoint
 
-    They are committed in the order of their steps, which names and contents tell. Steps that the run holds are
-    skipped, so that an interrupted import goes on where it stopped. Files of torch are loaded with weights_only=True,
-    in a process of their own. SOURCE is only read. PATH is made if there is no store yet.
+    Checkpoints are committed in the order of their steps, which are read from names and contents. Steps that the run
+    already has are skipped, so an interrupted import can be repeated. Files of torch are loaded with weights_only=True,
+    in a separate process. SOURCE is not changed. If PATH has no store, one is made.
 
-    Everything that may hold a state and is not imported is listed with the reason; the exit code is then 3.
+    Everything that may hold a state and is not imported is listed with the reason, and the exit code is 3.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     begun = SYSTEM_CLOCK.monotonic()
     options: dict[str, Any] = {

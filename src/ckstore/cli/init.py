@@ -16,7 +16,9 @@ def init(
     shared: Annotated[
         str | None,
         typer.Option(
-            "--shared", metavar="WHO", help="Who may use it besides you: group (that of the folder), or umask."
+            "--shared",
+            metavar="WHO",
+            help="Share it: group (the folder's group may use it), or umask (files get the umask's mode).",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -24,9 +26,9 @@ def init(
 ) -> None:
     """Make a store in a new or empty folder.
 
-    A store that is there already stays as it is. You rarely need this: ckstore.open makes the store on first use. Files
-    that others make in a shared store can be read and removed by all who share it; files that root makes belong to the
-    store's owner.
+    An existing store is not changed. You rarely need this command: ckstore.open makes the store on first use. Everyone
+    who shares a store can read and remove the files that others made in it. Files that root makes belong to the store's
+    owner.
     """
     import ckstore
 

@@ -34,25 +34,24 @@ def mirror(
     address: Annotated[
         str, typer.Argument(metavar="ADDRESS", help="Where the copy is: s3://bucket/prefix (gs, az), or a folder.")
     ],
-    read_back: Annotated[
-        bool, typer.Option("--read-back", help="Read every pack that is copied back, and compare.")
-    ] = False,
+    read_back: Annotated[bool, typer.Option("--read-back", help="Read every copied pack back, and compare.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would be copied.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Keep a second copy of a store, all runs of it, elsewhere.
+    """Copy a store with all its runs to a second place.
 
-    The copy is a store of its own: `ckstore ls ADDRESS`, `ckstore verify ADDRESS`. Nothing here changes, and nothing
-    there is removed: what was deleted here stays there.
+    The copy is a store of its own: `ckstore ls ADDRESS`, `ckstore verify ADDRESS`. This store is not changed, and
+    nothing is removed from the copy: checkpoints that were deleted here stay there.
 
     \b
-    copied      checkpoints that were not there, or in an older form
-    partial     those of which parts are lost: they are left out
-    damaged     altered ones: left out, named at the end, and the exit code is 12
-    out of reach  in a tier that cannot be reached: left out, named at the end,
-                and the exit code is 15
-    only there  those that are not here any more
+    copied        checkpoints that the copy lacked, or had in an older form
+    partial       checkpoints with lost tensors: not copied
+    damaged       damaged checkpoints: not copied, listed at the end, and the
+                  exit code is 12
+    out of reach  checkpoints in a tier that cannot be reached: not copied,
+                  listed at the end, and the exit code is 15
+    only there    checkpoints that no longer exist here
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:

@@ -30,17 +30,17 @@ Ref = Annotated[
         help="Which checkpoint: a step, a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.",
     ),
 ]
-Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Which run of the store.")]
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 Shared = Annotated[bool, typer.Option("--allow-shared-folder", help="Accept a folder that other users may write to.")]
 OutFile = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; it appears whole or not at all.")
+    Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write. It appears complete or not at all.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")]
 Only = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="GLOB", help="Only leaves whose dotted path matches, such as 'model.*'; may be repeated."
+        "--only", metavar="GLOB", help="Only leaves whose dotted path matches, such as 'model.*'. May be repeated."
     ),
 ]
 
@@ -90,10 +90,10 @@ COMMANDS = {
 }
 """Commands, in the order of the help, and their modules; the function is called like the command."""
 
-_HELP = """Look at, restore and tidy up the checkpoints in a ckstore store.
+_HELP = """List, restore and maintain the checkpoints of a ckstore store.
 
-A checkpoint (REF) is named by a step (3000), a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.
-`ckstore ls PATH` shows them all.
+REF names a checkpoint: a step (3000), a tag, latest, best:METRIC[:min|max], seq:N, or id:PREFIX.
+`ckstore ls PATH` lists all checkpoints.
 
 Exit codes: 0 done; 1 unforeseen error; 2 wrong usage; 3 imported in part; 10 not found; 11 conflict;
 12 damage found; 13 not supported here; 14 disk or memory full; 15 disk or server failed; 16 a bound is not met;
@@ -152,9 +152,9 @@ def _show_version(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show where in the code it came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, print the traceback.")] = False,
 ) -> None:
     """Take the options that stand before the command; main looks at --debug."""
 
@@ -165,7 +165,7 @@ _root.__doc__ = _HELP
 # The command is here and not in ls.py, which does not import typer: the plain forms of `ckstore ls` need no parser.
 def ls(
     path: StorePath,
-    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only this run; all runs otherwise.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only this run. [default: all runs]")] = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -185,7 +185,7 @@ def ls(
     state       bytes of all tensors
     written     bytes that this commit added to the disk
     ratio       state / written
-    new/reused  chunks written / chunks that were stored already
-    parent      the seq that training went on from
+    new/reused  chunks written / chunks that were already stored
+    parent      seq of the checkpoint that training continued from
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     print_log(path, run=run, limit=limit, as_json=as_json, allow_shared_folder=allow_shared_folder)

@@ -28,7 +28,7 @@ _TABLE = Table(
 def pull(
     path: StorePath,
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="REF...", help="Which checkpoints; all of the run otherwise.")
+        list[str] | None, typer.Argument(metavar="REF...", help="Which checkpoints. [default: all of the run]")
     ] = None,
     run: Run = "main",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
@@ -37,8 +37,8 @@ def pull(
 ) -> None:
     """Bring checkpoints back from other tiers.
 
-    What lies there stays there. Where packs of a checkpoint are not what was pushed, it stays as it is, all others
-    come, and the command ends with code 12.
+    The copies in the tiers are not removed. If packs of a checkpoint differ from what was pushed, it stays where it is,
+    all others are copied, and the exit code is 12.
     """
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, render.progress("pulling") as tell:

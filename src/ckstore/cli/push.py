@@ -32,25 +32,28 @@ def push(
         str | None,
         typer.Argument(
             metavar="ADDRESS",
-            help="Where they go: s3://bucket/prefix (gs, az), or an absolute path. [default: the tier of the store]",
+            help="Destination: s3://bucket/prefix (gs, az), or an absolute path. [default: the tier of the store]",
         ),
     ] = None,
     run: Run = "main",
-    keep_local: Annotated[
-        int, typer.Option("--keep-local", min=0, metavar="N", help="So many of the newest stay here.")
-    ] = 1,
+    keep_local: Annotated[int, typer.Option("--keep-local", min=0, metavar="N", help="Keep the newest N here.")] = 1,
     older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="SPAN", help="Only what is older goes: 12h, 7d, 2w.")
+        str | None,
+        typer.Option("--older-than", metavar="SPAN", help="Push only checkpoints older than this: 12h, 7d, 2w."),
     ] = None,
     tier: Annotated[
-        str | None, typer.Option("--tier", metavar="NAME", help="What the place is called, or shall be.")
+        str | None, typer.Option("--tier", metavar="NAME", help="Name of the tier, new or existing.")
     ] = None,
     read_back: Annotated[
-        bool, typer.Option("--read-back", help="Read every pack there whole before anything is let go of.")
+        bool,
+        typer.Option(
+            "--read-back",
+            help="Read every pushed pack back, and compare, before its local copy may be freed.",
+        ),
     ] = False,
     forget: Annotated[
         str | None,
-        typer.Option("--forget", metavar="NAME", help="Instead: forget this tier, which no checkpoint lies in."),
+        typer.Option("--forget", metavar="NAME", help="Forget this tier instead. It must not hold a checkpoint."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     as_json: AsJson = False,
@@ -58,9 +61,9 @@ def push(
 ) -> None:
     """Move old checkpoints of a run to a bucket.
 
-    They stay in the history and restore as before, from there. Nothing here is let go of before it was seen there;
-    `ckstore gc` then frees its space. Commits may go on meanwhile. Credentials come from the environment, a profile or
-    the machine's role.
+    They stay in the history, and a restore reads them from there. Local copies are kept until the remote copies have
+    been checked; `ckstore gc` then frees them. Commits can continue meanwhile. Credentials come from the environment, a
+    profile or the machine's role.
     """
     if forget is not None:
         if address is not None or tier is not None or dry_run:

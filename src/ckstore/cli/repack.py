@@ -33,10 +33,13 @@ def repack(
     path: StorePath,
     run: Run = "main",
     keyframes: Annotated[
-        int, typer.Option("--keyframes", min=0, metavar="N", help="How many of the newest need no other checkpoint.")
+        int,
+        typer.Option(
+            "--keyframes", min=0, metavar="N", help="Store the newest N as keyframes, which need no other checkpoint."
+        ),
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Spend more time on coding, for fewer bytes.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Spend more time on compression, for fewer bytes.")] = False,
     amplification: Annotated[
         float,
         typer.Option(
@@ -48,19 +51,19 @@ def repack(
     ] = 1.6,
     saving: Annotated[
         float,
-        typer.Option("--saving", min=0, max=100, metavar="PERCENT", help="What saves less stays as it is."),
+        typer.Option("--saving", min=0, max=100, metavar="PERCENT", help="Rewrite only what saves at least this much."),
     ] = 3.0,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Store a run anew: newest fast, older ones small.
+    """Rewrite a run for fast restores and less disk space.
 
-    The newest checkpoints become keyframes, which may take more bytes than before; older ones differences from newer
-    ones. What they hold and their ids stay; restores may go on meanwhile, commits to this run may not. The old packs
-    stay, so the store grows: `ckstore gc` frees them, and only then is it smaller.
+    The newest checkpoints become keyframes, which may take more bytes than before. Older ones become differences from
+    newer ones. Contents and ids do not change. Restores can run meanwhile; commits to this run cannot. The old packs
+    stay, so the store grows until `ckstore gc` frees them.
 
     \b
-    stored  bytes that hold the checkpoint's own chunks
+    stored  bytes of the checkpoint's own chunks
     read    bytes that a restore reads, bases included
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     from ckstore.config import RepackPolicy

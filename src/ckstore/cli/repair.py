@@ -24,7 +24,7 @@ _DONE = {
 }
 
 
-Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this it is only said what would be done.")]
+Apply = Annotated[bool, typer.Option("--apply", help="Do it. Without this option, only print what would be done.")]
 
 
 def repair(
@@ -32,25 +32,24 @@ def repair(
     apply: Apply = False,
     sources: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="PATH", help="A copy of this store to take from; may be repeated."),
+        typer.Option("--from", metavar="PATH", help="A copy of this store to recover data from. May be repeated."),
     ] = None,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Mend a damaged store; without --apply it is only said how.
+    """Repair a damaged store; without --apply, only print how.
 
-    Where store.json is missing, it is made again from manifests and packs. Every frame that a checkpoint of any run
-    names is read. What is damaged or missing is looked for in all packs, in
-    the trash, in quarantine, and in --from.
+    Every frame that a checkpoint of any run needs is read. Damaged and missing data is searched for in all packs, in
+    the trash, in quarantine, and in --from. A missing store.json is made again from manifests and packs.
 
     \b
     whole again  everything was found
-    partial      some tensors are lost: a full restore names them and fails,
-                 --only gives the rest; when the same bytes are committed
-                 again, another repair makes it whole
+    partial      some tensors are lost: a full restore fails and names them,
+                 --only restores the rest; if the same data is committed again,
+                 another repair makes the checkpoint whole
 
-    Damaged files go to quarantine/ in the store; nothing is removed. Nobody may commit meanwhile to a run that is
-    mended. Exit code 12 when something is lost, or would be.
+    Damaged files go to quarantine/ in the store; nothing is deleted. Do not commit to a run while it is being repaired.
+    Exit code 12: data is lost, or would be.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     import ckstore
 
@@ -130,10 +129,10 @@ def quarantine(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Put unreadable manifests aside, and torn packs.
+    """Move unreadable manifests and torn packs to quarantine.
 
-    A manifest that cannot be read may name any pack, so that `ckstore gc` frees nothing until it was put aside. Files
-    go to quarantine/ in the store; nothing is removed. `ckstore repair` does this too, and mends what it can.
+    An unreadable manifest may reference any pack, so `ckstore gc` frees nothing until the manifest is moved. Files go
+    to quarantine/ in the store; nothing is deleted. `ckstore repair` does this too, and repairs what it can.
     """
     with opened(path, run="main", allow_shared_folder=allow_shared_folder) as store:
         report = store.quarantine(dry_run=not apply)

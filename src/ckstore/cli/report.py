@@ -15,11 +15,11 @@ def report(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Show the store on one page of HTML.
+    """Write one HTML page about the store.
 
-    The page needs no network and no other file: commits over time, bytes raw, stored and reused, sizes by tensor
-    group, chains of bases, where packs lie, what is kept and why, and what `ckstore gc` would free. It is made from
-    manifests; no tensor is read, and nothing is changed.
+    The page needs no network and no other file. It shows commits over time, bytes before and after compression, sizes
+    by tensor group, delta chains, locations of packs, what is kept and why, and what `ckstore gc` would free. It is
+    made from manifests; no tensor is read, and nothing is changed.
     """
     from ckstore.outfile import check_target, new_file
 

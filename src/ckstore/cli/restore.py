@@ -24,13 +24,13 @@ def restore(
         str | None,
         typer.Argument(
             metavar="REF",
-            help="Which checkpoint (see `ckstore --help`); the newest that is whole, otherwise.",
+            help="Which checkpoint, see `ckstore --help`. [default: the newest complete one]",
         ),
     ] = None,
     only: Only = None,
     fallback: Annotated[
         bool,
-        typer.Option("--fallback", help="Where the newest turns out to be damaged, take the newest that reads whole."),
+        typer.Option("--fallback", help="If the newest is damaged, restore the newest undamaged one."),
     ] = False,
     force: Force = False,
     run: Run = "main",
@@ -43,8 +43,8 @@ def restore(
     .pt, .pth  the whole state; torch.load(FILE, weights_only=True) reads it
     .npz       states of numpy arrays and numbers, each under its dotted path
 
-    The state must fit into memory. Every chunk is checked on the way; damage is an error, and no file appears.
-    Python code does not need this: store.restore() returns the state itself.
+    The state must fit into memory. Every chunk is checked; if one is damaged, the command fails and writes no file.
+    Python code does not need this command: store.restore() returns the state.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     from ckstore.adapters.files import check_suffix, write_state
     from ckstore.outfile import check_target

@@ -16,8 +16,8 @@ def rewind(
 ) -> None:
     """Make an older checkpoint the newest again.
 
-    Training then resumes from it. It is published again under a new seq; nothing is copied and nothing is lost:
-    the newer ones stay in the history. Refused while a live trainer writes this run.
+    Training then resumes from it. It is published again under a new seq, without copying data. The newer checkpoints
+    stay in the history. Refused while a trainer is writing to this run.
     """
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         before = store.info(ref)

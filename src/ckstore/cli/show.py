@@ -99,27 +99,27 @@ def show(
         ),
     ] = None,
     codec: Annotated[
-        bool, typer.Option("--codec", help="How each tensor is coded, and why: what the samples of it promised.")
+        bool, typer.Option("--codec", help="Show how each tensor is coded, and the estimates behind it.")
     ] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:  # fmt: skip
-    """Show what one checkpoint holds; no tensor is read.
+    """Show the contents of one checkpoint; no tensor is read.
 
     \b
-    stored     bytes on disk; "-" where a tensor shares a stored chunk with others
-    used       how much of a pack this checkpoint needs
-    rms error  of a tensor that was stored with a loss, in the RMS of its values
-    kept       elements that were not quantized to zero; all of outer products
-    hops       checkpoints with a loss since the tensor was exact
-    next step  the largest that Adam could make from here, in learning rates
+    stored     bytes on disk; "-": the tensor shares a stored chunk with others
+    used       bytes of a pack that this checkpoint needs
+    rms error  of a tensor stored with a loss, relative to the RMS of its values
+    kept       share of elements not quantized to zero; 100% with method outer
+    hops       lossy checkpoints since the tensor was exact
+    next step  largest update that Adam could make next, in learning rates
 
     \b
     With --codec, in bits per element:
     stored    on disk
-    full      estimate: coded whole
-    previous  estimate: as the difference from the checkpoint before it
-    keyframe  estimate: as the difference from the last keyframe
+    full      estimate without a base
+    previous  estimate as a difference from the previous checkpoint
+    keyframe  estimate as a difference from the last keyframe
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if codec:

@@ -47,7 +47,7 @@ def stats(
     ref: Ref = "latest",
     run: Run = "main",
     exact: Annotated[
-        bool, typer.Option("--exact", help="Measure every element; otherwise a sample of each chunk, at most 16 KiB.")
+        bool, typer.Option("--exact", help="Measure every element. [default: a sample of each chunk, at most 16 KiB]")
     ] = False,
     limit: Annotated[
         int | None,
@@ -59,18 +59,18 @@ def stats(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:  # fmt: skip
-    """Show where its bytes go, beside their order-0 entropy.
+    """Show the stored size of tensors and their order-0 entropy.
 
     Every chunk is read and decoded. In bits per element:
 
     \b
     bits     as stored
-    order-0  entropy of the byte planes of a chunk as a whole, in its better form
-    full     that entropy without a base
-    delta    that entropy against the base
+    order-0  entropy of a chunk's byte planes, in the form that needs fewer bits
+    full     entropy without a base
+    delta    entropy of the difference from the base
 
-    The entropy is a yardstick: runs, repeats, and chunks whose parts differ from each other are stored in fewer bits.
-    Of a tensor with a loss it is that of what is restored, far above what is stored.
+    The entropy is a yardstick, not a lower limit: runs, repeats and chunks of unlike parts can take fewer bits. For a
+    tensor stored with a loss it is the entropy of the restored values, far above the stored bits.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,

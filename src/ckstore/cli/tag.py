@@ -14,7 +14,7 @@ from ckstore.cli.render import json_of_info, name_of
 def tag(
     path: StorePath,
     ref: Ref,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag; one that exists moves.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag. An existing tag is moved.")],
     run: Run = "main",
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,

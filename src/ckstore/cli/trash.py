@@ -56,7 +56,7 @@ def trash(
     path: StorePath,
     trash_ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ID...", help="Which folders of the trash, by the first letters of their names."),
+        typer.Argument(metavar="ID...", help="Folders of the trash, by the first letters of their ids."),
     ] = None,
     run: Run = "main",
     everything: Annotated[bool, typer.Option("--all", help="For purge: the whole trash.")] = False,
@@ -64,12 +64,13 @@ def trash(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Look into the trash, bring back from it, or free it.
+    """List, restore or empty the trash.
 
     \b
-    ls       what lies there, a folder for each collection and each drop
-    restore  packs go back; dropped ones as new entries, demoted ones exact
-    purge    what nothing names is freed, and cannot be brought back
+    ls       lists its folders, one for each collection and each deletion
+    restore  brings packs and checkpoints back: deleted checkpoints become new
+             entries, demoted ones become exact again
+    purge    deletes what no checkpoint needs; this cannot be undone
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         if action == "ls":
@@ -163,10 +164,10 @@ def undelete(
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Bring back dropped checkpoints, or exact forms.
+    """Bring back deleted checkpoints, or make demoted ones exact.
 
-    Dropped ones become new entries that `latest` skips, so that no old state is resumed by surprise. Demoted ones are
-    exact again where they are. `ckstore trash ls` shows what there is; what was freed cannot come back.
+    Deleted checkpoints become new entries, which `latest` skips: training never resumes from an old state by surprise.
+    Demoted checkpoints become exact again in place. `ckstore trash ls` lists what can be brought back.
     """
     with keep(path, run=run, allow_shared_folder=allow_shared_folder) as store:
         infos = []

@@ -19,31 +19,30 @@ if TYPE_CHECKING:
 def verify(
     path: StorePath,
     ref: Annotated[
-        str | None, typer.Argument(metavar="REF", help="Only this checkpoint; the whole store, all runs, otherwise.")
+        str | None, typer.Argument(metavar="REF", help="Only this checkpoint. [default: all runs of the store]")
     ] = None,
     level: Annotated[
         str | None,
-        typer.Option(
-            "--level", metavar="LEVEL", help="quick, read or decode: how much is looked at; see above. [default: read]"
-        ),
+        typer.Option("--level", metavar="LEVEL", help="quick, read or decode; see above. [default: read]"),
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="The same as --level decode.")] = False,
     run: Run = "main",
-    remote: Annotated[bool, typer.Option("--remote", help="Look at packs that lie in other tiers, too.")] = False,
+    remote: Annotated[bool, typer.Option("--remote", help="Also check packs in other tiers.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
-    """Look for damage; nothing is changed. Exit code 12 when there is any.
+    """Check for damage; nothing is changed.
 
-    Exit code 15: none was found, and a tier that checkpoints are in cannot be reached.
+    Exit code 12: damage was found. Exit code 15: no damage was found, but a tier that holds checkpoints cannot be
+    reached.
 
     \b
-    quick   manifests, and the tables of every pack: seconds
-    read    the default: every stored byte, against its checksum
-    decode  every byte, decoded and compared with what was committed; of what
-            was stored with a loss, with the reconstruction that was recorded
+    quick   manifests, and the directory of every pack; takes seconds
+    read    every stored byte, against its checksum (the default)
+    decode  every byte, decoded and compared with the committed data; data stored
+            with a loss is compared with the recorded reconstruction
 
-    --run says in which run REF is looked up; without REF all runs are verified.
+    REF is looked up in the run that --run names. Without REF, all runs are verified.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
     looked_at = _level_of(level, is_decode=decode)
     begun = SYSTEM_CLOCK.monotonic()
