@@ -36,13 +36,26 @@ def fill_reserve(backend: Backend) -> None:
         # A bucket has neither blocks nor inodes.
         return
     with contextlib.suppress(CapacityError, BackendError, FileExistsError, FileNotFoundError):
-        there = set(backend.list_names(layout.RESERVE_FOLDER))
-        wanted = [name for name in (f"{number:02d}" for number in range(FILE_COUNT)) if name not in there]
+        names = [f"{layout.RESERVE_FOLDER}/{number:02d}" for number in range(FILE_COUNT)]
+        there = {name: backend.stat(name) for name in names}
+        wanted = [name for name, info in there.items() if info is None or info.nbytes < FILE_NBYTES]
         if wanted:
             backend.make_folder(layout.RESERVE_FOLDER)
         for name in wanted:
-            # Random, since some file systems store no zeros.
-            backend.create(f"{layout.RESERVE_FOLDER}/{name}", os.urandom(FILE_NBYTES), sync=False)
+            if there[name] is not None:
+                backend.unlink(name)
+            _fill(backend, name)
+
+
+def _fill(backend: Backend, name: str) -> None:
+    try:
+        # Random, since some file systems store no zeros.
+        backend.create(name, os.urandom(FILE_NBYTES), sync=False)
+    except (CapacityError, BackendError):
+        # A full disk leaves a file that is shorter, and holds no room.
+        with contextlib.suppress(BackendError, FileNotFoundError):
+            backend.unlink(name)
+        raise
 
 
 def give_up_reserve(backend: Backend) -> bool:
