@@ -98,7 +98,9 @@ def begin_turn(parts: Parts, tier: str, target: Backend) -> None:
     def with_turn(before: HomeRecord | None) -> HomeRecord:
         known = before or home
         turns = known.tiers[tier].turns if tier in known.tiers else (known_turn,)
-        noted = TierTurns(tier_id=tier_id, turns=(*turns, turn)[-TURNS_MAX:])
+        # The turn that is in the tier is never forgotten: any number of turns may fail before they are there.
+        later = [each for each in turns if each != known_turn][2 - TURNS_MAX :]
+        noted = TierTurns(tier_id=tier_id, turns=(known_turn, *later, turn))
         return HomeRecord(home_id=known.home_id, place=known.place, tiers={**known.tiers, tier: noted})
 
     _change_home(parts.backend, with_turn)

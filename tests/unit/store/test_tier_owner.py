@@ -1,0 +1,99 @@
+"""Protects that a store keeps its tier however many of its turns fail there, and that a refusal says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+import ckstore
+from ckstore._testing import repository_of
+from ckstore.errors import BackendError, ConflictError
+from ckstore.io.memory import MemoryBackend
+from ckstore.store.tier_owner import TURNS_MAX, begin_turn, require_owner
+from support.push_states import state_of
+
+TIER = "attic"
+
+
+class FailingTier(MemoryBackend):
+    """A place where a rename fails: before it is done, or after it, as when an answer is lost."""
+
+    fault = ""
+
+    def rename(self, source, target):
+        if self.fault == "before":
+            raise BackendError("no answer", where=target)
+        super().rename(source, target)
+        if self.fault == "after":
+            raise BackendError("no answer", where=target)
+
+
+@pytest.fixture
+def parts(store):
+    store.commit({"n": 0}, 0)
+    return repository_of(store)
+
+
+@pytest.fixture
+def tier():
+    made = FailingTier()
+    made.make_folder("tmp")
+    return made
+
+
+def fail(parts, tier, count, fault):
+    tier.fault = fault
+    for _ in range(count):
+        with pytest.raises(BackendError, match="no answer"):
+            begin_turn(parts, TIER, tier)
+    tier.fault = ""
+
+
+@pytest.mark.parametrize("fault", ["before", "after"])
+@pytest.mark.parametrize("count", [1, TURNS_MAX - 1, TURNS_MAX, TURNS_MAX + 1, 5 * TURNS_MAX])
+def test_a_tier_stays_open_after_any_number_of_failed_turns(parts, tier, count, fault):
+    begin_turn(parts, TIER, tier)
+    fail(parts, tier, count, fault)
+    require_owner(parts, TIER, tier)
+    begin_turn(parts, TIER, tier)
+    require_owner(parts, TIER, tier)
+
+
+def test_a_tier_stays_open_when_failures_come_between_turns(parts, tier):
+    for count in (3, 14, 15, 16, 40):
+        begin_turn(parts, TIER, tier)
+        fail(parts, tier, count, "before")
+        fail(parts, tier, 1, "after")
+        fail(parts, tier, count, "before")
+    require_owner(parts, TIER, tier)
+
+
+def test_the_first_turn_may_fail_any_number_of_times(parts, tier):
+    fail(parts, tier, 2 * TURNS_MAX, "before")
+    begin_turn(parts, TIER, tier)
+
+
+def test_a_store_that_was_set_back_is_found_after_failures_too(parts, tier):
+    begin_turn(parts, TIER, tier)
+    before = parts.backend.read_bytes("home.json", nbytes_max=1 << 20)
+    begin_turn(parts, TIER, tier)
+    fail(parts, tier, 2 * TURNS_MAX, "before")
+    parts.backend.unlink("home.json")
+    parts.backend.create("home.json", before, sync=True)
+    with pytest.raises(ConflictError, match="set back to a state older"):
+        begin_turn(parts, TIER, tier)
+
+
+def test_pushes_that_fail_do_not_lock_the_store_out(folder, tmp_path):
+    attic = tmp_path / "attic"
+    with ckstore.open(folder) as store:
+        store.commit(state_of(0, count=3000), 0)
+        store.push(str(attic), tier=TIER, keep_local=0)
+        (attic / "tmp").rename(attic / "away")
+        (attic / "tmp").write_bytes(b"no folder")
+        store.commit(state_of(1, count=3000), 1)
+        for _ in range(TURNS_MAX + 4):
+            with pytest.raises(ckstore.CkstoreError):
+                store.push(tier=TIER, keep_local=0)
+        (attic / "tmp").unlink()
+        (attic / "away").rename(attic / "tmp")
+        store.push(tier=TIER, keep_local=0)
