@@ -1,4 +1,4 @@
-"""``ckstore adopt``: say which of two copies of a store a folder is."""
+"""``ckstore adopt``: declare which of two copies of a store owns its tiers."""
 
 from __future__ import annotations
 

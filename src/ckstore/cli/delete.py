@@ -1,4 +1,4 @@
-"""``ckstore delete``: drop checkpoints, after asking."""
+"""``ckstore delete``: delete checkpoints, after asking."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from ckstore.api import Store
 
 _TABLE = Table(
-    (
-        SEQ,
-        STEP,
-        Column("time (local)", "time_ns", local_time),
-        Column("state", "bytes_state", size, is_number=True),
-        Column("metrics", "metrics", metrics_of, worth=0, is_elastic=True),
-        Column("tags", worth=1, is_elastic=True),
-    )
+    SEQ,
+    STEP,
+    Column("time (local)", "time_ns", local_time),
+    Column("state", "bytes_state", size, is_number=True),
+    Column("metrics", "metrics", metrics_of, worth=0, is_elastic=True),
+    Column("tags", worth=1, is_elastic=True),
 )
 
 
@@ -60,7 +58,7 @@ def delete(
 
 
 def _chosen(store: Store, refs: list[str]) -> list[Info]:
-    """Return what the references mean, each entry once, and refuse tagged ones before anything goes."""
+    """Return the checkpoints that the references name, each once; refuse tagged ones before anything is deleted."""
     entries: dict[int, Info] = {}
     for ref in refs:
         info = store.info(ref)

@@ -1,4 +1,4 @@
-"""``ckstore demote``: store old checkpoints anew with a loss, after saying which."""
+"""``ckstore demote``: rewrite old checkpoints with a loss, after showing which."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _policy_of(rules: dict[str, Any]) -> DemotePolicy:
 
 
 def _ask(report: DemoteReport) -> None:
-    """Show what would be demoted, and end where it is not wanted; where nothing would be, there is nothing to ask."""
+    """Show what would be demoted, if anything, and end the command if the user declines."""
     chosen = sum(entry.action == "demote" for entry in report.entries)
     if not chosen:
         return
@@ -139,17 +139,15 @@ def _table(*, is_dry_run: bool) -> Table:
         return f"{'~' if is_estimate else ''}{size(entry.stored_after)}"
 
     return Table(
-        (
-            SEQ,
-            STEP,
-            Column("action"),
-            Column("fidelity", worth=3),
-            Column("state", "bytes_state", size, is_number=True, worth=1),
-            Column("stored now", "stored_before", size, is_number=True),
-            Column("then", size_after, is_number=True),
-            Column("rms error", lambda entry: entry.worst_rel_rms or None, three_digits, is_number=True, worth=2),
-            Column("why", "reason", is_elastic=True, worth=0),
-        )
+        SEQ,
+        STEP,
+        Column("action"),
+        Column("fidelity", worth=3),
+        Column("state", "bytes_state", size, is_number=True, worth=1),
+        Column("stored now", "stored_before", size, is_number=True),
+        Column("then", size_after, is_number=True),
+        Column("rms error", lambda entry: entry.worst_rel_rms or None, three_digits, is_number=True, worth=2),
+        Column("why", "reason", is_elastic=True, worth=0),
     )
 
 

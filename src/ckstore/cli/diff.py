@@ -1,4 +1,4 @@
-"""``ckstore diff``: how two checkpoints differ, tensor by tensor."""
+"""``ckstore diff``: show how two checkpoints differ, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,23 +22,19 @@ def _changed_share(row: TensorDiff) -> float | None:
 
 
 _TENSORS = Table(
-    (
-        Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
-        Column("status"),
-        Column("dtype", lambda row: row.dtype or "bytes", worth=2),
-        Column("shape", "shape", shape, worth=1),
-        Column("changed", _changed_share, "{:.1%}".format, is_number=True, worth=3),
-        Column("relative", "relative", three_digits, is_number=True),
-        Column("max abs", "max_abs", three_digits, is_number=True),
-    )
+    Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+    Column("status"),
+    Column("dtype", lambda row: row.dtype or "bytes", worth=2),
+    Column("shape", "shape", shape, worth=1),
+    Column("changed", _changed_share, "{:.1%}".format, is_number=True, worth=3),
+    Column("relative", "relative", three_digits, is_number=True),
+    Column("max abs", "max_abs", three_digits, is_number=True),
 )
 _VALUES = Table(
-    (
-        Column("path", is_elastic=True),
-        Column("status"),
-        Column("before", lambda row: row.before or None),
-        Column("after", lambda row: row.after or None),
-    )
+    Column("path", is_elastic=True),
+    Column("status"),
+    Column("before", lambda row: row.before or None),
+    Column("after", lambda row: row.after or None),
 )
 
 

@@ -25,7 +25,7 @@ MEASURE_NBYTES = 64 << 20
 
 _BLOCK_NBYTES = 8 << 20
 _TENSORS = 16
-_FINDINGS = Table((Column("what", "topic"), Column("found", is_elastic=True), Column("verdict")))
+_FINDINGS = Table(Column("what", "topic"), Column("found", is_elastic=True), Column("verdict"))
 
 
 def doctor(
@@ -41,7 +41,7 @@ def doctor(
     Include the output when you report a problem. Nothing is written unless --measure is given. A finding marked
     "warning" needs your attention.
     """
-    # This loads numpy, which the help of all commands does without.
+    # It loads numpy, and `ckstore --help`, which imports every command, must not.
     from ckstore.diagnosis import Finding, diagnose_machine, diagnose_store
 
     findings = diagnose_machine()
@@ -66,7 +66,7 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One thing that was timed, and the bytes that went to or came from the disk."""
+    """One measurement: its name, its duration, and the bytes written to or read from the disk."""
 
     what: str
     seconds: float
@@ -98,19 +98,17 @@ def bench(
         return f"{plain / max(timing.seconds, 1e-9):.2f}x as fast"
 
     table = Table(
-        (
-            Column("what"),
-            Column("time", "seconds", render.duration, is_number=True),
-            Column("rate of state", lambda timing: render.rate(mib << 20, timing.seconds), is_number=True),
-            Column("on disk", "disk_nbytes", render.size, is_number=True),
-            Column("vs plain write", relative, is_number=True),
-        )
+        Column("what"),
+        Column("time", "seconds", render.duration, is_number=True),
+        Column("rate of state", lambda timing: render.rate(mib << 20, timing.seconds), is_number=True),
+        Column("on disk", "disk_nbytes", render.size, is_number=True),
+        Column("vs plain write", relative, is_number=True),
     )
     table.print(timings, title=f"state of {render.size(mib << 20)} in {folder}")
 
 
 def _plain_write(folder: Path, nbytes: int) -> float:
-    """Return the seconds that a plain write of random bytes, made durable, takes in the folder."""
+    """Return the seconds that writing and syncing random bytes takes in the folder."""
     block = memoryview(os.urandom(min(_BLOCK_NBYTES, nbytes)))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begun = SYSTEM_CLOCK.monotonic()
@@ -152,7 +150,7 @@ def _measure_reading(store: Store, state: Any) -> list[Timing]:
 
 
 def _made_up(nbytes: int) -> tuple[dict[str, Any], Callable[[int], None]]:
-    """Return a state, and what changes some of its tensors as a training step would."""
+    """Return a state, and a function that changes some of its tensors as a training step would."""
     import numpy as np
 
     rng = np.random.default_rng(0)

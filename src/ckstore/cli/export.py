@@ -1,4 +1,4 @@
-"""``ckstore export``: the tensors of a checkpoint as a safetensors file."""
+"""``ckstore export``: write the tensors of a checkpoint to a safetensors file."""
 
 from __future__ import annotations
 

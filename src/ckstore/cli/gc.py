@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     from ckstore.store.tier_gc import TierGc
 
 _VERDICTS = Table(
-    (
-        SEQ,
-        STEP,
-        Column("time (local)", "time_ns", local_time, worth=1),
-        Column("", lambda verdict: "keep" if verdict.is_kept else "drop"),
-        Column("why", lambda verdict: "; ".join(verdict.reasons), is_elastic=True),
-    )
+    SEQ,
+    STEP,
+    Column("time (local)", "time_ns", local_time, worth=1),
+    Column("", lambda verdict: "keep" if verdict.is_kept else "drop"),
+    Column("why", lambda verdict: "; ".join(verdict.reasons), is_elastic=True),
 )
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 
@@ -151,11 +149,11 @@ def gc(
         report = store.gc(policy, **asked, **limits, clear_intents=clear_intents)  # type: ignore[arg-type]
         if save_policy and not dry_run:
             _save(store, policy, trash_for)
-    _tell(report, as_json=as_json)
+    _print(report, as_json=as_json)
 
 
 def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> None:
-    """Keep with the store what is not None."""
+    """Store the rules and the time of the trash that are not None."""
     if policy is not None:
         store.set_retention(policy)
     if trash_for is not None:
@@ -163,7 +161,7 @@ def _save(store: Keeping, policy: Retention | None, trash_for: str | None) -> No
 
 
 def _begin(store: Keeping, *, forget_policy: bool, accept_missing: bool) -> None:
-    """Do what was asked for before the collection."""
+    """Forget stored rules and give up missing checkpoints, if asked, before the collection."""
     if forget_policy:
         _forget(store)
     if accept_missing:
@@ -193,7 +191,7 @@ def nbytes_of(text: str) -> int:
     return int(found[1]) << (_UNITS[found[2]] if found[2] else 0)
 
 
-def _tell(report: GcReport, *, as_json: bool) -> None:
+def _print(report: GcReport, *, as_json: bool) -> None:
     if as_json:
         render.print_json(_json_of(report))
     else:
@@ -221,7 +219,7 @@ def _print_run(plan: RunPlan) -> None:
 
 
 def _lines_of(report: GcReport) -> list[str]:
-    """Return what a collection does, or did, in sentences."""
+    """Return sentences that say what a collection did, or would do."""
     plan, done = report.plan, report.done
     lines = []
     if report.refused:
@@ -346,12 +344,12 @@ def _collect_tier(
     as_json: bool,
     allow_shared_folder: bool,
 ) -> None:
-    """Collect in a tier, and tell what became of it.
+    """Collect in a tier, and print the report.
 
     Args:
         path: The store whose tier it is.
         tier: Its name.
-        others: Options that say nothing of a tier; refused where they were given.
+        others: Options that do not apply to a tier, and their values; refused if one was given.
         given: Options of the collection.
         as_json: Print JSON.
         allow_shared_folder: The folder may be writable by others.

@@ -1,4 +1,4 @@
-"""``ckstore import``: checkpoints of other tools become the history of a run."""
+"""``ckstore import``: commit checkpoints of other tools to a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import ckstore
 from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath
 from ckstore.cli.render import STEP, Column, Table, json_of, metrics_of, size
@@ -86,7 +87,6 @@ def import_(
 def _import(
     path: str, source: Path, opening: dict[str, Any], options: dict[str, Any], *, is_best: bool, dry_run: bool
 ) -> ImportReport:
-    import ckstore
     from ckstore.importer import plan_import
 
     with contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ def _import(
         try:
             store = ckstore.open(path, create=not dry_run, **opening)
         except NotFoundError:
-            # A dry run makes no store; what there is to import can be said without one.
+            # A dry run makes no store, and the plan needs none.
             return plan_import(source, run=opening["run"], **options)
         stack.enter_context(store)
         policy = ckstore.Policy(compression="best" if is_best else "fast")
@@ -151,17 +151,15 @@ def _table(*, is_dry_run: bool) -> Table:
         return None if entry.bytes_written is None else render.ratio(entry.nbytes, entry.bytes_written)
 
     return Table(
-        (
-            STEP,
-            Column("from", "name", is_elastic=True),
-            Column("what", lambda entry: "+".join(entry.kinds), worth=1),
-            Column("files", "nbytes", size, is_number=True, worth=4),
-            Column("stored", "bytes_written", size, is_number=True, worth=5),
-            Column("ratio", ratio_of, is_number=True, worth=3),
-            Column("metrics", "metrics", metrics_of, is_elastic=True, worth=0),
-            Column("action", action),
-            Column("why", "reason", is_elastic=True, worth=2),
-        )
+        STEP,
+        Column("from", "name", is_elastic=True),
+        Column("what", lambda entry: "+".join(entry.kinds), worth=1),
+        Column("files", "nbytes", size, is_number=True, worth=4),
+        Column("stored", "bytes_written", size, is_number=True, worth=5),
+        Column("ratio", ratio_of, is_number=True, worth=3),
+        Column("metrics", "metrics", metrics_of, is_elastic=True, worth=0),
+        Column("action", action),
+        Column("why", "reason", is_elastic=True, worth=2),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+import ckstore
 from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Shared, StorePath
 from ckstore.errors import NotFoundError
@@ -30,8 +31,6 @@ def init(
     who shares a store can read and remove the files that others made in it. Files that root makes belong to the store's
     owner.
     """
-    import ckstore
-
     is_new = False
     try:
         store = ckstore.open(path, create=False, allow_shared_folder=allow_shared_folder)

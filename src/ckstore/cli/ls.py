@@ -55,7 +55,7 @@ _HERE = ("local",)
 
 
 def quick(arguments: Sequence[str]) -> bool:
-    """Do ``ls`` with these arguments if they are of the plain form; otherwise return False."""
+    """Run ``ls`` if its arguments have the plain form; otherwise return False."""
     facts: dict[str, Any] = {}
     rest = iter(arguments)
     for argument in rest:
@@ -84,7 +84,7 @@ def print_log(
     as_json: bool = False,
     allow_shared_folder: bool = False,
 ) -> None:
-    """Print the newest ``limit`` entries of one run or of all; None: as many as a person wants to see.
+    """Print the newest ``limit`` entries of one run or of all; None: ROWS_ON_TERMINAL on a terminal, otherwise all.
 
     Raises:
         NotFoundError: There is no store, or no such run.
@@ -144,10 +144,10 @@ def _print(log: RunLog) -> None:
     if not log.entries:
         render.say(title)
     else:
-        # Where everything lies here, nobody asks where.
+        # The column tells nothing if all checkpoints are in the local store.
         is_all_here = all(entry.info is None or entry.info.tiers == _HERE for entry in log.entries)
         columns = _COLUMNS[:-1] if is_all_here else _COLUMNS
-        Table(columns).print(log.entries, title=title)
+        Table(*columns).print(log.entries, title=title)
     missing = log.count - len(log.entries)
     if missing > 0:
         render.say(f"... and {missing} older; --limit 0 shows all")

@@ -1,6 +1,6 @@
-"""Dispatch, and turn errors into exit codes.
+"""Run the command that was called, and turn errors into exit codes.
 
-Only the module of the command that was called is imported: starting must not cost more than the work.
+Only the module of that command is imported: starting must not take longer than the work.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ EXIT_PIPE_CLOSED = 141
 
 
 GC_NICE = 10
-"""How far a collection stands back: whoever trains or commits beside it comes first."""
+"""Nice value of a collection: training and commits on the same machine have priority."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, and end the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["gc"]:
-        # Here and not in the command: where that runs in somebody's process, it must not slow all of it.
+        # Not in the command itself: if that is run inside another program, the whole process would become slow.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, max(GC_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     sys.exit(run(given))
@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
     _log_to_stderr()
     try:
         code = _dispatch(arguments)
-        # What is still in the buffer may meet a closed pipe as well.
+        # Flush here, so that a closed pipe is found inside this try block.
         sys.stdout.flush()
         return code
     except BaseException as error:
@@ -73,7 +73,7 @@ def _code_of(error: BaseException) -> int:
         _complain("interrupted")
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # Whoever read our output has enough; Python would complain once more when it flushes at exit.
+        # The reader has closed the pipe. Without this, Python prints another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
     _complain(f"unforeseen {type(error).__name__}: {error}. Run `ckstore --debug ...` to see where it came from")
@@ -85,7 +85,7 @@ def _complain(message: str) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """What the library logs may name files of others: nothing in it may steer the terminal."""
+    """Log messages can contain names of files that others made: remove what could control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the message as one printable line."""

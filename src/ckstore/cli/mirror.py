@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from ckstore.mirror import MirrorReport
 
 _TABLE = Table(
-    (
-        Column("run", is_elastic=True),
-        Column("checkpoints", "checkpoint_count", is_number=True),
-        Column("copied", "copied_count", is_number=True),
-        Column("partial", "partial_count", is_number=True, worth=0),
-        Column("damaged", "damaged_count", is_number=True),
-        Column("out of reach", "unreachable_count", is_number=True, worth=0),
-        Column("only there", "kept_count", is_number=True, worth=1),
-        Column("tags", "tag_count", is_number=True, worth=2),
-    )
+    Column("run", is_elastic=True),
+    Column("checkpoints", "checkpoint_count", is_number=True),
+    Column("copied", "copied_count", is_number=True),
+    Column("partial", "partial_count", is_number=True, worth=0),
+    Column("damaged", "damaged_count", is_number=True),
+    Column("out of reach", "unreachable_count", is_number=True, worth=0),
+    Column("only there", "kept_count", is_number=True, worth=1),
+    Column("tags", "tag_count", is_number=True, worth=2),
 )
 
 
@@ -66,7 +64,7 @@ def mirror(
     else:
         _print(report, seconds)
     if damage is not None:
-        # All others came through; which did not is told last, and by the exit code.
+        # The other checkpoints were copied. The error comes last and names those that were not.
         raise damage
 
 

@@ -1,4 +1,4 @@
-"""The parser: options that commands share, the list of commands, and what the command line does with a mistake.
+"""The parser: the list of commands, the options that they share, and errors in the arguments.
 
 Only the module of the command that was called is imported.
 """
@@ -53,7 +53,7 @@ def opened(path: str, *, run: str, allow_shared_folder: bool) -> Iterator[Store]
 
 
 def report_of(error: CkstoreError) -> Any:
-    """Return the report of what went well nonetheless; raise the error where nothing did."""
+    """Return the report of an operation that succeeded in part; raise the error if it has none."""
     if "report" not in error.facts:
         raise error
     return error.facts["report"]
@@ -105,7 +105,7 @@ def parse_and_run(arguments: list[str]) -> int:
     """Run the command that the arguments name; return its exit code.
 
     Raises:
-        UsageError: The arguments make no sense.
+        UsageError: The arguments are wrong.
         KeyboardInterrupt: Someone pressed Ctrl-C, or ended the input at a question.
     """
     called = next((argument for argument in arguments if not argument.startswith("-")), "")
@@ -115,12 +115,12 @@ def parse_and_run(arguments: list[str]) -> int:
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     except Exception as error:
-        raise _meant(error) from error
+        raise _usage_error(error) from error
     return code if isinstance(code, int) else 0
 
 
-def _meant(error: Exception) -> Exception:
-    """Return a mistake that the parser found as ours; its class has moved between releases of typer."""
+def _usage_error(error: Exception) -> Exception:
+    """Return an error of the parser as a UsageError. The parser's class differs between releases of typer."""
     show = getattr(error, "format_message", None)
     if show is None:
         return error
@@ -132,7 +132,7 @@ def _app(names: Iterable[str]) -> typer.Typer:
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
-        # Errors and help are plain text: rich is for tables.
+        # Errors and help are plain text; rich draws tables only.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -156,13 +156,13 @@ def _root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, print the traceback.")] = False,
 ) -> None:
-    """Take the options that stand before the command; main looks at --debug."""
+    """Take the options before the command. --debug is handled by main.run."""
 
 
 _root.__doc__ = _HELP
 
 
-# The command is here and not in ls.py, which does not import typer: the plain forms of `ckstore ls` need no parser.
+# This command is not in ls.py, because ls.py must not import typer: `ckstore ls PATH` runs without the parser.
 def ls(
     path: StorePath,
     run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Only this run. [default: all runs]")] = None,

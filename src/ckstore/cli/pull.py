@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from ckstore.pull import PullReport
 
 _TABLE = Table(
-    (
-        SEQ,
-        STEP,
-        Column("lies in", lambda entry: ", ".join(entry.tiers), worth=0),
-        Column("packs there", "packs_nbytes", size, is_number=True),
-    )
+    SEQ,
+    STEP,
+    Column("lies in", lambda entry: ", ".join(entry.tiers), worth=0),
+    Column("packs there", "packs_nbytes", size, is_number=True),
 )
 
 
@@ -41,10 +39,13 @@ def pull(
     all others are copied, and the exit code is 12.
     """
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, render.progress("pulling") as tell:
+    with (
+        opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
+        render.progress("pulling") as on_progress,
+    ):
         damage: CorruptError | None = None
         try:
-            report = store.pull(refs or None, dry_run=dry_run, on_progress=tell)
+            report = store.pull(refs or None, dry_run=dry_run, on_progress=on_progress)
         except CorruptError as error:
             damage, report = error, report_of(error)
     seconds = SYSTEM_CLOCK.monotonic() - begun
@@ -53,7 +54,7 @@ def pull(
     else:
         _print(report, seconds)
     if damage is not None:
-        # All others came through; which did not is told last, and by the exit code.
+        # The other checkpoints were copied. The error comes last and names those that were not.
         raise damage
 
 

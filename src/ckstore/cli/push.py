@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from ckstore.push import PushReport
 
 _TABLE = Table(
-    (
-        SEQ,
-        STEP,
-        Column("action"),
-        Column("packs here", "packs_nbytes", size, is_number=True),
-        Column("why", "reason", is_elastic=True, worth=0),
-    )
+    SEQ,
+    STEP,
+    Column("action"),
+    Column("packs here", "packs_nbytes", size, is_number=True),
+    Column("why", "reason", is_elastic=True, worth=0),
 )
 
 
@@ -71,16 +69,12 @@ def push(
         _forget(path, forget, as_json=as_json, allow_shared_folder=allow_shared_folder)
         return
     begun = SYSTEM_CLOCK.monotonic()
-    with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store, render.progress("pushing") as tell:
-        report = store.push(
-            address,
-            keep_local=keep_local,
-            older_than=older_than,
-            tier=tier,
-            read_back=read_back,
-            dry_run=dry_run,
-            on_progress=tell,
-        )
+    with (
+        opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
+        render.progress("pushing") as on_progress,
+    ):
+        rules: dict[str, Any] = {"keep_local": keep_local, "older_than": older_than, "tier": tier}
+        report = store.push(address, **rules, read_back=read_back, dry_run=dry_run, on_progress=on_progress)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         render.print_json(_json_of(report, seconds))

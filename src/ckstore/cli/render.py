@@ -47,7 +47,7 @@ ELASTIC_MIN = 16
 
 
 def is_terminal() -> bool:
-    """Say whether a person sees what is written to stdout."""
+    """Return whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
@@ -57,7 +57,7 @@ def row_limit(limit: int | None) -> int | None:
 
 
 def one_line(text: object) -> str:
-    """Return the text without anything that could steer a terminal or break a line."""
+    """Return the text without characters that could control a terminal or break a line."""
     line = str(text)
     return line if line.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in line)
 
@@ -77,12 +77,14 @@ def print_json(content: Any) -> None:
 
     Dataclasses become objects, and bytes become hexadecimal text. Numbers that JSON lacks become strings.
     """
-    # Indented JSON is made by slow Python code, and only people need it.
+    # Indentation makes json use its slow Python encoder, and only people need it.
     indent = 2 if is_terminal() else None
     sys.stdout.write(json.dumps(_jsonable(content), indent=indent, allow_nan=False) + "\n")
 
 
 def _jsonable(content: Any) -> Any:
+    if content is None or isinstance(content, (str, int)):
+        return content
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     if dataclasses.is_dataclass(content):
@@ -95,7 +97,7 @@ def _jsonable(content: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """Return a value as it is, and several as a list."""
+    """Return a value as text, and a sequence as a comma-separated list."""
     if isinstance(value, (list, tuple)):
         return ", ".join(str(each) for each in value) or NOTHING
     return str(value)
@@ -129,7 +131,7 @@ def duration(seconds: float) -> str:
 
 
 def ratio(large: int, small: int) -> str:
-    """Return how many times one fits into the other: ``3.1x``."""
+    """Return the ratio of two sizes: ``3.1x``."""
     return f"{large / small:.{2 if large < 9.995 * small else 0}f}x" if small else NOTHING
 
 
@@ -242,11 +244,11 @@ SEQ = Column("seq", is_number=True)
 STEP = Column("step", is_number=True)
 
 
-@dataclass(frozen=True, slots=True)
 class Table:
     """Columns that are filled from records, one row each."""
 
-    columns: tuple[Column, ...]
+    def __init__(self, *columns: Column) -> None:
+        self.columns = columns
 
     def print(self, records: Sequence[Any], *, title: str = "", limit: int | None = None) -> None:
         """Print the first ``limit`` records (None: all), and how many more there are.
@@ -290,7 +292,7 @@ class Table:
         ]
         is_empty = [all(row[index] == NOTHING for row in rows) for index in range(len(columns))]
         widths = fit(columns, needs, is_empty, screen)
-        # One space of padding and one of the box make the gap that fit counts on.
+        # One space of padding and one of the box make the GAP that fit assumes.
         table = RichTable(
             box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left"
         )
@@ -311,7 +313,7 @@ class Table:
 def fit(columns: Sequence[Column], needs: Sequence[int], is_empty: Sequence[bool], screen: int) -> dict[int, int]:
     """Return the columns that are shown, and how wide, so that all fit the screen.
 
-    Columns without content go first, then those of the least worth; what is still too wide and elastic is cut.
+    Empty columns are left out first, then those of the least worth. Elastic columns that are still too wide are cut.
 
     Args:
         columns: The columns.
@@ -353,7 +355,7 @@ def json_of_coding(coding: Coding) -> dict[str, Any]:
 
 
 def name_of(info: Info, ref: str | None = None) -> str:
-    """Return a checkpoint for people, and which value made it the best: ``step 300 (seq 2), the lowest loss``."""
+    """Name a checkpoint, and say why it is the best if REF asked for that: ``step 300 (seq 2), the lowest loss``."""
     words = "" if ref is None else words_of(ref)
     return f"step {info.step} (seq {info.seq}){f', {words}' if words else ''}"
 
@@ -364,7 +366,7 @@ def metrics_of(metrics: Mapping[str, float]) -> str:
 
 
 def base_facts(coding: Coding) -> list[tuple[str, str]]:
-    """Return what the checkpoint is coded against, and why."""
+    """Return the base of a checkpoint, and the reason for it."""
     if not coding.base:
         return [("base", NOTHING), ("why", "its manifest does not say: nothing was to be chosen")]
     is_keyframe = coding.base_seq is None
@@ -386,7 +388,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Advance | None]:
-    """Draw a bar with rates on stderr while the block runs; None, and no bar, where nobody looks."""
+    """Draw a progress bar on stderr while the block runs; yield None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""``ckstore repack``: store the checkpoints of a run anew, after saying how."""
+"""``ckstore repack``: rewrite a run for fast restores and less disk space."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, json_of, size
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.config import RepackPolicy
 
 if TYPE_CHECKING:
     from ckstore.repack import RepackReport
 
 _TABLE = Table(
-    (
-        SEQ,
-        STEP,
-        Column("action"),
-        Column("base", "base_seq", is_number=True),
-        Column("stored now", "stored_before", size, is_number=True),
-        Column("then", "stored_after", size, is_number=True),
-        Column("read now", "read_before", size, is_number=True, worth=2),
-        Column("then", "read_after", size, is_number=True, worth=1),
-        Column("why", "reason", is_elastic=True, worth=0),
-    )
+    SEQ,
+    STEP,
+    Column("action"),
+    Column("base", "base_seq", is_number=True),
+    Column("stored now", "stored_before", size, is_number=True),
+    Column("then", "stored_after", size, is_number=True),
+    Column("read now", "read_before", size, is_number=True, worth=2),
+    Column("then", "read_after", size, is_number=True, worth=1),
+    Column("why", "reason", is_elastic=True, worth=0),
 )
 
 
@@ -66,8 +65,6 @@ def repack(
     stored  bytes of the checkpoint's own chunks
     read    bytes that a restore reads, bases included
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    from ckstore.config import RepackPolicy
-
     policy = RepackPolicy(
         keyframes=keyframes,
         compression="best" if best else "fast",

@@ -1,4 +1,4 @@
-"""``ckstore repair`` mends a damaged store; ``ckstore quarantine`` only puts unreadable files aside."""
+"""``ckstore repair`` repairs a damaged store; ``ckstore quarantine`` only moves unreadable files away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import ckstore
 from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.cli.render import json_of
@@ -51,8 +52,6 @@ def repair(
     Damaged files go to quarantine/ in the store; nothing is deleted. Do not commit to a run while it is being repaired.
     Exit code 12: data is lost, or would be.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    import ckstore
-
     begun = SYSTEM_CLOCK.monotonic()
     report = ckstore.repair_store(
         path, dry_run=not apply, sources=sources or (), allow_shared_folder=allow_shared_folder

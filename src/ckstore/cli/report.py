@@ -1,4 +1,4 @@
-"""``ckstore report``: the store on one page of HTML."""
+"""``ckstore report``: write one HTML page about the store."""
 
 from __future__ import annotations
 

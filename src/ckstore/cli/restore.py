@@ -1,4 +1,4 @@
-"""``ckstore restore``: a checkpoint as a file that needs no store."""
+"""``ckstore restore``: write a checkpoint to a file that can be read without ckstore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.info import Info
 
 ORIGIN = ("seq", "step", "checkpoint_id", "run")
-"""What the JSON of restore and export says of the checkpoint that a file came from."""
+"""The fields of Info that name the source of a file in the JSON of restore and export."""
 
 
 def restore(

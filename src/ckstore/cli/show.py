@@ -1,4 +1,4 @@
-"""``ckstore show``: what one checkpoint holds, as its manifest says."""
+"""``ckstore show``: show the contents of one checkpoint, read from its manifest."""
 
 from __future__ import annotations
 
@@ -41,49 +41,41 @@ _TENSORS = (
     Column("shares memory with", "shares_with", worth=0, is_elastic=True),
 )
 _GROUPS = Table(
-    (
-        Column("group", lambda row: row.key or WHOLE_STATE, is_elastic=True),
-        Column("tensors", "tensor_count", is_number=True),
-        Column("values", "value_count", is_number=True),
-        Column("bytes", "nbytes", size, is_number=True),
-        Column("stored", "stored_nbytes", size, is_number=True),
-        Column("ratio", lambda row: ratio(row.nbytes, row.stored_nbytes), is_number=True),
-    )
+    Column("group", lambda row: row.key or WHOLE_STATE, is_elastic=True),
+    Column("tensors", "tensor_count", is_number=True),
+    Column("values", "value_count", is_number=True),
+    Column("bytes", "nbytes", size, is_number=True),
+    Column("stored", "stored_nbytes", size, is_number=True),
+    Column("ratio", lambda row: ratio(row.nbytes, row.stored_nbytes), is_number=True),
 )
 _LOSSES = Table(
-    (
-        Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
-        Column("as", "role"),
-        Column("method"),
-        Column("bits", "bits", bits, is_number=True),
-        Column("rms error", "rel_rms", three_digits, is_number=True),
-        Column("max error", "max_abs", three_digits, is_number=True, worth=2),
-        Column("kept", "kept", "{:.1%}".format, is_number=True, worth=1),
-        Column("hops", is_number=True, worth=0),
-        Column("next step", "spike", three_digits, is_number=True, worth=3),
-    )
+    Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+    Column("as", "role"),
+    Column("method"),
+    Column("bits", "bits", bits, is_number=True),
+    Column("rms error", "rel_rms", three_digits, is_number=True),
+    Column("max error", "max_abs", three_digits, is_number=True, worth=2),
+    Column("kept", "kept", "{:.1%}".format, is_number=True, worth=1),
+    Column("hops", is_number=True, worth=0),
+    Column("next step", "spike", three_digits, is_number=True, worth=3),
 )
 _PACKS = Table(
-    (
-        Column("pack", "pack_id"),
-        Column("size", "nbytes", size, is_number=True),
-        Column("used", "used_nbytes", size, is_number=True),
-        Column("frames", "frame_count", is_number=True, worth=1),
-        Column("tier", worth=0),
-    )
+    Column("pack", "pack_id"),
+    Column("size", "nbytes", size, is_number=True),
+    Column("used", "used_nbytes", size, is_number=True),
+    Column("frames", "frame_count", is_number=True, worth=1),
+    Column("tier", worth=0),
 )
 _CODING = Table(
-    (
-        Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
-        Column("dtype", worth=2),
-        Column("mode"),
-        Column("codecs", "steps", worth=3, is_elastic=True),
-        Column("depth", is_number=True, worth=1),
-        Column("stored", "stored_bits", bits, is_number=True),
-        Column("full", "full_bits", bits, is_number=True, worth=6),
-        Column("previous", "previous_bits", bits, is_number=True, worth=5),
-        Column("keyframe", "keyframe_bits", bits, is_number=True, worth=4),
-    )
+    Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),
+    Column("dtype", worth=2),
+    Column("mode"),
+    Column("codecs", "steps", worth=3, is_elastic=True),
+    Column("depth", is_number=True, worth=1),
+    Column("stored", "stored_bits", bits, is_number=True),
+    Column("full", "full_bits", bits, is_number=True, worth=6),
+    Column("previous", "previous_bits", bits, is_number=True, worth=5),
+    Column("keyframe", "keyframe_bits", bits, is_number=True, worth=4),
 )
 
 
@@ -163,7 +155,7 @@ def _facts(info: Info, base_nbytes: int) -> list[tuple[str, str]]:
 
 def _print_tables(contents: Contents, limit: int | None) -> None:
     has_shared = any(row.shares_with is not None for row in contents.tensors)
-    tensors = Table(_TENSORS if has_shared else _TENSORS[:-1])
+    tensors = Table(*(_TENSORS if has_shared else _TENSORS[:-1]))
     if contents.groups:
         render.say("")
         _GROUPS.print(contents.groups, title="groups")

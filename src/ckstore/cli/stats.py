@@ -1,4 +1,4 @@
-"""``ckstore stats``: where the bytes of a checkpoint go, and their order-0 entropy."""
+"""``ckstore stats``: show the stored size of tensors and their order-0 entropy."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ _SIZES = (
     Column("full", "share.full_bits", bits, is_number=True, worth=5),
 )
 _GROUPS = Table(
-    (
-        Column("group", lambda row: row.key or WHOLE_STATE, is_elastic=True),
-        Column("tensors", "tensor_count", is_number=True, worth=2),
-        Column("modes", is_elastic=True, worth=6),
-        *_SIZES,
-    )
+    Column("group", lambda row: row.key or WHOLE_STATE, is_elastic=True),
+    Column("tensors", "tensor_count", is_number=True, worth=2),
+    Column("modes", is_elastic=True, worth=6),
+    *_SIZES,
 )
 _TENSORS = Table(
-    (
-        Column("path", lambda row: row.coding.path or WHOLE_STATE, is_elastic=True),
-        Column("dtype", "coding.dtype", worth=2),
-        Column("mode", "coding.mode"),
-        *_SIZES,
-        Column("delta", "delta_bits", bits, is_number=True, worth=5),
-    )
+    Column("path", lambda row: row.coding.path or WHOLE_STATE, is_elastic=True),
+    Column("dtype", "coding.dtype", worth=2),
+    Column("mode", "coding.mode"),
+    *_SIZES,
+    Column("delta", "delta_bits", bits, is_number=True, worth=5),
 )
 _SHARE = ("elements", "nbytes", "stored_nbytes", "stored_bits", "bound_bits", "full_bits")
 

@@ -41,13 +41,11 @@ def _listed(names: list[str]) -> str:
 
 
 _TABLE = Table(
-    (
-        Column("id", lambda entry: entry.trash_id[:_ID_LETTERS]),
-        Column("time (local)", "time_ns", local_time),
-        Column("packs", "pack_count", is_number=True),
-        Column("size", "nbytes", size, is_number=True),
-        Column("checkpoints", _manifests, is_elastic=True),
-    )
+    Column("id", lambda entry: entry.trash_id[:_ID_LETTERS]),
+    Column("time (local)", "time_ns", local_time),
+    Column("packs", "pack_count", is_number=True),
+    Column("size", "nbytes", size, is_number=True),
+    Column("checkpoints", _manifests, is_elastic=True),
 )
 
 

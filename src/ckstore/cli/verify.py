@@ -1,4 +1,4 @@
-"""``ckstore verify``: read what is stored, believe nothing, report damage."""
+"""``ckstore verify``: check a store for damage."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def verify(
 
     REF is looked up in the run that --run names. Without REF, all runs are verified.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    looked_at = _level_of(level, is_decode=decode)
+    chosen_level = _level_of(level, is_decode=decode)
     begun = SYSTEM_CLOCK.monotonic()
     with (
         opened(path, run=run, allow_shared_folder=allow_shared_folder) as store,
         render.progress("verifying") as on_progress,
     ):
-        # At level quick almost nothing of a pack is read, so that bytes would show no progress.
-        tell = None if looked_at == "quick" else on_progress
-        report = store.verify(looked_at, ref=ref, remote=remote, on_progress=tell)
+        # Level quick reads little of each pack, so bytes would show no progress.
+        advance = None if chosen_level == "quick" else on_progress
+        report = store.verify(chosen_level, ref=ref, remote=remote, on_progress=advance)
     seconds = SYSTEM_CLOCK.monotonic() - begun
     if as_json:
         render.print_json(_json_of(path, report, seconds))
@@ -62,7 +62,7 @@ def verify(
 
 
 def _raise_for(report: Report, path: str) -> None:
-    """Raise where something is damaged, may not be read, or cannot be reached."""
+    """Raise if something is damaged, may not be read, or cannot be reached."""
     if report.damage:
         raise CorruptError(
             f"{count(len(report.damage), 'damaged place')} found",
@@ -85,7 +85,7 @@ def _raise_for(report: Report, path: str) -> None:
 
 
 def _level_of(level: str | None, *, is_decode: bool) -> str:
-    """Return the level that the options ask for; UsageError where they ask for two."""
+    """Return the level that the options ask for; UsageError if they ask for two."""
     if is_decode and level not in (None, "decode"):
         raise UsageError(
             f"--decode asks for another level than --level {level}", todo="give one of the two; --decode does it all"
@@ -104,19 +104,19 @@ def _json_of(path: str, report: Report, seconds: float) -> dict[str, Any]:
 
 
 def _print(report: Report, seconds: float) -> None:
-    looked_at = f"{report.checkpoint_count} checkpoints, {report.pack_count} packs"
+    checked = f"{report.checkpoint_count} checkpoints, {report.pack_count} packs"
     if report.level != "quick":
-        looked_at += f", {report.frame_count} frames"
+        checked += f", {report.frame_count} frames"
     if report.packs_elsewhere:
-        looked_at += f" ({report.packs_elsewhere} packs of other tiers were not looked at: --remote)"
+        checked += f" ({report.packs_elsewhere} packs of other tiers were not looked at: --remote)"
     spent = f"{render.size(report.bytes_read)} in {render.duration(seconds)}"
     if report.level != "quick":
         spent += f" ({render.rate(report.bytes_read, seconds)})"
     if report.is_clean:
-        render.say(f"No damage. Level {report.level}: {looked_at}; read {spent}.")
+        render.say(f"No damage. Level {report.level}: {checked}; read {spent}.")
         return
     verdict = "DAMAGE" if report.damage else "NO ACCESS to all of it; no damage in the rest"
-    render.say(f"{verdict}. Level {report.level}: {looked_at}; read {spent}.")
+    render.say(f"{verdict}. Level {report.level}: {checked}; read {spent}.")
     for found in (*report.damage, *report.refused, *report.unreachable):
         _print_damage(found)
     hit = sorted({checkpoint for damage in report.damage for checkpoint in damage.checkpoints})
@@ -140,7 +140,7 @@ def _about_copies(report: Report) -> str:
 
 
 def _print_damage(damage: Damage) -> None:
-    # Not a table: a path must be readable, and be there for copying, in a terminal of any width.
+    # Not a table: a path must be complete in a terminal of any width, so that it can be copied.
     render.say("")
     render.say(f"- {damage.what}")
     render.say(f"  at      {damage.where}")
