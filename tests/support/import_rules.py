@@ -208,10 +208,7 @@ ALLOWED = {
     "diagnosis": CORE,
     "outfile": GROUND | {"io"},
     "cli": GROUND
-    | {"api", "adapters", "info", "receipt", "listing", "contents", "diagnosis", "outfile"}
-    | {"keeping", "collection", "retention"}
-    | {"importer", "importing", "repair", "store"}
-    | {"coding", "stats", "repack", "demote", "demote_plan", "diff", "quant"},
+    | {"adapters", "diagnosis", "importer", "info", "keeping", "listing", "outfile", "retention", "store"},
     # What tests see of an open store; it imports for types only.
     "_testing": set(),
     "__main__": {"cli"},

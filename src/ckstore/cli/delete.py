@@ -35,7 +35,7 @@ def delete(
         ),
     ],
     run: Run = "main",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:

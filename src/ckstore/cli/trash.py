@@ -58,7 +58,7 @@ def trash(
     ] = None,
     run: Run = "main",
     everything: Annotated[bool, typer.Option("--all", help="For purge: the whole trash.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="For purge: do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="For purge: do not ask for confirmation.")] = False,
     as_json: AsJson = False,
     allow_shared_folder: Shared = False,
 ) -> None:
