@@ -248,7 +248,7 @@ def _optimizer(
     for key, child in items_of(node):
         # What groups hold is copied by the optimizer, and may be somebody else's: a rate that is a tensor.
         is_state = key == "state"
-        step = _reuse(matching, child, live.get(key), (*path, key), path) if is_state else matching.create(child)
+        step = _reuse(matching, child, live.get(key), (*path, key), path, known) if is_state else matching.create(child)
         steps.append((key, step))
     rest = {key: value for key, value in live.items() if key not in node.keys and not matching.is_chosen((*path, key))}
 
@@ -260,10 +260,12 @@ def _optimizer(
     return load
 
 
-def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path) -> Step:
+def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path, known: KnownObject) -> Step:
     """Make nested state anew, of the live tensors where they are as the checkpoint's; what it lacks is left out."""
     if isinstance(node, DictNode) and isinstance(live, dict):
-        steps = [(key, _reuse(matching, child, live.get(key), (*path, key), owner)) for key, child in items_of(node)]
+        steps = [
+            (key, _reuse(matching, child, live.get(key), (*path, key), owner, known)) for key, child in items_of(node)
+        ]
         theirs = set(node.keys)
         stored = {key: matching.stored_key(key, path) for key in live}
         rest = {
@@ -276,13 +278,13 @@ def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path
     if isinstance(node, ListNode | TupleNode) and type(live) is (list if isinstance(node, ListNode) else tuple):
         items: Any = live
         parts = [
-            _reuse(matching, child, items[index] if index < len(items) else None, (*path, index), owner)
+            _reuse(matching, child, items[index] if index < len(items) else None, (*path, index), owner, known)
             for index, child in enumerate(node.children)
         ]
         if isinstance(node, ListNode):
             return lambda make: [part(make) for part in parts]
         return lambda make: tuple(part(make) for part in parts)
-    if isinstance(node, TensorNode) and matching.fits(node, live, path):
+    if isinstance(node, TensorNode) and known.owns(live) and matching.fits(node, live, path):
         return matching.match_tensor(node, live, path, owner=owner, may_be_replaced=True)
     return matching.create(node)
 

@@ -210,6 +210,10 @@ class KnownObject(Protocol):
         """
         ...
 
+    def owns(self, tensor: object) -> bool:
+        """Whether a tensor of its state may be written, because nothing that was not chosen is the same memory."""
+        ...
+
     def misfits(self, state: Mapping[Any, Any]) -> list[tuple[Path, str]]:
         """Return what does not fit although keys and tensors do: places below the object, and texts.
 

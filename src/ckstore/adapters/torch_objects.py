@@ -82,6 +82,10 @@ class TorchModule:
         found: Mapping[Any, Any] = self._module.state_dict()
         return found if all(map(_is_usual, found.values())) else None
 
+    def owns(self, tensor: object) -> bool:
+        """Whether a tensor of its state may be written: all are its own."""
+        return True
+
     def misfits(self, state: Mapping[Any, Any]) -> list[tuple[KeyPath, str]]:
         """Return what would go wrong although load_state_dict raises nothing."""
         return [
@@ -110,21 +114,24 @@ class TorchOptimizer:
         self._optimizer = optimizer
 
     def live(self) -> Mapping[Any, Any] | None:
-        """Return its state if loading only takes these tensors over; None: it has to load what was restored.
+        """Return its state if loading only takes these tensors over; None: it has to load what was restored."""
+        return self._optimizer.state_dict() if _takes_over(self._optimizer) else None
 
-        Tensors that are a parameter or a gradient, too, are left out: nothing but the state is loaded.
-        """
-        if not _takes_over(self._optimizer):
-            return None
-        foreign = {
-            tensor.untyped_storage().data_ptr()
+    def owns(self, tensor: object) -> bool:
+        """Whether a tensor of its state is no parameter or gradient, too: nothing but the state is loaded."""
+        is_told = isinstance(tensor, torch.Tensor) and _is_usual(tensor) and not tensor.is_meta
+        return not is_told or _address_of(tensor) not in self._borrowed
+
+    @functools.cached_property
+    def _borrowed(self) -> set[int]:
+        """The memory of its parameters and gradients."""
+        return {
+            _address_of(tensor)
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             for tensor in (parameter, parameter.grad)
             if tensor is not None and _is_usual(tensor) and not tensor.is_meta
         }
-        found: Mapping[Any, Any] = _without_memory(self._optimizer.state_dict(), foreign)
-        return found
 
     def misfits(self, state: Mapping[Any, Any]) -> list[tuple[KeyPath, str]]:
         """Return what load_state_dict refuses, and what it takes although the next step fails or goes wrong."""
@@ -298,17 +305,6 @@ def _is_usual(tensor: object) -> bool:
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized)
     )
-
-
-def _without_memory(part: Any, storages: set[int]) -> Any:
-    """Return nested state with None in place of tensors of these storages."""
-    if isinstance(part, torch.Tensor):
-        return None if _is_usual(part) and not part.is_meta and _address_of(part) in storages else part
-    if isinstance(part, dict):
-        return {key: _without_memory(value, storages) for key, value in part.items()}
-    if type(part) in (list, tuple):
-        return type(part)(_without_memory(value, storages) for value in part)
-    return part
 
 
 def _address_of(tensor: torch.Tensor) -> int:

@@ -268,3 +268,38 @@ def test_only_a_part_of_an_optimizer_is_restored_and_the_rest_stays():
     state = ckstore.TrainState(*into)
     fill(keep(ckstore.TrainState(*source)), into=state, only="optimizer.state.*")
     assert difference(into[1].state_dict()["state"], one) is None
+
+
+BORROWED = {
+    "parameter": lambda parameter: parameter.detach(),
+    "gradient": lambda parameter: parameter.grad,
+    "view": lambda parameter: parameter.detach().view(-1)[1:],
+    "nested": lambda parameter: [parameter.detach(), {"grad": parameter.grad}],
+}
+
+
+@pytest.mark.parametrize(("only", "lost"), [("state.0.momentum_buffer", 0), ("state.0", 1), ("param_groups", 0)])
+@pytest.mark.parametrize("borrow", BORROWED.values(), ids=BORROWED)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_borrowed_parameters_and_gradients_stay_in_an_optimizer_where_they_were_not_chosen(
+    borrow, only, lost, is_named
+):
+    source, into = pair("momentum"), pair("momentum")
+    step(*source)
+    step(*into)
+    parameters = [parameter for group in into[1].param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        into[1].state[parameter]["borrowed"] = borrow(parameter)
+    into[1].param_groups[0]["borrowed"] = borrow(parameters[0])
+    if is_named:
+        first = next(name for name, _ in into[0].named_parameters())
+        state, target = ckstore.TrainState(*source), ckstore.TrainState(*into)
+        fill(keep(state), into=target, only="optimizer." + only.replace(".0", f".{first}"))
+    else:
+        fill(keep({"o": source[1]}), into={"o": into[1]}, only=f"o.{only}")
+    for parameter in parameters[:lost]:
+        assert "borrowed" not in into[1].state[parameter]
+    for parameter in parameters[lost:]:
+        assert difference(into[1].state[parameter]["borrowed"], borrow(parameter)) is None
+    if only.startswith("state"):
+        assert difference(into[1].param_groups[0]["borrowed"], borrow(parameters[0])) is None
