@@ -39,14 +39,14 @@ class _StandardType:
         kind: The type, exactly this one.
         take: Returns the state of a leaf: something simpler.
         make: Returns the leaf of a state; raises ValueError, TypeError, OverflowError or ArithmeticError for others.
-        renew: Gives a live object what another one holds; None: it cannot be changed.
+        renew: Gives a live object what another one holds; False, or None in its place: it cannot be changed to that.
     """
 
     word: str
     kind: type
     take: Callable[[Any], Any]
     make: Callable[[Any], Any]
-    renew: Callable[[Any, Any], None] | None = None
+    renew: Callable[[Any, Any], bool] | None = None
 
 
 def take_standard(item: Any) -> Taken | None:
@@ -104,10 +104,7 @@ def renew(target: Any, made: Any) -> bool:
     row = _ROW_OF.get(type(target))
     if row is None:
         return type(target).__hash__ is None and renew_dataclass(target, made)
-    if row.renew is None or type(made) is not type(target):
-        return False
-    row.renew(target, made)
-    return True
+    return row.renew is not None and type(made) is type(target) and row.renew(target, made)
 
 
 def _order(item: Any) -> tuple[str, str]:
@@ -153,14 +150,18 @@ def _queue_of(state: Any) -> deque[Any]:
     return deque(items, length)
 
 
-def _renew_queue(target: deque[Any], made: deque[Any]) -> None:
+def _renew_queue(target: deque[Any], made: deque[Any]) -> bool:
+    if target.maxlen != made.maxlen:
+        return False
     target.clear()
     target.extend(made)
+    return True
 
 
-def _renew_set(target: set[Any], made: set[Any]) -> None:
+def _renew_set(target: set[Any], made: set[Any]) -> bool:
     target.clear()
     target.update(made)
+    return True
 
 
 def _names_of(space: Any) -> dict[str, Any]:
@@ -181,9 +182,10 @@ def _space_of(kind: type) -> Callable[[Any], Any]:
     return make
 
 
-def _renew_space(target: Any, made: Any) -> None:
+def _renew_space(target: Any, made: Any) -> bool:
     vars(target).clear()
     vars(target).update(vars(made))
+    return True
 
 
 def _path_of(kind: type) -> Callable[[Any], Any]:

@@ -1,6 +1,6 @@
 """Protects objects in a state: modules, optimizers, schedulers and converted leaves are filled and loaded right."""
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
 import torch
@@ -223,3 +223,12 @@ def test_kinds_of_dicts_in_the_state_stay_and_metadata_is_set():
     for other in ({}, Counter(), defaultdict(int)):
         assert round_trip(state, into=other) is other
         assert dict(other) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("stored", [deque([1, 2, 3, 4, 5], 5), deque([1, 2]), deque([torch.ones(2), torch.zeros(2)])])
+@pytest.mark.parametrize("length", [2, 7, None])
+def test_a_queue_is_replaced_where_the_live_one_has_another_length(stored, length):
+    queue = deque([torch.zeros(2), torch.ones(2)] if isinstance(stored[0], torch.Tensor) else [0], length)
+    back = round_trip({"log": {"queue": stored}}, into={"log": {"queue": queue}})["log"]["queue"]
+    assert difference(back, stored) is None
+    assert (back is queue) is (stored.maxlen == length)
