@@ -7,6 +7,8 @@ Invariants:
   with another one only as the checkpoint's do.
 - A container that stands at two places of the live state is written at the first; the other gets a copy, unless
   the checkpoint has the same there.
+- A dict ends as it would without a live state, keys, order, class and factory; the live one is kept if its class is
+  the same. Where only parts of it were chosen, it keeps all else.
 - A list or tuple of plain values only is itself a plain value: it is replaced whole, whatever its length.
 """
 
@@ -41,6 +43,7 @@ from ckstore.tree import (
     items_of,
     leaves_of,
     library_of_conversion,
+    new_dict,
     place_of,
     tensors_of,
 )
@@ -224,14 +227,23 @@ class Matching:
         metadata = node.metadata
         if metadata is not None:
             self.created.update(tensors_of(metadata))
+        is_whole = self.is_chosen(path)
 
         def fill(make: Make) -> object:
+            # Each is put in as soon as it is made: if an object refuses its part, what was written before is told.
+            keys = []
             for key, step in steps:
-                held[make(key.node) if isinstance(key, OtherKey) else key] = step(make)
-            if metadata is not None and isinstance(held, OrderedDict):
-                held._metadata = make(metadata)  # type: ignore[attr-defined]
-            _attach(held, node, make)
-            return held
+                keys.append(make(key.node) if isinstance(key, OtherKey) else key)
+                held[keys[-1]] = step(make)
+            stands = held
+            if is_whole:
+                made = new_dict(node)
+                made.update({key: held[key] for key in keys})
+                stands = _refilled(held, made)
+            if metadata is not None and isinstance(stands, OrderedDict):
+                stands._metadata = make(metadata)  # type: ignore[attr-defined]
+            _attach(stands, node, make)
+            return stands
 
         return fill
 
@@ -278,7 +290,7 @@ class Matching:
             self._differences.append(KeyDifference(path, tuple(extras), tuple(added)))
 
     def _list_extras(self, item: Any, path: Path, depth: int, found: list[Path]) -> None:
-        if isinstance(item, dict | list | tuple) and depth < DEPTH_MAX:
+        if isinstance(item, dict | list | tuple) and item and depth < DEPTH_MAX:
             pairs = item.items() if isinstance(item, dict) else enumerate(item)
             for key, value in pairs:
                 self._list_extras(value, (*path, key), depth + 1, found)
@@ -460,13 +472,26 @@ def _attach(target: object, node: DictNode | TensorNode, make: Make) -> object:
 
 def _renewed(target: object, made: object) -> object:
     """Return the live object with what was just made in it, or that, where a live one cannot be changed."""
-    if isinstance(target, dict) and isinstance(made, dict) and type(made) is type(target):
-        target.clear()
-        target.update(made)
-        return target
+    if isinstance(target, dict) and isinstance(made, dict):
+        return _refilled(target, made)
     if isinstance(target, list):
         return _renew(target, made)
     return target if renew(target, made) else made
+
+
+def _refilled(target: dict[Any, Any], made: dict[Any, Any]) -> dict[Any, Any]:
+    """Give a live dict what another one holds, in its order; return it, or the other one if that is of another class.
+
+    The live one is filled in either case: others may hold it.
+    """
+    target.clear()
+    # A Counter adds up, but not to nothing.
+    target.update(made)
+    if type(target) is not type(made):
+        return made
+    if isinstance(target, defaultdict) and isinstance(made, defaultdict):
+        target.default_factory = made.default_factory
+    return target
 
 
 def _renew(target: object, items: object) -> object:

@@ -119,8 +119,9 @@ class TorchOptimizer:
 
     def owns(self, tensor: object) -> bool:
         """Whether a tensor of its state is no parameter or gradient, too: nothing but the state is loaded."""
-        is_told = isinstance(tensor, torch.Tensor) and _is_usual(tensor) and not tensor.is_meta
-        return not is_told or _address_of(tensor) not in self._borrowed
+        if not isinstance(tensor, torch.Tensor) or not _is_usual(tensor) or tensor.is_meta:
+            return True
+        return _address_of(tensor) not in self._borrowed
 
     @functools.cached_property
     def _borrowed(self) -> set[int]:

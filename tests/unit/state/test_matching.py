@@ -1,5 +1,6 @@
 """Protects objects in a state: modules, optimizers, schedulers and converted leaves are filled and loaded right."""
 
+import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
@@ -214,15 +215,80 @@ def test_long_text_and_bytes_replace_what_was_there():
         place(state, into={"text": torch.ones(1)})
 
 
-def test_kinds_of_dicts_in_the_state_stay_and_metadata_is_set():
-    state = OrderedDict(a=1, b=2)
-    state._metadata = {"": {"version": 3}}
-    target = OrderedDict(b=0)
-    assert round_trip(state, into=target) is target
-    assert (dict(target), target._metadata) == ({"a": 1, "b": 2}, {"": {"version": 3}})
-    for other in ({}, Counter(), defaultdict(int)):
-        assert round_trip(state, into=other) is other
-        assert dict(other) == {"a": 1, "b": 2}
+def _with_metadata(mapping):
+    mapping._metadata = {"": {"version": 3}}
+    return mapping
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        OrderedDict(a=1, b=2),
+        _with_metadata(OrderedDict(a=1, b=2)),
+        {"b": 2, "a": 1},
+        Counter(a=1, b=2),
+        defaultdict(int, a=1, b=2),
+        defaultdict(list, b=2, a=1),
+    ],
+)
+@pytest.mark.parametrize(
+    "live",
+    [{}, {"b": 5, "a": 7}, OrderedDict(b=0), Counter(b=9), defaultdict(int, a=0), defaultdict(lambda: None, b=3)],
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_live_dict_becomes_the_stored_one_in_keys_order_class_and_factory(stored, live, is_inside):
+    live, tensor = copy.copy(live), torch.zeros(2)
+    live["t"] = tensor
+    stored = copy.copy(stored)
+    stored["t"] = torch.ones(2)
+    back = round_trip([stored] if is_inside else stored, into=[live] if is_inside else live)
+    back = back[0] if is_inside else back
+    assert difference(back, stored) is None
+    assert getattr(back, "_metadata", None) == getattr(stored, "_metadata", None)
+    assert back["t"] is tensor
+    assert (back is live) is (type(live) is type(stored))
+    # Nor does who holds the live one keep old values.
+    assert list(live.items()) == list(back.items())
+
+
+@pytest.mark.parametrize(
+    ("stored", "live"),
+    [
+        ({}, {"b": []}),
+        ({"a": {}}, {"a": {"b": {"c": ()}}}),
+        ({"a": torch.ones(1)}, {"a": torch.zeros(1), "log": {}}),
+        ([torch.ones(1)], [torch.zeros(1), []]),
+        ({True: 5}, {1.0: []}),
+        ({1: {}}, {True: {}}),
+    ],
+)
+def test_an_empty_container_that_the_checkpoint_lacks_is_refused_as_any_leaf(stored, live):
+    with pytest.raises(UsageError, match="Nothing was written"):
+        place(stored, into=live)
+
+
+def test_a_part_that_was_chosen_leaves_kind_order_and_the_rest_of_a_live_dict():
+    stored = OrderedDict(a=1, b=OrderedDict(x=1, y=2), c=3)
+    live = {"c": [], "b": {"y": 0, "x": 0}, "own": {}}
+    assert (
+        difference(
+            round_trip(stored, into=live, only=["a", "b"]), {"c": [], "b": OrderedDict(x=1, y=2), "own": {}, "a": 1}
+        )
+        is None
+    )
+    assert difference(round_trip(stored, into=live, only="b.y"), live) is None
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Counter])
+def test_a_long_plain_dict_is_filled_in_place_as_a_short_one(kind):
+    stored = {"log": defaultdict(int, {f"key {number}": number for number in range(10_000)})}
+    live = defaultdict(list, other=[1])
+    assert round_trip(stored, into={"log": live})["log"] is live
+    assert difference(live, stored["log"]) is None
+    other = kind(other=1)
+    back = round_trip(stored, into={"log": other})["log"]
+    assert difference(back, stored["log"]) is None
+    assert list(other.items()) == list(back.items())
 
 
 @pytest.mark.parametrize("stored", [deque([1, 2, 3, 4, 5], 5), deque([1, 2]), deque([torch.ones(2), torch.zeros(2)])])
