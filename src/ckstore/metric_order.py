@@ -1,13 +1,12 @@
 """Whether the lowest or the highest value of a metric is the best, where its name leaves no doubt.
 
-The word that names the metric is the last one, after what says where or how it was taken: ``val_loss``,
-``accuracy/eval``, ``f1_macro``, ``word_error_rate``. A name that also holds the opposite, a negation, or a word for a
-change (``neg_log_loss``, ``accuracy_loss``, ``loss_ratio``) leaves doubt, and so does every name that is not listed.
+One word names the metric. Every other word of the name must be listed as one that says where or how it was taken:
+``val_loss``, ``accuracy/eval``, ``f1_macro``, ``word_error_rate``. Any other word may turn the meaning around, as in
+``time_to_accuracy``, ``rejected_reward`` or ``loss_ratio``, and leaves doubt.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Literal
 
@@ -23,8 +22,9 @@ def _words(text: str) -> frozenset[str]:
 
 _LOWER = _words("loss losses ppl perplexity err error errors nll mse rmse mae mape wer cer fid bpb bpc bpd")
 _HIGHER = _words(
-    "acc accuracy f1 bleu rouge rougel chrf reward rewards auc auroc auprc precision recall psnr ssim iou miou dice r2"
+    "acc accuracy f1 bleu rouge rougel chrf reward rewards auc auroc auprc recall psnr ssim iou miou dice r2"
 )
+"""Without ``precision``, which is a number format too."""
 _RATES = _words("success win")
 """What is a metric of which more is better when ``rate`` follows."""
 
@@ -32,13 +32,17 @@ _QUALIFIERS = _words(
     "train training val valid validation eval evaluation test dev mean avg average ema smooth smoothed total sum final "
     "last best epoch step batch sample token per top macro micro weighted score rate pct percent value overall"
 )
-"""What may follow the word that names the metric."""
-
-_DOUBTS = _words(
-    "no non not neg negative negated minus inv inverse inverted anti delta diff difference gap drop change decrease "
-    "increase improvement reduction gain ratio relative std stddev var variance scale weight coef count num"
+"""What may stand before or after the word that names the metric."""
+_KINDS = _words(
+    "metric metrics running moving global holdout heldout word char character byte pixel class label l log absolute "
+    "squared root median lm mlm ce bce kl ctc focal hinge huber rec recon reconstruction balanced categorical binary "
+    "masked linear roc pr episode ep task"
 )
+"""What may stand before it only; ``l`` is what is left of ``l1``."""
+_TIMES = _words("epoch step")
+
 _CASES = re.compile(r"([a-z0-9]{2})([A-Z][a-z])")
+_CROSS_ENTROPY = re.compile("cross.?entropy")
 _TOKENS = re.compile(r"[a-z]+[0-9]*|[0-9]+")
 
 
@@ -46,20 +50,23 @@ def order_of(metric: str) -> Order | None:
     """Return which value of a metric is the best, or None where its name leaves doubt."""
     if metric.startswith("-"):
         return None
-    tokens = [_plain(token) for token in _TOKENS.findall(_CASES.sub(r"\1 \2", metric).lower())]
-    if not tokens or tokens[0] == "1" or not _DOUBTS.isdisjoint(tokens):
+    text = _CROSS_ENTROPY.sub("ce", _CASES.sub(r"\1 \2", metric).lower())
+    tokens = [_plain(token) for token in _TOKENS.findall(text)]
+    if not tokens or tokens[0].isdigit() or ("best" in tokens and tokens[-1] in _TIMES):
+        # What is subtracted from 1 or 100; when the best one was.
         return None
-    is_rate = any(word in _RATES and after == "rate" for word, after in itertools.pairwise(tokens))
-    while tokens and (tokens[-1] in _QUALIFIERS or tokens[-1].isdigit()):
-        tokens.pop()
-    if not tokens:
+    count = len(tokens)
+    while count and (tokens[count - 1] in _QUALIFIERS or tokens[count - 1].isdigit()):
+        count -= 1
+    if not count:
         return None
-    if is_rate and tokens[-1] in _RATES and _LOWER.isdisjoint(tokens):
-        return "max"
-    if tokens[-1] in _LOWER and _HIGHER.isdisjoint(tokens):
-        return "min"
-    if tokens[-1] in _HIGHER and _LOWER.isdisjoint(tokens):
-        return "max"
+    *before, word = tokens[:count]
+    rates = _RATES if tokens[count : count + 1] == ["rate"] else frozenset()
+    orders: dict[Order, frozenset[str]] = {"min": _LOWER, "max": _HIGHER | rates}
+    for order, words in orders.items():
+        listed = words | _QUALIFIERS | _KINDS
+        if word in words and all(each in listed or each.isdigit() for each in before):
+            return order
     return None
 
 

@@ -12,17 +12,26 @@ from ckstore.store.references import words_of
 LOWER = (
     "loss", "val_loss", "loss/eval", "train.loss_ema", "valLoss", "LOSS", "ppl", "eval/perplexity", "error", "top1_err",
     "word_error_rate", "wer", "RMSE", "test-mse", "nll", "loss_per_token", "l1_loss", "best_val_loss", "lm_loss_epoch",
+    "mse_loss", "cross_entropy_loss", "eval/crossEntropyLoss", "char_error_rate", "test/mean_absolute_error",
+    "metrics/eval_loss", "running_loss", "per_token_nll", "top_5_error", "word_ppl", "reconstruction_loss",
 )  # fmt: skip
 HIGHER = (
     "acc", "accuracy", "val/acc", "acc@5", "top5_acc", "evalAccuracy", "f1", "f1_macro", "eval_f1_score", "bleu",
     "BLEU-4", "bleu4", "rougeL", "rouge1", "mean_reward", "reward", "auroc", "mIoU/val", "r2", "success_rate",
-    "win_rate", "recall@10",
+    "win_rate", "recall@10", "mean_token_accuracy", "balanced_accuracy", "roc_auc", "top_5_acc", "episode_reward",
+    "eval/success_rate", "reward_accuracy", "weighted_f1", "val_recall_macro",
 )  # fmt: skip
 DOUBTFUL = (
     "score", "speed", "lr", "x", "", "3", "throughput", "neg_log_loss", "negative_loss", "-loss", "1-acc",
     "accuracy_loss",
     "loss_accuracy", "f1_error", "loss_scale", "reward_std", "acc_drop", "loss_ratio", "train_val_gap", "loss_diff",
     "time", "step", "kl", "entropy", "eval", "success", "win", "not_f1", "rate", "val", "grad_norm",
+    "time_to_accuracy", "steps_to_accuracy", "epochs_to_best_acc", "seconds_per_reward", "flops_at_acc",
+    "rejected_reward", "rewards/rejected", "attack_accuracy", "attack_success_rate", "adversarial_acc", "forget_acc",
+    "mia_auc", "opponent_win_rate", "failure_success_rate", "worst_reward", "chance_accuracy", "spam_recall",
+    "precision", "mixed_precision", "train_precision", "forget_loss", "discriminator_loss", "opponent_error",
+    "attack/wer", "entropy_loss", "queue_loss", "baseline_ppl", "best_acc_epoch", "best_val_loss_step",
+    "acc_best_epoch", "100-acc", "1.0-accuracy", "100 - f1", "grad_acc_step",
 )  # fmt: skip
 
 
