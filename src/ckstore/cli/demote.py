@@ -68,14 +68,15 @@ def demote(
     rules = {name: value for name, value in given.items() if value is not None}
     if save_policy and not rules:
         raise UsageError("--save-policy needs rules", todo="for example --keep-newest 5 --keep-every 20")
-    policy = _policy_of(rules) if rules else None
+    # Without stored rules the defaults apply.
+    policy = _policy_of(rules) if rules or forget_policy else None
     begun = SYSTEM_CLOCK.monotonic()
     with opened(path, run=run, allow_shared_folder=allow_shared_folder) as store:
-        if forget_policy and not dry_run:
-            store.set_demotion(None)
         if not (dry_run or yes or as_json) and render.is_terminal() and sys.stdin.isatty():
             _ask(store.demote(*(refs or ()), policy=policy, dry_run=True))
             begun = SYSTEM_CLOCK.monotonic()
+        if forget_policy and not dry_run:
+            store.set_demotion(None)
         report = store.demote(*(refs or ()), policy=policy, dry_run=dry_run)
         if save_policy and not dry_run:
             store.set_demotion(policy)

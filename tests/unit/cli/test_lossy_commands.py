@@ -199,6 +199,42 @@ def test_demote_asks_on_a_terminal_and_shows_what_it_would_do(call, aged, monkey
     assert person.questions == []
 
 
+@pytest.mark.parametrize(
+    ("options", "question"),
+    [
+        (("--forget-policy",), "Store these 2 checkpoints with a loss (near)?"),
+        (("--forget-policy", 1), "Store this checkpoint with a loss (near)?"),
+        (("--forget-policy", "--keep-newest", 5), "Store this checkpoint with a loss (near)?"),
+        (("--forget-policy", "--fidelity", "small", "--save-policy"), "Store these 2 checkpoints with a loss (small)?"),
+    ],
+)
+def test_whoever_says_no_keeps_the_stored_rules_and_every_checkpoint(call, aged, monkeypatch, options, question):
+    stored, before = ckstore.DemotePolicy(keep_newest=1), fidelities(aged)
+    with ckstore.open(aged) as store:
+        store.set_demotion(stored)
+    person = _Terminal(monkeypatch, False)
+    code, out, _ = call("demote", aged, *options)
+    assert (code, person.questions) == (1, [question])
+    assert "Nothing was demoted" in out
+    with ckstore.open(aged) as store:
+        assert (store.demotion, fidelities(aged)) == (stored, before)
+
+
+@pytest.mark.parametrize("answer", [True, None], ids=["yes", "nobody"])
+def test_rules_are_forgotten_where_the_demotion_is_wanted(call, aged, monkeypatch, answer):
+    with ckstore.open(aged) as store:
+        store.set_demotion(ckstore.DemotePolicy(keep_newest=1))
+    planned = json.loads(call("demote", aged, "--forget-policy", "--dry-run", "--json")[1])
+    if answer:
+        _Terminal(monkeypatch, answer)
+    assert call("demote", aged, "--forget-policy")[0] == 0
+    with ckstore.open(aged) as store:
+        assert store.demotion is None
+    chosen = sorted(entry["seq"] for entry in planned["checkpoints"] if entry["action"] == "demote")
+    assert chosen == [1, 2], "the dry run goes by the rules that would hold then"
+    assert [seq for seq, name in enumerate(reversed(fidelities(aged))) if name != "exact"] == [*chosen, 3]
+
+
 def test_dry_run_of_demote_shows_sizes_errors_and_the_fidelity(call, aged):
     out = call("demote", aged, "--keep-newest", 2, "--dry-run")[1]
     assert "checkpoints would be demoted to fidelity near" in out
