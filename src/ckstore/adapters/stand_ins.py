@@ -38,11 +38,12 @@ class StandIns:
     """The stand-ins of one file.
 
     Attributes:
-        kind_of: By ``id``, what a dict or a list stands for, and itself, which keeps its ``id`` its own.
+        kind_of: By ``id``, what a dict or a list stands for, what that was to be made with, and itself, which keeps its
+            ``id`` its own.
     """
 
     def __init__(self) -> None:
-        self.kind_of: dict[int, tuple[str, Any]] = {}
+        self.kind_of: dict[int, tuple[str, tuple[Any, ...], Any]] = {}
         self._classes: dict[str, type] = {}
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class StandIns:
         def make(_: type, *arguments: Any) -> Any:
             # torch's reader gives items to exactly these types, and to no subclass of them.
             thing = form()
-            self.kind_of[id(thing)] = (name, thing)
+            self.kind_of[id(thing)] = (name, arguments, thing)
             return thing
 
         self._classes[name] = type(name, (), {"__new__": make})

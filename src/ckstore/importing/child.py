@@ -101,12 +101,13 @@ def _load(job: Job, memory: int) -> tuple[int, int]:
     # Imported by the first job: torch takes a second or two.
     from ckstore.adapters.torch_state import TorchAdapter
 
-    state, notes = _read(job)
+    state, fields, notes = _read(job)
     if job.is_peek:
         loaded = Loaded(capture(_plain_values(state), [TorchAdapter()]))
     else:
         loaded = storable(state, [TorchAdapter()], key=job.key, skip=job.skip, where=job.where)
         loaded.captured.warnings.extend(notes)
+        loaded.left_out.update(fields.left_out | loaded.left_out)
     if loaded.captured.nbytes > job.nbytes_max:
         raise CapacityError(
             f"the tensors take {loaded.captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.where,
@@ -115,8 +116,8 @@ def _load(job: Job, memory: int) -> tuple[int, int]:
     return write_parcel(loaded, memory)
 
 
-def _read(job: Job) -> tuple[Any, list[str]]:
-    """Return the state in a file, with the plain fields of objects, and what the user should know of it."""
+def _read(job: Job) -> tuple[Any, PlainFields, list[str]]:
+    """Return the state in a file, what became of the objects in it, and what the user should know."""
     from ckstore.adapters.dcp_keys import keys_left_as_text
     from ckstore.adapters.foreign_dcp import load_dcp
     from ckstore.adapters.foreign_torch import load_file
@@ -141,7 +142,7 @@ def _read(job: Job) -> tuple[Any, list[str]]:
             f"the file holds only objects, which only code can make: {fields.notes[0]}", where=job.where,
             todo="leave the file out with --exclude, or load it where you trust it and save its state_dicts alone",
         )  # fmt: skip
-    return state, notes + fields.notes
+    return state, fields, notes + fields.notes
 
 
 def _plain_values(state: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import io
 import pickletools
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckstore.errors import MalformedError, UnsupportedError
@@ -21,16 +21,26 @@ from ckstore.errors import MalformedError, UnsupportedError
 Stack = list[Any]
 
 
-@dataclass(frozen=True, slots=True)
+# A capture stores dataclasses and named tuples. What nothing has made plain values of is to be refused there.
 class Symbol:
     """A class or function that the content names, as a name."""
 
-    module: str
-    name: str
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Symbol) and (self.module, self.name) == (other.module, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self.module, self.name))
+
+    def __repr__(self) -> str:
+        return f"{self.module}.{self.name}"
 
 
-# Not frozen: what it was made with comes before its state.
-@dataclass(slots=True, eq=False)
 class Record:
     """What a call would have made.
 
@@ -38,13 +48,18 @@ class Record:
         kind: What was to be called.
         arguments: With what.
         state: What was to be put into the result; None where nothing was.
-        items: What was to be appended, or set as pairs.
+        items: What was to be appended to it.
+        pairs: Keys and values that were to be set in it.
     """
 
-    kind: Symbol
-    arguments: tuple[Any, ...]
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
+    __slots__ = ("arguments", "items", "kind", "pairs", "state")
+
+    def __init__(self, kind: Symbol, arguments: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.arguments = arguments
+        self.state: Any = None
+        self.items: list[Any] = []
+        self.pairs: list[tuple[Any, Any]] = []
 
     def field(self, name: str) -> Any:
         """Return a field of its state, or None; of a state that is a tuple of two dicts too (slots)."""
@@ -153,6 +168,8 @@ class _Reader:
     def name(self, argument: str) -> None:
         """Push a symbol that the opcode itself names."""
         module, _, name = argument.partition(" ")
+        # Pickles of the protocols 0 to 2 have the names that Python 2 had for its own types.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         self.stack.append(Symbol(module, name))
 
     def name_on_stack(self, _: Any) -> None:
@@ -168,15 +185,19 @@ class _Reader:
         self.stack[len(self.stack) - 2 :] = [_record(kind, arguments)]
 
     def call_with_names(self, _: Any) -> None:
-        """Do as ``call``, with keyword arguments, which become the state."""
+        """Do as ``call``, with keyword arguments, which are the last of the arguments."""
         kind, arguments, named = self._last(3)
-        self.stack[len(self.stack) - 3 :] = [_record(kind, arguments, named)]
+        if not isinstance(arguments, tuple):
+            raise TypeError("what is called has no arguments")
+        self.stack[len(self.stack) - 3 :] = [_record(kind, (*arguments, named) if named else arguments)]
 
     def build(self, _: Any) -> None:
         """Put a state into a record."""
         target, state = self._last(2)
         if not isinstance(target, Record):
             raise TypeError("only a record takes a state")
+        if target.state is not None:
+            raise TypeError("an object has two states")
         target.state = state
         self.stack.pop()
 
@@ -210,6 +231,10 @@ class _Reader:
         """Make a list of everything since the mark."""
         self.stack.append(self._since_mark())
 
+    def gather_frozenset(self, _: Any) -> None:
+        """Make a frozenset of everything since the mark."""
+        self.stack.append(frozenset(self._since_mark()))
+
     def gather_dict(self, _: Any) -> None:
         """Make a dict of everything since the mark."""
         found: dict[Any, Any] = {}
@@ -217,10 +242,10 @@ class _Reader:
         self.stack.append(found)
 
 
-def _record(kind: Any, arguments: Any, state: Any = None) -> Record:
+def _record(kind: Any, arguments: Any) -> Record:
     if not isinstance(kind, Symbol) or not isinstance(arguments, tuple):
         raise TypeError("what is called has no name, or no arguments")
-    return Record(kind, arguments, state)
+    return Record(kind, arguments)
 
 
 def _extend(target: Any, items: list[Any]) -> None:
@@ -237,7 +262,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
         raise ValueError("a key has no value")
     pairs = list(zip(items[::2], items[1::2], strict=True))
     if isinstance(target, Record):
-        target.items.extend(pairs)
+        target.pairs.extend(pairs)
     elif isinstance(target, dict):
         # Records as keys are told apart by which one they are: what they say is looked at by the caller.
         target.update(pairs)
@@ -285,4 +310,5 @@ _ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
     "TUPLE": _Reader.gather_tuple,
     "LIST": _Reader.gather_list,
     "DICT": _Reader.gather_dict,
+    "FROZENSET": _Reader.gather_frozenset,
 }

@@ -8,17 +8,19 @@ stays as it is: the caller refuses it, or leaves it out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 from ckstore.importing.inert_pickle import Record, Symbol
+from ckstore.importing.python_leaves import CONTAINERS, container_of, leaf_of
 from ckstore.tree import Path, place_of
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 # Of what may be in a field, these are stored as they are.
 _STORED_TYPES = frozenset({("torch", "dtype"), ("torch", "device"), ("torch", "Size")})
+_FORMS: Mapping[type, str] = {dict: "a dict of its fields", list: "a list of its parts"}
 _NUMPY_DTYPE = re.compile(r"[biufc][0-9]{1,2}")
 
 
@@ -30,14 +32,15 @@ class PlainFields:
     """Replaces the objects of one state.
 
     Args:
-        dicts: By ``id``, the name of what a dict or a list stands for; see ``stand_ins.StandIns.kind_of``.
+        dicts: By ``id``, the name and arguments of what a dict or a list stands for; see ``StandIns.kind_of``.
 
     Attributes:
         notes: What was replaced, in whole sentences.
         leaf_count: Leaves that stood outside of all objects.
+        left_out: Place -> what is not stored of it.
     """
 
-    def __init__(self, dicts: Mapping[int, tuple[str, Any]]) -> None:
+    def __init__(self, dicts: Mapping[int, tuple[str, tuple[Any, ...], Any]]) -> None:
         from ckstore.adapters.stand_ins import StandIn
 
         self._stand_in = StandIn
@@ -45,13 +48,15 @@ class PlainFields:
         self._open: set[int] = set()
         self.notes: list[str] = []
         self.leaf_count = 0
+        self.left_out: dict[str, str] = {}
+        self._dropped: list[str] = []
 
     def of(self, item: Any, path: Path = ()) -> Any:
         """Return a part of a state with every object replaced by its fields where these are plain."""
         name = self._name_of(item)
         if name is not None:
             return self._of_object(item, name, path)
-        if not isinstance(item, (dict, list, tuple)):
+        if not isinstance(item, (dict, list, tuple, set, frozenset)):
             self.leaf_count += 1
             return item
         if id(item) in self._open:
@@ -64,28 +69,49 @@ class PlainFields:
             self._open.discard(id(item))
 
     def _of_container(self, item: Any, path: Path) -> Any:
-        if isinstance(item, tuple):
-            children = [self.of(child, (*path, index)) for index, child in enumerate(item)]
-            is_same = all(one is other for one, other in zip(children, item, strict=True))
-            return item if is_same else tuple(children)
+        if isinstance(item, (tuple, set, frozenset)):
+            return _with_members(item, [self.of(child, (*path, index)) for index, child in enumerate(item)])
+        if isinstance(item, dict) and not all(type(key) in (str, int) for key in item):
+            self._make_keys_plain(item, path)
         for key, child in list(item.items() if isinstance(item, dict) else enumerate(item)):
             item[key] = self.of(child, (*path, key))
         return item
 
+    def _make_keys_plain(self, item: dict[Any, Any], path: Path) -> None:
+        self._dropped = []
+        try:
+            made = self._keyed(item.items(), lambda child: child)
+        except _NotPlainError:
+            # A commit refuses such a key by the path of its dict.
+            return
+        if any(one is not other for one, other in zip(item, made, strict=True)):
+            self.notes.append(f"{place_of(path)} has objects for keys; it is stored with their plain values.")
+            item.clear()
+            item.update(made)
+            self._list_dropped(path)
+
     def _of_object(self, item: Any, name: str, path: Path) -> Any:
+        self._dropped = []
         try:
             made = self._plain(item, may_hold_tensors=name in _NAMESPACES)
         except _NotPlainError:
             if id(item) not in self._dicts:
                 return item
             # A container of a class of its own, such as a defaultdict of tensors.
-            self.notes.append(
-                f"{place_of(path)} is a {name}; it is stored as {'a list' if isinstance(item, list) else 'a dict'}."
-            )
-            return self._of_container(item, path)
-        form = "a dict of its fields" if isinstance(made, dict) else "a plain value"
+            held = self._of_container(item, path)
+            self._dropped = []
+            made = self._with_arguments(item, name, held)
+        self._list_dropped(path)
+        if name in (f"{type(made).__module__}.{type(made).__qualname__}", "_codecs.encode"):
+            self.leaf_count += 1
+            return made
+        form = _FORMS.get(type(made), f"a plain value of type {type(made).__name__}")
         self.notes.append(f"{place_of(path)} is an object of {name}; it is stored as {form}.")
         return made
+
+    def _list_dropped(self, path: Path) -> None:
+        if self._dropped:
+            self.left_out[place_of(path)] = f"{', '.join(self._dropped)}: only what it holds is stored"
 
     def _name_of(self, item: Any) -> str | None:
         """Return the name of the class of an object; None: it is none."""
@@ -120,13 +146,11 @@ class PlainFields:
             return self._plain(child, may_hold_tensors=may_hold_tensors)
 
         if isinstance(item, dict):
-            made = {self._key(key): plain(child) for key, child in item.items()}
-            attributes = getattr(item, "__dict__", None)
-            return made | {name: plain(child) for name, child in attributes.items()} if attributes else made
-        if isinstance(item, (list, tuple)):
-            return type(item)(plain(child) for child in item)
-        if isinstance(item, (set, frozenset)):
-            return sorted((plain(child) for child in item), key=repr)
+            attributes = getattr(item, "__dict__", {})
+            fields = _united(self._keyed(item.items(), plain), self._keyed(attributes.items(), plain))
+            return self._with_arguments(item, self._name_of(item), fields)
+        if isinstance(item, (list, tuple, set, frozenset)):
+            return self._with_arguments(item, self._name_of(item), _with_members(item, [plain(each) for each in item]))
         if isinstance(item, (self._stand_in, Record)):
             return self._fields(item, plain)
         is_scalar = type(item).__module__ == "numpy" and getattr(item, "shape", None) == ()
@@ -136,37 +160,92 @@ class PlainFields:
 
     def _fields(self, item: Any, plain: Callable[[Any], Any]) -> Any:
         name = self._name_of(item) or ""
-        arguments = item.arguments
-        items = item.items if isinstance(item, Record) else []
         if name.endswith(("multiarray._reconstruct", "multiarray.scalar")):
             return _numpy_thing(item)
-        if name.startswith("pathlib.") and all(isinstance(part, str) for part in arguments):
-            return str(PurePosixPath(*arguments))
-        if name == "_codecs.encode" and len(arguments) == 2 and arguments[1] == "latin1":
-            return arguments[0].encode("latin1")
+        items, pairs = (item.items, item.pairs) if isinstance(item, Record) else ([], [])
         states = item.state if isinstance(item.state, tuple) and len(item.state) == 2 else (item.state,)
-        fields: dict[Any, Any] = {}
-        for state in states:
-            if state is not None and not isinstance(state, dict):
-                raise _NotPlainError
-            fields |= plain(state or {})
-        if all(isinstance(each, tuple) and len(each) == 2 for each in items):
-            fields = {self._key(key): plain(child) for key, child in items} | fields
-        elif fields:
+        if not all(state is None or isinstance(state, dict) for state in states):
             raise _NotPlainError
-        else:
-            return [plain(child) for child in items]
-        is_made_by_copyreg = "_reconstructor" in (item.kind.name if isinstance(item, Record) else item.kind)
-        if fields or not arguments or is_made_by_copyreg:
-            return fields
-        made = [plain(argument) for argument in arguments]
-        return made[0] if len(made) == 1 else made
+        fields = _united(self._keyed(pairs, plain), *(plain(state or {}) for state in states))
+        if fields and items:
+            raise _NotPlainError
+        arguments = self._arguments_of(item)
+        if fields or items or not arguments or name in CONTAINERS:
+            return self._with_arguments(item, name, [plain(each) for each in items] if items else fields)
+        made = tuple(plain(argument) for argument in arguments)
+        if name.startswith("pathlib.") and all(isinstance(part, str) for part in made):
+            return str(PurePosixPath(*made))
+        if name == "_codecs.encode" and len(made) == 2 and made[1] in ("latin1", "latin-1"):
+            return made[0].encode("latin1")
+        leaf = leaf_of(name, made)
+        return leaf if leaf is not None else made[0] if len(made) == 1 else list(made)
+
+    def _arguments_of(self, item: Any) -> tuple[Any, ...]:
+        """Return with what an object was to be made, beyond its class."""
+        if not isinstance(item, (self._stand_in, Record)):
+            return self._dicts[id(item)][1] if id(item) in self._dicts else ()
+        if "_reconstructor" in (item.kind.name if isinstance(item, Record) else item.kind):
+            # Its class, a base of Python's own, and what that base holds.
+            return tuple(each for each in item.arguments[2:] if each is not None)
+        return item.arguments
+
+    def _with_arguments(self, item: Any, name: str | None, held: Any) -> Any:
+        """Return a container with what an object holds; what that was to be made with is noted where it is lost."""
+        try:
+            arguments = tuple(map(self._plain, self._arguments_of(item)))
+        except _NotPlainError:
+            arguments = None
+        found = container_of(name or "", arguments, held) if arguments is not None else None
+        if found is None and arguments != ():
+            self._dropped.append(f"the arguments with which {name} was made")
+        return held if found is None else found
+
+    def _keyed(self, pairs: Iterable[tuple[Any, Any]], plain: Callable[[Any], Any]) -> dict[Any, Any]:
+        """Return a dict with plain keys."""
+        made: dict[Any, Any] = {}
+        for key, child in pairs:
+            plain_key = self._key(key)
+            if plain_key in made:
+                raise _NotPlainError
+            made[plain_key] = plain(child)
+        return made
 
     def _key(self, key: Any) -> Any:
         made = self._plain(key)
-        if not isinstance(made, (str, int)):
-            raise _NotPlainError
+        try:
+            hash(made)
+        except TypeError:
+            raise _NotPlainError from None
         return made
+
+
+def _united(*parts: dict[Any, Any]) -> dict[Any, Any]:
+    """Return all that the dicts hold; what two of them hold, and is not the same, is not plain."""
+    made: dict[Any, Any] = {}
+    for part in parts:
+        if not all(_is_same(made[key], part[key]) for key in made.keys() & part.keys()):
+            raise _NotPlainError
+        made |= part
+    return made
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (repr(one) == repr(other) and bool(one == other))
+    except (ValueError, RuntimeError):
+        # Arrays are not compared.
+        return False
+
+
+def _with_members(item: Any, members: list[Any]) -> Any:
+    """Return members in place of those of a sequence or a set; a list where they can be no members of a set."""
+    if not isinstance(item, list) and all(one is other for one, other in zip(members, item, strict=True)):
+        return item
+    try:
+        made = type(item)(members)
+    except TypeError:
+        return sorted(members, key=repr)
+    return made if len(made) == len(members) else sorted(members, key=repr)
 
 
 def _numpy_thing(item: Any) -> Any:

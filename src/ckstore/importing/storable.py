@@ -72,6 +72,7 @@ def storable(state: Any, adapters: Sequence[LeafAdapter], *, key: str, skip: Seq
             path = error.facts.get("path")
             if not isinstance(path, tuple) or len(bad) >= _BAD_MAX:
                 raise
+            path = _reachable(state, path)
             bad.append(((*prefix, *path), _kind_at(state, path) or error.what))
             if not path:
                 break
@@ -92,6 +93,18 @@ def _cannot_be_stored(bad: Sequence[tuple[Path, str]], where: str) -> Unsupporte
         todo=f"leave it out with {options}, leave out the file with --exclude, or load it where you trust it and save "
         "its state_dicts alone",
     )  # fmt: skip
+
+
+def _reachable(state: Any, path: Path) -> Path:
+    """Return the part of a path that leads through dicts and lists; what lies deeper is left out with its leaf."""
+    for index, key in enumerate(path):
+        is_there = isinstance(key, (str, int)) and (
+            key in state if isinstance(state, dict) else isinstance(state, (list, tuple))
+        )
+        if not is_there:
+            return path[:index]
+        state = state[key]
+    return path
 
 
 def _kind_at(state: Any, path: Path) -> str | None:

@@ -1,0 +1,223 @@
+"""Pickles are read to the last part: what an object was filled with, made with, and what its keys were."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import pickle
+
+import pytest
+import torch
+
+from ckstore.errors import UnsupportedError
+from ckstore.testing.states import difference
+
+PAIRS = [(1, "a"), (1, "b")]
+
+
+class Rows(list):
+    """A list with a class of its own."""
+
+
+class ItemsAndAttributes(dict):
+    """A common way to write ``options.rate``."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = dict(items)
+
+
+class Made:
+    """Made with arguments, and given a state."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return Made, self.arguments, {"x": 3}
+
+
+class Opaque:
+    """Its state is no dict of fields."""
+
+    def __reduce__(self):
+        return Opaque, (), [1, 2]
+
+
+class Kind(enum.Enum):
+    TRAIN = "train"
+    PAIR = (1, 2)
+
+
+@pytest.fixture(params=["pickle", "torch"])
+def imported(request, store, tmp_path):
+    """Import a state from a file; return what is restored, and the entry of the report."""
+
+    def do(state, protocol=pickle.DEFAULT_PROTOCOL):
+        file = tmp_path / ("step_1.pkl" if request.param == "pickle" else "step_1.pt")
+        if request.param == "pickle":
+            file.write_bytes(pickle.dumps({"step": 1, **state}, protocol))
+        else:
+            torch.save({"step": 1, **state}, file)
+        report = store.import_from(file)
+        restored = store.restore(1)
+        del restored["step"]
+        return restored, report.entries[0]
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("filled", "wanted"),
+    [
+        (collections.deque(PAIRS, maxlen=7), collections.deque(PAIRS, maxlen=7)),
+        (collections.deque([[1, 2]] * 3), collections.deque([[1, 2]] * 3)),
+        (Rows(PAIRS), PAIRS),
+        (Rows([(1, 2), (1, 3), "x"]), [(1, 2), (1, 3), "x"]),
+        (Rows([Rows(PAIRS)]), [PAIRS]),
+        (collections.defaultdict(list, a=PAIRS), collections.defaultdict(list, a=PAIRS)),
+        (collections.defaultdict(int), collections.defaultdict(int)),
+    ],
+)
+def test_what_was_appended_or_set_stays_what_it_was(imported, filled, wanted):
+    restored, entry = imported({"buf": filled})
+    assert difference(restored, {"buf": wanted}) is None
+    assert not entry.left_out
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_queues_of_every_protocol_keep_their_pairs_and_length(store, tmp_path, protocol):
+    state = {"step": 1, "queue": collections.deque(PAIRS, maxlen=2), "none": collections.deque()}
+    (tmp_path / "step_1.pkl").write_bytes(pickle.dumps(state, protocol))
+    store.import_from(tmp_path / "step_1.pkl")
+    assert difference(store.restore(1), state) is None
+
+
+def test_tensors_in_queues_and_dicts_of_other_classes_are_kept_with_what_these_were_made_with(store, tmp_path):
+    queue = collections.deque([torch.ones(1)], maxlen=3)
+    state = {"queue": queue, "dict": collections.defaultdict(dict, w=torch.ones(2)), "rows": Rows([torch.ones(3)])}
+    torch.save(state, tmp_path / "step_1.pt")
+    report = store.import_from(tmp_path / "step_1.pt")
+    assert difference(store.restore(1), state | {"rows": [torch.ones(3)]}) is None
+    assert len(report.entries[0].warnings) == 1
+    assert not report.is_partial
+
+
+@pytest.mark.parametrize("item", [Opaque(), [Opaque()], {"in": (1, Opaque())}, {1, Opaque()}, {Opaque(): 1}])
+def test_object_that_only_code_can_make_is_refused_by_its_path(imported, item):
+    with pytest.raises(UnsupportedError, match=r"cannot be stored.*here.*--skip-leaf here"):
+        imported({"here": item})
+
+
+def test_object_within_a_queue_is_refused_by_the_path_of_the_queue(imported):
+    with pytest.raises(UnsupportedError, match=r"here: .*--skip-leaf here,"):
+        imported({"here": collections.deque([1, Opaque()])})
+
+
+@pytest.mark.parametrize("arguments", [(42,), (None, "a"), ({"deep": [1]},)])
+@pytest.mark.parametrize("place", ["here", "in.0"])
+def test_arguments_next_to_a_state_are_listed_as_left_out(imported, arguments, place):
+    made = Made(*arguments)
+    restored, entry = imported({"here": made} if place == "here" else {"in": [made]})
+    assert restored == ({"here": {"x": 3}} if place == "here" else {"in": [{"x": 3}]})
+    assert list(entry.left_out) == [place]
+    assert "arguments with which" in entry.left_out[place]
+    assert "Made" in entry.left_out[place]
+
+
+@pytest.mark.parametrize(
+    ("state", "lost"),
+    [
+        ([Made(1), collections.deque([1])], ["k.0"]),
+        ((Rows([Rows()]), Made(2)), ["k.1"]),
+        (Rows([1, Made(3)]), ["k"]),
+        (collections.deque([Rows()], maxlen=4), []),
+    ],
+)
+def test_only_what_is_lost_is_listed(imported, state, lost):
+    _, entry = imported({"k": state})
+    assert list(entry.left_out) == lost
+
+
+def test_items_that_are_attributes_too_are_taken_once(store, tmp_path):
+    torch.save({"k": ItemsAndAttributes(a=[1], b=2), "n": 1}, tmp_path / "step_1.pt")
+    store.import_from(tmp_path / "step_1.pt")
+    assert difference(store.restore(1), {"k": {"a": [1], "b": 2}, "n": 1}) is None
+
+
+def test_factory_that_is_lost_is_listed_as_left_out(imported):
+    restored, entry = imported({"d": collections.defaultdict(collections.Counter, a=1)})
+    assert restored == {"d": {"a": 1}}
+    assert list(entry.left_out) == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("keyed", "wanted"),
+    [
+        ({(0, 1): 0.3, None: 1, 0.5: 2, True: 3}, {(0, 1): 0.3, None: 1, 0.5: 2, True: 3}),
+        (collections.Counter({(0, 1): 3}), collections.Counter({(0, 1): 3})),
+        ({Kind.TRAIN: 1, (Kind.PAIR, 2): 2}, {"train": 1, ((1, 2), 2): 2}),
+        ({datetime.date(2024, 1, 2): [Kind.PAIR]}, {datetime.date(2024, 1, 2): [(1, 2)]}),
+    ],
+)
+def test_keys_of_any_kind_are_kept(imported, keyed, wanted):
+    restored, entry = imported({"k": keyed})
+    assert difference(restored, {"k": wanted}) is None
+    assert not entry.left_out
+
+
+def test_tensors_below_keys_that_are_members_of_an_enum_are_kept(store, tmp_path):
+    torch.save({"k": {Kind.TRAIN: torch.ones(2), Kind.PAIR: {"w": torch.zeros(1)}}}, tmp_path / "step_1.pt")
+    report = store.import_from(tmp_path / "step_1.pt")
+    wanted = {"k": {"train": torch.ones(2), (1, 2): {"w": torch.zeros(1)}}}
+    assert difference(store.restore(1), wanted) is None
+    assert "k has objects for keys" in report.entries[0].warnings[0]
+
+
+def test_keys_that_would_become_one_are_refused(imported):
+    with pytest.raises(UnsupportedError, match="--skip-leaf k"):
+        imported({"k": {Kind.TRAIN: 1, "train": 2}})
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        datetime.date(2024, 1, 2),
+        datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.timezone.utc),
+        datetime.timedelta(1, 2, 3),
+        1 + 2j,
+        range(0, 3),
+        slice(1, None),
+        bytearray(b"\xff"),
+        fractions.Fraction(1, 3),
+        decimal.Decimal("1.50"),
+        frozenset({1, (2, "a")}),
+        {frozenset({1}), 2},
+        b"\xff",
+    ],
+)  # fmt: skip
+def test_leaves_of_python_are_taken_as_they_are(store, tmp_path, leaf, protocol):
+    (tmp_path / "step_1.pkl").write_bytes(pickle.dumps({"step": 1, "leaf": [leaf]}, protocol))
+    report = store.import_from(tmp_path / "step_1.pkl")
+    assert difference(store.restore(1), {"step": 1, "leaf": [leaf]}) is None
+    assert not report.entries[0].warnings
+
+
+@pytest.mark.parametrize("leaf", [datetime.date(2024, 1, 2), 1 + 2j, range(3), decimal.Decimal("0.1"), frozenset({1})])
+def test_leaves_of_python_in_files_of_torch_are_taken_as_they_are(store, tmp_path, leaf):
+    torch.save({"leaf": [leaf], "w": torch.ones(1)}, tmp_path / "step_1.pt")
+    report = store.import_from(tmp_path / "step_1.pt")
+    assert difference(store.restore(1), {"leaf": [leaf], "w": torch.ones(1)}) is None
+    assert not report.entries[0].warnings
+
+
+@pytest.mark.parametrize(
+    ("item", "form"), [(Kind.TRAIN, "a plain value of type str"), (Kind.PAIR, "a plain value of type tuple")]
+)
+def test_notes_say_what_a_value_has_become(imported, item, form):
+    _, entry = imported({"here": item})
+    assert f"it is stored as {form}." in entry.warnings[0]
