@@ -491,8 +491,9 @@ def _clusters(leaves: list[TensorLeaf], allocation: list[int]) -> list[list[int]
 def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
     if len(leaves) == 1 and leaves[0].origin == leaves[0].memory.start:
         # Nearly every tensor of a training run, of which there are hundreds in each commit.
-        leaf, memory = leaves[0], leaves[0].memory
-        return MemorySpan(memory.start, memory.nbytes, leaf.element_width, leaf.is_float, [memory.keep], memory.read)
+        memory = leaves[0].memory
+        elements = _elements_of(leaves[0], memory.start, memory.nbytes)
+        return MemorySpan(memory.start, memory.nbytes, *elements, [memory.keep], memory.read)
     start = min(leaf.memory.start for leaf in leaves)
     end = max(leaf.memory.start + leaf.memory.nbytes for leaf in leaves)
     first = min(leaves, key=lambda leaf: leaf.memory.start)
@@ -501,7 +502,13 @@ def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
         start -= (start - first.memory.owner_start) % 16
     largest = max(leaves, key=lambda leaf: leaf.memory.nbytes)
     keep = [leaf.memory.keep for leaf in leaves]
-    return MemorySpan(start, end - start, largest.element_width, largest.is_float, keep, first.memory.read)
+    return MemorySpan(start, end - start, *_elements_of(largest, start, end - start), keep, first.memory.read)
+
+
+def _elements_of(leaf: TensorLeaf, start: int, nbytes: int) -> tuple[int, bool]:
+    """Return the width of a span's elements and whether they are floats; bytes where the leaf's do not fill it."""
+    width = leaf.element_width
+    return (width, leaf.is_float) if nbytes % width == 0 == (leaf.origin - start) % width else (1, False)
 
 
 def _spec_of(leaf: TensorLeaf, storage: int, start: int) -> TensorSpec:

@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import ckstore
 from ckstore.capture import GAP_NBYTES_MAX, capture
 from ckstore.errors import CapacityError, CkstoreError, LeafTypeError, MalformedError, UnsupportedError, UsageError
 from ckstore.leaves import allocate, dtype_name, dtype_named
@@ -90,6 +91,37 @@ def test_views_of_one_array_share_memory_again(data):
         for other in range(3):
             expected = np.shares_memory(views[one], views[other])
             assert np.shares_memory(back[one], back[other]) == expected
+
+
+def _two_widths(nbytes, middle, head, tail):
+    raw = np.frombuffer(bytearray(_random(np.dtype(np.uint8), nbytes)), np.uint8)
+    return [raw[:middle].view(head), raw[middle:].view(tail)]
+
+
+RECORDS = np.ndarray((7,), np.dtype([("x", "i1"), ("y", "<f8")]), bytearray(range(63)))
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        _two_widths(402, 400, "<f4", "u1"),
+        _two_widths(402, 400, "<f4", "<i2"),
+        _two_widths(812, 800, "<c16", "<i4"),
+        _two_widths(403, 400, "<U2", "u1"),
+        # Whole elements, but not from the start of the span on.
+        _two_widths(404, 4, "u1", "<f8"),
+        _two_widths(402, 2, "<i2", "<f4"),
+        [RECORDS["y"]],
+        [RECORDS["y"][::-2]],
+        [RECORDS["x"], RECORDS["y"]],
+    ],
+)
+def test_views_of_other_widths_in_one_allocation_are_stored_as_bytes(views, tmp_path):
+    (storage,) = capture(views).storages
+    assert (storage.element_width, storage.is_float) == (1, False)
+    with ckstore.open(tmp_path / "store") as store:
+        store.commit(views, step=1)
+        assert difference(store.restore(), views) is None
 
 
 def test_captured_bytes_are_the_arrays_own_memory():

@@ -339,3 +339,22 @@ def test_overlapping_views_share_exactly_what_they_shared(ranges, width):
         for other, there in zip(views, back, strict=True):
             if abs(one.data_ptr() - other.data_ptr()) < 40:
                 assert one.data_ptr() - other.data_ptr() == here.data_ptr() - there.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "middle", "head", "tail"),
+    [
+        (402, 400, torch.float32, torch.uint8),
+        (402, 400, torch.float32, torch.int16),
+        (404, 400, torch.int64, torch.bfloat16),
+        (808, 800, torch.complex128, torch.bool),
+    ],
+)
+def test_views_of_two_widths_in_one_storage_come_back(nbytes, middle, head, tail):
+    raw = torch.arange(nbytes, dtype=torch.uint8) % 2
+    views = [raw[:middle].view(head), raw[middle:].view(tail)]
+    (storage,) = capture(views, ADAPTERS).storages
+    assert storage.nbytes % storage.element_width == 0
+    back = round_trip(views)
+    assert difference(back, views) is None
+    assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()
