@@ -289,6 +289,7 @@ class Walk:
         # Nor is anything packed that has one in it.
         self._mention_count += is_optimizer
         keys = tuple([self._key(key, path) for key in items])
+        _check_apart(keys, path)
         children = tuple([self.node_of(item, (*path, key)) for key, item in zip(keys, items.values(), strict=True)])
         held = dict(getattr(items, "__dict__", {}))
         metadata = None
@@ -366,6 +367,20 @@ def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter]) -> Key:
             todo="use keys that are plain values, tuples of these, or members of an Enum",
             path=path,
         ) from None
+
+
+def _check_apart(keys: Sequence[Key], path: Path) -> None:
+    others: set[Key] = set()
+    for key in keys:
+        if type(key) is OtherKey:
+            if key in others:
+                raise UsageError(
+                    f"two keys of a dict would be stored alike: {key}",
+                    where=place_of(path),
+                    todo="use keys that differ in what they hold; two NaNs do not, nor do two objects of equal fields",
+                    path=(*path, key),
+                )
+            others.add(key)
 
 
 def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Taken | None:

@@ -1,5 +1,6 @@
 """Protects the state tree: kinds, order, typed keys and plain values come back exactly; hostile trees are refused."""
 
+import dataclasses
 import math
 import random
 import struct
@@ -316,3 +317,26 @@ def test_tree_and_specs_need_neither_numpy_nor_torch():
     script = "import sys, ckstore.tree, ckstore.tensor, ckstore.values; print({'numpy', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    row: int = 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ((math.nan, float("nan")), "nan"),
+        ((complex(math.nan, 1), complex(math.nan, 1)), r"\(nan\+1j\)"),
+        (((1, float("nan")), (1, float("nan"))), r"\(1, nan\)"),
+        ((Place(3), Place(4), Place(3)), r"Place\("),
+        ((frozenset([Place(1)]), frozenset([Place(1)])), "frozenset"),
+    ],
+)
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_keys_that_would_be_stored_alike_are_refused_by_path(keys, told, kind):
+    with pytest.raises(UsageError, match=told) as caught:
+        capture({"log": [kind((key, number) for number, key in enumerate(keys))]})
+    assert caught.value.path[:2] == ("log", 0)
+    assert len(set(capture({"log": kind([(keys[0], 1), (0.5, 2)])}).tree.children[0].keys)) == 2
