@@ -33,10 +33,11 @@ class Tiering(Handle):
         """Say of this folder, where it is a copy of a store that has tiers, which of the two it is.
 
         Until then a copy can be read and committed to, and neither pushes to the tiers, nor collects there, nor frees
-        what lies there too. The same goes for a store that was set back to an older state.
+        what lies there too. The same goes for a store that was set back to an older state,
+        or whose inodes changed, as on some file systems at each mount.
 
         Args:
-            is_original: It takes the place of the original: it owns the tiers from now on, and what is there and was
+            is_original: It is the original or takes its place: it owns the tiers from now on, and what is there and was
                 not known here is kept there. False: it is a new store, which owns no tier and may push to other places;
                 what it needs of the old ones should be pulled, since their owner may remove it.
 

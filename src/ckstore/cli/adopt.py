@@ -14,7 +14,7 @@ from ckstore.errors import UsageError
 def adopt(
     path: StorePath,
     as_original: Annotated[
-        bool, typer.Option("--as-original", help="This copy replaces the original, and owns its tiers.")
+        bool, typer.Option("--as-original", help="This is the original, or replaces it, and owns its tiers.")
     ] = False,
     as_new: Annotated[
         bool, typer.Option("--as-new", help="Both stay in use, and the original owns the tiers.")
@@ -25,7 +25,8 @@ def adopt(
     """Declare that a copied store is the original, or a new one.
 
     A copy of a store that has tiers changes nothing in them until you declare this. The same holds for a store that was
-    set back to an older state.
+    set back to an older state, and for one whose inodes changed: some file systems, such as sshfs, rclone and gcsfuse,
+    change them at each mount.
     """
     if as_original == as_new:
         raise UsageError("give one of --as-original and --as-new", todo="see `ckstore adopt --help`")

@@ -32,8 +32,8 @@ TURNS_MAX = 16
 _TRIES = 20
 
 _ADOPT = (
-    "run `ckstore adopt --as-original` if this folder takes the place of the original, or `ckstore adopt --as-new` if "
-    "both are kept"
+    "run `ckstore adopt --as-original` if this folder is the original or takes its place, or `ckstore adopt --as-new` "
+    "if both are kept"
 )
 
 
@@ -170,9 +170,11 @@ def _keep_what_is_unknown(parts: Parts, target: Backend) -> None:
 
 
 def _require_original(parts: Parts, home: HomeRecord) -> None:
-    if home.place != place_of(parts.backend):
+    place = place_of(parts.backend)
+    if home.place != place:
         raise ConflictError(
-            "this folder is a copy of a store that has tiers, and may not change them",
+            "this folder is a copy of a store that has tiers, or was remounted or moved: "
+            f"{home.place} before, {place} now; it may not change the tiers",
             where=parts.backend.root,
             todo=_ADOPT,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import ckstore
@@ -81,6 +83,33 @@ def test_a_store_that_was_set_back_is_found_after_failures_too(parts, tier):
     parts.backend.create("home.json", before, sync=True)
     with pytest.raises(ConflictError, match="set back to a state older"):
         begin_turn(parts, TIER, tier)
+
+
+def remount(parts, monkeypatch, inode):
+    """Give the folders of a store other inodes, as file systems over a network do at each mount."""
+    stat = parts.backend.stat
+    monkeypatch.setattr(parts.backend, "stat", lambda name: dataclasses.replace(stat(name), inode=inode))
+
+
+@pytest.mark.parametrize("inode", [7, 1 << 63])
+@pytest.mark.parametrize("check", [require_owner, begin_turn])
+def test_a_remounted_store_is_told_why_its_tier_is_closed_and_how_to_open_it(parts, tier, monkeypatch, inode, check):
+    remount(parts, monkeypatch, 1234567)
+    begin_turn(parts, TIER, tier)
+    remount(parts, monkeypatch, inode)
+    with pytest.raises(ConflictError, match="remounted or moved") as caught:
+        check(parts, TIER, tier)
+    assert f"inode 1234567 before, inode {inode} now" in str(caught.value)
+    assert "`ckstore adopt --as-original` if this folder is the original" in str(caught.value)
+
+
+def test_a_store_is_told_so_where_inodes_are_no_longer_known(parts, tier, monkeypatch):
+    remount(parts, monkeypatch, 5)
+    begin_turn(parts, TIER, tier)
+    remount(parts, monkeypatch, 0)
+    with pytest.raises(ConflictError, match="remounted or moved") as caught:
+        begin_turn(parts, TIER, tier)
+    assert f"inode 5 before, {parts.backend.root} now" in str(caught.value)
 
 
 def test_pushes_that_fail_do_not_lock_the_store_out(folder, tmp_path):
