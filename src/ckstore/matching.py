@@ -25,6 +25,7 @@ from ckstore.differences import KeyDifference, describe_differences, listed
 from ckstore.errors import CkstoreError, LeafTypeError, UsageError
 from ckstore.leaves import share_bytes
 from ckstore.loading import Progress, match_object
+from ckstore.named_types import distinct
 from ckstore.standard_types import Taken, is_standard, make_standard, renew
 from ckstore.tensor import KnownObject, LeafAdapter, TensorLeaf, TensorSpec, byte_strides_of, overlaps_itself
 from ckstore.tree import (
@@ -231,10 +232,9 @@ class Matching:
 
         def fill(make: Make) -> object:
             # Each is put in as soon as it is made: if an object refuses its part, what was written before is told.
-            keys = []
-            for key, step in steps:
-                keys.append(make(key.node) if isinstance(key, OtherKey) else key)
-                held[keys[-1]] = step(make)
+            keys = distinct(make(key.node) if isinstance(key, OtherKey) else key for key, _ in steps)
+            for key, (_, step) in zip(keys, steps, strict=True):
+                held[key] = step(make)
             stands = held
             if is_whole:
                 made = new_dict(node)

@@ -16,7 +16,7 @@ import dataclasses
 import enum
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckstore.tree import BUILT_IN
@@ -49,6 +49,49 @@ class StandIn:
         return hash((self.kind, self.type_name))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class DistinctStandIn(StandIn):
+    """A stand-in that equals only itself: a member of a set or a key that would be equal to another one, or no key.
+
+    Objects that compare by identity look alike, and a class may since have lost its hash.
+    """
+
+
+def distinct(items: Iterable[Any]) -> list[Any]:
+    """Return keys or members that are all different; where classes do not keep them so, stand-ins take their place.
+
+    Raises:
+        ValueError: Two are equal, or one can be no key, whatever its class is.
+        TypeError: As above.
+    """
+    found: dict[Any, None] = {}
+    for item in items:
+        is_twin = _has_hash(item) and item in found
+        made = item if _has_hash(item) and not is_twin else _distinct(item, is_twin)
+        if made in found:
+            raise ValueError("a member or key twice")
+        found[made] = None
+    return list(found)
+
+
+def _distinct(item: Any, is_twin: bool) -> Any:
+    if type(item) in (tuple, frozenset):
+        return type(item)(_distinct(each, is_twin) if is_twin or not _has_hash(each) else each for each in item)
+    taken = (f"{BUILT_IN}{item.kind}:{item.type_name}", item.content) if type(item) is StandIn else take_named(item)
+    if taken is None:
+        return item
+    kind, _, type_name = taken[0].removeprefix(BUILT_IN).partition(":")
+    return DistinctStandIn(kind, type_name, taken[1])
+
+
+def _has_hash(item: Any) -> bool:
+    try:
+        hash(item)
+    except TypeError:
+        return False
+    return True
+
+
 def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the name of a conversion, and the fields of an object; None: it is nothing of the kind.
 
@@ -56,7 +99,7 @@ def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
         ValueError: It is, and holds more than fields, or says itself how it is to be stored.
     """
     kind = type(item)
-    if kind is StandIn and item.kind in KINDS:
+    if isinstance(item, StandIn) and item.kind in KINDS:
         make_named(item.kind, item.type_name, item.content)
         return f"{BUILT_IN}{item.kind}:{item.type_name}", item.content
     if isinstance(item, enum.Enum):
@@ -110,7 +153,7 @@ def _names_in(holder: Any) -> Mapping[str, Any]:
 def is_found(name: str, item: object) -> bool:
     """Say whether what is stored under a name would get its class back in this process, if it needs one."""
     kind, _, type_name = name.removeprefix(BUILT_IN).partition(":")
-    return kind not in KINDS or type(item) is StandIn or find_class(type_name) is type(item)
+    return kind not in KINDS or isinstance(item, StandIn) or find_class(type_name) is type(item)
 
 
 def renew_dataclass(target: Any, made: Any) -> bool:

@@ -17,6 +17,7 @@ from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
 from ckstore.format.nodes import decode_tree
 from ckstore.leaves import BytesAdapter, NumpyAdapter, allocate, writable_view_of
 from ckstore.matching import Match, match_state
+from ckstore.named_types import distinct
 from ckstore.standard_types import is_standard, make_standard, unknown_conversion
 from ckstore.tensor import (
     LeafAdapter,
@@ -227,14 +228,10 @@ class _Builder:
         return self.make(key.node) if isinstance(key, OtherKey) else key
 
     def _keys(self, node: DictNode) -> list[Any]:
-        keys = [self.key(key) for key in node.keys]
         try:
-            is_sound = len(set(keys)) == len(keys)
-        except TypeError:
-            is_sound = False
-        if not is_sound:
-            raise MalformedError("a dict of the state has two equal keys, or one that can be no key")
-        return keys
+            return distinct(map(self.key, node.keys))
+        except (TypeError, ValueError):
+            raise MalformedError("a dict of the state has two equal keys, or one that can be no key") from None
 
     def attach(self, made: object, node: DictNode | TensorNode) -> None:
         """Give a tensor or dict the Python attributes that it had."""

@@ -23,7 +23,7 @@ from typing import Any
 from uuid import UUID
 
 from ckstore.errors import MalformedError, UnsupportedError
-from ckstore.named_types import KINDS, StandIn, make_named, renew_dataclass, take_named
+from ckstore.named_types import KINDS, StandIn, distinct, make_named, renew_dataclass, take_named
 from ckstore.tree import BUILT_IN
 
 Taken = tuple[str, Any]
@@ -58,7 +58,7 @@ def take_standard(item: Any) -> Taken | None:
     row = _ROW_OF.get(type(item))
     if row is not None:
         return BUILT_IN + row.word, row.take(item)
-    if type(item) is StandIn and item.kind in _ROW_NAMED:
+    if isinstance(item, StandIn) and item.kind in _ROW_NAMED:
         # Anybody can make one: what could not be read again is refused.
         _ROW_NAMED[item.kind].make(item.content)
         return BUILT_IN + item.kind, item.content
@@ -121,13 +121,7 @@ def _in_order(members: Any) -> list[Any]:
 
 
 def _set_of(kind: type) -> Callable[[Any], Any]:
-    def make(state: Any) -> Any:
-        made = kind(_checked(state, list))
-        if len(made) != len(state):
-            raise ValueError("a member twice")
-        return made
-
-    return make
+    return lambda state: kind(distinct(_checked(state, list)))
 
 
 def _checked(state: Any, kind: type[Any], *kinds: type) -> Any:
@@ -215,7 +209,7 @@ def _moment_of(kind: type, word: str, count: int) -> Callable[[Any], Any]:
         *numbers, zone, fold = _checked(state, tuple)
         if len(numbers) != count or not all(type(each) is int for each in (*numbers, fold)):
             raise ValueError("no moment")
-        if type(zone) is StandIn:
+        if isinstance(zone, StandIn):
             kind(*numbers, fold=fold)
             return StandIn(word, "", state)
         return kind(*numbers, tzinfo=zone, fold=fold)

@@ -186,7 +186,7 @@ class TorchAdapter:
         if isinstance(leaf, torch.Generator):
             # As an array: the state lies on the host, wherever tensors are restored to.
             return _GENERATOR, {"device": str(leaf.device), "state": leaf.get_state().numpy()}
-        if type(leaf) is StandIn and leaf.kind == _GENERATOR.removeprefix(BUILT_IN):
+        if isinstance(leaf, StandIn) and leaf.kind == _GENERATOR.removeprefix(BUILT_IN):
             self.put_together(_GENERATOR, leaf.content)
             return _GENERATOR, leaf.content
         return None

@@ -10,7 +10,7 @@ import pytest
 
 from ckstore.capture import capture
 from ckstore.errors import LeafTypeError
-from ckstore.named_types import StandIn
+from ckstore.named_types import DistinctStandIn, StandIn
 from ckstore.placement import prepare_restore
 from ckstore.testing.states import Kept, difference, round_trip
 from ckstore.tree import ConvertedNode, DictNode, ValueNode
@@ -33,6 +33,97 @@ class Options:
 class Slotted:
     rate: object
     more: object = None
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    value: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: object = 0
+
+
+def changed(name, **options):
+    """Return a dataclass of the same name and fields, made with other options."""
+
+    @dataclasses.dataclass(**options)
+    class Changed:
+        value: object = 0
+
+    Changed.__qualname__ = name
+    return Changed
+
+
+class TestMembersAndKeys:
+    """As many members and keys come back as were stored, whatever became of their classes."""
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            {"s": {Node(1), Node(1)}},
+            {"s": frozenset({Node(1), Node(1), Node(2), 3})},
+            {"s": {(Node(1), 0), (Node(1), 0)}},
+            {"s": {frozenset({Node(1)}), frozenset({Node(1)})}},
+        ],
+    )
+    def test_twins_are_as_many_without_their_class_and_are_stored_again(self, monkeypatch, state):
+        kept = Kept.of(capture(state))
+        assert len(kept.fill(kept.place())["s"]) == len(state["s"])
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, __name__)
+            back = kept.fill(kept.place())
+            assert type(back["s"]) is type(state["s"])
+            assert len(back["s"]) == len(state["s"])
+            again = Kept.of(capture(back))
+            assert again.tree == kept.tree
+            assert not capture(back).warnings
+        assert len(again.fill(again.place())["s"]) == len(state["s"])
+        assert all(type(each) is not StandIn for each in again.fill(again.place())["s"])
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            {"s": {Frozen(1)}},
+            {"s": {Frozen(1), Frozen(2), "x"}},
+            {"s": {(Frozen(1), "x")}},
+            {"s": {Frozen(Frozen(1))}},
+            {"s": {Frozen(1): 2}},
+            {"s": {(0, Frozen(1)): 2, Frozen(2): 3, "x": 4}},
+        ],
+    )
+    def test_objects_whose_class_lost_its_hash_come_back_as_stand_ins(self, monkeypatch, state):
+        kept = Kept.of(capture(state))
+        monkeypatch.setattr(sys.modules[__name__], "Frozen", changed("Frozen"))
+        back = kept.fill(kept.place())["s"]
+        assert len(back) == len(state["s"])
+        objects = [
+            each for key in back for each in (key if isinstance(key, tuple) else (key,)) if type(each) not in (int, str)
+        ]
+        assert objects
+        assert all(isinstance(each, StandIn) and each.kind == "dataclass" for each in objects)
+        assert capture({"s": back}).tree == kept.tree
+
+    @pytest.mark.parametrize("live", [{}, {"x": 5}])
+    def test_such_keys_go_into_live_dicts_too(self, monkeypatch, live):
+        kept = Kept.of(capture({"k": {Frozen(1): [2], "x": 3}}))
+        monkeypatch.setattr(sys.modules[__name__], "Frozen", changed("Frozen"))
+        back = kept.fill(kept.place(into={"k": live}))["k"]
+        assert list(map(type, back)) == [DistinctStandIn, str]
+        assert list(back.values()) == [[2], 3]
+
+    def test_members_and_keys_that_became_equal_stay_as_many(self, monkeypatch):
+        state = {"s": {Frozen(1), Frozen(2)}, "t": {(Frozen(1), 5), (Frozen(2), 5)}, "k": {Frozen(1): 0, Frozen(2): 1}}
+        kept = Kept.of(capture(state))
+        other = dataclasses.make_dataclass("Frozen", [("value", object, dataclasses.field(compare=False))], frozen=True)
+        other.__module__ = __name__
+        monkeypatch.setattr(sys.modules[__name__], "Frozen", other)
+        back = kept.fill(kept.place())
+        assert [len(back[name]) for name in "stk"] == [2, 2, 2]
+        assert list(back["k"].values()) == [0, 1]
+        again = Kept.of(capture(back))
+        assert [len(again.fill(again.place())[name]) for name in "stk"] == [2, 2, 2]
 
 
 class TestNamedClasses:
