@@ -70,11 +70,20 @@ class Progress:
 
         Raises:
             UsageError: A converter raised something; says what was written.
+            CkstoreError: The values cannot be made; says what was written, if anything was.
         """
         try:
             made = call()
-        except CkstoreError:
-            raise
+        except CkstoreError as error:
+            facts, told = self._report(path)
+            is_touched = path in self._touched
+            if not (is_touched or facts["written"] or facts["partly_written"]):
+                raise
+            first = f"{error.todo}. " if error.todo else ""
+            last = ", which is written in part" if is_touched else ""
+            parts = "; ".join([f"Could not make {place_of(path)}{last}", *told])
+            todo = f"{first}{parts}. Restore again afterwards, which writes everything anew"
+            raise type(error)(error.what, where=error.where, todo=todo, **{**error.facts, **facts}) from error
         except Exception as error:
             raise self._stopped(path, "a converter", error) from error
         if is_end:
@@ -94,16 +103,7 @@ class Progress:
         self._units[path].is_written = True
 
     def _stopped(self, path: Path, what: str, error: Exception) -> UsageError:
-        units = {here: unit for here, unit in self._units.items() if here != path}
-        written = tuple(unit.place for unit in units.values() if unit.is_written)
-        partly = tuple(unit.place for here, unit in units.items() if not unit.is_written and here in self._touched)
-        rest = tuple(unit.place for here, unit in units.items() if not unit.is_written and here not in self._touched)
-        told = [
-            "It may be loaded in part",
-            f"already written: {listed(written)}" if written else "nothing else was loaded",
-            *([f"written in part: {listed(partly)}"] if partly else []),
-            *([f"still as before: {listed(rest)}"] if rest else []),
-        ]
+        facts, told = self._report(path)
         # What torch says of keys and shapes is on the next lines.
         text = " ".join(line.strip() for line in str(error).strip().split("\n")[:3]).rstrip(".")
         raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -111,13 +111,24 @@ class Progress:
         return UsageError(
             f"{what} raised {raised}",
             where=place_of(path),
-            todo="; ".join(told) + ". To go on, make the object fit and restore again, which writes everything anew; "
+            todo="; ".join(["It may be loaded in part", *told])
+            + ". To go on, make the object fit and restore again, which writes everything anew; "
             f"or load this part by hand from {by_hand}, and the others with only=",
-            path=path,
-            written=written,
-            partly_written=partly,
-            not_written=rest,
+            **facts,
         )
+
+    def _report(self, path: Path) -> tuple[dict[str, Any], list[str]]:
+        """Return what was written before this place, as facts of an error and in words."""
+        units = {here: unit for here, unit in self._units.items() if here != path}
+        written = tuple(unit.place for unit in units.values() if unit.is_written)
+        partly = tuple(unit.place for here, unit in units.items() if not unit.is_written and here in self._touched)
+        rest = tuple(unit.place for here, unit in units.items() if not unit.is_written and here not in self._touched)
+        told = [
+            f"already written: {listed(written)}" if written else "nothing else was loaded",
+            *([f"written in part: {listed(partly)}"] if partly else []),
+            *([f"still as before: {listed(rest)}"] if rest else []),
+        ]
+        return {"path": path, "written": written, "partly_written": partly, "not_written": rest}, told
 
 
 def match_object(matching: Matching, node: Node, target: Any, path: Path) -> Step:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 
 import pytest
 import torch
 
 import ckstore
-from ckstore.errors import UsageError
+from ckstore import values
+from ckstore.errors import BackendError, MalformedError, UnsupportedError, UsageError
 from ckstore.testing.states import difference
 from support.loadables import (
     Compiled,
@@ -75,6 +77,64 @@ def test_a_converter_that_fails_says_what_was_written():
     with pytest.raises(UsageError, match="a converter raised KeyError: 'b': odd") as caught:
         fill(kept, into={"n": Resetting(), "odd": None, "z": 0})
     assert (caught.value.written, caught.value.not_written) == (("n",), ("z",))
+
+
+def _raising(error):
+    def make(state):
+        raise error
+
+    return make
+
+
+def _log_with(odd):
+    return [odd, *[None] * 10_000]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnsupportedError("no such codec", where="here", todo="install it"),
+        BackendError("the folder is gone", todo="mount it", is_transient=True, errno=116),
+        MalformedError("no table"),
+    ],
+)
+def test_an_error_of_ours_says_what_was_written_and_stays_of_its_kind(error, is_long):
+    ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, _raising(error))
+    made = _log_with(Odd()) if is_long else Odd()
+    model, live = linear(0), linear(1)
+    kept = keep({"m": model, "w": torch.ones(2), "log": made, "end": 1})
+    with pytest.raises(type(error), match=error.what) as caught:
+        fill(kept, into={"m": live, "w": torch.zeros(2), "log": None, "end": 0})
+    told = caught.value
+    assert (told.path, told.written, told.partly_written, told.not_written) == (("log",), ("m", "w"), (), ("end",))
+    assert "already written: m, w" in str(told)
+    assert (error.todo or "restore again") in str(told).lower()
+    assert told.where == error.where
+    assert error.facts.items() <= told.facts.items()
+    assert pickle.loads(pickle.dumps(told)).written == told.written
+
+
+def test_an_object_that_is_written_already_is_told_when_the_rest_of_its_state_cannot_be_made():
+    ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, _raising(UnsupportedError("too new")))
+    one, other = pair("momentum"), pair("momentum")
+    for each in (one, other):
+        step(*each)
+    one[1].state[one[0].weight]["odd"] = Odd()
+    with pytest.raises(UnsupportedError, match="Could not make o, which is written in part; nothing else was loaded"):
+        fill(keep({"o": one[1]}), into={"o": other[1]})
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_converter_that_is_missing_when_a_long_value_is_read_is_told_with_what_was_written(is_long, monkeypatch):
+    ckstore.register_converter(Odd, "test.odd", lambda odd: {"a": 1}, lambda state: Odd())
+    kept = keep({"w": torch.ones(2), "log": _log_with(Odd()) if is_long else Odd()})
+    monkeypatch.setattr(values, "_BY_NAME", {})
+    target = {"w": torch.zeros(2), "log": None}
+    with pytest.raises(UnsupportedError, match=r"test\.odd") as caught:
+        fill(kept, into=target)
+    assert caught.value.facts.get("written") == (("w",) if is_long else None)
+    assert target["w"].tolist() == ([1, 1] if is_long else [0, 0])
 
 
 def refusal(state, into):
