@@ -253,6 +253,7 @@ class Walk:
                 if not _is_unicode(name):
                     raise UsageError("the name of an attribute is no text")
                 nodes[name] = walk.node_of(value, (*path, name))
+                self.left_out.add(walk.left_out)
             except CkstoreError:
                 self.left_out.note_attribute(owner, str(name), path)
         return DictNode("dict", tuple(nodes), tuple(nodes.values())) if nodes else None
@@ -302,7 +303,7 @@ class Walk:
         return DictNode(kind, keys, children, metadata, self._factory_name(items, path), attributes)
 
     def _key(self, key: object, path: Path) -> Key:
-        return stored_key(key, path, self.adapters)
+        return stored_key(key, path, self.adapters, self.left_out)
 
     def _factory_name(self, items: Mapping[Any, object], path: Path) -> str | None:
         if not isinstance(items, defaultdict):
@@ -347,8 +348,14 @@ def state_dict_of(item: Any) -> object:
     return item.state_dict()
 
 
-def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter]) -> Key:
+def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: LeftOut | None = None) -> Key:
     """Return a key of a mapping as it is stored.
+
+    Args:
+        key: The key.
+        path: The mapping.
+        adapters: All libraries of tensors.
+        left_out: Takes note of what of the key is not stored.
 
     Raises:
         UsageError: It cannot be.
@@ -358,8 +365,9 @@ def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter]) -> Key:
         return int(key)
     if kind is str and _is_unicode(key):
         return str(key)
+    walk = Walk(adapters, Asked(), is_plain=True)
     try:
-        return OtherKey(Walk(adapters, Asked(), is_plain=True).node_of(key, path))
+        stored = OtherKey(walk.node_of(key, path))
     except CkstoreError:
         raise UsageError(
             f"a key of type {kind.__module__}.{kind.__qualname__} cannot be stored",
@@ -367,6 +375,9 @@ def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter]) -> Key:
             todo="use keys that are plain values, tuples of these, or members of an Enum",
             path=path,
         ) from None
+    if left_out is not None:
+        left_out.add(walk.left_out)
+    return stored
 
 
 def _check_apart(keys: Sequence[Key], path: Path) -> None:
@@ -430,6 +441,13 @@ class LeftOut:
     def note_class(self, kind: type, path: Path) -> None:
         """Note an object whose class would not be found again."""
         self._classes.setdefault(kind, []).append(path)
+
+    def add(self, other: LeftOut) -> None:
+        """Note what a part noted by itself."""
+        for attribute, paths in other._attributes.items():
+            self._attributes.setdefault(attribute, []).extend(paths)
+        for kind, paths in other._classes.items():
+            self._classes.setdefault(kind, []).extend(paths)
 
     def sentences(self) -> Iterator[str]:
         """Yield a sentence for each."""

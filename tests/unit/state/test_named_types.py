@@ -4,14 +4,17 @@ import dataclasses
 import enum
 import sys
 import types
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 
 import pytest
+import torch
 
+from ckstore.adapters.torch_state import TorchAdapter
 from ckstore.capture import capture
 from ckstore.errors import LeafTypeError
 from ckstore.named_types import DistinctStandIn, StandIn
 from ckstore.placement import prepare_restore
+from ckstore.recapture import Recapture
 from ckstore.testing.states import Kept, difference, round_trip
 from ckstore.tree import ConvertedNode, DictNode, ValueNode
 
@@ -33,6 +36,11 @@ class Options:
 class Slotted:
     rate: object
     more: object = None
+
+
+def with_attribute(item, value):
+    item.origin = value
+    return item
 
 
 @dataclasses.dataclass(eq=False)
@@ -238,6 +246,28 @@ class TestNamedClasses:
         assert len(captured.warnings) == 1
         assert "a.0 and 1 more" in captured.warnings[0]
         assert isinstance(round_trip({"a": Inner()})["a"], StandIn)
+
+    @pytest.mark.parametrize(
+        "state_of",
+        [
+            lambda member: {member: 1},
+            lambda member: {"a": {(1, member): [2]}},
+            lambda member: {"a": OrderedDict([(frozenset([member]), 2)])},
+            lambda member: with_attribute(torch.zeros(2), member),
+            lambda member: {"a": with_attribute(OrderedDict(), [member])},
+            lambda member: {"a": with_attribute(torch.zeros(2), {member: 1})},
+        ],
+    )
+    @pytest.mark.parametrize("is_again", [False, True])
+    def test_a_class_within_a_function_is_warned_of_as_key_and_attribute(self, state_of, is_again):
+        class Inner(enum.Enum):
+            ONE = 1
+
+        state = state_of(Inner.ONE)
+        recapture, adapters = Recapture(), (TorchAdapter(),)
+        for _ in range(1 + is_again):
+            (warning,) = recapture.capture(state, adapters).warnings
+            assert "Inner will come back as a ckstore.StandIn" in warning
 
     def test_a_dataclass_that_says_itself_how_it_is_stored_is_refused(self):
         @dataclasses.dataclass
