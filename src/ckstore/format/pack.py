@@ -313,20 +313,6 @@ def _check_tail(tail: PackTail, limits: Limits, where: object) -> None:
         raise MalformedError("lengths in a pack's tail contradict each other or the limits", where=where)
 
 
-def padding_ranges(tail: PackTail, directory: PackDirectory) -> Iterator[tuple[int, int]]:
-    """Yield the (offset, nbytes) of every gap in a pack; a reader at level ``read`` finds zeros there, or damage."""
-    behind = SUPERHEADER_NBYTES
-    for entry in directory.entries:
-        if entry.offset > behind:
-            yield behind, entry.offset - behind
-        behind = entry.end
-    if tail.directory_offset > behind:
-        yield behind, tail.directory_offset - behind
-    behind = tail.directory_offset + tail.directory_nbytes
-    if tail.pack_nbytes - TAIL_NBYTES > behind:
-        yield behind, tail.pack_nbytes - TAIL_NBYTES - behind
-
-
 def check_entry(entry: DirectoryEntry, header: FrameHeader, *, where: object = None) -> None:
     """Compare what the directory says of a frame with what the frame says.
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from ckstore.ids import PackId, new_token
 from ckstore.io.backend import Backend, Distant
 from ckstore.store.ages import MAKER_AGE_SECONDS_MAX, is_older
 from ckstore.store.at_once import ask_each
-from ckstore.store.processes import boot_identity, maker_is_running, process_started
+from ckstore.store.processes import maker_is_running, maker_of
 from ckstore.store.trash import make_durable_folder
 
 _log = logging.getLogger("ckstore")
@@ -98,17 +97,9 @@ def remove_packs(
 
 
 def _write_list(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> str:
-    token, now = new_token(), clock.now_ns()
-    record = DoomedRecord(
-        host=socket.gethostname(),
-        boot_id=boot_identity(),
-        pid=os.getpid(),
-        process_started=process_started(os.getpid()) or "",
-        token=token,
-        acquired_ns=now,
-        packs=tuple(sorted(pack_id.hex() for pack_id in packs)),
-    )
-    path = f"{layout.trash_folder(token)}/{LIST_FILE}"
+    names = tuple(sorted(pack_id.hex() for pack_id in packs))
+    record = DoomedRecord(**maker_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
+    path = f"{layout.trash_folder(record.token)}/{LIST_FILE}"
     _AT_WORK.add(path)
     put_small(backend, path, encode_record(record))
     return path
@@ -249,15 +240,33 @@ def replace_small(backend: Backend, name: str, content: bytes) -> None:
 def put_small(backend: Backend, name: str, content: bytes) -> None:
     """Make a small file in another place, whole and durable; FileExistsError when the name is taken."""
     folder = name.rpartition("/")[0]
-    if isinstance(backend, Distant):
-        backend.create(name, content, sync=True)
-        return
     if folder:
         make_durable_folder(backend, folder)
-    draft = layout.draft_name(new_token(), "copy")
+    put_whole(backend, [name], content, kind="copy")
+    backend.sync_folder(folder)
+
+
+def put_whole(backend: Backend, names: Sequence[str], content: bytes, *, kind: str) -> None:
+    """Make a small file that appears whole under each of these names, which the caller makes durable.
+
+    Args:
+        backend: Where to.
+        names: Of files in folders that are there.
+        content: Durable on return.
+        kind: Of the draft, as its name has it.
+
+    Raises:
+        FileExistsError: A name is taken; others may have been made.
+    """
+    if isinstance(backend, Distant):
+        # An object appears whole by itself.
+        list(ask_each(backend, lambda name: backend.create(name, content, sync=True), names))
+        return
+    draft = layout.draft_name(new_token(), kind)
     backend.create(draft, content, sync=True)
     try:
-        backend.link(draft, name)
+        for name in names:
+            backend.link(draft, name)
     finally:
-        backend.unlink(draft)
-    backend.sync_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            backend.unlink(draft)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +18,10 @@ from ckstore.clock import Clock
 from ckstore.errors import BackendError, ConflictError, CorruptError, is_refused
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, decode_record, encode_record
-from ckstore.ids import new_token
-from ckstore.io.backend import Backend, Distant
+from ckstore.io.backend import Backend
 from ckstore.store.ages import MAKER_AGE_SECONDS_MAX, is_older
-from ckstore.store.at_once import ask_each
-from ckstore.store.processes import boot_identity, maker_is_running, process_started
+from ckstore.store.doomed import put_whole
+from ckstore.store.processes import maker_is_running, maker_of
 
 CLEAR_INTENTS = "if that process is dead, `ckstore gc STORE --clear-intents` removes it"
 """What to do about one that cannot be judged from here."""
@@ -50,35 +48,16 @@ class Intent:
 
 def make_intents(backend: Backend, clock: Clock, run: str, seqs: Sequence[int], purpose: str) -> list[str]:
     """Say that these are about to be dropped or demoted; return the paths, whose folder the caller syncs."""
-    now, token = clock.now_ns(), new_token()
-    record = IntentRecord(
-        host=socket.gethostname(),
-        boot_id=boot_identity(),
-        pid=os.getpid(),
-        process_started=process_started(os.getpid()) or "",
-        token=token,
-        acquired_ns=now,
-        heartbeat_ns=now,
-        what=purpose,
-    )
-    paths = [layout.intent_name(run, seq, token) for seq in seqs]
-    content = encode_record(record)
-    if isinstance(backend, Distant):
-        # An object appears whole by itself.
-        list(ask_each(backend, lambda path: backend.create(path, content, sync=True), paths))
-        return paths
-    draft = layout.draft_name(token, "intent")
-    backend.create(draft, content, sync=True)
+    now = clock.now_ns()
+    record = IntentRecord(**maker_of(os.getpid()), acquired_ns=now, heartbeat_ns=now, what=purpose)
+    paths = [layout.intent_name(run, seq, record.token) for seq in seqs]
     try:
-        for path in paths:
-            backend.link(draft, path)
+        put_whole(backend, paths, encode_record(record), kind="intent")
     except BaseException:
         # As long as this process lives they would refuse tags.
         for path in paths:
             retract(backend, path)
         raise
-    finally:
-        retract(backend, draft)
     return paths
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import weakref
 from dataclasses import replace
@@ -33,7 +32,7 @@ from ckstore.latch import Latch
 from ckstore.logs import tell
 from ckstore.store.lease_record import GONE, SaverPurpose, describe, read_lease
 from ckstore.store.orphans import Orphans
-from ckstore.store.processes import boot_identity, is_stopped, maker_is_running, process_started
+from ckstore.store.processes import is_stopped, maker_is_running, maker_of, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -220,16 +219,7 @@ class Lease:
 
     def _new_record(self, pid: int, purpose: str) -> LeaseRecord:
         now = self._clock.now_ns()
-        return LeaseRecord(
-            host=socket.gethostname(),
-            boot_id=boot_identity(),
-            pid=pid,
-            process_started=process_started(pid) or "",
-            token=new_token(),
-            acquired_ns=now,
-            heartbeat_ns=now,
-            purpose=purpose,
-        )
+        return LeaseRecord(**maker_of(pid), acquired_ns=now, heartbeat_ns=now, purpose=purpose)
 
     def _draft(self, record: LeaseRecord) -> str:
         """Write a record under a name of its own."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict
+
+from ckstore.ids import new_token
 
 PROC = Path("/proc")
 
@@ -37,6 +40,27 @@ class ProcessFacts(Protocol):
     def process_started(self) -> str:
         """What ``process_started`` said there."""
         ...
+
+
+class Maker(TypedDict):
+    """What a record says first: the process that it is made for, and a token of its own."""
+
+    host: str
+    boot_id: str
+    pid: int
+    process_started: str
+    token: str
+
+
+def maker_of(pid: int) -> Maker:
+    """Return what a new record for a process of this boot and pid namespace says of it."""
+    return Maker(
+        host=socket.gethostname(),
+        boot_id=boot_identity(),
+        pid=pid,
+        process_started=process_started(pid) or "",
+        token=new_token(),
+    )
 
 
 def process_started(pid: int) -> str | None:

@@ -333,8 +333,7 @@ def test_who_waits_for_an_orphan_in_vain_is_told_which_step_did_not_come(address
 @pytest.fixture
 def on_another_node(monkeypatch):
     """Let this process be on another node than the savers that it starts."""
-    for module in ("lease", "processes"):
-        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "machine-b/boot/namespace")
+    monkeypatch.setattr("ckstore.store.processes.boot_identity", lambda: "machine-b/boot/namespace")
 
 
 @pytest.mark.parametrize("asks", ["restore", "latest", "steps", "commit"])

@@ -132,8 +132,7 @@ def test_a_medium_that_does_not_answer_ends_no_wait_for_an_orphan_of_this_boot(r
 
 def test_a_saver_does_not_wait_for_itself_where_the_system_says_nothing_of_boots(run, clock, monkeypatch):
     me = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": process_started(os.getpid())}
-    for module in ("lease", "processes"):
-        monkeypatch.setattr(f"ckstore.store.{module}.boot_identity", lambda: "")
+    monkeypatch.setattr("ckstore.store.processes.boot_identity", lambda: "")
     put(run, replace(LEFT, boot_id="", **me))
     assert not Lease(run, "main", clock).wait_for_orphan()
     put(run, replace(LEFT, boot_id=""))

@@ -24,7 +24,6 @@ from ckstore.format.pack import (
     encode_directory,
     encode_superheader,
     encode_tail,
-    padding_ranges,
     scan_frames,
 )
 from ckstore.format.wire import is_zero, sealed, xxh3_64
@@ -42,6 +41,20 @@ PACK = sample_pack()
 TAIL = decode_tail(PACK[-TAIL_NBYTES:])
 DIRECTORY_BYTES = PACK[TAIL.directory_offset : TAIL.directory_offset + TAIL.directory_nbytes]
 DIRECTORY = decode_directory(DIRECTORY_BYTES, TAIL)
+
+
+def padding_ranges(tail, directory):
+    """Yield the (offset, nbytes) of every gap in a pack; zeros belong there."""
+    behind = SUPERHEADER_NBYTES
+    for entry in directory.entries:
+        if entry.offset > behind:
+            yield behind, entry.offset - behind
+        behind = entry.end
+    if tail.directory_offset > behind:
+        yield behind, tail.directory_offset - behind
+    behind = tail.directory_offset + tail.directory_nbytes
+    if tail.pack_nbytes - TAIL_NBYTES > behind:
+        yield behind, tail.pack_nbytes - TAIL_NBYTES - behind
 
 
 def read_pack(pack):

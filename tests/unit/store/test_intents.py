@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
 from msgspec.structs import replace
 
 from ckstore._testing import repository_of
-from ckstore.errors import CapacityError, ConflictError
+from ckstore.errors import BackendError, CapacityError, ConflictError
 from ckstore.format import layout
 from ckstore.format.records import IntentRecord, encode_record
 from ckstore.ids import new_token
+from ckstore.io.backend import Distant
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.intents import intents_in, make_intents, remove_abandoned
 from ckstore.store.processes import boot_identity, process_started
@@ -147,6 +149,27 @@ def test_intents_that_could_not_all_be_made_leave_none(place, clock, monkeypatch
         make_intents(place, clock, "main", [1, 2, 3], "delete")
     assert place.list_names(layout.claims_folder("main")) == []
     assert place.list_names(layout.TMP_FOLDER) == []
+
+
+@pytest.mark.parametrize("requests_at_once", [1, 4])
+@pytest.mark.parametrize("fails_at", [0, 1, 4])
+def test_intents_in_a_bucket_that_could_not_all_be_made_leave_none(clock, monkeypatch, fails_at, requests_at_once):
+    place, count = MemoryBackend(clock=clock), itertools.count()
+    place.make_folder(layout.claims_folder("main"))
+    for name, value in (("requests_at_once", requests_at_once), ("list_deep", lambda folder: [])):
+        monkeypatch.setattr(place, name, value, raising=False)
+    assert isinstance(place, Distant)
+    create = place.create
+
+    def refuse(name, content, *, sync):
+        if next(count) == fails_at:
+            raise BackendError("no answer")
+        create(name, content, sync=sync)
+
+    monkeypatch.setattr(place, "create", refuse)
+    with pytest.raises(BackendError):
+        make_intents(place, clock, "main", [1, 2, 3, 4, 5], "delete")
+    assert place.list_names(layout.claims_folder("main")) == []
 
 
 def test_a_tag_that_comes_after_a_collector_cleared_the_intent_stops_the_drop(store, monkeypatch):

@@ -14,7 +14,7 @@ from ckstore.errors import BackendError, ConflictError
 from ckstore.format import layout
 from ckstore.format.records import LeaseRecord, encode_record, with_changes
 from ckstore.io.memory import MemoryBackend
-from ckstore.store import lease as lease_module
+from ckstore.store import processes
 from ckstore.store.lease import Lease
 from ckstore.store.lease_record import GONE, SaverPurpose, read_lease
 from ckstore.store.processes import boot_identity, is_stopped, process_started
@@ -162,7 +162,7 @@ def test_where_the_medium_does_not_answer_the_lease_is_given_up_for_the_saver_to
 
 @pytest.mark.parametrize("unknown", ["boot_identity", "process_started"])
 def test_nothing_is_lent_where_the_system_does_not_say_who_a_process_is(backend, lease, saver, monkeypatch, unknown):
-    monkeypatch.setattr(lease_module, unknown, lambda *_: "")
+    monkeypatch.setattr(processes, unknown, lambda *_: "")
     assert not lease.lend(saver, 7)
     assert read_lease(backend, "main") is None
 
