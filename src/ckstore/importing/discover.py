@@ -193,15 +193,35 @@ class _Search:
 
     def account(self, found: Iterable[Found]) -> dict[str, str]:
         """Return everything that may hold a state and is in no checkpoint, with the reason."""
-        taken = set(self._told)
+        taken, found = set(self._told), list(found)
+        inside = self._folders_of(found)
         for each in found:
             taken |= {path for part in each.parts for path in _files_of(part)}
             taken |= {self.root.path / name for name in each.without_state}
             taken |= {each.trainer_state} if each.trainer_state else set()
         links = {(status.st_dev, status.st_ino) for status in (path.stat() for path in taken if path.exists())}
         left_out = dict(self.scanned.left_out)
-        self._account(self.root, taken, links, left_out)
+        for folder in self._all_folders(self.root):
+            self._account(folder, taken, links, left_out, is_in_checkpoint=folder.path in inside)
         return left_out
+
+    def _all_folders(self, folder: Folder) -> Iterator[Folder]:
+        yield folder
+        for each in folder.folders:
+            yield from self._all_folders(each)
+
+    def _folders_of(self, found: Sequence[Found]) -> set[Path]:
+        """Return the folders that are checkpoints, and those in them; that of checkpoints of one file each is none."""
+        parts = [part for each in found for part in each.parts if part.key or part.kind == "dcp"]
+        tops = {path if part.kind == "dcp" else path.parent for part in parts for path in part.paths}
+        if len(found) > 1 and self.root.path in tops:
+            # The final model lies next to the folders of its checkpoints.
+            tops.discard(self.root.path)
+            return {self.root.path} | self._within(tops)
+        return self._within(tops)
+
+    def _within(self, tops: set[Path]) -> set[Path]:
+        return {each.path for each in self._all_folders(self.root) if tops & {each.path, *each.path.parents}}
 
     def elsewhere(self, left_out: dict[str, str]) -> str:
         """Return what to do where nothing was found."""
@@ -225,10 +245,19 @@ class _Search:
         self.scanned.left_out[f"{folder.name}/"] = why
         self._told.update(folder.all_files())
 
-    def _account(self, folder: Folder, taken: set[Path], links: set[tuple[int, int]], left_out: dict[str, str]) -> None:
+    def _account(
+        self,
+        folder: Folder,
+        taken: set[Path],
+        links: set[tuple[int, int]],
+        left_out: dict[str, str],
+        *,
+        is_in_checkpoint: bool,
+    ) -> None:
         open_files: dict[str, list[Path]] = {}
         for file in folder.files:
-            if file in taken or not may_hold_state(file) or file.name in _WITHOUT_STATE:
+            is_candidate = may_hold_state(file, is_in_checkpoint=is_in_checkpoint) and file.name not in _WITHOUT_STATE
+            if file in taken or not is_candidate:
                 continue
             status = file.stat()
             if (status.st_dev, status.st_ino) not in links and (status.st_size or kind_of_file(file) is not None):
@@ -238,8 +267,6 @@ class _Search:
                 left_out[f"{self._below(files[0])} and {len(files) - 1} more"] = why
                 continue
             left_out.update((self._below(file), why) for file in files)
-        for each in folder.folders:
-            self._account(each, taken, links, left_out)
 
     def _of_folder(self, folder: Folder) -> Found | None:
         """Return the checkpoint that a folder next to others holds, or None."""

@@ -6,6 +6,7 @@ Nothing is opened. What a file may hold is told from its name: a state, a part o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,15 @@ _SUFFIXES_WITHOUT_STATE = frozenset(
         *(".model", ".vocab", ".bpe", ".tiktoken", ".jinja", ".jinja2"),
         *(".wandb", ".lock", ".pid", ".patch", ".sha256", ".md5", ".gitignore", ".gitattributes"),
     )
+)
+_TEXT_SUFFIXES = frozenset((".json", ".csv", ".tsv", ".txt", ".yaml", ".yml"))
+"""Within the folder of a checkpoint these may hold a state, unless their names are known."""
+
+_NAMES_OF_SETTINGS = re.compile(
+    r"(?:.*[_.-])?(?:config|args|hparams|params|settings|requirements|environment)"
+    r"|(?:all|train|eval|test|predict)_results|(?:.*[_.-])?(?:log|logs|metrics)"
+    r"|tokenizer.*|vocab.*|.*[_-]vocab|merges|special_tokens_map|added_tokens|.*chat_template|wandb-.*"
+    r"|config[_.-](?!state).*|model_index|modules|.*\.index|latest_checkpointed_iteration"
 )
 _NAMES_WITHOUT_STATE = frozenset(
     (
@@ -102,14 +112,21 @@ def kind_of_file(path: Path) -> str | None:
     return "json" if path.suffix == ".json" and "state" in path.stem.lower() else None
 
 
-def may_hold_state(path: Path) -> bool:
-    """Say whether a file may hold what training needs; settings, texts and logs do not."""
+def may_hold_state(path: Path, *, is_in_checkpoint: bool = False) -> bool:
+    """Say whether a file may hold what training needs, by its name; settings and logs do not.
+
+    Args:
+        path: The file.
+        is_in_checkpoint: It lies in the folder of a checkpoint, where texts and tables may hold a state too.
+    """
     if kind_of_file(path) is not None:
         return True
-    name = path.name.lower()
-    if name.startswith("events.out.tfevents") or path.stem.lower() in _NAMES_WITHOUT_STATE:
+    stem, suffix = path.stem.lower(), path.suffix.lower()
+    if is_in_checkpoint and suffix in _TEXT_SUFFIXES:
+        return stem not in _NAMES_WITHOUT_STATE and _NAMES_OF_SETTINGS.fullmatch(stem) is None
+    if path.name.lower().startswith("events.out.tfevents") or (not suffix and stem in _NAMES_WITHOUT_STATE):
         return False
-    return path.suffix.lower() not in _SUFFIXES_WITHOUT_STATE and path.suffix != ".json"
+    return suffix not in _SUFFIXES_WITHOUT_STATE and suffix != ".json"
 
 
 def why_unread(path: Path) -> str:

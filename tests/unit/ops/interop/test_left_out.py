@@ -167,6 +167,51 @@ def test_files_of_kinds_that_are_not_read_are_listed(store, out):
     assert "unpack it" in report.left_out["checkpoint-4/run.zip"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sampler.json", "scheduler.json", "tokens_seen.json", "metadata.json", "rng/numpy.json",
+        "replay.csv", "progress.txt", "loader.yaml", "seen.TSV",
+        "latest.npz", "done.h5", "complete.npy", "last_checkpoint.zip",
+    ],
+)  # fmt: skip
+def test_file_in_a_checkpoint_that_may_hold_a_state_is_listed(store, out, name):
+    file = out / "checkpoint-4" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"position": 3}')
+    assert set(store.import_from(out).left_out) == {f"checkpoint-4/{name}"}
+
+
+@pytest.mark.parametrize("name", ["sampler.json", "replay.csv"])
+def test_folder_of_one_checkpoint_is_accounted_for_alike(store, out, name):
+    (out / "checkpoint-4" / "inner").mkdir()
+    for folder in (out / "checkpoint-4", out / "checkpoint-4" / "inner"):
+        (folder / name).write_text("3")
+    assert set(store.import_from(out / "checkpoint-4").left_out) == {name, f"inner/{name}"}
+
+
+def test_settings_tokenizers_and_logs_are_not_listed(store, out):
+    names = (
+        "config.json", "generation_config.json", "adapter_config.json", "preprocessor_config.json", "config.yaml",
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+        "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "spiece.model", "model_index.json",
+        "all_results.json", "train_results.json", "eval_results.json", "hparams.yaml", "training_args.json",
+        "requirements.txt", "README.md", "LICENSE", "latest", "done", "metrics.csv", "train_log.txt", "zero_to_fp32.py",
+        "config_sentence_transformers.json", "modules.json",
+    )  # fmt: skip
+    for folder in (out / "checkpoint-2", out / "checkpoint-4"):
+        for name in names:
+            (folder / name).write_text("{}" if name != "latest" else folder.name)
+    assert dict(store.import_from(out).left_out) == {}
+
+
+def test_texts_and_tables_outside_of_checkpoints_are_not_listed(store, out):
+    (out / "data").mkdir()
+    for name in ("samples.json", "data/train.csv", "data/notes.txt"):
+        (out / name).write_text("x")
+    assert dict(store.import_from(out).left_out) == {}
+
+
 def test_many_files_of_one_reason_are_one_line(store, out):
     (out / "data").mkdir()
     for number in range(20):
