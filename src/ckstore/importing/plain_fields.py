@@ -16,7 +16,7 @@ from ckstore.importing.inert_pickle import Record, Symbol
 from ckstore.importing.python_leaves import CONTAINERS, container_of, leaf_of
 from ckstore.tree import Path, place_of
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
 # Of what may be in a field, these are stored as they are.
 _STORED_TYPES = frozenset({("torch", "dtype"), ("torch", "device"), ("torch", "Size")})
@@ -160,8 +160,8 @@ class PlainFields:
 
     def _fields(self, item: Any, plain: Callable[[Any], Any]) -> Any:
         name = self._name_of(item) or ""
-        if name.endswith(("multiarray._reconstruct", "multiarray.scalar")):
-            return _numpy_thing(item)
+        if name.endswith(("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")):
+            return _numpy_thing(item, plain)
         items, pairs = (item.items, item.pairs) if isinstance(item, Record) else ([], [])
         states = item.state if isinstance(item.state, tuple) and len(item.state) == 2 else (item.state,)
         if not all(state is None or isinstance(state, dict) for state in states):
@@ -170,7 +170,7 @@ class PlainFields:
         if fields and items:
             raise _NotPlainError
         arguments = self._arguments_of(item)
-        if fields or items or not arguments or name in CONTAINERS:
+        if fields or items or name in CONTAINERS:
             return self._with_arguments(item, name, [plain(each) for each in items] if items else fields)
         made = tuple(plain(argument) for argument in arguments)
         if name.startswith("pathlib.") and all(isinstance(part, str) for part in made):
@@ -178,7 +178,9 @@ class PlainFields:
         if name == "_codecs.encode" and len(made) == 2 and made[1] in ("latin1", "latin-1"):
             return made[0].encode("latin1")
         leaf = leaf_of(name, made)
-        return leaf if leaf is not None else made[0] if len(made) == 1 else list(made)
+        if leaf is not None or not made:
+            return {} if leaf is None else leaf
+        return made[0] if len(made) == 1 else list(made)
 
     def _arguments_of(self, item: Any) -> tuple[Any, ...]:
         """Return with what an object was to be made, beyond its class."""
@@ -248,20 +250,23 @@ def _with_members(item: Any, members: list[Any]) -> Any:
     return made if len(made) == len(members) else sorted(members, key=repr)
 
 
-def _numpy_thing(item: Any) -> Any:
+def _numpy_thing(item: Any, plain: Callable[[Any], Any]) -> Any:
     """Return the array or the scalar that a pickle describes, of plain numbers."""
     import numpy as np
 
     try:
-        if item.state is None:
-            (dtype, content), shape, is_fortran = item.arguments, (), False
+        if len(item.arguments) == 4:
+            # As the pickles of protocol 5 have it.
+            content, dtype, shape, layout = item.arguments
+        elif item.state is None:
+            (dtype, content), shape, layout = item.arguments, None, "C"
         else:
             _, shape, dtype, is_fortran, content = item.state
+            layout = "F" if is_fortran else "C"
         if _NUMPY_DTYPE.fullmatch(dtype.arguments[0]) is None:
             raise _NotPlainError
         order = dtype.state[1] if dtype.state else "<"
-        made: Any = np.frombuffer(content, np.dtype(dtype.arguments[0]).newbyteorder(order))
-        made = made.reshape(shape, order="F" if is_fortran else "C").copy(order="K")
-        return made if item.state is not None else made[()]
+        made: Any = np.frombuffer(plain(content), np.dtype(dtype.arguments[0]).newbyteorder(order))
+        return made[0] if shape is None else made.reshape(shape, order=layout).copy(order="K")
     except (TypeError, ValueError, IndexError, AttributeError):
         raise _NotPlainError from None

@@ -7,8 +7,10 @@ import datetime
 import decimal
 import enum
 import fractions
+import pathlib
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,6 +200,10 @@ def test_keys_that_would_become_one_are_refused(imported):
         frozenset({1, (2, "a")}),
         {frozenset({1}), 2},
         b"\xff",
+        b"",
+        bytearray(),
+        set(),
+        frozenset(),
     ],
 )  # fmt: skip
 def test_leaves_of_python_are_taken_as_they_are(store, tmp_path, leaf, protocol):
@@ -205,6 +211,26 @@ def test_leaves_of_python_are_taken_as_they_are(store, tmp_path, leaf, protocol)
     report = store.import_from(tmp_path / "step_1.pkl")
     assert difference(store.restore(1), {"step": 1, "leaf": [leaf]}) is None
     assert not report.entries[0].warnings
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array([True, False]),
+        np.array([1, 2], ">i4"),
+        np.zeros((0, 3)),
+        np.array(2.5),
+        np.float32(1.5),
+        np.int64(3),
+    ],
+)
+def test_arrays_of_every_protocol_are_taken(store, tmp_path, array, protocol):
+    (tmp_path / "step_1.pkl").write_bytes(pickle.dumps({"step": 1, "array": array}, protocol))
+    store.import_from(tmp_path / "step_1.pkl")
+    assert difference(store.restore(1)["array"], array) is None
 
 
 @pytest.mark.parametrize("leaf", [datetime.date(2024, 1, 2), 1 + 2j, range(3), decimal.Decimal("0.1"), frozenset({1})])
@@ -216,8 +242,14 @@ def test_leaves_of_python_in_files_of_torch_are_taken_as_they_are(store, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("item", "form"), [(Kind.TRAIN, "a plain value of type str"), (Kind.PAIR, "a plain value of type tuple")]
+    ("item", "form"),
+    [
+        (Kind.TRAIN, "type str"),
+        (Kind.PAIR, "type tuple"),
+        (pathlib.Path(), "type str"),
+        (pathlib.Path("a"), "type str"),
+    ],
 )
 def test_notes_say_what_a_value_has_become(imported, item, form):
     _, entry = imported({"here": item})
-    assert f"it is stored as {form}." in entry.warnings[0]
+    assert f"it is stored as a plain value of {form}." in entry.warnings[0]
