@@ -17,12 +17,13 @@ Invariants:
 
 from __future__ import annotations
 
+from operator import ne
 from typing import Any
 
 import numpy as np
 
 from ckstore.errors import MalformedError
-from ckstore.tree import KEY_INT_MAX, KEY_INT_MIN, PACKED_NUMBERS, PACKED_PLAIN
+from ckstore.tree import DEPTH_MAX, KEY_INT_MAX, KEY_INT_MIN, PACKED_NUMBERS, PACKED_PLAIN
 
 NUMBERS_MIN = 1024
 """A list or tuple of numbers from this length on is stored as an array."""
@@ -32,6 +33,11 @@ PLAIN_MIN = 8192
 
 COUNT_MAX = 1 << 16
 """Ints that are stored as a count; the parameters of an optimizer are numbered so, and readers want to see these."""
+
+_SPELLED_MAX = 10_000_000
+"""Most values of which ``spelled`` makes a text."""
+
+_SPELLED = frozenset((type(None), bool, int, float, complex, str, bytes, list, tuple, dict))
 
 (COUNT, NUMBERS), PLAIN = PACKED_NUMBERS, PACKED_PLAIN
 _TUPLE = ":tuple"
@@ -78,3 +84,32 @@ def unpack(name: str, child: Any) -> Any:
     if stem == NUMBERS and isinstance(child, np.ndarray) and child.ndim == 1 and child.dtype.str in _DTYPES.values():
         return kind(child.tolist())
     raise MalformedError("a list of numbers is not what its name says", where=repr(name[:80]))
+
+
+def spelled(value: object) -> str | None:
+    """Return a text that no other value has, nor an equal one of another type; None: there is no such text.
+
+    This is many times faster than to build a tree.
+    """
+    level: list[Any] = [value]
+    for _ in range(DEPTH_MAX):
+        if not level:
+            try:
+                return repr(value)
+            except ValueError:
+                # Python refuses to write very long integers in decimal.
+                return None
+        kinds = set(map(type, level))
+        # Objects of other types spell themselves as they like, and all NaNs alike.
+        if not kinds <= _SPELLED or (kinds & {float, complex} and any(map(ne, level, level))):
+            return None
+        inner: list[Any] = []
+        for each in level if kinds & {list, tuple, dict} else ():
+            if type(each) in (list, tuple, dict):
+                inner += each
+                if type(each) is dict:
+                    inner += each.values()
+            if len(inner) > _SPELLED_MAX:
+                return None
+        level = inner
+    return None

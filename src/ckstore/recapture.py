@@ -7,7 +7,7 @@ allocation lies, is compared with what was there.
 Invariants:
 - What is returned equals what ``capture`` would return, whatever has changed. Plain values may, and tensors that share
   their allocation with no other one may have moved; on anything else the whole state is taken apart anew.
-- Between two captures no tensor is kept alive.
+- Between two captures no tensor is kept alive. The bytes of long plain values are, since making them takes long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckstore.capture import (
 from ckstore.leaves import BytesAdapter, NumpyAdapter
 from ckstore.memory_spans import Spans, SpanShape, fixed_starts_of
 from ckstore.named_types import is_found
-from ckstore.packed import COUNT, NUMBERS_MIN, PLAIN, pack_numbers
+from ckstore.packed import COUNT, NUMBERS_MIN, PLAIN, pack_numbers, spelled
 from ckstore.tensor import LeafAdapter, Sights, TensorLeaf
 from ckstore.tree import BUILT_IN, ConvertedNode, DictNode, ListNode, Node, TensorNode, TupleNode, ValueNode
 from ckstore.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
@@ -107,6 +107,8 @@ class _Memo:
         self.warnings = tuple(captured.warnings)
         self.order: list[int] = []
         """The number of each tensor in the order of a walk, once for each place where it is."""
+        self.contents: dict[int, tuple[str, object]] = {}
+        """The bytes of long plain values by their number, each behind what ``packed.spelled`` says of the value."""
         self.only_tensors: dict[int, tuple[Node, ...]] = {}
         """Children that are all tensors, by their id."""
         self._survey(captured.tree)
@@ -384,7 +386,7 @@ class _Again:
         if type(item) is str and node.name == LONG_TEXT and len(item) >= LONG_NBYTES_MIN:
             child = self._node(item.encode("utf-8", "surrogatepass"), node.child)
         elif node.name.startswith(BUILT_IN):
-            child = self._node(self._taken(item, node.name), node.child)
+            child = self._node(self._taken(item, node), node.child)
         else:
             converter = converter_for(type(item))
             if converter is None or converter.name != node.name:
@@ -392,10 +394,11 @@ class _Again:
             child = self._node(self._asked.ask(item, converter.to_state), node.child)
         return node if child is node.child else ConvertedNode(node.name, child)
 
-    def _taken(self, item: Any, name: str) -> object:
+    def _taken(self, item: Any, node: ConvertedNode) -> object:
         """Return what a leaf is made of, that is stored under the same name as before."""
-        if name == PLAIN:
-            return self._long_plain(item)
+        name = node.name
+        if name == PLAIN and isinstance(node.child, TensorNode):
+            return self._long_plain(item, node.child.tensor)
         if type(item) in (list, tuple):
             # Of an optimizer only counts are packed, and those were packed here before.
             taken = pack_numbers(item, only_counts=name.startswith(COUNT))
@@ -407,12 +410,18 @@ class _Again:
             raise _ChangedError
         return taken[1]
 
-    def _long_plain(self, item: object) -> object:
-        """Return the bytes of a long plain value."""
+    def _long_plain(self, item: object, number: int) -> object:
+        """Return the bytes of a long plain value; the same ones as before if it has not changed."""
+        text = spelled(item)
+        known = self._memo.contents.get(number)
+        if known is not None and known[0] == text:
+            return known[1]
         walk = Walk(self._libraries, Asked())
         node = walk.node_of(item, ("",))
         if not isinstance(node, ConvertedNode) or node.name != PLAIN or list(walk.left_out.sentences()):
             raise _ChangedError
+        if text is not None:
+            self._memo.contents[number] = text, walk.items[0]
         return walk.items[0]
 
     def _answer(self, item: object, node: Node) -> Node:

@@ -5,10 +5,13 @@ Each test changes a state in one way, and compares what is told of it with a cap
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
 import random
+import struct
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -385,3 +388,82 @@ def test_warnings_of_one_commit_do_not_reach_the_next():
     state, recapture = {"tensor": torch.ones(2)}, Remembering()
     recapture.capture(state, [TorchAdapter()]).warnings.append("for this one")
     assert recapture.capture(state, [TorchAdapter()]).warnings == []
+
+
+LONG = {
+    "text": [f"file-{number}" for number in range(60)],
+    "mixed": [None, *range(60)],
+    "dict": {f"key {number}": number / 7 for number in range(60)},
+    "pairs": [(number, str(number)) for number in range(40)],
+    "nested": {"a": [{"b": (number, [True, b"raw", 1j])} for number in range(40)]},
+}
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Have values of a few dozens be long ones."""
+    monkeypatch.setattr("ckstore.capture.PLAIN_MIN", 50)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("value", LONG.values(), ids=LONG)
+def test_a_long_plain_value_that_did_not_change_is_not_taken_apart_again(value, monkeypatch):
+    state, recapture = {"x": {"long": value, "step": 0}, "w": torch.ones(2), "twin": copy.deepcopy(value)}, Recapture()
+    for _ in range(2):
+        recapture.capture(state, [TorchAdapter()])
+    with monkeypatch.context() as patch:
+        patch.setattr("ckstore.capture.encode_tree", None)
+        for step in range(3):
+            state["x"] = {"long": copy.deepcopy(value), "step": step}
+            found = recapture.capture(state, [TorchAdapter()])
+    anew = capture(state, [TorchAdapter()])
+    assert (found.tree, found.tensors) == (anew.tree, anew.tensors)
+    contents = [[bytes(each.read(0, each.nbytes)) for each in captured.storages] for captured in (found, anew)]
+    assert contents[0] == contents[1]
+
+
+class Text(str):
+    """Cannot be stored."""
+
+    __slots__ = ()
+
+
+ALIKE = {
+    "truth": [0, False, 0.0, -0.0, 0j, np.int64(0), np.float64(0.0), np.bool_(False), b"\0" * 8, bytearray(8)],
+    "nan": [math.nan, struct.unpack("<d", b"\1" + struct.pack("<d", math.nan)[1:])[0], np.float64(math.nan)],
+    "raw": [b"xyz", bytearray(b"xyz"), "xyz", "xy\ud800", np.bytes_(b"xyz"), np.frombuffer(b"xyz", np.uint8)],
+    "items": [[1, 2], (1, 2), {1, 2}, frozenset({1, 2}), [1, True], [True, 2], deque([1, 2])],
+    "dict": [{"a": 1, "b": 2}, {"b": 2, "a": 1}, OrderedDict(a=1, b=2), Counter(a=1, b=2), {"a": True, "b": 2}],
+    "keys": [{1: 2}, {True: 2}, {1.0: 2}, {"1": 2}, {(1,): 2}, {None: 2}],
+    "complex": [0j, -0j, complex(0.0, -0.0), complex(-0.0, 0.0), complex(math.nan, 0), "0j"],
+    "long": [1 << 20_000, -1 << 20_000, (1 << 20_000) + 1, 1 << 63, "\\ud800", "\ud800", "'", '"'],
+    "kept": [None, Ellipsis, "None", Text("None"), int],
+}
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("values", ALIKE.values(), ids=ALIKE)
+def test_long_plain_values_that_look_alike_are_told_apart(values):
+    def told(take, value):
+        try:
+            captured = take({"x": [value, *["more"] * 60], "w": np.ones(2)})
+        except UsageError as error:
+            return str(error)
+        return captured.tree, captured.tensors, [bytes(each.read(0, each.nbytes)) for each in captured.storages]
+
+    for before in values:
+        for after in values:
+            recapture = Recapture()
+            for value in (before, before, after, after, before):
+                assert told(recapture.capture, value) == told(capture, value)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_long_plain_value_that_begins_to_hold_itself_is_refused():
+    items = ["word"] * 60
+    recapture = Recapture()
+    for _ in range(3):
+        recapture.capture({"x": items})
+    items[5:] = [items] * 60
+    with pytest.raises(UsageError, match="holds itself"):
+        recapture.capture({"x": items})
