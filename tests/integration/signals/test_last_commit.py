@@ -371,12 +371,18 @@ def killed_worker(number, frame):
         raise RuntimeError(f"a worker is killed by signal: {signal.strsignal(info.si_status)}")
 
 def forked():
+    ready, say_ready = os.pipe()
     pid = os.fork()
     if pid == 0:
         # Nobody who reads what the trainer says waits for it.
         os.closerange(1, 3)
+        os.write(say_ready, b"1")
         time.sleep(600)
         os._exit(0)
+    # Python drops a signal that comes to a child before it has left os.fork.
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(say_ready)
     return pid
 
 def end(*pids):

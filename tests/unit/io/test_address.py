@@ -31,12 +31,15 @@ SECRETS = {
 }
 
 
-@pytest.mark.parametrize("text", MISTYPED)
-@pytest.mark.parametrize("kind", [str, Path])
+# A path keeps one of two slashes, and what is left of some of them is a folder's name.
+MISTYPED_PATHS = [text for text in MISTYPED if not str(Path(text)).startswith(("s3/", "az/"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [*((str, text) for text in MISTYPED), *((Path, text) for text in MISTYPED_PATHS)]
+)
 def test_what_begins_as_an_address_is_no_folder(tmp_path, monkeypatch, text, kind):
     monkeypatch.chdir(tmp_path)
-    if kind is Path and str(Path(text)).startswith(("s3/", "az/")):
-        pytest.skip("a path keeps one of two slashes, and then it is a folder's name")
     with pytest.raises(UnsupportedError, match=r"s3://bucket/prefix \(gs, az\)"):
         ckstore.open(kind(text))
     with ckstore.open(MemoryBackend()) as store, pytest.raises(UnsupportedError):
