@@ -13,11 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckstore.distance import Distance
 from ckstore.errors import BoundError
 from ckstore.format.fidelity import EXACT_FIDELITY, Loss
 from ckstore.lossy import LossyTensor
 from ckstore.lossy_methods import numbers_of, word_of
 from ckstore.pairing import AdamConstants, Role
+from ckstore.quant.bound import Errors
 from ckstore.quant.settings import Residual, WeightSettings
 
 SPIKE_MAX = 10.0
@@ -47,8 +49,10 @@ class Fate:
         tensor: What it is; None for the rounding of a weight.
         stored_nbytes: Payload bytes.
         u_max: Greatest quotient of the first moment and the root of the second.
-        sum_sq_change: Sum of the squares of a weight's changes, where they were quantized.
-        sum_sq_raised: The part of the error that comes from second moments which are too small to be told.
+        sq_errors: Sum of the squares of each chunk's errors.
+        sq_values: The same of its values.
+        sq_changes: The same of a weight's changes, where they were quantized.
+        sq_raised: The part of the error that comes from second moments which are too small to be told.
         failure: Why it is stored exactly after all; empty: it is not.
         is_bound: The failure is a bound of the policy.
         methods: How its chunks came out.
@@ -57,10 +61,10 @@ class Fate:
     tensor: LossyTensor | None
     count: int = 0
     max_abs: float = 0.0
-    sum_sq_error: float = 0.0
-    sum_sq_value: float = 0.0
-    sum_sq_change: float = 0.0
-    sum_sq_raised: float = 0.0
+    sq_errors: list[float] = field(default_factory=list)
+    sq_values: list[float] = field(default_factory=list)
+    sq_changes: list[float] = field(default_factory=list)
+    sq_raised: list[float] = field(default_factory=list)
     kept_count: int = 0
     stored_nbytes: int = 0
     u_max: float = 0.0
@@ -72,6 +76,32 @@ class Fate:
         """Let it be stored exactly; the first reason stands."""
         if not self.failure:
             self.failure, self.is_bound = why, is_bound
+
+    def add(self, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+        """Add the errors of one chunk, and how it was quantized."""
+        self.methods.update([method] if method else [])
+        self.u_max = max(self.u_max, u_max)
+        if isinstance(errors, Distance):
+            self.sq_errors.append(errors.sum_sq_difference)
+            self.kept_count += errors.changed_count
+        else:
+            self.sq_errors.append(errors.sum_sq_error)
+            self.sq_changes.append(errors.sum_sq_change)
+            self.kept_count += errors.kept_count
+        self.count += errors.count
+        # What no number tells is off by more than any.
+        self.max_abs = math.inf if math.isnan(errors.max_abs) else max(self.max_abs, errors.max_abs)
+        self.sq_values.append(errors.sum_sq_value)
+
+    @property
+    def sum_sq_error(self) -> float:
+        """Sum of the squares of the errors."""
+        return _sum_in_any_order(self.sq_errors)
+
+    @property
+    def sum_sq_value(self) -> float:
+        """Sum of the squares of the values."""
+        return _sum_in_any_order(self.sq_values)
 
     @property
     def rel_rms(self) -> float:
@@ -107,6 +137,11 @@ class Fate:
             spike=self.spike,
             numbers={} if settings is None else numbers_of(settings, self.methods),
         )
+
+
+def _sum_in_any_order(terms: list[float]) -> float:
+    """Return the same sum whichever thread coded its chunk first: it is stored, and compared with bounds."""
+    return sum(sorted(terms))
 
 
 def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
@@ -178,9 +213,9 @@ def judge(
     for fate in fates.values():
         if fate.tensor is not None:
             _judge_one(fate, fate, residual)
-            if fate.sum_sq_raised > _RAISED_SHARE_MAX * fate.sum_sq_value:
+            if _sum_in_any_order(fate.sq_raised) > _RAISED_SHARE_MAX * fate.sum_sq_value:
                 fate.fail(_RAISED[fate.tensor.role])
-            is_anew = fate.sum_sq_change > _CHANGE_MAX * fate.sum_sq_value
+            is_anew = _sum_in_any_order(fate.sq_changes) > _CHANGE_MAX * fate.sum_sq_value
             if is_anew and isinstance(fate.tensor.settings, WeightSettings):
                 fate.fail("it has changed by more than there is of it, so that its base tells nothing of it")
     for rounded, master in masters.items():

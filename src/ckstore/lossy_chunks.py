@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -249,24 +248,12 @@ class LossyChunkWriter(ChunkWriter):
         """Add the errors of one chunk to those of its tensor, and how it was quantized."""
         fate = self._fates[self._storage_of(index)]
         with self._guard:
-            fate.methods.update([method] if method else [])
-            fate.u_max = max(fate.u_max, u_max)
-            if isinstance(errors, Distance):
-                fate.sum_sq_error += errors.sum_sq_difference
-                fate.kept_count += errors.changed_count
-            else:
-                fate.sum_sq_error += errors.sum_sq_error
-                fate.sum_sq_change += errors.sum_sq_change
-                fate.kept_count += errors.kept_count
-            fate.count += errors.count
-            # What no number tells is off by more than any.
-            fate.max_abs = math.inf if math.isnan(errors.max_abs) else max(fate.max_abs, errors.max_abs)
-            fate.sum_sq_value += errors.sum_sq_value
+            fate.add(errors, u_max=u_max, method=method)
 
     def note_raised(self, index: int, sum_sq_error: float) -> None:
         """Add the error of what goes with second moments that are too small to be told."""
         with self._guard:
-            self._fates[self._storage_of(index)].sum_sq_raised += sum_sq_error
+            self._fates[self._storage_of(index)].sq_raised.append(sum_sq_error)
 
     def fail(self, index: int, why: str) -> None:
         """Let the tensor of a chunk be stored exactly."""

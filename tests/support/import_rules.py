@@ -78,7 +78,7 @@ ALLOWED = {
     "lossy_methods": CORE | {"lossy", "lossy_directions", "lossy_forms"},
     "diverged": CORE | {"capture", "distance", "lossy"},
     "lossy_warnings": CORE | {"capture", "diverged", "lossy"},
-    "fates": CORE | {"lossy", "lossy_methods", "pairing"},
+    "fates": CORE | {"distance", "lossy", "lossy_methods", "pairing"},
     "survey": CORE | {"choice", "bases"},
     "basing": CORE | {"capture", "choice", "bases", "masters", "survey", "lossy", "lossy_plan"},
     "decoder": CORE,

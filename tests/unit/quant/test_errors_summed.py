@@ -1,0 +1,22 @@
+"""The errors of a tensor are the same whichever of its chunks is quantized first."""
+
+import itertools
+
+from ckstore.distance import Distance
+from ckstore.fates import Fate
+from ckstore.quant.bound import Errors
+
+
+def test_a_loss_does_not_depend_on_which_chunk_was_ready_first():
+    chunks = [
+        Errors(count, max_abs=0.1 * count, sum_sq_error=0.1 * count, sum_sq_value=0.7 / count, sum_sq_change=0.3)
+        for count in (1, 2, 3, 7)
+    ]
+    losses = set()
+    for order in itertools.permutations([*chunks, Distance(5, 4, 0.2, sum_sq_difference=0.13, sum_sq_value=0.9)]):
+        fate = Fate(None)
+        for errors in order:
+            fate.add(errors, u_max=errors.max_abs, method="grid")
+        loss = fate.loss(0, bits=1.0)
+        losses.add((fate.rel_rms, loss.rms_error, loss.rms_value, loss.max_abs, loss.kept))
+    assert len(losses) == 1
