@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 if TYPE_CHECKING:
-    from ckstore.forms import Encoded
+    from ckstore.codec.chunk_codec import Encoded
 
 Work = Callable[[memoryview, int], object]
 """Called with a piece, and where it begins in all of them."""
@@ -47,10 +47,10 @@ def hashing() -> Work:
 
 def coding(piece_nbytes: int) -> Callable[[memoryview, int], Encoded]:
     """Return what codes a piece as ``fast`` does, without a base."""
-    from ckstore import forms
+    from ckstore.codec import chunk_codec
 
-    scratch = forms.Scratch(piece_nbytes)
-    return lambda piece, begin: forms.encode(piece, width=4, is_float=True, compression="fast", scratch=scratch)
+    scratch = chunk_codec.Scratch(piece_nbytes)
+    return lambda piece, begin: chunk_codec.encode(piece, width=4, is_float=True, compression="fast", scratch=scratch)
 
 
 def writing(descriptor: int) -> Work:

@@ -156,7 +156,7 @@ def async_pages(bench: Bench) -> Result:
         result.unusable["ckstore"] = bench.has_ckstore
         return result
     machine.check_space(bench.folder, int(3.5 * nbytes))
-    from ckstore.saver.shared_pages import Mapping
+    from ckstore.background.arena import Mapping
 
     def committing(*, is_huge: bool, is_prewarmed: bool) -> Participant:
         def run() -> Sample:

@@ -12,7 +12,7 @@ import numpy as np
 from bench import coders
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench, gigabytes_per_second
-from ckstore.kernels import on_numpy, plane_bound
+from ckstore.codec.kernels import plane_bound, reference
 
 PLANE_NBYTES = 1 << 20
 """What a chunk of 4 MiB of fp32 has of each plane."""
@@ -40,8 +40,8 @@ def coder_loops(bench: Bench) -> Result:
     participants: dict[str, Participant] = {}
     native, planes = _native.coder_loops(), _planes()
     for loops in [*native, "numpy"]:
-        dense: tuple[Encode, Decode] = on_numpy.encode_plane, on_numpy.decode_plane
-        sparse: tuple[Encode, Decode] = on_numpy.encode_sparse, partial(_with_bits, on_numpy.decode_sparse, bits)
+        dense: tuple[Encode, Decode] = reference.encode_plane, reference.decode_plane
+        sparse: tuple[Encode, Decode] = reference.encode_sparse, partial(_with_bits, reference.decode_sparse, bits)
         if loops != "numpy":
             dense = partial(_native.encode_plane_by, loops), partial(_native.decode_plane_by, loops)
             decode = partial(_native.decode_sparse_by, loops)

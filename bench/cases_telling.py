@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from bench.measure import Participant, Result, Sample, interleave
 from bench.workbench import Bench
-from ckstore.adapters import cuda_runtime
-from ckstore.adapters.staging_cuda import CudaCopies, pin
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
-from ckstore.kernels import on_numpy
-from ckstore.saver.arena import Arena
-from ckstore.staging.stowage import DEVICE_LAZY, stow
+from ckstore.background import cuda
+from ckstore.background.arena import Arena
+from ckstore.background.arena_layout import DEVICE_LAZY, stow
+from ckstore.background.cuda import CudaCopies, pin
+from ckstore.codec.kernels import reference
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import TorchAdapter
 
 TENSOR_COUNT = 401
 """As the state of ``stall_gpu_guarded`` has."""
@@ -47,7 +47,7 @@ def telling_devices(bench: Bench) -> Result:
     result.setting = {"tensors": TENSOR_COUNT, "tensor_nbytes": TENSOR_NBYTES, "device": str(place)}
     state = [torch.ones(TENSOR_NBYTES, dtype=torch.uint8, device=place) for _ in range(TENSOR_COUNT)]
     with _copies(state) as copies, _stream(place) as stream:
-        function = cuda_runtime.address_of_copy() if is_there else _address_of_nothing()
+        function = cuda.address_of_copy() if is_there else _address_of_nothing()
         if function is None:
             raise RuntimeError("the runtime of this torch cannot be told without torch")
 
@@ -55,7 +55,7 @@ def telling_devices(bench: Bench) -> Result:
             copies._begin(copies._runs, table, None)
 
         def by_numpy(table: NDArray[np.uint64]) -> None:
-            _check(on_numpy.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
+            _check(reference.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))
 
         def by_native(table: NDArray[np.uint64]) -> None:
             _check(_native.launch_copies(function, table.data, _DEVICE_TO_HOST, stream))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckstore.io.ring_support import refuse_where_it_kills
+from ckstore.io.direct_io import refuse_where_it_kills
 
 BLOCK_NBYTES = 4 << 20
 DEPTHS = (4, 8, 16, 32)

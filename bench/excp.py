@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckstore import kernels, lossy_grids
-from ckstore.codec.scratch import Scratch
-from ckstore.lossy_grids import CODEBOOK, GRID, Made
-from ckstore.quant import factors
-from ckstore.quant.codebook import SYMBOL_COUNT
+from ckstore.codec import kernels
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.quant import geometry, grid_chunks
 from ckstore.quant.geometry import ChunkShape, Grid
-from ckstore.quant.grid import NO_ESCAPES, Quantized, choose_contexts, squares_of
+from ckstore.quant.grid import NO_ESCAPES, SYMBOL_COUNT, Quantized, choose_contexts, squares_of
+from ckstore.quant.grid_chunks import CODEBOOK, GRID, Made
 
 _BIN_COUNT = 1 << 13
 _TURNS = 30
@@ -72,7 +71,7 @@ def encode_weights(
         return None
     threshold = pruning.threshold_of(np.frombuffer(values, np.float32), second_mean)
     found = _quantized(values, symbols, grid, threshold, pruning.bits)
-    return lossy_grids.encode(GRID, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
+    return grid_chunks.encode(GRID, found, plain, base, shape, grid, scratch=scratch, reconstruction=reconstruction)
 
 
 def encode_moment(
@@ -92,13 +91,13 @@ def encode_moment(
     np.frombuffer(values, np.float32)[~keep] = 0.0
     found = _quantized(values, symbols, grid, 0.0, pruning.bits)
     how = {"scratch": scratch, "reconstruction": reconstruction}
-    return lossy_grids.encode(CODEBOOK, found, plain, memoryview(b""), shape, grid, **how)
+    return grid_chunks.encode(CODEBOOK, found, plain, memoryview(b""), shape, grid, **how)
 
 
 def _quantized(values: memoryview, symbols: memoryview, grid: Grid, threshold: float, bits: int) -> Quantized:
     """Write the symbols of fp32 values."""
     clusters = clusters_of(np.frombuffer(values, np.float32), threshold, (1 << bits) - 1)
-    rows, cols = factors.ones(grid.row_count), factors.ones(grid.row)
+    rows, cols = geometry.ones(grid.row_count), geometry.ones(grid.row)
     edges = (rows.values().data, cols.values().data)
     kernels.bin_values(values, *edges, clusters.bounds.data, symbols, grid.row, grid.phase)
     counts = np.empty(256, np.uint32)

@@ -22,11 +22,11 @@ from obstore.store import from_url
 import ckstore
 from bench import machine
 from bench.measure import Result, Sample, interleave, save, show
-from ckstore.io import remote
-from ckstore.io.remote_options import RemoteOptions
-from ckstore.keeping import keep
-from ckstore.testing.fault_proxy import FaultProxy, fault_proxy
-from ckstore.testing.s3_server import s3_server
+from ckstore.io.remote import client
+from ckstore.io.remote.options import RemoteOptions
+from ckstore.verbs.maintenance import keep
+from support.fault_proxy import FaultProxy, fault_proxy
+from support.s3_server import s3_server
 
 AT_ONCE = {"": RemoteOptions(), ", one at a time": RemoteOptions(reads_at_once=1)}
 
@@ -54,7 +54,7 @@ def planned(address: str, count: int) -> None:
 
 
 def measured(act: Callable[[], None], options: RemoteOptions, proxy: FaultProxy, ms: float) -> Sample:
-    remote.DEFAULT_OPTIONS = options
+    client.DEFAULT_OPTIONS = options
 
     def wait(number: int, method: str, path: str) -> str:
         time.sleep(ms / 1e3)

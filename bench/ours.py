@@ -49,19 +49,19 @@ class Frames:
 
 def ckstore(arena: Arena) -> Coder:
     """Chunk by chunk: sample, choose for the whole tensor, encode into the arena; decode into the destination."""
-    from ckstore import forms, kernels
-    from ckstore.choice import TIE_SHARE
+    from ckstore.codec import chunk_codec, kernels
+    from ckstore.delta.cost_model import TIE_SHARE
 
-    scratch = forms.Scratch(CHUNK_NBYTES)
-    samples = [memoryview(bytearray(forms.SAMPLE_NBYTES)) for _ in range(2)]
+    scratch = chunk_codec.Scratch(CHUNK_NBYTES)
+    samples = [memoryview(bytearray(chunk_codec.SAMPLE_NBYTES)) for _ in range(2)]
 
     def is_delta_better(chunks: list[tuple[memoryview, memoryview]], width: int) -> bool:
         full = delta = 0.0
         for plain, base in chunks:
             new, old = samples[0], samples[1]
-            new, old = new[: forms.sample_of(plain, width, new)], old[: forms.sample_of(base, width, old)]
-            full += plain.nbytes * forms.estimate_full(new, width, True, scratch)
-            delta += plain.nbytes * forms.estimate_delta(new, old, width, True, scratch)
+            new, old = new[: chunk_codec.sample_of(plain, width, new)], old[: chunk_codec.sample_of(base, width, old)]
+            full += plain.nbytes * chunk_codec.estimate_full(new, width, True, scratch)
+            delta += plain.nbytes * chunk_codec.estimate_delta(new, old, width, True, scratch)
         return delta < full * (1 - TIE_SHARE)
 
     def encode(words: Words, base: Base) -> Frames:
@@ -73,11 +73,11 @@ def ckstore(arena: Arena) -> Coder:
         for index, plain in enumerate(plains):
             coded = None
             if bases:
-                coded = forms.encode_delta(
+                coded = chunk_codec.encode_delta(
                     plain, bases[index], width=width, is_float=True, compression="fast", scratch=scratch
                 )
             if coded is None:
-                coded = forms.encode(plain, width=width, is_float=True, compression="fast", scratch=scratch)
+                coded = chunk_codec.encode(plain, width=width, is_float=True, compression="fast", scratch=scratch)
             room, position = arena.take(coded.nbytes), 0
             for part in coded.parts:
                 kernels.copy_bytes(part, room[position : position + part.nbytes])
@@ -89,8 +89,8 @@ def ckstore(arena: Arena) -> Coder:
         width, places = destination.itemsize, _chunks(destination)
         bases = _chunks(base) if base is not None else []
         for index, (frame, place) in enumerate(zip(stored.chunks, places, strict=True)):
-            needs_base = forms.base_nbytes(frame.steps, frame.plain_nbytes)
-            forms.decode(
+            needs_base = chunk_codec.base_nbytes(frame.steps, frame.plain_nbytes)
+            chunk_codec.decode(
                 frame.payload,
                 frame.steps,
                 width=width,

@@ -22,9 +22,9 @@ import numpy as np
 from bench import excp
 from bench.resume_training import ROLES
 from bench.training import Arrays
-from ckstore.codec.scratch import Scratch
-from ckstore.lossy_grids import Made
+from ckstore.codec.byte_codecs import Scratch
 from ckstore.quant.geometry import ChunkShape
+from ckstore.quant.grid_chunks import Made
 
 Bits = dict[str, float]
 """Role (``w``, ``m``, ``v``) or ``exact`` -> bits of a whole state."""

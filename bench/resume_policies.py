@@ -21,14 +21,7 @@ from bench.excp import Pruning
 from bench.resume_baselines import Bits, Maker
 from bench.resume_training import MOMENTS, ROLES, Plan, Trained
 from bench.training import Arrays
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    LowRank,
-    Residual,
-    SecondMomentSettings,
-    TensorSettings,
-    WeightSettings,
-)
+from ckstore.config import FirstMomentSettings, LowRank, Residual, SecondMomentSettings, TensorSettings, WeightSettings
 
 KEYFRAME_EVERY = Residual().keyframe_every
 """One checkpoint in so many is exact, unless a policy says otherwise."""

@@ -25,7 +25,7 @@ Speeds = dict[str, dict[str, float]]
 
 def speeds(trained: Trained, *, rounds: int) -> Speeds:
     """Return MB/s of encoding and decoding by policy."""
-    from ckstore.quant.settings import Residual
+    from ckstore.config import Residual
 
     before, state = (trained.state(step) for step in trained.plan.chain[-2:])
     matrices = [name for name in baselines.names_of(state) if state[f"w/{name}"].ndim == 2]
@@ -62,27 +62,27 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _run(residual: Any, state: Arrays, before: Arrays, matrices: list[str]) -> tuple[float, float]:
     """Encode and decode every matrix once; return the seconds of both."""
-    from ckstore import lossy_forms
-    from ckstore.codec.scratch import Scratch
+    from ckstore.codec.byte_codecs import Scratch
+    from ckstore.quant import chunk_codec
 
     scratch, settings = Scratch(), residual.tensors
     encode = decode = 0.0
     for name in matrices:
         parts = {role: _bytes(state[f"{role}/{name}"]) for role in "wmv"}
         base = _bytes(before[f"w/{name}"])
-        shape = lossy_forms.ChunkShape.of(state[f"w/{name}"].shape, "float32")
+        shape = chunk_codec.ChunkShape.of(state[f"w/{name}"].shape, "float32")
         into = {role: memoryview(bytearray(len(parts[role]))) for role in "wmv"}
         for start in range(0, len(base), scratch.chunk_nbytes_max):
             piece = slice(start, start + scratch.chunk_nbytes_max)
-            at = lossy_forms.ChunkShape("float32", shape.row_nelements, start // 4 % shape.row_nelements)
+            at = chunk_codec.ChunkShape("float32", shape.row_nelements, start // 4 % shape.row_nelements)
             w, m, v, b = parts["w"][piece], parts["m"][piece], parts["v"][piece], base[piece]
             near_w, near_m, near_v = (into[role][piece] for role in "wmv")
             began = time.thread_time()
-            made = lossy_forms.encode_weights(w, b, at, settings.weights, scratch=scratch, reconstruction=near_w)
+            made = chunk_codec.encode_weights(w, b, at, settings.weights, scratch=scratch, reconstruction=near_w)
             weight = _kept(made)
-            made = lossy_forms.encode_second_moment(v, at, settings.second, scratch=scratch, reconstruction=near_v)
+            made = chunk_codec.encode_second_moment(v, at, settings.second, scratch=scratch, reconstruction=near_v)
             second = _kept(made)
-            made = lossy_forms.encode_first_moment(
+            made = chunk_codec.encode_first_moment(
                 m, v, near_v, at, settings.first, scratch=scratch, reconstruction=near_m
             )
             first = _kept(made)
@@ -90,8 +90,8 @@ def _run(residual: Any, state: Arrays, before: Arrays, matrices: list[str]) -> t
             out = memoryview(bytearray(len(w)))
             began, encode = time.thread_time(), encode + middle - began
             for (payload, steps), plain_base in ((weight, b), (second, None), (first, near_v)):
-                given = plain_base if lossy_forms.base_nbytes_of(steps, len(w)) else None
-                lossy_forms.decode(payload, steps, width=4, destination=out, scratch=scratch, base=given)
+                given = plain_base if chunk_codec.base_nbytes_of(steps, len(w)) else None
+                chunk_codec.decode(payload, steps, width=4, destination=out, scratch=scratch, base=given)
             decode += time.thread_time() - began
             assert out == near_m, f"{name} does not decode to what was made of it"
     return encode, decode

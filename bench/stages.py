@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.beside import held_bytes
-from ckstore import forms, kernels
+from ckstore.codec import chunk_codec, kernels
+from ckstore.commit.pipeline import identity_and_checksum
+from ckstore.commit.write_buffers import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 from ckstore.format.wire import new_xxh3
-from ckstore.pipeline import identity_and_checksum
-from ckstore.write_blocks import WRITE_BLOCK_NBYTES, WRITE_BLOCKS
 
 REST = "rest"
 CHUNK_NBYTES = 4 << 20
@@ -50,7 +50,7 @@ class Chunks:
         drawn = 1e-5 * np.random.default_rng(1).standard_normal(CHUNK_NBYTES // _WIDTH).astype(np.float32)
         for plain, base in zip(self._plain, self._base, strict=True):
             np.add(np.frombuffer(plain, np.float32), drawn, out=np.frombuffer(base, np.float32))
-        self._scratch = forms.Scratch(CHUNK_NBYTES)
+        self._scratch = chunk_codec.Scratch(CHUNK_NBYTES)
         self._room = memoryview(np.zeros(CHUNK_NBYTES, np.uint8))
         self._blocks = memoryview(np.zeros(WRITE_BLOCK_NBYTES * WRITE_BLOCKS, np.uint8))
         self._whole = [self._stored(self.code(number)) for number in range(count)]
@@ -67,15 +67,15 @@ class Chunks:
             "add to a base": lambda number: self._decode(self._residual[number], self._base[number]),
         }
 
-    def code(self, number: int) -> forms.Encoded:
+    def code(self, number: int) -> chunk_codec.Encoded:
         """Code a chunk whole, as ``fast`` does."""
         plain = self._plain[number]
-        return forms.encode(plain, width=_WIDTH, is_float=True, compression="fast", scratch=self._scratch)
+        return chunk_codec.encode(plain, width=_WIDTH, is_float=True, compression="fast", scratch=self._scratch)
 
-    def code_less_a_base(self, number: int) -> forms.Encoded:
+    def code_less_a_base(self, number: int) -> chunk_codec.Encoded:
         """Code what is left of a chunk when its base is subtracted."""
         how = {"width": _WIDTH, "is_float": True, "scratch": self._scratch}
-        encoded = forms.encode_delta(self._plain[number], self._base[number], compression="fast", **how)
+        encoded = chunk_codec.encode_delta(self._plain[number], self._base[number], compression="fast", **how)
         assert encoded is not None, "such a difference pays"
         return encoded
 
@@ -89,11 +89,11 @@ class Chunks:
             kernels.copy_bytes(piece, target)
             checksum.update(target)
 
-    def _stored(self, encoded: forms.Encoded) -> Stored:
+    def _stored(self, encoded: chunk_codec.Encoded) -> Stored:
         return Stored(encoded.steps, memoryview(b"".join(encoded.parts)))
 
     def _decode(self, stored: Stored, base: memoryview | None) -> None:
-        forms.decode(
+        chunk_codec.decode(
             stored.payload, stored.steps, width=_WIDTH, destination=self._room, scratch=self._scratch, base=base
         )
         new_xxh3().update(self._room)

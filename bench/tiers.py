@@ -22,7 +22,7 @@ from obstore.store import from_url
 import ckstore
 from bench import machine
 from bench.measure import Result, Sample, save, show
-from ckstore.testing.s3_server import S3Server, s3_server
+from support.s3_server import S3Server, s3_server
 
 TENSORS = 8
 RANGE = 4 << 20

@@ -26,11 +26,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import ckstore
-from ckstore import workers
-from ckstore.automatic_demotion import AutomaticDemotion
-from ckstore.automatic_gc import AutomaticGc
-from ckstore.io.engine_choice import choose_engine
+from ckstore import concurrency
+from ckstore.io.direct_io import choose_engine
 from ckstore.io.memory import MemoryBackend
+from ckstore.ops.scheduled import AutomaticDemotion, AutomaticGc
 
 pytest_plugins = ["support.reporting", "support.sampling_plugin"]
 
@@ -149,7 +148,7 @@ def disk_store(folder):
 def nothing_aside():
     """Run in the caller what ckstore runs on a thread of its own for the sake of Ctrl-C: half of a small restore."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(workers, "start_thread", lambda work: work())
+        monkeypatch.setattr(concurrency, "start_thread", lambda work: work())
         yield
 
 

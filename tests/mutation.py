@@ -35,15 +35,20 @@ from pathlib import Path
 MODULES: dict[str, list[str]] = {
     "format/frame.py": ["unit/format", "golden/test_format.py", "hostile/test_parsers.py"],
     "format/manifest.py": ["unit/format", "golden/test_format.py", "hostile/test_parsers.py"],
-    "store/packer.py": ["unit/store/test_packer.py", "unit/commit", "unit/store", "durability/test_failing_calls.py"],
+    "store/pack_writer.py": [
+        "unit/store/test_packer.py",
+        "unit/commit",
+        "unit/store",
+        "durability/test_failing_calls.py",
+    ],
     "store/manifests.py": ["unit/store", "durability/test_failing_calls.py", "durability/test_power_cut_states.py"],
     "store/lease.py": ["unit/store", "unit/background/test_lent_lease.py"],
-    "store/drop.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_collection.py"],
-    "store/gc.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_collection.py"],
+    "store/history.py": ["unit/ops/gc", "unit/store", "integration/test_history.py", "durability/test_collection.py"],
+    "ops/gc/collect.py": ["unit/ops/gc", "durability/test_gc_races.py", "durability/test_collection.py"],
     "commit.py": ["unit/commit", "integration/test_promises.py", "durability/test_failing_calls.py"],
     "chunks.py": ["unit/commit", "unit/restore", "integration/test_promises.py", "durability/test_failing_calls.py"],
-    "saver/arena.py": ["unit/background", "integration/background"],
-    "saver/server.py": ["unit/background", "integration/background"],
+    "background/arena.py": ["unit/background", "integration/background"],
+    "background/saver/server.py": ["unit/background", "integration/background"],
 }
 """Modules, below ``src/ckstore``, and the tests that concern each, below ``tests``, the nearest first."""
 

@@ -9,9 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckstore.advice import Advice
     from ckstore.api import Store, open
-    from ckstore.config import DemotePolicy, Policy, RepackPolicy
+    from ckstore.background.pending import Pending
+    from ckstore.config import (
+        DemotePolicy,
+        FirstMomentSettings,
+        LowRank,
+        Policy,
+        RepackPolicy,
+        Residual,
+        SecondMomentSettings,
+        TensorSettings,
+        WeightSettings,
+    )
     from ckstore.errors import (
         BackendError,
         BoundError,
@@ -30,37 +40,28 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from ckstore.info import Info
-    from ckstore.interval import AutoInterval
-    from ckstore.named_types import StandIn
-    from ckstore.pending import Pending
-    from ckstore.quant.settings import (
-        FirstMomentSettings,
-        LowRank,
-        Residual,
-        SecondMomentSettings,
-        TensorSettings,
-        WeightSettings,
-    )
-    from ckstore.receipt import Receipt
-    from ckstore.retention.policy import Retention
-    from ckstore.train_state import TrainState
-    from ckstore.values import register_converter
+    from ckstore.interval import Advice, AutoInterval
+    from ckstore.ops.gc.policy import Retention
+    from ckstore.results import Info, Receipt
+    from ckstore.state.named_types import StandIn
+    from ckstore.state.train_state import TrainState
+    from ckstore.state.values import register_converter
+
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "Retention": "retention.policy",
+    "Retention": "ops.gc.policy",
     "Store": "api",
     "open": "api",
-    "Advice": "advice",
+    "Advice": "interval",
     "AutoInterval": "interval",
-    "Pending": "pending",
+    "Pending": "background.pending",
     "DemotePolicy": "config",
     "Policy": "config",
     "RepackPolicy": "config",
-    "Info": "info",
-    "Receipt": "receipt",
+    "Info": "results",
+    "Receipt": "results",
     **dict.fromkeys(
         (
             "FirstMomentSettings",
@@ -70,11 +71,11 @@ _MODULE_OF = {
             "TensorSettings",
             "WeightSettings",
         ),
-        "quant.settings",
+        "config",
     ),
-    "StandIn": "named_types",
-    "TrainState": "train_state",
-    "register_converter": "values",
+    "StandIn": "state.named_types",
+    "TrainState": "state.train_state",
+    "register_converter": "state.values",
     "repair_store": "api",
     **dict.fromkeys(
         (

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckstore.api import Store
-    from ckstore.bases import Bases
-    from ckstore.handle import Handle
-    from ckstore.handover import Handover
-    from ckstore.saver.client import Saver
-    from ckstore.store.parts import Parts
+    from ckstore.background.client import Saver
+    from ckstore.background.commits import Handover
+    from ckstore.delta.base_cache import Bases
+    from ckstore.store.repository import Parts
+    from ckstore.verbs.reading import Handle
 
 
 def repository_of(store: Handle) -> Parts:

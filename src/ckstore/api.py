@@ -10,40 +10,44 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-from ckstore import history
-from ckstore.arguments import check_metrics, check_policy, check_step, check_tags
-from ckstore.background import loaded_adapters
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.config import DemotePolicy, EngineName, Limits, Policy, RepackPolicy
-from ckstore.demoting import Demoting, demotion_asked
-from ckstore.errors import BackendError, CkstoreError, CorruptError, MissingChunkError, NotFoundError, UsageError
-from ckstore.format.layout import check_name
-from ckstore.importer import Importing
-from ckstore.info import Info, require_exact
-from ckstore.io.address import backend_for
-from ckstore.io.backend import Backend
-from ckstore.keeping import Keeping, rules_given, trash_seconds_given
-from ckstore.repairing import Repairing, opened_copies
-from ckstore.reporting import Reporting
-from ckstore.store.parts import Parts, create_store, read_store_record
-from ckstore.store.references import (
-    Reference,
-    load_whole,
-    newest_whole,
-    resolve,
+from ckstore.config import (
+    DemotePolicy,
+    EngineName,
+    Limits,
+    Policy,
+    RepackPolicy,
+    check_metrics,
+    check_name,
+    check_policy,
+    check_step,
+    check_tags,
 )
+from ckstore.errors import BackendError, CkstoreError, CorruptError, MissingChunkError, NotFoundError, UsageError
+from ckstore.io.backend import Backend
+from ckstore.io.url import backend_for
+from ckstore.results import Info, require_exact
+from ckstore.state.tensors import LeafAdapter
+from ckstore.store import history
+from ckstore.store.refs import Reference, load_whole, newest_whole, resolve
+from ckstore.store.repository import Parts, create_store, read_store_record
 from ckstore.store.reserve import with_reserve
-from ckstore.tensor import LeafAdapter
-from ckstore.tiering import Tiering
+from ckstore.verbs.background import loaded_adapters
+from ckstore.verbs.demoting import Demoting, demotion_asked
+from ckstore.verbs.importing import Importing
+from ckstore.verbs.maintenance import Keeping, rules_given, trash_seconds_given
+from ckstore.verbs.repairing import Repairing, opened_copies
+from ckstore.verbs.reporting import Reporting
+from ckstore.verbs.tiers import Tiering
 
-# The stories and all they need are imported by the verbs that tell them: listing and tagging start at once.
 if TYPE_CHECKING:
-    from ckstore.capture import Captured
     from ckstore.format.manifest import Manifest
-    from ckstore.receipt import Receipt
-    from ckstore.repack import RepackReport
-    from ckstore.repair import RepairReport
-    from ckstore.retention.policy import Retention
+    from ckstore.ops.gc.policy import Retention
+    from ckstore.ops.repack import RepackReport
+    from ckstore.ops.repair import RepairReport
+    from ckstore.results import Receipt
+    from ckstore.state.capture import Captured
+
 
 _log = logging.getLogger("ckstore")
 
@@ -136,7 +140,7 @@ def repair_store(
         CapacityError: The disk is full; each checkpoint is as it was, or mended.
         UsageError: A source is another store.
     """
-    from ckstore.store.remake import record_or_remade, write_store_record
+    from ckstore.ops.repair import record_or_remade, write_store_record
 
     backend = backend_for(path, allow_shared_folder=allow_shared_folder)
     with opened_copies(sources, None) as copies:
@@ -194,8 +198,8 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             BackendError: The medium failed.
             CkstoreError: An earlier commit failed in the background, unasked for: this call did nothing; repeat it.
         """
-        from ckstore.commit import Request, commit
-        from ckstore.receipt import Stopwatch
+        from ckstore.commit.commit import Request, commit
+        from ckstore.results import Stopwatch
 
         number = check_step(step)
         checked_metrics, checked_tags = check_metrics(metrics), check_tags(tags)
@@ -310,7 +314,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             CorruptError: A checkpoint of the run is damaged.
             CapacityError: The disk is full; every checkpoint is in its old or its new form.
         """
-        from ckstore.repack import repack
+        from ckstore.ops.repack import repack
 
         with self._lock:
             self._check_open()
@@ -375,7 +379,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             try:
                 return self._restore_newest_form(ref, wanted, begun)
             except (CorruptError, BackendError) as error:
-                from ckstore.fallback import is_damage, with_way_out
+                from ckstore.ops.fallback import is_damage, with_way_out
 
                 if not is_damage(error):
                     raise
@@ -386,7 +390,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
 
     def _fall_back(self, damaged: int | None, error: CkstoreError, wanted: _Wanted) -> Any:
         """Restore the newest other checkpoint that can be read; raise where none can."""
-        from ckstore.fallback import candidates, is_damage
+        from ckstore.ops.fallback import candidates, is_damage
 
         first, passed_over = error, [f"seq {damaged} was passed over: {error}"]
         for manifest in candidates(self._parts, damaged, first):
@@ -432,9 +436,9 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                 last = found
 
     def _restore_from(self, manifest: Manifest, passed_over: list[str], wanted: _Wanted) -> Any:
-        from ckstore.narrowing import narrowed
-        from ckstore.placement import libraries_needed, prepare_restore
-        from ckstore.restore import restore
+        from ckstore.restore.plan import narrowed
+        from ckstore.restore.restore import restore
+        from ckstore.state.placement import libraries_needed, prepare_restore
 
         if wanted.only is not None:
             manifest = narrowed(manifest, wanted.only)
@@ -475,11 +479,11 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
 
 def _captured(state: Any) -> Captured:
     """Take a state apart, so that every thread of a commit finds on devices what the trainer's has let them compute."""
-    from ckstore.capture import capture
+    from ckstore.state.capture import capture
 
     captured = capture(state, loaded_adapters())
     if not all(storage.is_host for storage in captured.storages):
-        from ckstore.adapters.torch_state import wait_for_devices
+        from ckstore.state.torch_adapter import wait_for_devices
 
         wait_for_devices(captured.storages)
     return captured

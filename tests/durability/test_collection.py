@@ -14,15 +14,15 @@ import pytest
 
 from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError
-from ckstore.keeping import Keeping
-from ckstore.store.parts import Parts
-from ckstore.testing.cuts import Checked, crash_states
-from ckstore.testing.faults import Fault, ForgetfulBackend
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
+from ckstore.store.repository import Parts
+from ckstore.verbs.maintenance import Keeping
 from support import crash_scenarios
+from support.cuts import Checked, crash_states
 from support.failing_calls import Run, check_each, failing_runs
+from support.faults import Fault, ForgetfulBackend
+from support.invariants import order_violations
 from support.power_cuts import SEED, in_words, losses, recorded
+from support.simfs import SimFS
 from support.strace_sweep import strike_everywhere
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]

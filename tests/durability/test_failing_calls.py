@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 
 from ckstore.errors import CkstoreError
-from ckstore.testing.cuts import crash_states
-from ckstore.testing.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
-from ckstore.testing.simfs import SimFS
 from support import crash_scenarios
+from support.cuts import crash_states
 from support.failing_calls import Run, check_each, deaths, die_then_go_on_then_cut, failing_runs
+from support.faults import SYNC_SITES, WRITE_ERRNOS, Fault, FaultyBackend
+from support.simfs import SimFS
 
 THOROUGH = (errno.EIO, errno.ENOSPC)
 """What is on the disk afterwards differs little between errnos: one of each kind is checked in every way."""

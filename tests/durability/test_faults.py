@@ -9,14 +9,13 @@ import pytest
 
 from ckstore.errors import BackendError, CapacityError
 from ckstore.io.buffers import BufferPool
-from ckstore.io.engine import IoRequest
-from ckstore.io.engine_pwrite import PwriteEngine
+from ckstore.io.direct_io import IoRequest, PwriteEngine
 from ckstore.io.local import LocalBackend
-from ckstore.testing.completions import BadCompletion, FaultyEngine
-from ckstore.testing.cuts import crash_states
-from ckstore.testing.faults import WRITE_ERRNOS, Fault, FaultyBackend, ForgetfulBackend
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
+from support.completions import BadCompletion, FaultyEngine
+from support.cuts import crash_states
+from support.faults import WRITE_ERRNOS, Fault, FaultyBackend, ForgetfulBackend
+from support.invariants import order_violations
+from support.simfs import SimFS
 
 
 def disk_with(*folders):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 import ckstore
-from ckstore import history
 from ckstore._testing import repository_of
 from ckstore.errors import NotFoundError
 from ckstore.format.manifest import republished
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.gc_marks import Marker
+from ckstore.store import history
+from ckstore.store.reachability import Marker
 from ckstore.store.trash import Trash
-from ckstore.testing.model import difference
 from support.drop_marks import mark_dropped
 from support.gc_histories import (
     HOUR,
@@ -25,6 +24,7 @@ from support.gc_histories import (
     packs_in_place,
     state_of,
 )
+from support.model import difference
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.format import layout
-from ckstore.ids import PackId
+from ckstore.format import paths
+from ckstore.hashing import PackId
 from ckstore.io.local import LocalBackend
 from support import gc_stress_check, gc_stress_roles
 
@@ -65,7 +65,7 @@ def test_check_after_a_storm_repairs_a_killed_replacement_and_reports_other_dama
         torn = replace(torn, header=replace(first.header, generation=3))
         repository_of(store).manifests.publish(torn)
         (own,) = {pack.pack_id for pack in second.packs} - {pack.pack_id for pack in first.packs}
-        repository_of(store).backend.unlink(layout.pack_name(own))
+        repository_of(store).backend.unlink(paths.pack_name(own))
     (reported,) = gc_stress_check.repair_torn(tmp_path, ["w0"])
     assert "('w0', 1, 'partial')" in reported
 

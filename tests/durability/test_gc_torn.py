@@ -13,13 +13,12 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import MissingChunkError, NotFoundError
-from ckstore.ids import PackId
+from ckstore.hashing import PackId
 from ckstore.io.memory import MemoryBackend
-from ckstore.retention.policy import Retention
-from ckstore.store.references import load_whole, newest_whole, resolve
-from ckstore.store.shelf import Shelf
+from ckstore.ops.gc.policy import Retention
+from ckstore.ops.pack_copies import Shelf
+from ckstore.store.refs import load_whole, newest_whole, resolve
 from ckstore.store.trash import Trash
-from ckstore.testing.model import difference
 from support.drop_marks import mark_dropped
 from support.gc_histories import (
     LAST_ONE,
@@ -33,6 +32,7 @@ from support.gc_histories import (
     pack_of,
     parts_state,
 )
+from support.model import difference
 
 
 class Killed(BaseException):

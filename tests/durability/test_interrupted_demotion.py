@@ -13,12 +13,12 @@ import ckstore
 from ckstore.config import DemotePolicy
 from ckstore.errors import ConflictError
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.cuts import Checked, crash_states
-from ckstore.testing.faults import ForgetfulBackend
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
-from ckstore.testing.states import difference
 from support import crash_scenarios
+from support.cuts import Checked, crash_states
+from support.faults import ForgetfulBackend
+from support.invariants import order_violations
+from support.simfs import SimFS
+from support.states import difference
 
 SEED = 515
 COUNT = 5

@@ -11,12 +11,12 @@ import errno
 import pytest
 
 from ckstore.errors import CapacityError, CkstoreError
-from ckstore.testing.cuts import Checked, crash_states
-from ckstore.testing.faults import Fault, FaultyBackend
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
 from support import damaged_stores as stores
+from support.cuts import Checked, crash_states
 from support.damaged_stores import STATES, STEPS, is_right, opened
+from support.faults import Fault, FaultyBackend
+from support.invariants import order_violations
+from support.simfs import SimFS
 
 pytestmark = [pytest.mark.usefixtures("quiet_log"), pytest.mark.filterwarnings("ignore")]
 

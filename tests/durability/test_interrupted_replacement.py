@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckstore.testing.faults import ForgetfulBackend
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
 from support import crash_scenarios
+from support.faults import ForgetfulBackend
+from support.invariants import order_violations
+from support.simfs import SimFS
 
 
 class Killed(BaseException):

@@ -22,7 +22,7 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ChecksumError, ConflictError, CorruptError
-from ckstore.testing.model import difference
+from support.model import difference
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 
@@ -81,7 +81,7 @@ def test_state_changed_during_a_commit_never_makes_a_wrong_checkpoint(store, sam
 
 def test_change_between_hashing_and_copying_is_caught(store, monkeypatch):
     array = np.arange(300_000.0)
-    from ckstore.pipeline import ChunkWorker
+    from ckstore.commit.pipeline import ChunkWorker
 
     original = ChunkWorker.encode
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckstore.testing.faults import ForgetfulBackend
-from ckstore.testing.invariants import order_violations
+from support.faults import ForgetfulBackend
+from support.invariants import order_violations
 from support.power_cuts import SEED, in_words, losses, recorded
 
 STATES_MIN = {"commit": 2600, "recommit": 6300, "maintain": 11_200, "repack": 5500}

@@ -7,8 +7,8 @@ import pytest
 from ckstore.errors import MalformedError
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.testing.cuts import Checked, CrashState, crash_states
-from ckstore.testing.simfs import FOLDER, SimFS, Tree
+from support.cuts import Checked, CrashState, crash_states
+from support.simfs import FOLDER, SimFS, Tree
 
 
 def last_states(disk, *, samples=8):

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 from ckstore.format.manifest import encode_manifest
-from ckstore.format.records import encode_record
-from ckstore.format.version import FORMAT_VERSION
-from ckstore.ids import digest_of
-from ckstore.testing.format_samples import sample_manifest, sample_pack, sample_records
+from ckstore.format.records import FORMAT_VERSION, encode_record
+from ckstore.hashing import digest_of
+from support.format_samples import sample_manifest, sample_pack, sample_records
 
 
 def golden_files() -> dict[str, bytes]:

@@ -20,14 +20,8 @@ from unittest import mock
 import numpy as np
 
 import ckstore
-from ckstore.format.version import FORMAT_VERSION
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    LowRank,
-    SecondMomentSettings,
-    TensorSettings,
-    WeightSettings,
-)
+from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, TensorSettings, WeightSettings
+from ckstore.format.records import FORMAT_VERSION
 
 HERE = Path(__file__).parent
 

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from uuid import UUID
 
-from ckstore.capture import capture
-from ckstore.format.nodes import encode_tree
-from ckstore.named_types import StandIn
+from ckstore.format.tree import encode_tree
+from ckstore.state.capture import capture
+from ckstore.state.named_types import StandIn
 
 PLACE = Path(__file__).parent / "leaves" / "tree.bin"
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckstore import kernels
-from ckstore.codec import chain
-from ckstore.ids import digest_of
-from ckstore.kernels import on_numpy
+from ckstore.codec import kernels, steps
+from ckstore.codec.kernels import reference
+from ckstore.hashing import digest_of
 
 FOLDER = Path(__file__).parent / "codec"
 HEAD = struct.Struct("<BBBBI")
@@ -29,12 +28,12 @@ def parsed(name: str) -> tuple[int, bytes, int, int, memoryview]:
 @pytest.mark.parametrize("name", DIGESTS)
 def test_golden_payloads_are_read_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if twin == "numpy":
-        monkeypatch.setattr(kernels, "decode_plane", on_numpy.decode_plane)
-        monkeypatch.setattr(kernels, "decode_sparse", on_numpy.decode_sparse)
+        monkeypatch.setattr(kernels, "decode_plane", reference.decode_plane)
+        monkeypatch.setattr(kernels, "decode_sparse", reference.decode_sparse)
     codec_id, config, width, plain_nbytes, payload = parsed(name)
     destination = memoryview(bytearray(plain_nbytes))
-    scratch = chain.Scratch(1 << 20)
-    chain.decode(payload, ((codec_id, config),), width=width, destination=destination, scratch=scratch)
+    scratch = steps.Scratch(1 << 20)
+    steps.decode(payload, ((codec_id, config),), width=width, destination=destination, scratch=scratch)
     assert digest_of(destination).hex() == DIGESTS[name]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckstore import forms, kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.base import CodecStep
-from ckstore.ids import digest_of
-from ckstore.kernels import on_numpy
+from ckstore.codec.kernels import reference
+from ckstore.hashing import digest_of
 
 FOLDER = Path(__file__).parent / "delta"
 HEAD = struct.Struct("<BBHIII")
@@ -36,16 +36,16 @@ def parsed(name: str) -> tuple[int, tuple[CodecStep, ...], int, bytes, bytes]:
 def test_golden_frames_are_read_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if twin == "numpy":
         for loop in kernels.IMPLEMENTATION:
-            monkeypatch.setattr(kernels, loop, getattr(on_numpy, loop))
+            monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     width, steps, plain_nbytes, base, payload = parsed(name)
-    assert forms.base_nbytes(steps, plain_nbytes) == len(base)
+    assert chunk_codec.base_nbytes(steps, plain_nbytes) == len(base)
     destination = bytearray(plain_nbytes)
-    forms.decode(
+    chunk_codec.decode(
         memoryview(payload),
         steps,
         width=width,
         destination=memoryview(destination),
-        scratch=forms.Scratch(1 << 20),
+        scratch=chunk_codec.Scratch(1 << 20),
         base=memoryview(base),
     )
     assert digest_of(destination).hex() == DIGESTS[name]

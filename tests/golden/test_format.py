@@ -9,17 +9,9 @@ import pytest
 
 from ckstore.format.manifest import decode_manifest, encode_manifest
 from ckstore.format.pack import decode_directory, decode_superheader, decode_tail, scan_frames
-from ckstore.format.records import decode_record, encode_record
-from ckstore.format.version import FORMAT_VERSION, READABLE_VERSIONS
-from ckstore.ids import digest_of
-from ckstore.testing.format_samples import (
-    PACK_ID,
-    STORE_ID,
-    sample_frames,
-    sample_manifest,
-    sample_pack,
-    sample_records,
-)
+from ckstore.format.records import FORMAT_VERSION, READABLE_VERSIONS, decode_record, encode_record
+from ckstore.hashing import digest_of
+from support.format_samples import PACK_ID, STORE_ID, sample_frames, sample_manifest, sample_pack, sample_records
 
 GOLDEN = Path(__file__).parent
 FOLDER = GOLDEN / f"v{FORMAT_VERSION}" / "format"

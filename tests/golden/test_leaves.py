@@ -1,10 +1,10 @@
 """Protects leaves and keys of every kind in stores that exist: their bytes are read, and written, as they were."""
 
-from ckstore.capture import capture
-from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.placement import prepare_restore
-from ckstore.testing.states import difference
+from ckstore.format.tree import decode_tree, encode_tree
+from ckstore.state.capture import capture
+from ckstore.state.placement import prepare_restore
 from golden.make_leaves import PLACE, state
+from support.states import difference
 
 
 def test_leaves_of_every_kind_are_read_and_written_as_ever():

@@ -11,8 +11,8 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.distance import distance_of
-from ckstore.testing.states import difference
+from ckstore.quant.error_stats import distance_of
+from support.states import difference
 
 GOLDEN = Path(__file__).parent
 STORES = sorted(GOLDEN.glob("v*/store.tar"))
@@ -36,7 +36,7 @@ def golden(request, tmp_path):
 
 
 def test_there_is_a_golden_store_of_the_current_format():
-    from ckstore.format.version import FORMAT_VERSION
+    from ckstore.format.records import FORMAT_VERSION
 
     assert GOLDEN / f"v{FORMAT_VERSION}" / "store.tar" in STORES
 

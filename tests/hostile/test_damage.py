@@ -18,10 +18,10 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError, CorruptError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
 from support import memory_files
+from support.model import difference
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -173,7 +173,7 @@ class Probe:
                 user = (store, f"seq:{name.seq}", whole[2][name.step])
                 self.users.setdefault(name.path, []).append(user)
                 for pack in manifests.load(name).packs:
-                    self.users.setdefault(layout.pack_name(pack.pack_id), []).append(user)
+                    self.users.setdefault(paths.pack_name(pack.pack_id), []).append(user)
 
     def flip(self, name, offset, mask):
         """Flip bits of one byte; verify must report it for the checkpoint whose commit wrote the file."""

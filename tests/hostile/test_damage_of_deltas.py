@@ -13,12 +13,12 @@ import ckstore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import Limits
 from ckstore.errors import CkstoreError
-from ckstore.format.layout import pack_name
+from ckstore.format.paths import pack_name
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.parts import create_store
-from ckstore.testing.chains import ChainWriter
-from ckstore.testing.model import difference
+from ckstore.store.repository import create_store
 from support import memory_files
+from support.chains import ChainWriter
+from support.model import difference
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 

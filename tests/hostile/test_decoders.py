@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from ckstore import forms, kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.base import CodecStep
 from ckstore.config import Compression
 from ckstore.errors import CorruptError, UnsupportedError
@@ -59,7 +59,7 @@ def every_plane_mode(count: int) -> bytes:
     return planes_by_hand([(0, rng.bytes(count)), (1, b"\x07"), (3, coded(skewed)), (4, sparse(rare))])
 
 
-def seeds(scratch: forms.Scratch) -> list[Seed]:
+def seeds(scratch: chunk_codec.Scratch) -> list[Seed]:
     rng = np.random.default_rng(2)
     count = 700
     base = (rng.standard_normal(count) * 0.02).astype(np.float32)
@@ -69,27 +69,27 @@ def seeds(scratch: forms.Scratch) -> list[Seed]:
     masters = memoryview(base.tobytes())
     found = []
 
-    def add(name: str, encoded: forms.Encoded | None, nbytes: int, other: memoryview | None = None) -> None:
+    def add(name: str, encoded: chunk_codec.Encoded | None, nbytes: int, other: memoryview | None = None) -> None:
         assert encoded is not None, name
         content = b"".join(encoded.parts)
         found.append(Seed(name, encoded.steps, encoded.width, nbytes, content, None if other is None else bytes(other)))
 
-    def full(plain: memoryview, width: int, compression: Compression) -> forms.Encoded:
-        return forms.encode(plain, width=width, is_float=width > 1, compression=compression, scratch=scratch)
+    def full(plain: memoryview, width: int, compression: Compression) -> chunk_codec.Encoded:
+        return chunk_codec.encode(plain, width=width, is_float=width > 1, compression=compression, scratch=scratch)
 
     add("weights", full(near, 4, "fast"), near.nbytes)
     add("lz4", full(text, 1, "fast"), text.nbytes)
     add("zstd", full(text, 1, "best"), text.nbytes)
     add("const", full(memoryview(bytes(400)), 4, "fast"), 400)
-    add("plain", forms.Encoded((), [near], 4), near.nbytes)
-    delta = forms.encode_delta(near, far, width=4, is_float=True, compression="fast", scratch=scratch)
+    add("plain", chunk_codec.Encoded((), [near], 4), near.nbytes)
+    delta = chunk_codec.encode_delta(near, far, width=4, is_float=True, compression="fast", scratch=scratch)
     add("delta", delta, near.nbytes, far)
     by_hand = memoryview(every_plane_mode(count))
-    add("modes", forms.Encoded(((2, b"\x01"),), [by_hand], 4), 4 * count)
-    add("delta of modes", forms.Encoded(((5, b"\x01"), (2, b"\x00")), [by_hand], 4), 4 * count, far)
+    add("modes", chunk_codec.Encoded(((2, b"\x01"),), [by_hand], 4), 4 * count)
+    add("delta of modes", chunk_codec.Encoded(((5, b"\x01"), (2, b"\x00")), [by_hand], 4), 4 * count, far)
     zstd = full(text, 1, "best")
-    add("delta in zstd", forms.Encoded(((5, b"\x00"), *zstd.steps), zstd.parts, 1), text.nbytes, text)
-    halves = forms.Encoded(((6, b"\x01"),), [memoryview(b"\x00")], 2)
+    add("delta in zstd", chunk_codec.Encoded(((5, b"\x00"), *zstd.steps), zstd.parts, 1), text.nbytes, text)
+    halves = chunk_codec.Encoded(((6, b"\x01"),), [memoryview(b"\x00")], 2)
     add("rounded", halves, masters.nbytes // 2, masters)
     return found
 
@@ -119,7 +119,7 @@ def mutated(seed: Seed, rng: np.random.Generator) -> Seed:
     return Seed(seed.name, steps, width, nbytes, bytes(payload), base)
 
 
-def survives(hostile: Seed, onto_base: bool, scratch: forms.Scratch) -> str:
+def survives(hostile: Seed, onto_base: bool, scratch: chunk_codec.Scratch) -> str:
     """Decode, and return what came of it."""
     room = bytearray(GUARD + bytes(hostile.nbytes) + GUARD)
     destination = memoryview(room)[len(GUARD) : len(GUARD) + hostile.nbytes]
@@ -129,7 +129,7 @@ def survives(hostile: Seed, onto_base: bool, scratch: forms.Scratch) -> str:
         destination[:] = base
         base = destination
     try:
-        forms.decode(
+        chunk_codec.decode(
             memoryview(hostile.payload),
             hostile.steps,
             width=hostile.width,
@@ -150,7 +150,7 @@ def survives(hostile: Seed, onto_base: bool, scratch: forms.Scratch) -> str:
 
 
 def attack(count: int, seed: int) -> Counter[str]:
-    scratch, rng = forms.Scratch(1 << 14), np.random.default_rng(seed)
+    scratch, rng = chunk_codec.Scratch(1 << 14), np.random.default_rng(seed)
     valid, outcomes = seeds(scratch), Counter[str]()
     for number in range(count):
         start = valid[number % len(valid)]

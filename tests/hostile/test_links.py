@@ -16,7 +16,7 @@ import pytest
 import ckstore
 from ckstore.errors import CkstoreError, UnsupportedError
 from ckstore.io.local import LocalBackend
-from ckstore.keeping import keep
+from ckstore.verbs.maintenance import keep
 from support.memory_folders import PREFIX, parent
 from support.memory_folders import tmp_path as tmp_path
 

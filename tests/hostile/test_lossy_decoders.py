@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from bench import excp
 
-from ckstore import forms, kernels, lossy_forms
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.base import CodecStep
+from ckstore.codec.kernels import reference
+from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
 from ckstore.errors import CorruptError, UnsupportedError
-from ckstore.kernels import on_numpy
-from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings, WeightSettings
+from ckstore.quant import chunk_codec as lossy_forms
+from ckstore.quant.chunk_codec import ChunkShape, Made
 
 GUARD = b"\x5a" * 64
 HEAD_NBYTES = 32
@@ -37,7 +38,7 @@ class Seed:
     nbytes: int
 
 
-def seeds(scratch: forms.Scratch, rows: int) -> list[Seed]:
+def seeds(scratch: chunk_codec.Scratch, rows: int) -> list[Seed]:
     rng = np.random.default_rng(1)
     spread = np.exp2(rng.normal(0, 1.5, (rows, 1)) + rng.normal(0, 1.0, (1, 100)))
     base = rng.standard_normal((rows, 100)).astype(np.float32)
@@ -100,14 +101,14 @@ def mutated(seed: Seed, rng: np.random.Generator) -> Seed:
     return Seed(seed.name, steps, width, bytes(payload), base, nbytes)
 
 
-def survives(hostile: Seed, scratch: forms.Scratch) -> str:
+def survives(hostile: Seed, scratch: chunk_codec.Scratch) -> str:
     """Decode onto the base, and return what came of it."""
     inside = hostile.base if hostile.base else bytes(hostile.nbytes)
     room = bytearray(GUARD + inside[: hostile.nbytes].ljust(hostile.nbytes, b"\0") + GUARD)
     destination = memoryview(room)[len(GUARD) : len(room) - len(GUARD)]
     before = bytes(destination)
     try:
-        forms.decode(
+        chunk_codec.decode(
             memoryview(hostile.payload),
             hostile.steps,
             width=hostile.width,
@@ -128,7 +129,7 @@ def survives(hostile: Seed, scratch: forms.Scratch) -> str:
 
 
 def attack(count: int, rows: int, seed: int) -> Counter[str]:
-    scratch, rng = forms.Scratch(1 << 17), np.random.default_rng(seed)
+    scratch, rng = chunk_codec.Scratch(1 << 17), np.random.default_rng(seed)
     valid, outcomes = seeds(scratch, rows), Counter[str]()
     for number in range(count):
         outcomes[survives(mutated(valid[number % len(valid)], rng), scratch)] += 1
@@ -152,5 +153,5 @@ def test_lossy_decoders_given_hostile_payloads_write_only_to_their_destination(r
 
 def test_numpy_decoders_given_hostile_payloads_write_only_to_their_destination(monkeypatch: pytest.MonkeyPatch) -> None:
     for loop in kernels.IMPLEMENTATION:
-        monkeypatch.setattr(kernels, loop, getattr(on_numpy, loop))
+        monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     assert set(attack(300, 20, 20)) == {"decoded", "corrupt", "unsupported"}

@@ -21,19 +21,12 @@ from ckstore.format.header import decode_header, header_nbytes_needed
 from ckstore.format.location import decode_location
 from ckstore.format.logical import decode_logical
 from ckstore.format.manifest import decode_manifest, encode_manifest
-from ckstore.format.nodes import decode_tree
 from ckstore.format.pack import PackTail, decode_directory, decode_superheader, decode_tail, scan_frames
 from ckstore.format.records import HeaderRecord, TagRecord, TensorRow, decode_inner, decode_record, encode_record
+from ckstore.format.tree import decode_tree
 from ckstore.format.wire import sealed
-from ckstore.ids import digest_of
-from ckstore.testing.format_samples import (
-    PACK_ID,
-    STORE_ID,
-    sample_frames,
-    sample_manifest,
-    sample_pack,
-    sample_records,
-)
+from ckstore.hashing import digest_of
+from support.format_samples import PACK_ID, STORE_ID, sample_frames, sample_manifest, sample_pack, sample_records
 
 REFUSALS = (CorruptError, UnsupportedError)
 MIB = 1 << 20

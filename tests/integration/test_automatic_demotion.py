@@ -12,8 +12,8 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of, saver_of
-from ckstore.automatic_demotion import AutomaticDemotion
 from ckstore.config import DemotePolicy, Policy
+from ckstore.ops.scheduled import AutomaticDemotion
 from ckstore.store.config_file import change_config
 from support.demotion_histories import SECONDS_MAX, check_exact_or_near, fidelities, states, wait_until
 
@@ -44,7 +44,7 @@ def demotions_at_work():
         with contextlib.suppress(OSError):
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             is_ours = int(parent) == os.getpid() and state not in "ZX"
-            if is_ours and b"automatic_demotion" in (folder / "cmdline").read_bytes():
+            if is_ours and b"ops.scheduled import work" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 

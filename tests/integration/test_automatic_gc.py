@@ -10,9 +10,9 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.automatic_gc import AutomaticGc
 from ckstore.io.local import LocalBackend
-from ckstore.retention.policy import Retention
+from ckstore.ops.gc.policy import Retention
+from ckstore.ops.scheduled import AutomaticGc
 from support.demotion_histories import SECONDS_MAX, wait_until
 from support.gc_histories import LAST_ONE, commit_all
 

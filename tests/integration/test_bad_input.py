@@ -15,8 +15,8 @@ import ckstore
 from ckstore.cli.main import run as ckstore_command
 from ckstore.errors import BackendError, CapacityError, LeafTypeError, UsageError
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
 from support.memory_files import names_of
+from support.model import difference
 
 
 def state_of(seed, count=64):

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import ckstore
 from ckstore.errors import BoundError, ConflictError
-from ckstore.testing.model import difference
 from support.memory_folders import new_folder
+from support.model import difference
 
 RUNS = ("main", "other")
 TIERS = ("near", "far")

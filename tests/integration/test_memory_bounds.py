@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import fetch, restore
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.codec.frame_decoder import decoder_nbytes
 from ckstore.config import KIB, MIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
-from ckstore.decoder import decoder_nbytes
 from ckstore.io.buffers import BufferPool
-from ckstore.store import pack_audit
-from ckstore.store.parts import create_store
+from ckstore.ops import verify_packs
+from ckstore.restore import reader, restore
+from ckstore.store.repository import create_store
 
 CHUNK_NBYTES = 64 * KIB
 
@@ -24,7 +24,7 @@ def fitted(threads, memory_nbytes_max):
     """Return what one thread takes and one buffer, and how many of both a policy gets."""
     limits = Limits(4 * MIB)
     policy = replace(Policy(threads=threads), memory_nbytes_max=memory_nbytes_max)
-    return fetch.reader_nbytes(limits), fetch.read_buffer_nbytes(limits), *fetch.fit_reading(policy, limits)
+    return reader.reader_nbytes(limits), reader.read_buffer_nbytes(limits), *reader.fit_reading(policy, limits)
 
 
 @pytest.mark.parametrize("memory", [64 * MIB, 100 * MIB, Policy().memory_nbytes_max, 1024 * MIB, 8192 * MIB])
@@ -79,7 +79,7 @@ def used(monkeypatch):
             super().__init__(block_nbytes, count)
             pools.append(self.nbytes)
 
-    for module in (fetch, pack_audit):
+    for module in (reader, verify_packs):
         monkeypatch.setattr(module, "BufferPool", Pool)
         thread_class = module.threading.Thread
 
@@ -102,7 +102,7 @@ def check_bound(used, prefix, thread_nbytes):
 
 def test_restore_keeps_within_the_memory_of_its_policy(opened, used):
     assert opened.restore(1)["w"].nbytes == 80 * CHUNK_NBYTES
-    check_bound(used, "ckstore-decode-", fetch.reader_nbytes(repository_of(opened).limits))
+    check_bound(used, "ckstore-decode-", reader.reader_nbytes(repository_of(opened).limits))
 
 
 def test_verify_keeps_within_the_memory_of_its_policy(opened, used):

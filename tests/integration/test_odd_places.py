@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.children import module_places
 from ckstore.cli.main import run as ckstore_command
 from ckstore.errors import BackendError, UsageError
+from ckstore.processes import module_places
 
 STATE = {"x": np.arange(20_000, dtype=np.float32)}
 

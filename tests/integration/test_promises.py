@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import Policy, UsageError, chunks, decoder, forms, kernels, pipeline
+from ckstore import Policy, UsageError
 from ckstore._testing import bases_of
-from ckstore.commit import Request
+from ckstore.codec import chunk_codec, frame_decoder, kernels
+from ckstore.commit import chunk_writer, pipeline
+from ckstore.commit.commit import Request
+from ckstore.commit.pipeline import ChunkWorker
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import chunk_id_of, new_hasher
+from ckstore.hashing import chunk_id_of, new_hasher
 from ckstore.io.memory import MemoryBackend
-from ckstore.pipeline import ChunkWorker
-from ckstore.testing.faults import Fault, FaultyBackend
+from support.faults import Fault, FaultyBackend
 
 
 def strike(backend: FaultyBackend, fault: Fault) -> None:
@@ -167,8 +169,8 @@ def test_missing_pack_names_a_tensor_that_is_lost(tmp_path):
 def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(store, monkeypatch):
     """Nobody changes an arena: a checksum tells what copying did, and nothing is hashed twice for it."""
     state = {"w": np.random.default_rng(5).integers(0, 256, 9 << 20, np.uint8)}
-    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
-    monkeypatch.setattr(chunks, "new_hasher", lambda: pytest.fail("it is hashed again"))
+    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr(chunk_writer, "new_hasher", lambda: pytest.fail("it is hashed again"))
     policy = Policy(compression="none")
     store.commit(state, 1, policy=policy)
     assert np.array_equal(store.restore()["w"], state["w"])
@@ -178,7 +180,7 @@ def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(sto
         copy(source, destination)
         destination[len(destination) // 2] ^= 1
 
-    monkeypatch.setattr(chunks.kernels, "copy_bytes", faulty)
+    monkeypatch.setattr(chunk_writer.kernels, "copy_bytes", faulty)
     state["w"] += 1
     with pytest.raises(ckstore.CorruptError, match="changed while it was being copied"):
         store.commit(state, 2, policy=policy)
@@ -187,27 +189,27 @@ def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(sto
 
 def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(store, monkeypatch):
     state = {"w": np.random.default_rng(6).standard_normal(3 << 20).astype(np.float32)}
-    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, is_steady=True))
     hashed = []
-    for take in (chunks.chunk_id_of, chunks.identity_and_checksum):
+    for take in (chunk_writer.chunk_id_of, chunk_writer.identity_and_checksum):
 
         def noting(plain, take=take):
             hashed.append(len(plain))
             return take(plain)
 
-        monkeypatch.setattr(chunks, take.__name__, noting)
+        monkeypatch.setattr(chunk_writer, take.__name__, noting)
     policy = Policy(compression="fast")
     assert store.commit(state, 1, policy=policy).bytes_written < state["w"].nbytes
     assert hashed == [4 << 20] * 3
     assert np.array_equal(store.restore()["w"], state["w"])
-    encode = forms.encode
+    encode = chunk_codec.encode
 
     def faulty(plain, **options):
         wrong = np.array(plain)
         wrong[len(wrong) // 2] ^= 1
         return encode(memoryview(wrong), **options)
 
-    monkeypatch.setattr(forms, "encode", faulty)
+    monkeypatch.setattr(chunk_codec, "encode", faulty)
     state["w"] += 1
     with pytest.raises(ckstore.CorruptError, match="changed while it was being committed, or memory is faulty"):
         store.commit(state, 2, policy=policy)
@@ -217,31 +219,31 @@ def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(st
 def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_decoder_is_found(store, monkeypatch):
     """What is subtracted decides what is restored: a base that decodes to other bytes must never become one."""
     state = {"w": np.random.default_rng(7).standard_normal(3 << 20).astype(np.float32)}
-    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, is_steady=True))
     policy = Policy(compression="fast", base_cache="none")
     store.commit(state, 1, policy=policy)
-    monkeypatch.setattr(decoder, "new_hasher", lambda: pytest.fail("a base is hashed again"))
+    monkeypatch.setattr(frame_decoder, "new_hasher", lambda: pytest.fail("a base is hashed again"))
     state["w"][::1000] += np.float32(1)
     assert store.commit(state, 2, policy=policy).chunks_delta == 3
     monkeypatch.undo()
     assert np.array_equal(store.restore()["w"], state["w"])
 
     def faulty(payload, steps, *, destination, **options):
-        forms.decode(payload, steps, destination=destination, **options)
+        chunk_codec.decode(payload, steps, destination=destination, **options)
         destination[len(destination) // 2] = (destination[len(destination) // 2] + 1) % 256
 
     proofs = []
-    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
-    monkeypatch.setattr(decoder, "forms", SimpleNamespace(decode=faulty))
+    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr(frame_decoder, "chunk_codec", SimpleNamespace(decode=faulty))
     for name in ("new_xxh3", "new_hasher"):
-        make = getattr(decoder, name)
-        monkeypatch.setattr(decoder, name, lambda name=name, make=make: proofs.append(name) or make())
+        make = getattr(frame_decoder, name)
+        monkeypatch.setattr(frame_decoder, name, lambda name=name, make=make: proofs.append(name) or make())
     state["w"][::1000] += np.float32(1)
     receipt = store.commit(state, 3, policy=policy)
     assert receipt.chunks_delta == 0
     assert "a base could not be read back" in receipt.warnings[0]
     assert proofs.count("new_xxh3") == 3
-    monkeypatch.setattr(decoder, "forms", forms)
+    monkeypatch.setattr(frame_decoder, "chunk_codec", chunk_codec)
     assert np.array_equal(store.restore()["w"], state["w"])
 
 
@@ -267,7 +269,7 @@ def test_bytes_that_change_while_they_are_hashed_do_not_pass_for_what_they_were(
 
 
 def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
-    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, is_steady=True))
     state = {"w": np.random.default_rng(8).integers(0, 256, 9 << 20, np.uint8)}
     store.commit(state, 1, policy=Policy(compression="none"))
     assert len(bases_of(store)._checksums) == 3
@@ -275,7 +277,7 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
     def fail(packer):
         raise BackendError("the disk is gone", where="here")
 
-    monkeypatch.setattr("ckstore.store.packer.Packer.finish", fail)
+    monkeypatch.setattr("ckstore.store.pack_writer.Packer.finish", fail)
     for step in range(2, 6):
         state["w"] += 1
         with pytest.raises(BackendError, match="the disk is gone"):
@@ -285,7 +287,7 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
 
 def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch):
     """A commit that is tried again reads the same bases: BLAKE3 decides then, and they are used."""
-    monkeypatch.setattr("ckstore.commit.Request", functools.partial(Request, is_steady=True))
+    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, is_steady=True))
     state = {"w": np.random.default_rng(9).standard_normal(3 << 20).astype(np.float32)}
     policy = Policy(compression="fast", base_cache="none")
     store.commit(state, 1, policy=policy)
@@ -297,7 +299,7 @@ def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch
         raise BackendError("the disk is gone", where="here")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckstore.store.packer.Packer.finish", fail)
+        patch.setattr("ckstore.store.pack_writer.Packer.finish", fail)
         with pytest.raises(BackendError, match="the disk is gone"):
             store.commit(state, 2, policy=policy)
     receipt = store.commit(state, 2, policy=policy)

@@ -20,11 +20,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, NotFoundError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.lease import Lease
-from ckstore.testing.model import ModelStore, difference
-from ckstore.testing.strategies import numpy_leaves, states
+from support.model import ModelStore, difference
+from support.strategies import numpy_leaves, states
 
 STEPS = st.integers(0, 6)
 TAGS = st.sampled_from(["good", "bad", "v1.0"])
@@ -163,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def claims(self, backend):
-        names = map(layout.parse_claim_file, backend.list_names("claims/main"))
+        names = map(paths.parse_claim_file, backend.list_names("claims/main"))
         return [claim.seq for claim in names if claim is not None]
 
     # Reading

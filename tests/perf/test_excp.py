@@ -7,8 +7,8 @@ import pytest
 from bench import excp, resume_baselines
 from bench.excp import Pruning, clusters_of
 
-from ckstore.codec.scratch import Scratch
-from ckstore.lossy_forms import ChunkShape
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.quant.chunk_codec import ChunkShape
 from support.trained_chunks import decoded, room_for, stored, trained, values_of
 
 SCRATCH = Scratch(1 << 20)

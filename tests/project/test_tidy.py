@@ -18,22 +18,35 @@ from support.import_rules import ALLOWED
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "ckstore"
 FUNCTION_LINES_MAX, FILE_LINES_MAX, COLUMNS_MAX = 60, 600, 120
+LONG_FILES = {
+    "config.py": "every setting of a store in one place",
+    "background/commits.py": "one life cycle, from submitting to the receipt",
+    "ops/demote.py": "plan and story of one verb",
+    "ops/repack_plan.py": "plan and estimates of one verb",
+}
+"""Files that may have up to 900 lines, and why."""
 
 DOORS = {
-    "blake3": {"ids.py"},
+    "blake3": {"hashing.py"},
     "xxhash": {"format/wire.py"},
     "msgspec": {"format/records.py"},
-    "zstandard": {"codec/zstd.py"},
-    "lz4": {"codec/lz4.py"},
-    "liburing": {"io/engine_uring.py"},
-    "obstore": {"io/remote.py"},
+    "zstandard": {"codec/byte_codecs.py"},
+    "lz4": {"codec/byte_codecs.py"},
+    "liburing": {"io/uring_engine.py"},
+    "obstore": {"io/remote/client.py"},
     "typer": {"cli/"},
     "rich": {"cli/render.py"},
-    "torch": {"adapters/"},
-    "safetensors": {"adapters/"},
+    "torch": {
+        "state/torch_adapter.py",
+        "state/torch_objects.py",
+        "background/cuda.py",
+        "background/optimizer_guard.py",
+        "ops/interop/",
+    },
+    "safetensors": {"ops/interop/"},
     "time": {"clock.py"},
     # obstore takes its patience as timedeltas; nobody looks at a clock there.
-    "datetime": {"cli/", "importing/python_leaves.py", "io/remote.py", "standard_types.py"},
+    "datetime": {"cli/", "io/remote/client.py", "state/standard_types.py", "ops/interop/plain_fields.py"},
     "pickle": set(),
     "marshal": set(),
     "shelve": set(),
@@ -41,13 +54,20 @@ DOORS = {
     "cloudpickle": set(),
     "asyncio": set(),
 }
-LAZY = {(part, "adapters") for part in ("api", "background", "cli", "staging", "importing")} | {("adapters", "api")}
-"""Imports that may stand inside functions only."""
+TORCH_MODULES = {
+    "ckstore.state.torch_adapter",
+    "ckstore.state.torch_objects",
+    "ckstore.background.cuda",
+    "ckstore.background.optimizer_guard",
+    "ckstore.ops.interop.dcp",
+    "ckstore.ops.interop.torch_save",
+}
+"""Imported inside functions, by whom does not need torch, or by each other."""
 
 
 def modules():
-    """Return every module of the package but the shipped test tools, by its path below ``ckstore``."""
-    return [path for path in sorted(SRC.rglob("*.py")) if path.relative_to(SRC).parts[0] != "testing"]
+    """Return every module of the package."""
+    return sorted(SRC.rglob("*.py"))
 
 
 def everything():
@@ -120,20 +140,21 @@ def _imports_below(node, *, is_lazy, is_for_types):
 def import_breaches(path, tree):
     """Yield every import that the table or a door forbids."""
     here, part = path.relative_to(SRC).as_posix(), part_of(path)
+    loads_torch = f"ckstore.{here.removesuffix('.py').replace('/', '.')}" in TORCH_MODULES
     assert part in ALLOWED, f"{here} has no row in the import table"
     for line, name, is_lazy, is_for_types in imports_of(tree):
         top, *rest = name.split(".")
         if top == "ckstore" and rest:
             if rest[0] == "_native":
-                if here != "kernels/on_native.py":
-                    yield line, f"imports {name}; its door is kernels/on_native.py"
+                if here != "codec/kernels/native.py":
+                    yield line, f"imports {name}; its door is codec/kernels/native.py"
             elif rest[0] == "testing":
-                yield line, "imports ckstore.testing"
+                yield line, "imports support.suites"
             elif rest[0] in ALLOWED and rest[0] != part and rest[0] not in ALLOWED[part]:
                 if not is_for_types:
                     yield line, f"{part} may not import {rest[0]}"
-            elif (part, rest[0]) in LAZY and not (is_lazy or is_for_types):
-                yield line, f"{part} may import {rest[0]} only inside a function"
+            elif name.rpartition(".")[0] in TORCH_MODULES and not (is_lazy or is_for_types or loads_torch):
+                yield line, f"{here} may import {name} only inside a function"
         elif top in DOORS and not is_at_door(here, DOORS[top]):
             yield line, f"imports {top}; its doors are {sorted(DOORS[top])}"
 
@@ -148,8 +169,8 @@ def test_imports_follow_the_table_and_the_doors(path):
 
 
 def test_import_rules_find_a_breach():
-    tree = ast.parse("import time\nfrom ckstore.codec import chain\nfrom ckstore.io.local import LocalBackend")
-    found = [what for _, what in import_breaches(SRC / "store" / "known.py", tree)]
+    tree = ast.parse("import time\nfrom ckstore.codec import steps\nfrom ckstore.io.local import LocalBackend")
+    found = [what for _, what in import_breaches(SRC / "store" / "chunk_index.py", tree)]
     assert found == ["imports time; its doors are ['clock.py']", "store may not import codec"]
 
 
@@ -157,7 +178,8 @@ def test_functions_and_files_keep_their_limits():
     breaches = []
     for path in everything():
         lines = text_of(path).splitlines()
-        if len(lines) > FILE_LINES_MAX:
+        is_long = path.is_relative_to(SRC) and path.relative_to(SRC).as_posix() in LONG_FILES
+        if len(lines) > (900 if is_long else FILE_LINES_MAX):
             breaches.append(at(path, len(lines), f"a file has at most {FILE_LINES_MAX} lines"))
         breaches += [
             at(path, number, f"a line has at most {COLUMNS_MAX} columns")
@@ -202,19 +224,6 @@ def test_nothing_is_left_for_later():
         for number, line in enumerate(text_of(path).splitlines(), 1)
         if mark.search(line)
     ]
-    check(breaches)
-
-
-FORBIDDEN_WORDS = re.compile(r"(?i)(snapshot|blob|manager|handler|helper|util)")
-
-
-def test_names_use_the_words_of_the_glossary():
-    breaches = []
-    for path in modules():
-        for node in nodes_of(path):
-            name = getattr(node, "name", None) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
-            if name and FORBIDDEN_WORDS.search(name):
-                breaches.append(at(path, node.lineno, f"{name} uses a word that is not ours"))
     check(breaches)
 
 

@@ -7,7 +7,7 @@ import sys
 _SERVING = """
 import runpy
 sys.argv[1:] = sys.argv[3:]
-runpy.run_module("ckstore.saver", run_name="__main__", alter_sys=True)
+runpy.run_module("ckstore.background.saver", run_name="__main__", alter_sys=True)
 """
 
 

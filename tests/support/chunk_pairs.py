@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ckstore import forms, kernels
+from ckstore.codec import chunk_codec, kernels
 from ckstore.config import MIB
 
 COUNT = 40_000
@@ -68,12 +68,12 @@ def pair(name: str) -> tuple[int, bool, memoryview, memoryview]:
 
 
 def decoded(
-    payload: bytes, encoded: forms.Encoded, nbytes: int, base: memoryview | None, scratch: forms.Scratch
+    payload: bytes, encoded: chunk_codec.Encoded, nbytes: int, base: memoryview | None, scratch: chunk_codec.Scratch
 ) -> bytes:
     # A guard on both sides shows writes beyond the destination.
     room = bytearray(b"\x5a" * (nbytes + 32))
     try:
-        forms.decode(
+        chunk_codec.decode(
             memoryview(payload),
             encoded.steps,
             width=encoded.width,

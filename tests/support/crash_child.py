@@ -30,15 +30,23 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x00050000, 0x7FFF0000
 
 
+TORCH_MODULES = (
+    "ckstore.state.torch_adapter",
+    "ckstore.state.torch_objects",
+    "ckstore.background.cuda",
+    "ckstore.background.optimizer_guard",
+)
+
+
 def import_everything():
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
         is_entry = module.name.endswith("__main__")
-        # Adapters import torch, which has no part here, and is most of what a fork would have to copy.
+        # These import torch, which has no part here, and is most of what a fork would have to copy.
         if not is_entry and not module.name.startswith(
-            ("ckstore.cli", "ckstore.adapters", "ckstore.testing", "ckstore._native")
+            ("ckstore.cli", "ckstore._native", "ckstore.ops.interop", *TORCH_MODULES)
         ):
             # The module of an engine that this machine cannot have refuses to be imported.
-            with contextlib.suppress(*((ImportError,) if module.name == "ckstore.io.engine_uring" else ())):
+            with contextlib.suppress(*((ImportError,) if module.name == "ckstore.io.uring_engine" else ())):
                 importlib.import_module(module.name)
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.io.local import LocalBackend
-from ckstore.keeping import Keeping
-from ckstore.retention.policy import Retention
-from ckstore.store.parts import Parts
-from ckstore.testing.faults import ForgetfulBackend
-from ckstore.testing.model import difference
+from ckstore.ops.gc.policy import Retention
+from ckstore.store.repository import Parts
+from ckstore.verbs.maintenance import Keeping
+from support.faults import ForgetfulBackend
+from support.model import difference
 
 QUIET_POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
 """One thread: the same calls in the same order every time."""

@@ -6,8 +6,8 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.format import layout
-from ckstore.testing.model import difference
+from ckstore.format import paths
+from support.model import difference
 
 POLICY = ckstore.Policy(threads=1)
 STEPS = (1, 2, 3)
@@ -51,7 +51,7 @@ def pack_of(store, step):
     """Return the name of the pack that the commit of a step wrote."""
     newest = manifest_of(store, step).packs
     older = {pack.pack_id for other in STEPS if other < step for pack in manifest_of(store, other).packs}
-    return next(layout.pack_name(pack.pack_id) for pack in newest if pack.pack_id not in older)
+    return next(paths.pack_name(pack.pack_id) for pack in newest if pack.pack_id not in older)
 
 
 def frames_of(store, step, path):
@@ -61,7 +61,7 @@ def frames_of(store, step, path):
     storage = manifest.storages[manifest.tensors[index].storage]
     ids = {manifest.chunks[piece.chunk].chunk_id for piece in storage.pieces}
     return [
-        (layout.pack_name(manifest.packs[frame.pack].pack_id), frame)
+        (paths.pack_name(manifest.packs[frame.pack].pack_id), frame)
         for frame in manifest.frames
         if frame.chunk_id in ids
     ]

@@ -10,9 +10,9 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.store.references import resolve
+from ckstore.store.refs import resolve
 from ckstore.store.tags import Tags
-from ckstore.testing.states import difference
+from support.states import difference
 
 SECONDS_MAX = 240
 SHAPE = (260, 300)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
-from ckstore.saver.arena import Arena
-from ckstore.staging.crew import Crew
-from ckstore.staging.devices import kinds_of, starts_of
-from ckstore.staging.state import Staging
-from ckstore.staging.stowage import stow
+from ckstore.background.arena import Arena
+from ckstore.background.arena_layout import stow
+from ckstore.background.copying import Crew
+from ckstore.background.device_copy import kinds_of, starts_of
+from ckstore.background.staging import Staging
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import TorchAdapter
 
 
 class Staged:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckstore.store.parts import Parts
+from ckstore.store.repository import Parts
 
 
 def mark_dropped(parts: Parts, *seqs: int) -> None:

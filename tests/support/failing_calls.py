@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ckstore.errors import CkstoreError
-from ckstore.testing.cuts import Checked, crash_states
-from ckstore.testing.faults import Fault, FaultyBackend
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
 from support import crash_scenarios
+from support.cuts import Checked, crash_states
+from support.faults import Fault, FaultyBackend
+from support.invariants import order_violations
+from support.simfs import SimFS
 
 
 class Run:

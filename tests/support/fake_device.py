@@ -6,8 +6,8 @@ import queue
 import threading
 import time
 
-from ckstore.latch import Latch
-from ckstore.staging.stowage import NOW
+from ckstore.background.arena_layout import NOW
+from ckstore.concurrency import Latch
 
 SECONDS_A_UNIT = 0.001
 SECONDS_MAX = 30

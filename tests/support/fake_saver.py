@@ -8,12 +8,12 @@ import threading
 import numpy as np
 
 from ckstore._testing import guard_memory
+from ckstore.background import copying
+from ckstore.background.arena import STAGED
+from ckstore.background.saver.staged_state import decode_head
 from ckstore.config import MIB
 from ckstore.errors import SaverError
-from ckstore.receipt import Receipt
-from ckstore.saver.arena import STAGED
-from ckstore.saver.head import decode_head
-from ckstore.staging import copying
+from ckstore.results import Receipt
 
 
 class PretendSaver:

@@ -15,9 +15,9 @@ import obstore
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.format.records import HomeRecord, decode_record, encode_record, with_changes
-from ckstore.io.address import backend_for
+from ckstore.io.url import backend_for
 from ckstore.store.config_file import change_config
-from ckstore.store.inventory import packs_in
+from ckstore.store.listing import packs_in
 from ckstore.store.tier_owner import place_of
 from support.push_states import free_local_packs
 

@@ -8,11 +8,11 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.format import layout
-from ckstore.keeping import Keeping
-from ckstore.retention.policy import Retention
-from ckstore.testing.model import difference
+from ckstore.format import paths
+from ckstore.ops.gc.policy import Retention
+from ckstore.verbs.maintenance import Keeping
 from support.memory_files import flip
+from support.model import difference
 
 LAST_ONE = Retention(keep_last=1)
 HOUR = 3600
@@ -53,7 +53,7 @@ def packs_in_place(backend):
     """Return the names of all packs in place."""
     return {
         f"packs/{folder}/{file}"
-        for folder in backend.list_names(layout.PACKS_FOLDER)
+        for folder in backend.list_names(paths.PACKS_FOLDER)
         for file in backend.list_names(f"packs/{folder}")
     }
 
@@ -76,7 +76,7 @@ def pack_of(store, step):
     name = next(name for name in repository_of(store).manifests.listing().names if name.step == step)
     header = repository_of(store).manifests.load(name)
     newest = header.packs[-1] if len(header.packs) > 1 else header.packs[0]
-    return layout.pack_name(newest.pack_id)
+    return paths.pack_name(newest.pack_id)
 
 
 def next_generation(store, step):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ckstore.format import layout
-from ckstore.store import gc
-from ckstore.store.gc_survey import Survey
-from ckstore.store.parts import Parts
+from ckstore.format import paths
+from ckstore.ops.gc import collect
+from ckstore.ops.gc.survey import Survey
+from ckstore.store.repository import Parts
 from ckstore.store.trash import Trash
 
 
@@ -31,8 +31,8 @@ class BlindMarker:
 
 def without_recheck():
     """Empty the trash without looking what manifests name by now."""
-    whole = gc.purge
-    gc.purge = lambda parts, marker, *rest: whole(parts, BlindMarker(marker), *rest)
+    whole = collect.purge
+    collect.purge = lambda parts, marker, *rest: whole(parts, BlindMarker(marker), *rest)
     Survey.trashed_and_named = lambda self: []
 
 
@@ -40,7 +40,7 @@ def without_trash():
     """Unlink packs where they are."""
 
     def move_packs(self, pack_ids, gc_id):
-        return [pack_id for pack_id in pack_ids if self.unlink(layout.pack_name(pack_id))]
+        return [pack_id for pack_id in pack_ids if self.unlink(paths.pack_name(pack_id))]
 
     Trash.move_packs = move_packs
 

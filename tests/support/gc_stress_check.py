@@ -7,9 +7,9 @@ from collections import Counter
 
 from ckstore._testing import repository_of
 from ckstore.errors import CorruptError
-from ckstore.store.references import load_whole
-from ckstore.testing.model import difference
+from ckstore.store.refs import load_whole
 from support.gc_stress_roles import KEPT_EVERY, KEPT_LAST, keeper, open_store, remove_unacknowledged, state_of
+from support.model import difference
 
 
 def check(folder, acks, counters):

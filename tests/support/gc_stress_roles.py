@@ -16,15 +16,15 @@ import traceback
 import numpy as np
 
 import ckstore
-import ckstore.collection
+import ckstore.ops.gc.run
 from ckstore._testing import repository_of
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, NotFoundError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.local import LocalBackend
-from ckstore.keeping import Keeping
-from ckstore.retention.policy import Retention
-from ckstore.store.references import load_whole
-from ckstore.testing.model import difference
+from ckstore.ops.gc.policy import Retention
+from ckstore.store.refs import load_whole
+from ckstore.verbs.maintenance import Keeping
+from support.model import difference
 
 POLICY = ckstore.Policy(threads=1, memory_nbytes_max=64 << 20)
 KEPT_LAST, KEPT_EVERY = 6, 25
@@ -81,7 +81,7 @@ def hold_up(rng):
 
     def held_up(whole):
         def method(self, source, target=""):
-            is_critical = source.startswith(layout.PACKS_FOLDER) or target.startswith(layout.MANIFESTS_FOLDER)
+            is_critical = source.startswith(paths.PACKS_FOLDER) or target.startswith(paths.MANIFESTS_FOLDER)
             if is_critical and rng.random() < HESITATION_CHANCE:
                 time.sleep(rng.random() * HESITATION_SECONDS_MAX)
             return whole(self, source, target) if target else whole(self, source)
@@ -99,8 +99,9 @@ def die_with_parent():
 def prepare(folder):
     """Make a store, and import all that children need, once for all of them."""
     for module in pkgutil.walk_packages(ckstore.__path__, "ckstore."):
-        is_needed = module.name.split(".")[1] not in ("cli", "adapters", "testing", "_native", "__main__", "saver")
-        if is_needed and module.name != "ckstore.io.engine_uring":
+        is_needed = module.name.split(".")[1] not in ("cli", "background", "_native", "__main__")
+        loads_torch = "torch" in module.name or module.name.startswith("ckstore.ops.interop")
+        if is_needed and not loads_torch and module.name != "ckstore.io.uring_engine":
             importlib.import_module(module.name)
     (folder / "acks").mkdir()
     ckstore.open(LocalBackend(folder / "store", engine="pwrite"), policy=POLICY).close()
@@ -220,12 +221,12 @@ def write_once(store, run, rng, note):
 
 def collect(folder, run, rng, note):
     # Two of them shall meet.
-    ckstore.collection.collector_lock = lambda *args, **options: contextlib.nullcontext()
-    paced = ckstore.collection.paced
+    ckstore.ops.gc.run.collector_lock = lambda *args, **options: contextlib.nullcontext()
+    paced = ckstore.ops.gc.run.paced
     while True:
         # Slowly, as where there are writers, or without a pause, as where there are none.
         is_leisurely = rng.random() < 0.3
-        ckstore.collection.paced = paced if is_leisurely else lambda backend, clock: backend
+        ckstore.ops.gc.run.paced = paced if is_leisurely else lambda backend, clock: backend
         with open_store(folder, "w0") as store:
             try:
                 report = keeper(store).gc(
@@ -303,7 +304,7 @@ def read_newest(store, note):
 
 
 def is_dropped(store, seq):
-    return repository_of(store).backend.stat(layout.drop_mark_name(store.run, seq)) is not None
+    return repository_of(store).backend.stat(paths.drop_mark_name(store.run, seq)) is not None
 
 
 ROLES = {"writer": write, "collector": collect, "reader": read}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ckstore.capture import capture
+from ckstore.state.capture import capture
 from support.fake_saver import PretendSaver
 
 
@@ -41,7 +41,7 @@ class Trainer:
 
 def bytes_of(state):
     """Return the bytes of each storage of a state, as a commit would take them now."""
-    from ckstore.adapters.torch_state import TorchAdapter
+    from ckstore.state.torch_adapter import TorchAdapter
 
     return [bytes(storage.read(0, storage.nbytes)) for storage in capture(state, [TorchAdapter()]).storages]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import background_of
-from ckstore.saver.arena import STAGED, UNIT_NBYTES
+from ckstore.background.arena import STAGED, UNIT_NBYTES
 from support.fake_saver import PretendSaver
 
 SOURCE = Path(ckstore.__file__).parent

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ckstore.kernels import on_numpy
+from ckstore.codec.kernels import reference
 
 
 def twins() -> list[object]:
     """Return the loops in numpy, and the native ones, or why those are left out."""
     try:
-        from ckstore.kernels import on_native
+        from ckstore.codec.kernels import native as on_native
     except ImportError:
         native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
     else:
         native = pytest.param(on_native, id="native")
-    return [pytest.param(on_numpy, id="numpy"), native]
+    return [pytest.param(reference, id="numpy"), native]
 
 
 both = pytest.mark.parametrize("loops", twins())

@@ -7,9 +7,9 @@ import copy
 import torch
 from torch.nn.utils import prune
 
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
-from ckstore.testing.states import Kept
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import TorchAdapter
+from support.states import Kept
 
 ADAPTERS = (TorchAdapter(),)
 

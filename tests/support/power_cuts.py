@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from ckstore.errors import CkstoreError
-from ckstore.testing.cuts import Checked, crash_states
-from ckstore.testing.invariants import order_violations
-from ckstore.testing.simfs import SimFS
 from support import crash_scenarios
+from support.cuts import Checked, crash_states
+from support.invariants import order_violations
+from support.simfs import SimFS
 
 SEED = 20260
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ckstore._testing import repository_of
-from ckstore.format import layout
-from ckstore.store.inventory import packs_in
+from ckstore.format import paths
+from ckstore.store.listing import packs_in
 
 
 def state_of(seed, count=60_000):
@@ -20,7 +20,7 @@ def assert_restores(store, *steps):
 
 
 def pack_of(store, step):
-    return layout.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
+    return paths.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
 
 
 def packs_here(folder):
@@ -34,6 +34,6 @@ def free_local_packs(store):
         named |= {pack.pack_id for pack in repository.manifests.load(name).packs if pack.tier == "local"}
     for pack_id, _ in packs_in(repository.backend):
         if pack_id not in named:
-            repository.backend.unlink(layout.pack_name(pack_id))
+            repository.backend.unlink(paths.pack_name(pack_id))
             count += 1
     return count

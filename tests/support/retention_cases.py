@@ -6,7 +6,7 @@ Monday, 2024-02-26, 00:00 UTC, and further facts in a dict. Now is 2024-12-31 un
 
 from __future__ import annotations
 
-from ckstore.retention.plan import Entry
+from ckstore.ops.gc.rules import Entry
 
 MONDAY_NS = 1_708_905_600 * 10**9
 HOUR_NS = 3600 * 10**9

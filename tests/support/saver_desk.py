@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 
 import ckstore
-from ckstore.capture import capture
+from ckstore.background.arena import STAGED, UNIT_NBYTES, Arena
+from ckstore.background.client import Callbacks, Saver
+from ckstore.background.saver.staged_state import HeadWriter, SampleRow
 from ckstore.config import MIB, Policy
-from ckstore.saver.arena import STAGED, UNIT_NBYTES, Arena
-from ckstore.saver.client import Saver
-from ckstore.saver.head import HeadWriter, SampleRow
-from ckstore.saver.tickets import Callbacks
-from ckstore.store.processes import process_started
+from ckstore.processes import process_started
+from ckstore.state.capture import capture
 from support.prepared_trainers import prepared
 
 SOURCE = Path(ckstore.__file__).parent.parent
@@ -262,7 +261,7 @@ folder = {str(folder)!r}
 {code}
 time.sleep(600)
 """
-        self._prepared = prepared("support.saver_desk", "ckstore.commit", "ckstore.handover")
+        self._prepared = prepared("support.saver_desk", "ckstore.commit", "ckstore.background.commits")
         (out, theirs_out), (err, theirs_err) = os.pipe(), os.pipe()
         self._out, self._err = os.fdopen(out), os.fdopen(err)
         self.pid = self._prepared.start(program, theirs_out, theirs_err)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore import Policy, handover
-from ckstore.saver.arena import Arena
-from ckstore.staging import device_copy, dock
-from ckstore.staging.crew import Crew
-from ckstore.staging.stowage import DEVICE_LAZY, LAZY
+from ckstore import Policy
+from ckstore.background import commits, device_copy, staging
+from ckstore.background.arena import Arena
+from ckstore.background.arena_layout import DEVICE_LAZY, LAZY
+from ckstore.background.copying import Crew
 from support.fake_device import Lying, PlayedDevice, SlowDevice
 from support.fake_saver import HeldCrew, PretendSaver
 from support.interrupts import Witness
@@ -97,7 +97,7 @@ def desk(address):
 def savers(monkeypatch):
     """The pretended savers that were started: from now on all are."""
     PretendSaver.started = []
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    monkeypatch.setattr(commits, "Saver", PretendSaver)
     return PretendSaver.started
 
 
@@ -105,7 +105,7 @@ def savers(monkeypatch):
 def witnesses(savers, monkeypatch):
     """The same, of those that look at what is staged."""
     Witness.started, Witness.seen = savers, []
-    monkeypatch.setattr(handover, "Saver", Witness)
+    monkeypatch.setattr(commits, "Saver", Witness)
     return savers
 
 
@@ -113,7 +113,7 @@ def witnesses(savers, monkeypatch):
 def lying(monkeypatch):
     """What says where states lie from now on: in the host's memory at first."""
     found = Lying()
-    monkeypatch.setattr(dock, "kinds_of", found.kinds_of)
+    monkeypatch.setattr(staging, "kinds_of", found.kinds_of)
     return found
 
 
@@ -131,7 +131,7 @@ def device(monkeypatch):
 @pytest.fixture
 def on_device(monkeypatch):
     """Take what is guarded for memory of a slow device, but for what is as small as a counter of steps."""
-    kinds_of = dock.kinds_of
+    kinds_of = staging.kinds_of
 
     def kinds_there(captured, storages, guarded):
         kinds = kinds_of(captured, storages, guarded)
@@ -140,7 +140,7 @@ def on_device(monkeypatch):
 
     SlowDevice.may_come, SlowDevice.may_be_told = threading.Event(), threading.Event()
     SlowDevice.may_be_told.set()
-    monkeypatch.setattr(dock, "kinds_of", kinds_there)
+    monkeypatch.setattr(staging, "kinds_of", kinds_there)
     monkeypatch.setattr(device_copy, "copies_of", SlowDevice)
     return SlowDevice
 

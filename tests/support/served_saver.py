@@ -16,12 +16,12 @@ import threading
 import time
 from pathlib import Path
 
-from ckstore.saver import messages
-from ckstore.saver.arena import STAGED, Arena
-from ckstore.saver.messages import error_of
-from ckstore.saver.server import Server
-from ckstore.store.processes import process_started
-from ckstore.workers import Headcount
+from ckstore.background import protocol
+from ckstore.background.arena import STAGED, Arena
+from ckstore.background.protocol import error_of
+from ckstore.background.saver.server import Server
+from ckstore.concurrency import Headcount
+from ckstore.processes import process_started
 from support.saver_desk import SECONDS_MAX, lay_out, stage_storages, until
 
 LONG_MS = int(20e3 * SECONDS_MAX)
@@ -108,7 +108,7 @@ class Begun:
     def finish(self):
         """Say that all is staged."""
         self.slot.state = STAGED
-        self._saver.say(messages.Staged(self.number))
+        self._saver.say(protocol.Staged(self.number))
         self._saver.ring()
         return self
 
@@ -119,7 +119,7 @@ class Begun:
 
     def abort(self):
         """Give it up."""
-        self._saver.say(messages.Abort(self.number))
+        self._saver.say(protocol.Abort(self.number))
         return self
 
     def hear(self, kind):
@@ -129,18 +129,18 @@ class Begun:
     def events(self):
         """Return the kinds of what was said of it by now, but for how far it is."""
         told = [each for each in self._saver.heard() if getattr(each, "ticket", None) == self.number]
-        return [type(each).__name__ for each in told if not isinstance(each, messages.Progress)]
+        return [type(each).__name__ for each in told if not isinstance(each, protocol.Progress)]
 
     def result(self):
         """Wait for the end; return the receipt, or raise the error."""
-        told = self.hear((messages.Done, messages.Failed))
-        if isinstance(told, messages.Failed):
+        told = self.hear((protocol.Done, protocol.Failed))
+        if isinstance(told, protocol.Failed):
             raise error_of(told)
         return told.receipt
 
     def wait(self):
         """Wait until the slot is free, too."""
-        self.hear(messages.SlotFree)
+        self.hear(protocol.SlotFree)
         return self.result()
 
 
@@ -177,7 +177,7 @@ class ServedSaver:
         self.ticket = self._question = 0
         self._trainer = subprocess.Popen(["sleep", "600"]) if has_trainer else None
         self.trainer_pid = os.getpid() if self._trainer is None else self._trainer.pid
-        self._hello = messages.Hello(
+        self._hello = protocol.Hello(
             os.fsencode(self.address), run, engine, self.trainer_pid, process_started(self.trainer_pid), NICE, 30
         )
         self._leave_seconds = leave_seconds
@@ -202,7 +202,7 @@ class ServedSaver:
 
     def say(self, *said):
         for message in said:
-            messages.send(self.end, message)
+            protocol.send(self.end, message)
         return self
 
     def ring(self):
@@ -212,7 +212,7 @@ class ServedSaver:
         """Begin a ticket of which nothing is staged but its head."""
         self.ticket += 1
         room, captured, places, place, nbytes = lay_out(self.arena, self.ticket, state, step, slot=slot, **head)
-        self.say(messages.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_keep, hold_ms, lease))
+        self.say(protocol.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_keep, hold_ms, lease))
         return Begun(self, self.ticket, room, captured, places)
 
     def begin_nonsense(self, *, slot=0, hold_ms=0):
@@ -222,7 +222,7 @@ class ServedSaver:
         room.reserve(100)
         room.start(self.ticket, 100)
         room.view(0, 100)[:] = b"\xff" * 100
-        self.say(messages.Begin(self.ticket, slot, 0, 100, None, 0, False, hold_ms))
+        self.say(protocol.Begin(self.ticket, slot, 0, 100, None, 0, False, hold_ms))
         return Begun(self, self.ticket, room, None, ())
 
     def commit(self, state, step, **options):
@@ -237,7 +237,7 @@ class ServedSaver:
 
     def release_lease(self):
         """Have the lease given up, and wait for that."""
-        self.hear(messages.Answer, question=self.ask(messages.Release))
+        self.hear(protocol.Answer, question=self.ask(protocol.Release))
 
     def ask_to_end(self):
         """Ask it to end, as a signal does."""
@@ -270,7 +270,7 @@ class ServedSaver:
         """Return all that was said by now."""
         while self.end.fileno() >= 0:
             try:
-                message = messages.receive(self.end, messages.TO_TRAINER)
+                message = protocol.receive(self.end, protocol.TO_TRAINER)
             except BlockingIOError:
                 break
             if message is None:
@@ -313,7 +313,7 @@ class ServedSaver:
         self.priority.headcount.most = None
         if self._thread.is_alive():
             with contextlib.suppress(OSError):
-                self.say(*(messages.Abort(number) for number in range(1, self.ticket + 1)))
+                self.say(*(protocol.Abort(number) for number in range(1, self.ticket + 1)))
             self.hang_up()
             self.code()
         self.end.close()

@@ -6,13 +6,13 @@ import os
 
 import numpy as np
 
-from ckstore.capture import capture
+from ckstore.background.arena_layout import LAZY, NOW, stow
+from ckstore.background.copying import HostCopy
+from ckstore.background.device_copy import starts_of
+from ckstore.background.saver.staged_state import places_to_sample
+from ckstore.background.staging import Staging
 from ckstore.config import Limits
-from ckstore.saver.state import places_to_sample
-from ckstore.staging.copying import HostCopy
-from ckstore.staging.devices import starts_of
-from ckstore.staging.state import Staging
-from ckstore.staging.stowage import LAZY, NOW, stow
+from ckstore.state.capture import capture
 from support.saver_desk import until
 
 

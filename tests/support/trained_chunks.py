@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckstore import forms, lossy_forms
-from ckstore.codec.scratch import Scratch
-from ckstore.lossy_forms import ChunkShape, Made
+from ckstore.codec import chunk_codec
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.quant import chunk_codec as lossy_forms
+from ckstore.quant.chunk_codec import ChunkShape, Made
 
 DTYPES = ("float32", "bfloat16", "float16")
 STORED = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
@@ -65,14 +66,14 @@ def decoded(made: Made, scratch: Scratch, base: memoryview | None) -> memoryview
     """Decode beside the base and, where there is one, onto it; both must give the reconstruction."""
     payload, plain = payload_of(made), room_for(made.reconstruction)
     how = {"width": made.encoded.width, "scratch": scratch}
-    forms.decode(payload, made.encoded.steps, destination=plain, base=base, **how)
+    chunk_codec.decode(payload, made.encoded.steps, destination=plain, base=base, **how)
     assert plain == made.reconstruction
     if base is not None:
         onto = memoryview(bytearray(base))
-        forms.decode(payload, made.encoded.steps, destination=onto, base=onto, **how)
+        chunk_codec.decode(payload, made.encoded.steps, destination=onto, base=onto, **how)
         assert onto == made.reconstruction
     needed = 0 if base is None else plain.nbytes
-    assert forms.base_nbytes(made.encoded.steps, plain.nbytes) == needed
+    assert chunk_codec.base_nbytes(made.encoded.steps, plain.nbytes) == needed
     return plain
 
 

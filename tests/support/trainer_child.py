@@ -132,7 +132,7 @@ class Telling(logging.Handler):
 
 def copy_slowly(pause):
     """Copy unit by unit, with a pause before each, so that death finds many states half staged."""
-    from ckstore.staging import copying
+    from ckstore.background import copying
 
     make, copy = copying.HostCopy.__init__, copying.HostCopy._copy
 
@@ -192,7 +192,7 @@ class Trainer:
         os.setpgid(0, 0)
         self.say("born", os.getpid())
         logging.getLogger("ckstore").addHandler(Telling(self.life))
-        from ckstore.saver import client
+        from ckstore.background import client
 
         client.PATIENCE_SECONDS = job["patience"]
         if job["pause"]:
@@ -280,12 +280,20 @@ class Trainer:
 
 def import_everything(task):
     """Import what a trainer would import in its first commit and restore."""
-    for name in ("capture", "commit", "handover", "placement", "restore", "saver.client"):
+    for name in (
+        "state.capture",
+        "commit.commit",
+        "background.commits",
+        "state.placement",
+        "restore.restore",
+        "background.client",
+    ):
         importlib.import_module(f"ckstore.{name}")
     if task == "torch":
         import torch
 
-        from ckstore.adapters import guarding, torch_state  # noqa: F401
+        from ckstore.background import optimizer_guard  # noqa: F401
+        from ckstore.state import torch_adapter  # noqa: F401
 
         torch.set_num_threads(1)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.format import layout
-from ckstore.store.processes import is_stopped, process_started
+from ckstore.format import paths
+from ckstore.processes import is_stopped, process_started
 from support.trainer_child import digest
 from support.trainer_processes import SECONDS_MAX, Life, Trainers
 
@@ -158,7 +158,7 @@ class Lane:
                     children += map(int, (task / "children").read_text().split())
         for pid in sorted(children, reverse=True):
             with contextlib.suppress(OSError):
-                if b"ckstore.saver" in Path(f"/proc/{pid}/cmdline").read_bytes() and process_started(pid):
+                if b"ckstore.background.saver" in Path(f"/proc/{pid}/cmdline").read_bytes() and process_started(pid):
                     return pid
         return None
 
@@ -209,7 +209,7 @@ class Lane:
             assert not [link for link in links_of(pid) if "ckstore-arena" in link]
             self.counts["loaders that outlived their trainer"] += 1
             os.kill(pid, signal.SIGKILL)
-        assert not (self.place / layout.lease_name("main")).exists() or self._lease_is_free()
+        assert not (self.place / paths.lease_name("main")).exists() or self._lease_is_free()
 
     def _loaders(self):
         return {int(pid) for life in self.lives for (pid,) in life.facts("loader")}

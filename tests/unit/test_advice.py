@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.advice import DAY_SECONDS, Measured, advice_for, optimal_seconds
+from ckstore.background.pending import Pending
 from ckstore.errors import UsageError
-from ckstore.interval import COMMITS_MAX, Costs
-from ckstore.pending import Pending
+from ckstore.interval import COMMITS_MAX, DAY_SECONDS, Costs, Measured, advice_for, optimal_seconds
 
 
 class Run:

@@ -11,7 +11,7 @@ def test_descriptors_reach_a_child_of_a_process_without_standard_streams(tmp_pat
     told = tmp_path / "told"
     code = f"""
 import os, subprocess
-from ckstore.children import start
+from ckstore.processes import start
 ends = [os.pipe() for _ in range(2)]
 assert ends[0] == (0, 1)
 child = start(

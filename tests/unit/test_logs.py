@@ -12,8 +12,8 @@ import weakref
 
 import pytest
 
-from ckstore.logs import UNSAID_COUNT_MAX
-from ckstore.logs import tell as say
+from ckstore.concurrency import UNSAID_COUNT_MAX
+from ckstore.concurrency import tell as say
 
 SECONDS_MAX = 30.0
 
@@ -153,7 +153,7 @@ def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, pl
 
 
 def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monkeypatch):
-    monkeypatch.setattr("ckstore.logs.SAID_WITHIN_SECONDS", 0.3)
+    monkeypatch.setattr("ckstore.concurrency.SAID_WITHIN_SECONDS", 0.3)
     seen = []
     log.handler.acquire()  # As Ctrl-C leaves it: with the main thread, for ever.
     first = on_a_thread(lambda: say(log, logging.ERROR, "one"))
@@ -174,7 +174,7 @@ def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monke
 
 
 def test_what_waits_to_be_said_is_bounded(log, monkeypatch):
-    monkeypatch.setattr("ckstore.logs.SAID_WITHIN_SECONDS", 0.05)
+    monkeypatch.setattr("ckstore.concurrency.SAID_WITHIN_SECONDS", 0.05)
     log.handler.acquire()
     on_a_thread(lambda: [say(log, logging.ERROR, "%d", number) for number in range(UNSAID_COUNT_MAX + 500)])
     log.handler.release()
@@ -192,7 +192,7 @@ def test_where_no_thread_can_be_started_it_is_said_at_once(log, monkeypatch):
 
     def work():
         with monkeypatch.context() as patch:
-            patch.setattr("ckstore.logs.threading.Thread", lambda **_: Threads())
+            patch.setattr("ckstore.concurrency.threading.Thread", lambda **_: Threads())
             say(log, logging.ERROR, "said here")
 
     on_a_thread(work)
@@ -211,7 +211,7 @@ def test_a_forked_child_has_a_thread_of_its_own_say_it():
 
 FORKED = """
 import logging, os, sys, threading
-from ckstore.logs import tell
+from ckstore.concurrency import tell
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 log = logging.getLogger("ckstore")
 

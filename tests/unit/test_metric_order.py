@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckstore.errors import NotFoundError, UsageError
-from ckstore.metric_order import order_of
-from ckstore.retention.policy import Best, Retention
-from ckstore.store.references import words_of
+from ckstore.ops.gc.policy import Best, Retention
+from ckstore.store.refs import order_of, words_of
 
 LOWER = (
     "loss", "val_loss", "loss/eval", "train.loss_ema", "valLoss", "LOSS", "ppl", "eval/perplexity", "error", "top1_err",

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from ckstore.pool import Pool, ask_at_once
+from ckstore.concurrency import Pool, ask_at_once
 
 NAME = "ckstore-test-pool"
 SECONDS_MAX = 30.0
@@ -203,7 +203,7 @@ def test_a_failure_is_kept_by_nobody_but_who_catches_it():
 # A process of its own: pytest's limit of time for each test has the only timer of this kind.
 INTERRUPTED = """
 import random, signal, sys, threading, time
-from ckstore.pool import ask_at_once
+from ckstore.concurrency import ask_at_once
 
 class Interrupted(BaseException):
     pass

@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
-from ckstore import workers
-from ckstore.staging.crew import Crew
-from ckstore.workers import Headcount, Turns, begin, run_aside, run_in_turns
+from ckstore import concurrency
+from ckstore.background.copying import Crew
+from ckstore.concurrency import Headcount, Turns, begin, run_aside, run_in_turns
 
 SECONDS_MAX = 20
 
@@ -121,7 +121,7 @@ def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
 
 def test_a_step_aside_runs_on_the_thread_that_start_thread_gives_it(monkeypatch):
     assert run_aside(threading.get_ident, on_interrupt=lambda error: None) != threading.get_ident()
-    monkeypatch.setattr(workers, "start_thread", lambda work: work())
+    monkeypatch.setattr(concurrency, "start_thread", lambda work: work())
     assert run_aside(threading.get_ident, on_interrupt=lambda error: None) == threading.get_ident()
 
 

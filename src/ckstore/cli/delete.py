@@ -11,10 +11,11 @@ from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, metrics_of, size
 from ckstore.errors import ConflictError, UsageError
-from ckstore.info import Info
+from ckstore.results import Info
 
 if TYPE_CHECKING:
     from ckstore.api import Store
+
 
 _TABLE = Table(
     SEQ,

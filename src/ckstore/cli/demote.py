@@ -15,7 +15,7 @@ from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
     from ckstore.config import DemotePolicy
-    from ckstore.demote_plan import DemoteEntry, DemoteReport
+    from ckstore.ops.demote import DemoteEntry, DemoteReport
 
 
 Fidelity = Annotated[str | None, typer.Option("--fidelity", metavar="NAME", help="near, or small. [default: near]")]

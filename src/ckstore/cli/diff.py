@@ -12,7 +12,7 @@ from ckstore.cli.parser import AsJson, Only, Run, Shared, StorePath, opened
 from ckstore.cli.render import WHOLE_STATE, Column, Table, json_of, json_of_info, shape, three_digits
 
 if TYPE_CHECKING:
-    from ckstore.diff import Diff, TensorDiff
+    from ckstore.ops.inspect.diff import Diff, TensorDiff
 
 
 def _changed_share(row: TensorDiff) -> float | None:

@@ -21,6 +21,7 @@ from ckstore.errors import NotFoundError
 if TYPE_CHECKING:
     from ckstore.api import Store
 
+
 MEASURE_NBYTES = 64 << 20
 
 _BLOCK_NBYTES = 8 << 20
@@ -42,7 +43,7 @@ def doctor(
     "warning" needs your attention.
     """
     # It loads numpy, and `ckstore --help`, which imports every command, must not.
-    from ckstore.diagnosis import Finding, diagnose_machine, diagnose_store
+    from ckstore.ops.inspect.doctor import Finding, diagnose_machine, diagnose_store
 
     findings = diagnose_machine()
     if path is not None:

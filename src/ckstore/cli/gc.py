@@ -11,15 +11,16 @@ from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, size
 from ckstore.errors import CorruptError, NotFoundError, UsageError
-from ckstore.keeping import Keeping, keep
-from ckstore.retention.policy import Retention
+from ckstore.ops.gc.policy import Retention
 from ckstore.store.tier_proof import require_proof
+from ckstore.verbs.maintenance import Keeping, keep
 
 if TYPE_CHECKING:
-    from ckstore.collection import GcDone, GcReport
-    from ckstore.retention.plan import RunPlan, Verdict
-    from ckstore.store.gc_repack import Repacked
-    from ckstore.store.tier_gc import TierGc
+    from ckstore.ops.gc.rewrite_packs import Repacked
+    from ckstore.ops.gc.rules import RunPlan, Verdict
+    from ckstore.ops.gc.run import GcDone, GcReport
+    from ckstore.tiers.gc import TierGc
+
 
 _VERDICTS = Table(
     SEQ,

@@ -16,7 +16,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from ckstore.importing.report import ImportEntry, ImportReport
+    from ckstore.ops.interop.run import ImportEntry, ImportReport
+
 
 PARTLY = 3
 """Exit code: what could be imported was, and something that may hold a state was left out."""
@@ -87,7 +88,7 @@ def import_(
 def _import(
     path: str, source: Path, opening: dict[str, Any], options: dict[str, Any], *, is_best: bool, dry_run: bool
 ) -> ImportReport:
-    from ckstore.importer import plan_import
+    from ckstore.verbs.importing import plan_import
 
     with contextlib.ExitStack() as stack:
         on_progress = stack.enter_context(render.progress("importing"))

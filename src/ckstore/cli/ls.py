@@ -25,7 +25,7 @@ from ckstore.cli.render import (
     size,
 )
 from ckstore.errors import BackendError, CorruptError
-from ckstore.listing import Entry, RunLog, log_of_store
+from ckstore.store.listing import Entry, RunLog, log_of_store
 
 ROWS_ON_TERMINAL = 30
 

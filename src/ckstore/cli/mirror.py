@@ -13,7 +13,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CkstoreError, CorruptError, UnreachableError
 
 if TYPE_CHECKING:
-    from ckstore.mirror import MirrorReport
+    from ckstore.tiers.mirror import MirrorReport
+
 
 _TABLE = Table(
     Column("run", is_elastic=True),

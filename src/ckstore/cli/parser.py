@@ -22,6 +22,7 @@ from ckstore.errors import CkstoreError, UsageError
 if TYPE_CHECKING:
     from ckstore.api import Store
 
+
 StorePath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the store, or s3://bucket/prefix (gs, az).")]
 Ref = Annotated[
     str,

@@ -13,7 +13,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CorruptError
 
 if TYPE_CHECKING:
-    from ckstore.pull import PullReport
+    from ckstore.tiers.pull import PullReport
+
 
 _TABLE = Table(
     SEQ,

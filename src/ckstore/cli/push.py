@@ -13,7 +13,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckstore.push import PushReport
+    from ckstore.tiers.push import PushReport
+
 
 _TABLE = Table(
     SEQ,

@@ -20,11 +20,12 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.store.references import words_of
+from ckstore.store.refs import words_of
 
 if TYPE_CHECKING:
-    from ckstore.coding import Coding
-    from ckstore.info import Info
+    from ckstore.ops.inspect.coding import Coding
+    from ckstore.results import Info
+
 
 Advance = Callable[[int, int], None]
 """Called with the amount done and the total amount."""

@@ -13,7 +13,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import RepackPolicy
 
 if TYPE_CHECKING:
-    from ckstore.repack import RepackReport
+    from ckstore.ops.repack import RepackReport
+
 
 _TABLE = Table(
     SEQ,

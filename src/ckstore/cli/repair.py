@@ -14,7 +14,8 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import CorruptError
 
 if TYPE_CHECKING:
-    from ckstore.repair import RepairEntry, RepairReport
+    from ckstore.ops.repair import RepairEntry, RepairReport
+
 
 _DONE = {
     "heal": ("would be whole again", "is whole again"),

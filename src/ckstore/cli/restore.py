@@ -11,7 +11,7 @@ from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Force, Only, OutFile, Run, Shared, StorePath, opened
 from ckstore.cli.render import json_of, name_of
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.info import Info
+from ckstore.results import Info
 
 ORIGIN = ("seq", "step", "checkpoint_id", "run")
 """The fields of Info that name the source of a file in the JSON of restore and export."""
@@ -46,8 +46,7 @@ def restore(
     The state must fit into memory. Every chunk is checked; if one is damaged, the command fails and writes no file.
     Python code does not need this command: store.restore() returns the state.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    from ckstore.adapters.files import check_suffix, write_state
-    from ckstore.outfile import check_target
+    from ckstore.ops.interop.files import check_suffix, check_target, write_state
 
     check_suffix(output_file)
     check_target(output_file, force=force)

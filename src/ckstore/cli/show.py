@@ -25,12 +25,13 @@ from ckstore.cli.render import (
     size,
     three_digits,
 )
-from ckstore.store.references import words_of
+from ckstore.store.refs import words_of
 
 if TYPE_CHECKING:
-    from ckstore.coding import Coding
-    from ckstore.contents import Contents
-    from ckstore.info import Info
+    from ckstore.ops.inspect.coding import Coding
+    from ckstore.ops.inspect.contents import Contents
+    from ckstore.results import Info
+
 
 _TENSORS = (
     Column("path", lambda row: row.path or WHOLE_STATE, is_elastic=True),

@@ -12,7 +12,8 @@ from ckstore.cli.parser import AsJson, Ref, Run, Shared, StorePath, opened
 from ckstore.cli.render import WHOLE_STATE, Column, Table, base_facts, bits, json_of, json_of_coding, name_of, size
 
 if TYPE_CHECKING:
-    from ckstore.stats import Stats
+    from ckstore.ops.inspect.stats import Stats
+
 
 _SIZES = (
     Column("elements", "share.elements", is_number=True, worth=1),

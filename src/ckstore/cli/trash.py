@@ -11,8 +11,8 @@ from ckstore.cli import render
 from ckstore.cli.parser import AsJson, Run, Shared, StorePath
 from ckstore.cli.render import Column, Table, count, json_of_info, local_time, name_of, size
 from ckstore.errors import NotFoundError, UsageError
-from ckstore.info import Info
-from ckstore.keeping import Keeping, TrashEntry, keep
+from ckstore.results import Info
+from ckstore.verbs.maintenance import Keeping, TrashEntry, keep
 
 _WORDS = {
     "dropped": "dropped",

@@ -13,7 +13,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, CorruptError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from ckstore.store.verify import Damage, Report
+    from ckstore.ops.verify import Damage, Report
 
 
 def verify(

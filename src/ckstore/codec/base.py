@@ -17,7 +17,8 @@ from ckstore.config import Compression
 from ckstore.errors import MalformedError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ckstore.codec.scratch import Scratch
+    from ckstore.codec.byte_codecs import Scratch
+
 
 CodecStep = tuple[int, bytes]
 """Codec id and config, as a frame's header stores them."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckstore import kernels
-from ckstore.codec.scratch import Scratch
+from ckstore.codec import kernels
+from ckstore.codec.byte_codecs import Scratch
 from ckstore.errors import MalformedError
 
 RAW, CONST, ZSTD, RANS = 0, 1, 2, 3

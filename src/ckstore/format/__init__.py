@@ -3,3 +3,5 @@
 ``docs/FORMAT.md`` is normative for every byte made or read here. What an encoder of this package writes, its
 decoder reads; what a decoder refuses, its encoder refuses to write.
 """
+
+from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckstore.errors import MalformedError
-from ckstore.format.layout import SEQ_MAX
+from ckstore.format.paths import SEQ_MAX
 from ckstore.format.records import ChoicesRecord, decode_stored, encode_inner
 from ckstore.format.wire import Reader
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError, UnsupportedError
-from ckstore.format.version import FORMAT_VERSION, check_readable
+from ckstore.format.records import FORMAT_VERSION, check_readable
 from ckstore.format.wire import align_up, check_seal, check_zero, exactly, sealed, xxh3_64
-from ckstore.ids import DIGEST_NBYTES, NO_BASE, ChunkId
+from ckstore.hashing import DIGEST_NBYTES, NO_BASE, ChunkId
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 FRAME_MAGIC = b"CKFRAME\x01"
 FRAME_ALIGN = 64

@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckstore.config import STEP_MAX, is_name
 from ckstore.errors import ChecksumError, MalformedError, UsageError
-from ckstore.format.layout import GENERATION_MAX, SEQ_MAX, STEP_MAX, ManifestName, is_name
-from ckstore.format.records import HeaderRecord, decode_inner, decode_stored, encode_inner
-from ckstore.format.version import check_readable
+from ckstore.format.paths import GENERATION_MAX, SEQ_MAX, ManifestName
+from ckstore.format.records import HeaderRecord, check_readable, decode_inner, decode_stored, encode_inner
 from ckstore.format.wire import SEAL_NBYTES, STORE_ID_NBYTES, check_seal, check_zero, sealed, xxh3_64
-from ckstore.ids import DIGEST_NBYTES
+from ckstore.hashing import DIGEST_NBYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 MANIFEST_MAGIC = b"CKMANI\x00\x01"
 PREAMBLE_NBYTES = 128

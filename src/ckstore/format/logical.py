@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 from ckstore.config import Limits
 from ckstore.errors import MalformedError
-from ckstore.format.fidelity import Loss, check_losses, decode_losses, encode_losses
 from ckstore.format.frame import ELEMENT_WIDTHS
-from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.format.records import TensorRow, decode_stored, encode_inner
-from ckstore.format.version import FORMAT_VERSION
+from ckstore.format.losses import Loss, check_losses, decode_losses, encode_losses
+from ckstore.format.records import FORMAT_VERSION, TensorRow, decode_stored, encode_inner
+from ckstore.format.tensors import ChunkSpec, Piece, StorageSpec, TensorSpec, check_layout
+from ckstore.format.tree import Node, decode_tree, encode_tree
 from ckstore.format.wire import Reader
-from ckstore.ids import NO_BASE
-from ckstore.tensor import ChunkSpec, Piece, StorageSpec, TensorSpec, check_layout
-from ckstore.tree import Node
+from ckstore.hashing import NO_BASE
 
 _HEAD = struct.Struct("<QQQQQQ")
 _STORAGE = struct.Struct("<QIB3s")

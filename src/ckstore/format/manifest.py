@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ckstore.config import Limits
 from ckstore.errors import ChecksumError, MalformedError
 from ckstore.format.choices import Choices
-from ckstore.format.fidelity import EXACT_FIDELITY, Loss, check_fidelity
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -26,18 +25,19 @@ from ckstore.format.header import (
     encode_header,
     encode_preamble,
 )
-from ckstore.format.layout import ManifestName
 from ckstore.format.location import FrameRef, PackRef, check_location, decode_location, encode_location
 from ckstore.format.logical import Logical, check_logical, decode_logical, distinct_chunks, encode_logical
-from ckstore.format.records import LogicalRecord, encode_inner
-from ckstore.format.version import FORMAT_VERSION
+from ckstore.format.losses import EXACT_FIDELITY, Loss, check_fidelity
+from ckstore.format.paths import ManifestName
+from ckstore.format.records import FORMAT_VERSION, LogicalRecord, encode_inner
+from ckstore.format.tensors import ChunkSpec, StorageSpec, TensorSpec
+from ckstore.format.tree import Node
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import DIGEST_NBYTES, digest_of
-from ckstore.tensor import ChunkSpec, StorageSpec, TensorSpec
-from ckstore.tree import Node
+from ckstore.hashing import DIGEST_NBYTES, digest_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 __all__ = [
     "Choices",

@@ -23,7 +23,7 @@ from ckstore.format.frame import (
     decode_frame_header,
     frame_extent,
 )
-from ckstore.format.version import FORMAT_VERSION, check_readable
+from ckstore.format.records import FORMAT_VERSION, check_readable
 from ckstore.format.wire import (
     BLOCK_NBYTES,
     SEAL_NBYTES,
@@ -34,10 +34,11 @@ from ckstore.format.wire import (
     exactly,
     sealed,
 )
-from ckstore.ids import NO_BASE, PACK_ID_NBYTES, ChunkId, PackId, digest_of
+from ckstore.hashing import NO_BASE, PACK_ID_NBYTES, ChunkId, PackId, digest_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
 
 PACK_ALIGN = BLOCK_NBYTES
 SUPERHEADER_NBYTES = BLOCK_NBYTES

@@ -17,6 +17,7 @@ from ckstore.errors import ChecksumError, MalformedError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+
 SEAL_NBYTES = 8
 BLOCK_NBYTES = 4096
 STORE_ID_NBYTES = 16

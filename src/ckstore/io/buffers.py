@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ckstore.errors import CapacityError, UsageError
-from ckstore.io.os_calls import PAGE_NBYTES
+from ckstore.io.syscalls import PAGE_NBYTES
 
 _HUGE_PAGE_NBYTES = 2 << 20
 

@@ -25,12 +25,10 @@ from ckstore.config import EngineName
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
-from ckstore.io.engine import Engine, IoQueue
-from ckstore.io.engine_choice import choose_engine, takes_direct
-from ckstore.io.local_pack import LocalPackSink
-from ckstore.io.local_read import LocalReadFile, RangeReader
-from ckstore.io.os_calls import medium_error, medium_errors, rename_noreplace
+from ckstore.io.direct_io import Engine, IoQueue, choose_engine, takes_direct
+from ckstore.io.local_packs import LocalPackSink, LocalReadFile, RangeReader
 from ckstore.io.ownership import Ownership, Sharing, ownership_of
+from ckstore.io.syscalls import medium_error, medium_errors, rename_noreplace
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _NOWHERE = frozenset({"", ".", ".."})

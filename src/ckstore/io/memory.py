@@ -14,7 +14,7 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, UsageError
 from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import AlignedBuffer, BufferPool
-from ckstore.io.os_calls import PAGE_NBYTES
+from ckstore.io.syscalls import PAGE_NBYTES
 
 
 class _File:

@@ -2,6 +2,14 @@
 
 Invariants:
 - Rows have 16 to 65,536 elements; tensors that have no such rows are seen as rows of 4096.
+
+Positive factors of rows and columns as one byte each: logarithms whose powers are a table, exact everywhere.
+
+Code 0 is the factor 0. Code c is ``2 ** (exponent + (c - 1) / 2 ** octave_bits)``, correctly rounded to fp32: its
+exponent is an integer, and its mantissa one of sixteen that are written down here.
+
+Invariants:
+- Decoding takes integers only; whatever the codes, factors are 0 or normal fp32 numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore.errors import UsageError
+from ckstore.errors import MalformedError, UsageError
 
 FloatName = Literal["float32", "bfloat16", "float16"]
 
@@ -95,3 +103,78 @@ class Grid:
             sizes[: self.phase] -= 1
             sizes[(self.phase + self.count - 1) % self.row + 1 :] -= 1
         return sizes
+
+
+FACTOR_MAX = 2.0**100
+"""No greater factor is coded."""
+
+_OCTAVE_BITS = (4, 3, 2)
+_EXPONENT_MIN, _EXPONENT_MAX = -126, 127
+_CODE_MAX = 255
+
+# The mantissas of 2 ** (i / 16), correctly rounded to 23 bits.
+_MANTISSAS = np.array(
+    [
+        *(0x000000, 0x05AAC3, 0x0B95C2, 0x11C3D3, 0x1837F0, 0x1EF532, 0x25FED7, 0x2D583F),
+        *(0x3504F3, 0x3D08A4, 0x45672A, 0x4E248C, 0x5744FD, 0x60CCDF, 0x6AC0C7, 0x75257D),
+    ],
+    np.uint32,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Codes, and what they mean.
+
+    Args:
+        codes: One byte each.
+        exponent: Of the least factor.
+        octave_bits: How many factors an octave has, as a power of two: 2, 3 or 4.
+    """
+
+    codes: NDArray[np.uint8]
+    exponent: int
+    octave_bits: int
+
+    def values(self) -> NDArray[np.float32]:
+        """Return the factors."""
+        steps = self.codes.astype(np.int32) - 1
+        places = (steps & ((1 << self.octave_bits) - 1)) << (4 - self.octave_bits)
+        words = (steps >> self.octave_bits) + (self.exponent + 127)
+        found: NDArray[np.uint32] = (words.astype(np.uint32) << 23) | _MANTISSAS[places]
+        found[self.codes == 0] = 0
+        return found.view(np.float32)
+
+
+def ones(count: int) -> Factors:
+    """Return so many factors of 1."""
+    return Factors(np.ones(count, np.uint8), 0, 4)
+
+
+def factors_of(values: NDArray[np.float64]) -> Factors:
+    """Code the nearest factors, in the finest steps that reach from the least to the greatest.
+
+    Args:
+        values: Not negative, and below ``FACTOR_MAX``; what is below the reach of a byte gets the least factor.
+    """
+    positive = values[values > 0]
+    if not positive.size:
+        return Factors(np.zeros(values.size, np.uint8), 0, 4)
+    highest, lowest = math.log2(float(positive.max())), math.log2(float(positive.min()))
+    octave_bits = next((bits for bits in _OCTAVE_BITS if highest - lowest <= (254 >> bits) - 1), _OCTAVE_BITS[-1])
+    exponent = max(_EXPONENT_MIN, math.floor(highest) + 1 - (254 >> octave_bits))
+    with np.errstate(divide="ignore"):
+        steps = np.rint((np.log2(values) - exponent) * (1 << octave_bits)) + 1
+    codes = np.where(values > 0, np.clip(steps, 1, _CODE_MAX), 0)
+    return Factors(codes.astype(np.uint8), exponent, octave_bits)
+
+
+def require_known(exponent: int, octave_bits: int) -> None:
+    """Refuse what makes other factors than normal numbers.
+
+    Raises:
+        MalformedError: An exponent is out of range, or there are no such octaves.
+    """
+    is_known = octave_bits in _OCTAVE_BITS and exponent >= _EXPONENT_MIN
+    if not is_known or exponent + (254 >> octave_bits) > _EXPONENT_MAX:
+        raise MalformedError(f"factors of exponent {exponent} and {octave_bits} bits an octave are none of ours")

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ckstore import kernels
+from ckstore.codec import kernels
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int16]

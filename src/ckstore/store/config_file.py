@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import ConflictError, CorruptError, LockHeldError, UnsupportedError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, decode_record, encode_record
-from ckstore.ids import new_token
+from ckstore.hashing import new_token
 from ckstore.io.backend import Backend, FileLock, Locking, Swapping
 
 _TRIES_MAX = 20
@@ -27,7 +27,7 @@ LOCK_PATIENCE_SECONDS = 10.0
 LOCK_AGE_SECONDS_MAX = 60
 """Where there are no locks: a file in place of one is a dead process's when it is this old. A change takes moments."""
 _LOCK_POLL_SECONDS = 0.01
-_LOCK_BY_NAME = f"{layout.TMP_FOLDER}/config.lock"
+_LOCK_BY_NAME = f"{paths.TMP_FOLDER}/config.lock"
 _IN_THIS_PROCESS = threading.Lock()
 
 
@@ -40,7 +40,7 @@ def read_config(backend: Backend) -> ConfigRecord:
     return _record(backend, _content(backend))
 
 
-def _content(backend: Backend, name: str = layout.CONFIG_FILE) -> bytes | None:
+def _content(backend: Backend, name: str = paths.CONFIG_FILE) -> bytes | None:
     try:
         return backend.read_bytes(name, nbytes_max=RECORD_NBYTES_MAX)
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def _content(backend: Backend, name: str = layout.CONFIG_FILE) -> bytes | None:
 def _record(backend: Backend, content: bytes | None) -> ConfigRecord:
     if content is None:
         return ConfigRecord()
-    where = backend.location_of(layout.CONFIG_FILE)
+    where = backend.location_of(paths.CONFIG_FILE)
     try:
         return decode_record(content, ConfigRecord, where=where)
     except CorruptError as error:
@@ -73,11 +73,11 @@ def change_config(backend: Backend, change: Callable[[ConfigRecord], ConfigRecor
         content = _content(backend)
         before = _record(backend, content)
         after = change(before)
-        if after == before or replace_record(backend, layout.CONFIG_FILE, content, encode_record(after)):
+        if after == before or replace_record(backend, paths.CONFIG_FILE, content, encode_record(after)):
             return after
         # Another one's change came between: ours is made on top of it.
     raise ConflictError(
-        "others change the configuration all the time", where=backend.location_of(layout.CONFIG_FILE), todo="try again"
+        "others change the configuration all the time", where=backend.location_of(paths.CONFIG_FILE), todo="try again"
     )
 
 
@@ -86,11 +86,11 @@ def replace_record(backend: Backend, name: str, before: bytes | None, after: byt
     if isinstance(backend, Swapping):
         return backend.replace_if(name, before, after)
     # A purge may have taken it while it was empty.
-    backend.make_folder(layout.TMP_FOLDER)
+    backend.make_folder(paths.TMP_FOLDER)
     with _serialised(backend):
         if _content(backend, name) != before:
             return False
-        draft = layout.draft_name(new_token(), "config")
+        draft = paths.draft_name(new_token(), "config")
         backend.create(draft, after, sync=True)
         backend.rename(draft, name)
         backend.sync_folder("")
@@ -108,7 +108,7 @@ def _serialised(backend: Backend) -> Iterator[None]:
             if lock is None and SYSTEM_CLOCK.monotonic() > deadline:
                 raise LockHeldError(
                     "another process is changing the configuration, and does not end",
-                    where=backend.location_of(layout.CONFIG_LOCK_FILE),
+                    where=backend.location_of(paths.CONFIG_LOCK_FILE),
                     todo="see which process holds the file open; it may be one that was stopped",
                 )
             if lock is None:
@@ -122,7 +122,7 @@ def _serialised(backend: Backend) -> Iterator[None]:
 
 def _try_lock(locks: Locking, backend: Backend) -> FileLock | None:
     try:
-        return locks.try_lock(layout.CONFIG_LOCK_FILE)
+        return locks.try_lock(paths.CONFIG_LOCK_FILE)
     except UnsupportedError:
         return _FileOfOne.try_make(backend)
 
@@ -142,7 +142,7 @@ class _FileOfOne:
         info = backend.stat(_LOCK_BY_NAME)
         if info is not None and _is_left_behind(info.modified_ns):
             # Moved to a name of our own first: two who find it must not remove each other's new one.
-            mine = layout.draft_name(new_token(), "lock")
+            mine = paths.draft_name(new_token(), "lock")
             with contextlib.suppress(FileNotFoundError):
                 backend.rename_new(_LOCK_BY_NAME, mine)
                 moved = backend.stat(mine)

@@ -8,7 +8,7 @@ reading it again at the moment that counts tells one store from every other.
 from __future__ import annotations
 
 from ckstore.errors import ConflictError, UnreachableError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import RECORD_NBYTES_MAX, StoreRecord, decode_record
 from ckstore.io.backend import Backend
 
@@ -21,10 +21,10 @@ def store_id_at(backend: Backend) -> bytes | None:
         BackendError: The place does not answer.
     """
     try:
-        content = backend.read_bytes(layout.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
+        content = backend.read_bytes(paths.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
     except FileNotFoundError:
         return None
-    where = backend.location_of(layout.STORE_FILE)
+    where = backend.location_of(paths.STORE_FILE)
     return bytes.fromhex(decode_record(content, StoreRecord, where=where).store_id)
 
 

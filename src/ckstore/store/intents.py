@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from ckstore.clock import Clock
 from ckstore.errors import BackendError, ConflictError, CorruptError, is_refused
-from ckstore.format import layout
+from ckstore.format import paths as layout
 from ckstore.format.records import IntentRecord, decode_record, encode_record
 from ckstore.io.backend import Backend
-from ckstore.store.ages import MAKER_AGE_SECONDS_MAX, is_older
-from ckstore.store.doomed import put_whole
-from ckstore.store.processes import maker_is_running, maker_of
+from ckstore.processes import maker_is_running, maker_of
+from ckstore.store.file_age import MAKER_AGE_SECONDS_MAX, is_older
+from ckstore.store.pending_deletes import put_whole
 
 CLEAR_INTENTS = "if that process is dead, `ckstore gc STORE --clear-intents` removes it"
 """What to do about one that cannot be judged from here."""

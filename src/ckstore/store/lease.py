@@ -23,16 +23,14 @@ import weakref
 from dataclasses import replace
 
 from ckstore.clock import Clock
+from ckstore.concurrency import Latch, tell
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record, with_changes
-from ckstore.ids import new_token
+from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
-from ckstore.latch import Latch
-from ckstore.logs import tell
-from ckstore.store.lease_record import GONE, SaverPurpose, describe, read_lease
-from ckstore.store.orphans import Orphans
-from ckstore.store.processes import is_stopped, maker_is_running, maker_of, process_started
+from ckstore.processes import is_stopped, maker_is_running, maker_of, process_started
+from ckstore.store.orphans import GONE, Orphans, SaverPurpose, describe, read_lease
 
 _log = logging.getLogger("ckstore")
 
@@ -65,7 +63,7 @@ class Lease:
         self._run = run
         self._clock = clock
         self._stale_seconds = stale_seconds
-        self._path = layout.lease_name(run)
+        self._path = paths.lease_name(run)
         self._record: LeaseRecord | None = None
         # The token of what a saver of this process was lent.
         self._lent = ""
@@ -223,7 +221,7 @@ class Lease:
 
     def _draft(self, record: LeaseRecord) -> str:
         """Write a record under a name of its own."""
-        draft = f"{layout.TMP_FOLDER}/{new_token()}.lease"
+        draft = f"{paths.TMP_FOLDER}/{new_token()}.lease"
         self._backend.create(draft, encode_record(record), sync=False)
         return draft
 
@@ -296,7 +294,7 @@ class Lease:
     def _bury(self, holder: LeaseRecord | None) -> None:
         """Remove the lease of a holder that is dead, and no other's."""
         # Moved to a name of our own first: two who take over at once must not remove each other's new lease.
-        graveyard = f"{layout.TMP_FOLDER}/{new_token()}.lease"
+        graveyard = f"{paths.TMP_FOLDER}/{new_token()}.lease"
         try:
             self._backend.rename_new(self._path, graveyard)
         except FileNotFoundError:

@@ -5,6 +5,12 @@ Invariants:
   take: its seq was claimed first. Nothing is overwritten or exchanged.
 - Replacing means the next generation under its own name; a drop mark, once made, is never taken back.
 - What is visible may be unacknowledged: a reader checks the packs before it trusts a manifest.
+
+Put damaged manifests and packs aside, where nothing reads them and nobody removes them.
+
+Invariants:
+- A file is moved, never copied or removed; a name that is taken in quarantine is left to the file that has it.
+- A move is durable when it returns.
 """
 
 from __future__ import annotations
@@ -15,29 +21,61 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckstore.config import Limits
+from ckstore.config import Limits, check_name
 from ckstore.errors import CkstoreError, ConflictError, CorruptError, MalformedError, NotFoundError
-from ckstore.format import layout
-from ckstore.format.header import (
-    PREAMBLE_NBYTES,
-    ManifestHeader,
-    decode_header,
-    decode_preamble,
-    header_nbytes_needed,
-)
-from ckstore.format.layout import ManifestName
-from ckstore.ids import new_token
+from ckstore.format import paths
+from ckstore.format.header import PREAMBLE_NBYTES, ManifestHeader, decode_header, decode_preamble, header_nbytes_needed
+from ckstore.format.paths import ManifestName
+from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant
-from ckstore.store.at_once import ask_each
+from ckstore.io.fan_out import ask_each
+from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.identity import require_same_store
 from ckstore.store.intents import removed_meanwhile, require
-from ckstore.store.known import LOCAL_TIER
-from ckstore.store.quarantine import quarantined_names
 from ckstore.store.trash import Trash, make_durable_folder
 
 if TYPE_CHECKING:
-    # Only types here: listing a run reads headers, and must start at once.
     from ckstore.format.manifest import Manifest
+
+
+_AGAIN = "~"
+"""Between the name of a file and what is added to it where that name was taken."""
+
+
+def quarantine_manifest(backend: Backend, name: ManifestName) -> str | None:
+    """Move a manifest into quarantine; return where it lies now, or None if it was not there any more."""
+    folder = paths.quarantine_manifests_folder(name.run)
+    return _move(backend, name.path, folder, name.file)
+
+
+def quarantine_pack(backend: Backend, path: str, pack_id: PackId) -> str | None:
+    """Move a pack into quarantine from where it lies; return where it lies now, or None if it was not there."""
+    return _move(backend, path, paths.quarantine_packs_folder(), paths.pack_file(pack_id))
+
+
+def quarantined_names(backend: Backend, run: str) -> list[ManifestName]:
+    """Return the manifests of a run that lie in quarantine, by the names that they had."""
+    files = backend.list_names(paths.quarantine_manifests_folder(run))
+    names = (paths.parse_manifest_file(run, file.split(_AGAIN)[0]) for file in files)
+    return [name for name in names if name is not None]
+
+
+def _move(backend: Backend, path: str, folder: str, file: str) -> str | None:
+    make_durable_folder(backend, folder)
+    target = f"{folder}/{file}"
+    try:
+        try:
+            backend.rename_new(path, target)
+        except FileExistsError:
+            # A file of this name was put aside before, and may hold other bytes.
+            target = f"{target}{_AGAIN}{new_token()}"
+            backend.rename_new(path, target)
+    except FileNotFoundError:
+        return None
+    backend.sync_folder(folder)
+    backend.sync_folder(path.rsplit("/", 1)[0])
+    return target
+
 
 _log = logging.getLogger("ckstore")
 
@@ -73,7 +111,7 @@ class Manifests:
 
     def __init__(self, backend: Backend, run: str, *, store_id: bytes, limits: Limits) -> None:
         self.backend = backend
-        self.run = layout.check_name(run, "run")
+        self.run = check_name(run, "run")
         self.store_id = store_id
         self.limits = limits
         self._has_folders = False
@@ -103,8 +141,8 @@ class Manifests:
     def _marks(self) -> dict[str, set[int]]:
         """Return the seqs of this run's claims and marks, by kind."""
         marks: dict[str, set[int]] = {"claim": set(), "dropped": set(), "published": set(), "intent": set()}
-        for file in self.backend.list_names(layout.claims_folder(self.run)):
-            claim = layout.parse_claim_file(file)
+        for file in self.backend.list_names(paths.claims_folder(self.run)):
+            claim = paths.parse_claim_file(file)
             if claim is not None:
                 marks[claim.kind].add(claim.seq)
         return marks
@@ -122,8 +160,8 @@ class Manifests:
         return frozenset(seqs - trashed - aside - in_place - self._marks()["dropped"])
 
     def _names_in_place(self) -> set[ManifestName]:
-        files = self.backend.list_names(layout.manifests_folder(self.run))
-        parsed = (layout.parse_manifest_file(self.run, file) for file in files)
+        files = self.backend.list_names(paths.manifests_folder(self.run))
+        parsed = (paths.parse_manifest_file(self.run, file) for file in files)
         return {name for name in parsed if name is not None}
 
     def path_of(self, name: ManifestName) -> str:
@@ -192,7 +230,7 @@ class Manifests:
         """Make the run's folders durable, old ones once per handle: another process may have left them unsynced."""
         if self._has_folders and isinstance(self.backend, Distant):
             return
-        for folder in (layout.manifests_folder(self.run), layout.claims_folder(self.run), layout.tags_folder(self.run)):
+        for folder in (paths.manifests_folder(self.run), paths.claims_folder(self.run), paths.tags_folder(self.run)):
             if self.backend.make_folder(folder) or not self._has_folders:
                 self.backend.sync_folder(folder.rsplit("/", 1)[0])
         self._has_folders = True
@@ -208,19 +246,19 @@ class Manifests:
         seq = seq_first
         while True:
             try:
-                self.backend.create(layout.claim_name(self.run, seq), b"", sync=False)
+                self.backend.create(paths.claim_name(self.run, seq), b"", sync=False)
             except FileExistsError:
                 seq += 1
                 continue
-            self.backend.sync_folder(layout.claims_folder(self.run))
+            self.backend.sync_folder(paths.claims_folder(self.run))
             return seq
 
     def claim_all(self, seqs: Iterable[int]) -> None:
         """Take these seqs where nobody has them, so that no commit does; durable on return."""
         for seq in seqs:
             with contextlib.suppress(FileExistsError):
-                self.backend.create(layout.claim_name(self.run, seq), b"", sync=False)
-        self.backend.sync_folder(layout.claims_folder(self.run))
+                self.backend.create(paths.claim_name(self.run, seq), b"", sync=False)
+        self.backend.sync_folder(paths.claims_folder(self.run))
 
     def publish(self, manifest: Manifest) -> ManifestName:
         """Make the checkpoint exist, so that it survives a power cut.
@@ -238,7 +276,7 @@ class Manifests:
         encoded = encode_manifest(manifest, limits=self.limits)
         # Nothing is published that a reader would refuse: it would be found out when it is needed.
         decode_manifest(encoded, limits=self.limits, expect=name)
-        draft = layout.draft_name(new_token())
+        draft = paths.draft_name(new_token())
         target = self.path_of(name)
         require_same_store(self.backend, self.store_id)
         self.backend.create(draft, encoded, sync=True)
@@ -259,7 +297,7 @@ class Manifests:
                     where=self.backend.location_of(target),
                     todo="commit again; see `ckstore ls` for what is there",
                 ) from None
-        self.backend.sync_folder(layout.manifests_folder(self.run))
+        self.backend.sync_folder(paths.manifests_folder(self.run))
         try:
             # Checked before and after: a folder that was exchanged in between fails one of the two.
             self._require_same_store()
@@ -294,9 +332,9 @@ class Manifests:
     def withdraw(self, name: ManifestName) -> None:
         """Undo an unacknowledged publish: the manifest goes to ``tmp``, durably."""
         with contextlib.suppress(FileNotFoundError):
-            self.backend.rename(self.path_of(name), layout.draft_name(new_token()))
-        self.backend.sync_folder(layout.manifests_folder(self.run))
-        self.backend.sync_folder(layout.TMP_FOLDER)
+            self.backend.rename(self.path_of(name), paths.draft_name(new_token()))
+        self.backend.sync_folder(paths.manifests_folder(self.run))
+        self.backend.sync_folder(paths.TMP_FOLDER)
 
     def note_published(self, seq: int) -> None:
         """Leave a mark that a checkpoint was acknowledged, so that the loss of its manifest shows.
@@ -304,7 +342,7 @@ class Manifests:
         It is not synced, and may fail: without it everything else is as safe.
         """
         try:
-            self.backend.create(layout.published_mark_name(self.run, seq), b"", sync=False)
+            self.backend.create(paths.published_mark_name(self.run, seq), b"", sync=False)
         except (OSError, CkstoreError) as error:
             _log.debug("no mark that seq %d was published: %s", seq, error)
 
@@ -313,9 +351,9 @@ class Manifests:
         missing = self.listing().missing
         for seq in sorted(missing):
             with contextlib.suppress(FileNotFoundError):
-                self.backend.unlink(layout.published_mark_name(self.run, seq))
+                self.backend.unlink(paths.published_mark_name(self.run, seq))
         if missing:
-            self.backend.sync_folder(layout.claims_folder(self.run))
+            self.backend.sync_folder(paths.claims_folder(self.run))
         return missing
 
     def mark_dropped(self, intents: Mapping[int, str]) -> None:
@@ -331,7 +369,7 @@ class Manifests:
         self._require_same_store()
 
         def mark(seq: int) -> None:
-            intent, name = intents[seq], layout.drop_mark_name(self.run, seq)
+            intent, name = intents[seq], paths.drop_mark_name(self.run, seq)
             with contextlib.suppress(FileExistsError):
                 if isinstance(self.backend, Distant):
                     require(self.backend, intent)
@@ -345,11 +383,11 @@ class Manifests:
 
         for _ in ask_each(self.backend, mark, intents):
             pass
-        self.backend.sync_folder(layout.claims_folder(self.run))
+        self.backend.sync_folder(paths.claims_folder(self.run))
 
     def is_marked(self, seq: int) -> bool:
         """Whether a drop mark lies there: every generation of this seq is to go."""
-        return self.backend.stat(layout.drop_mark_name(self.run, seq)) is not None
+        return self.backend.stat(paths.drop_mark_name(self.run, seq)) is not None
 
     def move_to_trash(self, seqs: frozenset[int]) -> int:
         """Move all generations of marked seqs into a fresh trash folder until none is left; return how many."""
@@ -361,11 +399,11 @@ class Manifests:
         Whoever calls this has seen every pack that this generation names. Its name is made durable first: another
         process may have linked it, and died before its sync.
         """
-        self.backend.sync_folder(layout.manifests_folder(self.run))
+        self.backend.sync_folder(paths.manifests_folder(self.run))
         return self._move_to_trash(lambda other: other.seq == name.seq and other.generation < name.generation)
 
     def _move_to_trash(self, is_doomed: Callable[[ManifestName], bool]) -> int:
-        folder = layout.trash_manifests_folder(new_token(), self.run)
+        folder = paths.trash_manifests_folder(new_token(), self.run)
         count = 0
         while doomed := sorted(filter(is_doomed, self._names_in_place()), key=lambda name: name.file):
             # A collector that frees at once may take an empty folder of the trash at any moment; then it is made again.
@@ -374,7 +412,7 @@ class Manifests:
             count += sum(ask_each(self.backend, lambda name: self._is_moved(name, folder), doomed))
             with contextlib.suppress(FileNotFoundError):
                 self.backend.sync_folder(folder)
-            self.backend.sync_folder(layout.manifests_folder(self.run))
+            self.backend.sync_folder(paths.manifests_folder(self.run))
         return count
 
     def _is_moved(self, name: ManifestName, folder: str) -> bool:

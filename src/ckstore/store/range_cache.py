@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from ckstore.config import GIB
 from ckstore.errors import CkstoreError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import PackId, new_token
+from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, ReadRequest, ReadResult, ViewedFile
 from ckstore.io.buffers import BufferPool
 
@@ -47,7 +47,7 @@ class _Range:
 
     @property
     def path(self) -> str:
-        return f"{layout.CACHE_FOLDER}/{self.pack}/{self.offset:016x}-{self.nbytes:08x}.range"
+        return f"{paths.CACHE_FOLDER}/{self.pack}/{self.offset:016x}-{self.nbytes:08x}.range"
 
 
 class RangeCache:
@@ -93,7 +93,7 @@ class RangeCache:
         try:
             if not self._make_room(len(content)):
                 return
-            draft = layout.draft_name(new_token(), "range")
+            draft = paths.draft_name(new_token(), "range")
             checksum = xxh3_64(content).to_bytes(_CHECKSUM_NBYTES, "little")
             self._make_folder(kept.path.rpartition("/")[0])
             self._backend.create(draft, bytes(content) + checksum, sync=False)
@@ -150,8 +150,8 @@ class RangeCache:
         """Return what is kept, as the folder showed it when it was first asked for, and what came since."""
         if self._ranges is None:
             self._ranges = {}
-            for pack in filter(layout.is_token, self._backend.list_names(layout.CACHE_FOLDER)):
-                folder = f"{layout.CACHE_FOLDER}/{pack}"
+            for pack in filter(paths.is_token, self._backend.list_names(paths.CACHE_FOLDER)):
+                folder = f"{paths.CACHE_FOLDER}/{pack}"
                 found = [self._look_at(pack, folder, file) for file in self._backend.list_names(folder)]
                 self._ranges[pack] = [each for each in found if each is not None]
         return self._ranges

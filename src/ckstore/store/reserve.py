@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckstore.errors import BackendError, CapacityError, CkstoreError, is_disk_full
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 
@@ -36,11 +36,11 @@ def fill_reserve(backend: Backend) -> None:
         # A bucket has neither blocks nor inodes.
         return
     with contextlib.suppress(CapacityError, BackendError, FileExistsError, FileNotFoundError):
-        names = [f"{layout.RESERVE_FOLDER}/{number:02d}" for number in range(FILE_COUNT)]
+        names = [f"{paths.RESERVE_FOLDER}/{number:02d}" for number in range(FILE_COUNT)]
         there = {name: backend.stat(name) for name in names}
         wanted = [name for name, info in there.items() if info is None or info.nbytes < FILE_NBYTES]
         if wanted:
-            backend.make_folder(layout.RESERVE_FOLDER)
+            backend.make_folder(paths.RESERVE_FOLDER)
         for name in wanted:
             if there[name] is not None:
                 backend.unlink(name)
@@ -60,14 +60,14 @@ def _fill(backend: Backend, name: str) -> None:
 
 def give_up_reserve(backend: Backend) -> bool:
     """Remove the reserve; return whether there was any."""
-    names = backend.list_names(layout.RESERVE_FOLDER) if isinstance(backend, LocalBackend) else []
+    names = backend.list_names(paths.RESERVE_FOLDER) if isinstance(backend, LocalBackend) else []
     for name in names:
         with contextlib.suppress(FileNotFoundError):
-            backend.unlink(f"{layout.RESERVE_FOLDER}/{name}")
+            backend.unlink(f"{paths.RESERVE_FOLDER}/{name}")
     if names:
         # Some file systems give room back only when that is durable.
         with contextlib.suppress(CkstoreError):
-            backend.sync_folder(layout.RESERVE_FOLDER)
+            backend.sync_folder(paths.RESERVE_FOLDER)
     return bool(names)
 
 
@@ -89,7 +89,7 @@ def with_reserve(backend: Backend, act: Callable[[], T]) -> T:
                 todo="remove any file of 64 KiB or more from this disk or quota, then try again",
                 **error.facts,
             ) from error
-        _log.warning("the disk is full; the reserve in %s was given up", backend.location_of(layout.RESERVE_FOLDER))
+        _log.warning("the disk is full; the reserve in %s was given up", backend.location_of(paths.RESERVE_FOLDER))
     try:
         return act()
     finally:

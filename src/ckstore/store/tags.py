@@ -11,17 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ckstore.clock import Clock
-from ckstore.errors import (
-    BackendError,
-    CkstoreError,
-    ConflictError,
-    CorruptError,
-    NotFoundError,
-    is_refused,
-)
-from ckstore.format import layout
+from ckstore.config import check_name, is_name
+from ckstore.errors import BackendError, CkstoreError, ConflictError, CorruptError, NotFoundError, is_refused
+from ckstore.format import paths as layout
 from ckstore.format.records import TagRecord, decode_record, encode_record
-from ckstore.ids import new_token
+from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
 from ckstore.store.intents import CLEAR_INTENTS, Intent, intents_in, make_intents, retract
 
@@ -54,7 +48,7 @@ class Tags:
                 raise
             _log.warning("%s", error)
             return found
-        for name in filter(layout.is_name, names):
+        for name in filter(is_name, names):
             try:
                 found[name] = self.get(name)
             except NotFoundError:
@@ -77,7 +71,7 @@ class Tags:
             NotFoundError: There is no such tag.
             CorruptError: Its file is damaged: tag again.
         """
-        path = layout.tag_name(self._run, layout.check_name(name, "tag"))
+        path = layout.tag_name(self._run, check_name(name, "tag"))
         try:
             content = self._backend.read_bytes(path, nbytes_max=_RECORD_NBYTES_MAX)
         except FileNotFoundError:
@@ -101,7 +95,7 @@ class Tags:
         Raises:
             ConflictError: The checkpoint is being dropped or demoted; the tag is as it was before.
         """
-        path = layout.tag_name(self._run, layout.check_name(name, "tag"))
+        path = layout.tag_name(self._run, check_name(name, "tag"))
         self._refuse_if_going(name, seq, is_dropped)
         before: bytes | None = None
         with contextlib.suppress(FileNotFoundError, CorruptError):

@@ -17,14 +17,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from ckstore.config import is_name
 from ckstore.errors import ConflictError, UnreachableError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import RECORD_NBYTES_MAX, HomeRecord, OwnerRecord, TierTurns, decode_record, encode_record
-from ckstore.ids import new_token
+from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
 from ckstore.store.config_file import replace_record
-from ckstore.store.doomed import put_small, replace_small
-from ckstore.store.parts import Parts
+from ckstore.store.pending_deletes import put_small, replace_small
+from ckstore.store.repository import Parts
 
 TURNS_MAX = 16
 """Turns that a store remembers of each tier: as many pushes may run at the same time."""
@@ -39,7 +40,7 @@ _ADOPT = (
 
 def place_of(backend: Backend) -> str:
     """Return what tells a folder from its copies: they have other inodes; a bucket is told by its address."""
-    info = backend.stat(layout.MANIFESTS_FOLDER)
+    info = backend.stat(paths.MANIFESTS_FOLDER)
     return f"inode {info.inode}" if info is not None and info.inode else backend.root
 
 
@@ -90,7 +91,7 @@ def begin_turn(parts: Parts, tier: str, target: Backend) -> None:
     if owner is None:
         owner = OwnerRecord(home_id=home.home_id, tier_id=new_token(), turn=new_token())
         with contextlib.suppress(FileExistsError):
-            put_small(target, layout.OWNER_FILE, encode_record(owner))
+            put_small(target, paths.OWNER_FILE, encode_record(owner))
         # Of two first pushes, both take what the first one has written.
         owner = _owner(target) or owner
     tier_id, known_turn, turn = owner.tier_id, owner.turn, new_token()
@@ -105,7 +106,7 @@ def begin_turn(parts: Parts, tier: str, target: Backend) -> None:
 
     _change_home(parts.backend, with_turn)
     owner = OwnerRecord(home_id=home.home_id, tier_id=tier_id, turn=turn)
-    replace_small(target, layout.OWNER_FILE, encode_record(owner))
+    replace_small(target, paths.OWNER_FILE, encode_record(owner))
 
 
 def forget_turns(parts: Parts, tier: str) -> None:
@@ -146,7 +147,7 @@ def adopt(parts: Parts, *, is_original: bool) -> dict[str, str]:
     _change_home(parts.backend, lambda before: home)
     for tier, target in places.items():
         owner = OwnerRecord(home_id=home.home_id, tier_id=ids[tier], turn=turns[tier].turns[-1])
-        replace_small(target, layout.OWNER_FILE, encode_record(owner))
+        replace_small(target, paths.OWNER_FILE, encode_record(owner))
     return addresses
 
 
@@ -156,17 +157,17 @@ def _keep_what_is_unknown(parts: Parts, target: Backend) -> None:
     Its seqs are claimed here, so that no commit takes them; and its claims there say no more that a push from here made
     them, so that a collection leaves them alone.
     """
-    for run in filter(layout.is_name, target.list_names(layout.CLAIMS_FOLDER)):
+    for run in filter(is_name, target.list_names(paths.CLAIMS_FOLDER)):
         manifests = parts.manifests_of(run)
         here = {(name.seq, name.step) for name in manifests.listing().names}
-        files = target.list_names(layout.manifests_folder(run))
-        there = {name for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
+        files = target.list_names(paths.manifests_folder(run))
+        there = {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
         unknown = sorted({(name.seq, name.step) for name in there} - here)
         if unknown:
             manifests.make_folders()
             manifests.claim_all(seq for seq, _ in unknown)
         for seq, step in unknown:
-            replace_small(target, layout.claim_name(run, seq), b"kept %d" % step)
+            replace_small(target, paths.claim_name(run, seq), b"kept %d" % step)
 
 
 def _require_original(parts: Parts, home: HomeRecord) -> None:
@@ -181,17 +182,17 @@ def _require_original(parts: Parts, home: HomeRecord) -> None:
 
 
 def _home(backend: Backend) -> HomeRecord | None:
-    return _decoded_home(backend, _content(backend, layout.HOME_FILE))
+    return _decoded_home(backend, _content(backend, paths.HOME_FILE))
 
 
 def _decoded_home(backend: Backend, content: bytes | None) -> HomeRecord | None:
-    where = backend.location_of(layout.HOME_FILE)
+    where = backend.location_of(paths.HOME_FILE)
     return None if content is None else decode_record(content, HomeRecord, where=where)
 
 
 def _owner(target: Backend) -> OwnerRecord | None:
-    content = _content(target, layout.OWNER_FILE)
-    where = target.location_of(layout.OWNER_FILE)
+    content = _content(target, paths.OWNER_FILE)
+    where = target.location_of(paths.OWNER_FILE)
     return None if content is None else decode_record(content, OwnerRecord, where=where)
 
 
@@ -204,9 +205,9 @@ def _content(backend: Backend, name: str) -> bytes | None:
 
 def _change_home(backend: Backend, change: Callable[[HomeRecord | None], HomeRecord]) -> HomeRecord:
     for _ in range(_TRIES):
-        before = _content(backend, layout.HOME_FILE)
+        before = _content(backend, paths.HOME_FILE)
         after = change(_decoded_home(backend, before))
-        if replace_record(backend, layout.HOME_FILE, before, encode_record(after)):
+        if replace_record(backend, paths.HOME_FILE, before, encode_record(after)):
             return after
-    where = backend.location_of(layout.HOME_FILE)
+    where = backend.location_of(paths.HOME_FILE)
     raise ConflictError("others push at the same time, again and again", where=where, todo="try again")

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ckstore.errors import ChecksumError, CkstoreError, CorruptError, MissingChunkError
-from ckstore.format import layout
-from ckstore.format.layout import ManifestName
+from ckstore.format import paths
 from ckstore.format.location import PackRef
 from ckstore.format.pack import TAIL_NBYTES, decode_tail
-from ckstore.ids import PackId
+from ckstore.format.paths import ManifestName
+from ckstore.hashing import PackId
 from ckstore.io.backend import Backend
-from ckstore.store.at_once import ask_each
-from ckstore.store.gc_marks import Marked, Marker
-from ckstore.store.known import LOCAL_TIER, LOST_TIER
-from ckstore.store.parts import Parts
+from ckstore.io.fan_out import ask_each
+from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
+from ckstore.store.reachability import Marked, Marker
+from ckstore.store.repository import Parts
 from ckstore.store.tier_owner import require_owner
 
 NOT_OURS = "someone else writes there: find out who, and remove what is not ours; nothing here was let go of"
@@ -55,7 +55,7 @@ def see_pack(parts: Parts, target: Backend, pack: PackRef) -> None:
         FileNotFoundError: There is none.
         CorruptError: It is another one.
     """
-    name = layout.pack_name(pack.pack_id)
+    name = paths.pack_name(pack.pack_id)
     where = target.location_of(name)
     file = target.open_read(name)
     try:
@@ -141,7 +141,7 @@ def _unproven_in(
         try:
             see_pack(parts, target, pack)
         except (FileNotFoundError, MissingChunkError):
-            problem = f"{target.location_of(layout.pack_name(pack.pack_id))} is gone"
+            problem = f"{target.location_of(paths.pack_name(pack.pack_id))} is gone"
             return Unproven(pack.pack_id, tier, problem, is_damage=True)
         except CkstoreError as error:
             return Unproven(pack.pack_id, tier, str(error), is_damage=isinstance(error, CorruptError))
@@ -157,10 +157,10 @@ def _manifests_gone(target: Backend, names: Collection[ManifestName]) -> set[Man
     """Return the checkpoints that were pushed there, as their claims say, and have no manifest there any more."""
     gone = set()
     for run in {name.run for name in names}:
-        claims = map(layout.parse_claim_file, target.list_names(layout.claims_folder(run)))
+        claims = map(paths.parse_claim_file, target.list_names(paths.claims_folder(run)))
         claimed = {claim.seq for claim in claims if claim is not None and claim.kind == "claim"}
-        files = target.list_names(layout.manifests_folder(run))
-        there = {name.seq for file in files if (name := layout.parse_manifest_file(run, file)) is not None}
+        files = target.list_names(paths.manifests_folder(run))
+        there = {name.seq for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
         # One that was made here since, by a rewind or an undelete, has never been there.
         gone |= {name for name in names if name.run == run and name.seq in claimed - there}
     return gone

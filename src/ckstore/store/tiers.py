@@ -15,23 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.config import check_name
 from ckstore.errors import BackendError, CkstoreError, MissingChunkError, NotFoundError, UnreachableError, UsageError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import ConfigRecord
-from ckstore.ids import PackId
-from ckstore.io.address import backend_for
+from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant
-from ckstore.io.remote_options import check_address, is_bucket_address
-from ckstore.store.at_once import ask_each
+from ckstore.io.fan_out import ask_each
+from ckstore.io.remote.options import check_address, is_bucket_address
+from ckstore.io.url import backend_for
+from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.config_file import change_config, read_config
-from ckstore.store.doomed import doomed_in
 from ckstore.store.identity import store_id_at
-from ckstore.store.known import LOCAL_TIER, LOST_TIER
+from ckstore.store.pending_deletes import doomed_in
 
 if TYPE_CHECKING:
-    # Only a type here: listing a run reads headers, and must start at once.
     from ckstore.format.manifest import PackRef
     from ckstore.store.range_cache import RangeCache
+
 
 DEFAULT_NAME = "remote"
 
@@ -81,7 +82,7 @@ class Tiers:
         if tier not in tiers:
             raise NotFoundError(
                 f"no tier {tier!r} is configured",
-                where=self._backend.location_of(layout.CONFIG_FILE),
+                where=self._backend.location_of(paths.CONFIG_FILE),
                 todo=f"tiers there are: {', '.join(tiers) or 'none'}",
             )
         return tiers[tier]
@@ -143,7 +144,7 @@ class Tiers:
         if address is None:
             raise UnreachableError(
                 f"checkpoints are in the tier {tier!r}, and config.json does not say where that is",
-                where=self._backend.location_of(layout.CONFIG_FILE),
+                where=self._backend.location_of(paths.CONFIG_FILE),
                 todo=f'write it there: "tiers": {{"{tier}": "s3://bucket/prefix"}}, with "xxh3": null',
             )
         self._places[tier] = address
@@ -244,7 +245,7 @@ def packs_gone(backend: Backend, packs: Mapping[PackId, int]) -> set[PackId]:
     """Return those of these packs (id to size) that are not in place with that size; far away, many are looked at."""
 
     def is_gone(pack_id: PackId) -> bool:
-        info = backend.stat(layout.pack_name(pack_id))
+        info = backend.stat(paths.pack_name(pack_id))
         return info is None or info.nbytes != packs[pack_id]
 
     return {pack_id for pack_id, gone in zip(packs, ask_each(backend, is_gone, packs), strict=True) if gone}
@@ -272,7 +273,7 @@ def _with_tiers(config: ConfigRecord, tiers: dict[str, str]) -> ConfigRecord:
 
 
 def _checked_name(name: str | None) -> str | None:
-    if name is not None and layout.check_name(name, "tier") in (LOCAL_TIER, LOST_TIER):
+    if name is not None and check_name(name, "tier") in (LOCAL_TIER, LOST_TIER):
         raise UsageError("this name of a tier has a meaning already", where=repr(name), todo="choose another name")
     return name
 

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckstore.config import is_name
 from ckstore.errors import BackendError, is_refused
-from ckstore.format import layout
-from ckstore.format.layout import ManifestName
-from ckstore.ids import PackId, new_token
+from ckstore.format import paths as layout
+from ckstore.format.paths import ManifestName
+from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, FileInfo
 
 _log = logging.getLogger("ckstore")
@@ -107,7 +108,7 @@ class Trash:
             packs, manifests = [], []
             for rest, path, info in entries:
                 pack_id = layout.parse_pack_file(rest[1]) if len(rest) == 2 and rest[0] == "packs" else None
-                is_manifest = len(rest) == 3 and rest[0] == "manifests" and layout.is_name(rest[1])
+                is_manifest = len(rest) == 3 and rest[0] == "manifests" and is_name(rest[1])
                 name = layout.parse_manifest_file(rest[1], rest[2]) if is_manifest else None
                 if pack_id is not None:
                     packs.append(TrashedPack(pack_id, path, info.nbytes))
@@ -126,7 +127,7 @@ class Trash:
 
     def _manifests_in(self, gc_id: str) -> Iterator[TrashedManifest]:
         above = f"{layout.trash_folder(gc_id)}/manifests"
-        for run in filter(layout.is_name, self._backend.list_names(above)):
+        for run in filter(is_name, self._backend.list_names(above)):
             for file in self._backend.list_names(f"{above}/{run}"):
                 name, info = layout.parse_manifest_file(run, file), self._backend.stat(f"{above}/{run}/{file}")
                 if name is not None and info is not None:

@@ -11,8 +11,8 @@ import pytest
 
 import ckstore
 from ckstore._testing import background_of
-from ckstore.saver.arena import UNIT_NBYTES
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW
+from ckstore.background.arena import UNIT_NBYTES
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, NOW
 from support.fake_saver import guard_with
 from support.interrupts import check_rounds, commit, filled, interrupt_each_line
 

@@ -10,8 +10,8 @@ import pytest
 
 import ckstore
 from ckstore._testing import saver_of
+from ckstore.background.commits import Handover
 from ckstore.errors import SaverError
-from ckstore.handover import Handover
 from support.fake_saver import OwnerOfAll, guard_with
 from support.interrupts import STEPS, check_rounds, commit_and_guard, filled, guard, interrupt_each_line
 

@@ -19,9 +19,9 @@ import pytest
 
 import ckstore
 from ckstore._testing import background_of
+from ckstore.background.arena import UNIT_NBYTES
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW
 from ckstore.errors import SaverError
-from ckstore.saver.arena import UNIT_NBYTES
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW
 from support.fake_saver import guard_with
 from support.interrupts import STEPS, Witness, check_seen, filled
 

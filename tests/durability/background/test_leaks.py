@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore import handover
+from ckstore.background import commits
 from ckstore.config import MIB
-from ckstore.receipt import Receipt
+from ckstore.results import Receipt
 from support.fake_saver import PretendSaver
 
 SOURCE = Path(ckstore.__file__).parent.parent
@@ -147,7 +147,7 @@ def test_many_commits_leave_nothing_behind(fast_folder, sample, tell, kind):
 
 def test_receipts_that_are_not_asked_for_are_not_kept(folder, monkeypatch):
     PretendSaver.started = []
-    monkeypatch.setattr(handover, "Saver", PretendSaver)
+    monkeypatch.setattr(commits, "Saver", PretendSaver)
 
     def receipts():
         gc.collect()

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ckstore import forms, kernels
-from ckstore.codec.lz4 import compress as compress_lz4
-from ckstore.codec.registry import CONST, LZ4, ZSTD
-from ckstore.delta import ordered
-from ckstore.ids import digest_of
+from ckstore.codec import chunk_codec, kernels, ordered
+from ckstore.codec.byte_codecs import compress as compress_lz4
+from ckstore.codec.steps import CONST, LZ4, ZSTD
+from ckstore.hashing import digest_of
 
 FOLDER = Path(__file__).parent
 HEAD = struct.Struct("<BBHIII")
-Case = tuple[int, np.ndarray, np.ndarray, forms.Encoded]
+Case = tuple[int, np.ndarray, np.ndarray, chunk_codec.Encoded]
 
 
 def words(count: int, width: int, seed: int) -> np.ndarray:
@@ -40,7 +39,7 @@ def near(base: np.ndarray, one_in: int, reach: int) -> np.ndarray:
     return base + steps - base.dtype.type(reach)
 
 
-def deltas(scratch: forms.Scratch) -> dict[str, Case]:
+def deltas(scratch: chunk_codec.Scratch) -> dict[str, Case]:
     """Return residuals as our writer makes them."""
     edges = np.resize(np.array([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001], "<u4"), 3000)
     four, two = words(3000, 4, 1), (words(70_000, 4, 2) >> 16).astype("<u2")
@@ -56,15 +55,17 @@ def deltas(scratch: forms.Scratch) -> dict[str, Case]:
     found = {}
     for name, (width, is_float, chunk, base) in cases.items():
         plain, other = (memoryview(side.tobytes()) for side in (chunk, base))
-        encoded = forms.encode_delta(plain, other, width=width, is_float=is_float, compression="fast", scratch=scratch)
+        encoded = chunk_codec.encode_delta(
+            plain, other, width=width, is_float=is_float, compression="fast", scratch=scratch
+        )
         assert encoded is not None, name
         # The scratch is used again.
-        copied = forms.Encoded(encoded.steps, [memoryview(bytes(part)) for part in encoded.parts], width)
+        copied = chunk_codec.Encoded(encoded.steps, [memoryview(bytes(part)) for part in encoded.parts], width)
         found[name] = (width, chunk, base, copied)
     return found
 
 
-def by_hand(scratch: forms.Scratch) -> dict[str, Case]:
+def by_hand(scratch: chunk_codec.Scratch) -> dict[str, Case]:
     """Return residuals in codecs that FORMAT.md allows, though our writer prefers another one."""
     base = words(500, 4, 4)
     residuals = {
@@ -78,11 +79,11 @@ def by_hand(scratch: forms.Scratch) -> dict[str, Case]:
         zigzagged = (difference << 1) ^ (0 - (difference >> 31))
         payload = code(memoryview(zigzagged.tobytes()))
         steps = ((ordered.CODEC_ID, ordered.INTEGERS), (codec.codec_id, b""))
-        found[name] = (4, chunk, base, forms.Encoded(steps, [memoryview(payload)], 4))
+        found[name] = (4, chunk, base, chunk_codec.Encoded(steps, [memoryview(payload)], 4))
     return found
 
 
-def roundings(scratch: forms.Scratch) -> dict[str, Case]:
+def roundings(scratch: chunk_codec.Scratch) -> dict[str, Case]:
     """Return masters and what they are rounded to, edges included."""
     edges = np.array([0, 1 << 31, 0x7F800000, 0xFFC00001, 0x477FF000, 0x477FEFFF, 0x33000001, 0x387FFFFF], "<u4")
     masters = np.concatenate([edges, words(500, 4, 5)]).astype("<u4")
@@ -91,7 +92,7 @@ def roundings(scratch: forms.Scratch) -> dict[str, Case]:
         chunk = np.empty(masters.size, "<u2")
         kernels.round_floats(masters, chunk, kind)
         plain, base = (memoryview(side.tobytes()) for side in (chunk, masters))
-        encoded = forms.encode_rounded(plain, base, scratch=scratch)
+        encoded = chunk_codec.encode_rounded(plain, base, scratch=scratch)
         assert encoded is not None, name
         found[name] = (2, chunk, masters, encoded)
     return found
@@ -101,7 +102,7 @@ def main() -> int:
     """Write what is not there yet."""
     digests_file = FOLDER / "digests.json"
     digests = json.loads(digests_file.read_text()) if digests_file.exists() else {}
-    scratch = forms.Scratch(1 << 20)
+    scratch = chunk_codec.Scratch(1 << 20)
     for name, (width, chunk, base, encoded) in {**deltas(scratch), **by_hand(scratch), **roundings(scratch)}.items():
         file = FOLDER / f"{name.replace(' ', '-')}.bin"
         if file.exists():

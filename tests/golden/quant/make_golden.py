@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ckstore import lossy_forms
-from ckstore.codec.scratch import Scratch
-from ckstore.ids import digest_of
-from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings, WeightSettings
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
+from ckstore.hashing import digest_of
+from ckstore.quant import chunk_codec
+from ckstore.quant.chunk_codec import ChunkShape, Made
 
 FOLDER = Path(__file__).parent
 HEAD = struct.Struct("<BBHIII")
@@ -64,7 +64,7 @@ def weights(dtype: str, settings: WeightSettings, *, outliers: bool = False) -> 
         changed[::999] += np.float32(1)
     plain, base = plain_of(changed, dtype), plain_of(BASE, dtype)
     room, shape = memoryview(bytearray(plain.nbytes)), ChunkShape(dtype, COLS, PHASE)  # type: ignore[arg-type]
-    made = lossy_forms.encode_weights(plain, base, shape, settings, scratch=SCRATCH, reconstruction=room)
+    made = chunk_codec.encode_weights(plain, base, shape, settings, scratch=SCRATCH, reconstruction=room)
     assert made is not None
     return made, base
 
@@ -75,7 +75,7 @@ def second(dtype: str, settings: SecondMomentSettings, scale: float = 1.0, rows:
     values[:COLS] = 0.0
     plain = plain_of(values, dtype)
     room, shape = memoryview(bytearray(plain.nbytes)), ChunkShape(dtype, COLS)  # type: ignore[arg-type]
-    made = lossy_forms.encode_second_moment(plain, shape, settings, scratch=SCRATCH, reconstruction=room)
+    made = chunk_codec.encode_second_moment(plain, shape, settings, scratch=SCRATCH, reconstruction=room)
     assert made is not None
     return made, memoryview(b"")
 
@@ -85,7 +85,7 @@ def first(dtype: str, settings: FirstMomentSettings, scale: float = 1.0) -> Case
     base = plain_of(SECOND * np.float32(scale * scale), dtype)
     plain = plain_of(FIRST * np.float32(scale), dtype)
     room, shape = memoryview(bytearray(plain.nbytes)), ChunkShape(dtype, COLS)  # type: ignore[arg-type]
-    made = lossy_forms.encode_first_moment(plain, base, base, shape, settings, scratch=SCRATCH, reconstruction=room)
+    made = chunk_codec.encode_first_moment(plain, base, base, shape, settings, scratch=SCRATCH, reconstruction=room)
     assert made is not None
     return made, base
 

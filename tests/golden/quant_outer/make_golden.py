@@ -18,11 +18,11 @@ import numpy as np
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from ckstore import lossy_forms  # noqa: E402
-from ckstore.codec.scratch import Scratch  # noqa: E402
-from ckstore.ids import digest_of  # noqa: E402
-from ckstore.lossy_forms import ChunkShape, Made  # noqa: E402
-from ckstore.quant.settings import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings  # noqa: E402
+from ckstore.codec.byte_codecs import Scratch  # noqa: E402
+from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings  # noqa: E402
+from ckstore.hashing import digest_of  # noqa: E402
+from ckstore.quant import chunk_codec  # noqa: E402
+from ckstore.quant.chunk_codec import ChunkShape, Made  # noqa: E402
 from support.trained_chunks import DTYPES, payload_of, room_for, stored  # noqa: E402
 
 HEAD = struct.Struct("<BBHIII")
@@ -54,19 +54,19 @@ def main() -> None:
         plain = stored((before + 0.1 * directed(2)).reshape(-1)[cut], dtype)
         low = LowRank(0.02, rank_max=12, error_max=0.9)
         how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-        change = lossy_forms.encode_weights(plain, base, shape, WeightSettings(low_rank=low), **how)
+        change = chunk_codec.encode_weights(plain, base, shape, WeightSettings(low_rank=low), **how)
         digests[f"change-{dtype}.bin"] = write(f"change-{dtype}.bin", change, base)
         roots = np.abs(directed(3)) + np.float32(0.05)
         roots[5] = 0
         second = stored((roots * roots * np.float32(1e-3)).reshape(-1)[cut], dtype)
         how = {"scratch": SCRATCH, "reconstruction": room_for(second)}
-        two = lossy_forms.encode_second_moment(second, shape, SecondMomentSettings(low_rank=LowRank(0.1)), **how)
+        two = chunk_codec.encode_second_moment(second, shape, SecondMomentSettings(low_rank=LowRank(0.1)), **how)
         digests[f"root-{dtype}.bin"] = write(f"root-{dtype}.bin", two, memoryview(b""))
         near = memoryview(bytes(two.reconstruction))
         first = stored((directed(4) * roots * np.float32(3e-2)).reshape(-1)[cut], dtype)
         how = {"scratch": SCRATCH, "reconstruction": room_for(first)}
         settings = FirstMomentSettings(clip=1.5, low_rank=LowRank(0.1, error_max=0.9))
-        one = lossy_forms.encode_first_moment(first, second, near, shape, settings, **how)
+        one = chunk_codec.encode_first_moment(first, second, near, shape, settings, **how)
         digests[f"quotient-{dtype}.bin"] = write(f"quotient-{dtype}.bin", one, near)
     (FOLDER / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
 

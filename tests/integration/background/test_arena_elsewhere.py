@@ -6,7 +6,7 @@ import errno
 import subprocess
 import sys
 
-from ckstore.saver.arena import STAGING, UNIT_NBYTES
+from ckstore.background.arena import STAGING, UNIT_NBYTES
 from support.saver_desk import SOURCE
 
 
@@ -28,7 +28,7 @@ def test_another_process_sees_bytes_marks_and_facts(arena):
     slot.mark(0, UNIT_NBYTES)
     seen = run_python(
         """
-from ckstore.saver.arena import Arena, UNIT_NBYTES
+from ckstore.background.arena import Arena, UNIT_NBYTES
 slot = Arena.attach(int(sys.argv[1])).slots[0]
 print(slot.ticket, slot.state, slot.nbytes == 2 * UNIT_NBYTES, bytes(slot.view(UNIT_NBYTES - 3, 6)))
 print(slot.is_staged(0, UNIT_NBYTES), slot.is_staged(0, UNIT_NBYTES + 1))
@@ -45,7 +45,7 @@ def test_a_limit_on_addresses_is_an_error_and_leaves_the_slot_as_it_was():
         """
 import resource
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import Arena, UNIT_NBYTES
+from ckstore.background.arena import Arena, UNIT_NBYTES
 arena = Arena.create(UNIT_NBYTES)
 slot = arena.slots[0]
 slot.view(0, 4)[:] = b"here"
@@ -65,7 +65,7 @@ def test_a_limit_on_file_sizes_is_an_error():
         """
 import resource
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import Arena
+from ckstore.background.arena import Arena
 arena = Arena.create()
 resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20,) * 2)
 try:

@@ -20,9 +20,9 @@ import pytest
 
 import ckstore
 from ckstore._testing import background_of, saver_of
-from ckstore.children import JOB_SIGNALS
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError, SaverError
+from ckstore.processes import JOB_SIGNALS
 from support.fake_saver import state
 from support.prepared_trainers import run_trainer
 from support.saver_desk import SECONDS_MAX, SOURCE, Desk, noise, until
@@ -104,7 +104,7 @@ def test_saver_on_a_full_disk_lets_go_what_rules_drop_and_empties_the_trash(smal
 # A program that ends right after the call
 
 
-MODULES = ("numpy", "support.saver_desk", "ckstore.commit", "ckstore.handover")
+MODULES = ("numpy", "support.saver_desk", "ckstore.commit", "ckstore.background.commits")
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
@@ -113,7 +113,7 @@ from support.saver_desk import noise
 store = ckstore.open({folder!r}, policy=ckstore.Policy(saver_nice=0))
 """
 TRAINING = """
-from ckstore import kernels
+from ckstore.codec import kernels
 from support.guarded_memory import attach_owner
 state = noise(1)
 owner = attach_owner(store, state["w0"])
@@ -273,7 +273,7 @@ def test_saver_without_memory_for_a_thread_ends(tell):
     program = f"""
 import os, resource, sys, threading, time
 sys.path.insert(0, {str(SOURCE)!r})
-from ckstore.saver import start
+from ckstore.background.saver import __main__ as start
 pids, codes = [], []
 for pages in range(16):
     pids.append(os.fork())
@@ -327,7 +327,8 @@ def test_saver_collects_no_garbage_among_what_it_imported():
     program = f"""
 import gc, os, socket, sys
 sys.path.insert(0, {str(SOURCE)!r})
-from ckstore.saver import messages, start
+from ckstore.background import protocol as messages
+from ckstore.background.saver import __main__ as start
 
 class Looked:
     channel = None

@@ -21,14 +21,13 @@ from pathlib import Path
 import pytest
 
 import ckstore
+from ckstore.background import client, saver_process
+from ckstore.background.arena import Arena
+from ckstore.background.client import Callbacks, Saver
+from ckstore.background.saver_process import Watch
 from ckstore.errors import BackendError, MalformedError, SaverError, UsageError
-from ckstore.format import layout
-from ckstore.saver import client, process
-from ckstore.saver.arena import Arena
-from ckstore.saver.client import Saver
-from ckstore.saver.process import Watch
-from ckstore.saver.tickets import Callbacks
-from ckstore.store.processes import process_started
+from ckstore.format import paths
+from ckstore.processes import process_started
 from support.saver_desk import SECONDS_MAX, Desk, fork, links, noise, stop, until
 
 
@@ -40,7 +39,7 @@ def steps(address):
 @pytest.fixture
 def never_polled(monkeypatch):
     """Let whoever looks at intervals whether a process lives look too late."""
-    monkeypatch.setattr(process, "POLL_SECONDS", 2 * SECONDS_MAX)
+    monkeypatch.setattr(saver_process, "POLL_SECONDS", 2 * SECONDS_MAX)
 
 
 # Death
@@ -113,7 +112,7 @@ def test_what_the_saver_said_before_it_died_counts(address, monkeypatch):
         handed = desk.begin(noise(1), 1).stage().finish()
         # The thread that publishes gives up the lease after that: then it has said all of it.
         assert not desk.saver.release_lease(0)
-        until(lambda: steps(address) == [1] and not (Path(address) / layout.lease_name("main")).exists())
+        until(lambda: steps(address) == [1] and not (Path(address) / paths.lease_name("main")).exists())
         os.kill(desk.saver.pid, signal.SIGKILL)
         os.waitid(os.P_PID, desk.saver.pid, os.WEXITED | os.WNOWAIT)
         looks.set()
@@ -181,7 +180,7 @@ def test_saver_says_that_a_ticket_has_begun_before_that_it_has_ended(altered, ad
     """A message of a ticket that comes after its last one makes the trainer kill the saver."""
     altered.serve("""
 from ckstore.errors import BackendError
-from ckstore.saver import channel as channels, messages
+from ckstore.background import protocol as messages, saver_process as channels
 from ckstore.store.lease import Lease
 tell, wait_for_orphan, waits = channels.Channel.tell, Lease.wait_for_orphan, []
 
@@ -222,7 +221,7 @@ def test_quit_carries_through_what_has_begun(desk, address):
     assert desk.saver.quit(SECONDS_MAX)
     assert handed.receipt.seq == 0
     assert handed.events == ["began", "done", "free"]
-    assert not (Path(address) / layout.lease_name("main")).exists()
+    assert not (Path(address) / paths.lease_name("main")).exists()
 
 
 def test_quit_that_is_not_waited_for_leaves_no_zombie(desk, address):

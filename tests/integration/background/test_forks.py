@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckstore._testing import background_of
-from ckstore.saver.arena import UNIT_NBYTES, Arena, Slot
+from ckstore.background.arena import UNIT_NBYTES, Arena, Slot
 from support.guarded_trainer import Trainer
 from support.saver_desk import SECONDS_MAX, fork
 

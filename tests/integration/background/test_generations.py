@@ -14,9 +14,9 @@ import pytest
 import ckstore
 from ckstore import Policy
 from ckstore._testing import saver_of
+from ckstore.background.arena import UNIT_NBYTES
 from ckstore.config import MIB
-from ckstore.format import layout
-from ckstore.saver.arena import UNIT_NBYTES
+from ckstore.format import paths
 from support.saver_desk import SECONDS_MAX, Desk, until
 
 KEEPING = Policy(base_cache="memory", threads=2, saver_nice=0, read_amplification_max=8)
@@ -246,7 +246,7 @@ def test_the_saver_forgets_what_it_keeps_and_nothing_else(address):
         assert first.kept.wait(SECONDS_MAX)
         desk.saver.forget_kept()
         assert desk.saver.wait(first.free, SECONDS_MAX, "forget")
-        assert (Path(address) / layout.lease_name("main")).exists()
+        assert (Path(address) / paths.lease_name("main")).exists()
         second = desk.begin({"w": drifting(1)}, 1, policy=KEEPING, may_keep=True).stage().finish()
         assert second.kept.wait(SECONDS_MAX)
         assert second.receipt.chunks_delta == CHUNKS, "against what is read back"

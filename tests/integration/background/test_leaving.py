@@ -14,11 +14,11 @@ import pytest
 
 import ckstore
 from ckstore._testing import saver_of
+from ckstore.background import protocol
+from ckstore.background.saver.staged_state import HeadWriter
 from ckstore.config import MIB
 from ckstore.errors import SaverError
-from ckstore.receipt import Receipt
-from ckstore.saver import messages
-from ckstore.saver.head import HeadWriter
+from ckstore.results import Receipt
 from support.saver_desk import SECONDS_MAX, Desk, noise, until
 
 PLAIN = {"compression": "none"}
@@ -77,7 +77,7 @@ def test_state_that_is_being_prepared_when_the_saver_leaves_goes_to_another_one(
 
 
 def test_trainer_that_is_interrupted_while_it_speaks_may_wait_for_what_the_saver_says(folder, monkeypatch):
-    send, waited = messages.send, []
+    send, waited = protocol.send, []
     with ckstore.open(folder, policy=ckstore.Policy(**PLAIN)) as store:
         pending = store.commit_async(noise(1), 1)
         saver = saver_of(store)
@@ -93,7 +93,7 @@ def test_trainer_that_is_interrupted_while_it_speaks_may_wait_for_what_the_saver
                 store.wait()
             send(end, message)
 
-        monkeypatch.setattr(messages, "send", interrupted_send)
+        monkeypatch.setattr(protocol, "send", interrupted_send)
         saver.hurry()
         assert waited
         assert store.commit_async(noise(2), 2).result(SECONDS_MAX).step == 2
@@ -113,7 +113,7 @@ def hear(seconds=60):
 
 
 def packet(message):
-    return repr(messages.encode_message(message))
+    return repr(protocol.encode_message(message))
 
 
 def test_trainer_lets_a_saver_go_once_and_as_soon_as_all_was_told_of(address, altered, tmp_path):
@@ -122,12 +122,12 @@ def test_trainer_lets_a_saver_go_once_and_as_soon_as_all_was_told_of(address, al
         SPEAKING
         + f"""
 said = [hear(), hear()]
-say({packet(messages.Leaving())})
+say({packet(protocol.Leaving())})
 said.append(hear(0.2))
-say({packet(messages.failed_of(1, SaverError("it failed")))})
+say({packet(protocol.failed_of(1, SaverError("it failed")))})
 said.append(hear())
-say({packet(messages.SlotFree(1))})
-say({packet(messages.Leaving())})
+say({packet(protocol.SlotFree(1))})
+say({packet(protocol.Leaving())})
 said.append(hear(0.2))
 with open({str(heard)!r}, "w") as out:
     out.write(repr(said[2:]))
@@ -140,14 +140,14 @@ with open({str(heard)!r}, "w") as out:
             handed.wait()
         until(lambda: not desk.saver.is_alive, "the end of the saver")
         # Its handle lives on: nobody is to wait for the run.
-        assert heard.read_text() == repr([b"", messages.encode_message(messages.Quit(is_parting=True)), b""])
+        assert heard.read_text() == repr([b"", protocol.encode_message(protocol.Quit(is_parting=True)), b""])
     finally:
         desk.close()
 
 
 def test_trainer_takes_what_was_said_by_a_saver_that_died_without_reading_all(address, altered):
     receipt = Receipt(1, 0, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
-    told = (messages.Began(1), messages.done_of(1, receipt), messages.SlotFree(1))
+    told = (protocol.Began(1), protocol.done_of(1, receipt), protocol.SlotFree(1))
     # It leaves the ticket unread, and waits until it is there.
     wait = "hear()\nselect.select([channel], [], [])\n"
     altered.run(SPEAKING + wait + "".join(f"say({packet(each)})\n" for each in told))

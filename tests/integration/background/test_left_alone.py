@@ -16,7 +16,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import background_of, repository_of
-from ckstore.store.lease_record import GONE, SaverPurpose
+from ckstore.store.orphans import GONE, SaverPurpose
 from support.fake_saver import state
 from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, noise, stop, until

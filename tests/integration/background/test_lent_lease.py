@@ -20,12 +20,13 @@ import pytest
 import ckstore
 from ckstore._testing import background_of, repository_of, saver_of
 from ckstore.errors import ConflictError
-from ckstore.format import layout
+from ckstore.format import paths
 from support.saver_desk import SECONDS_MAX, noise, stop, until
 
 OPENED = """
 import gc, ckstore
-from ckstore import _testing, handover
+from ckstore import _testing
+from ckstore.background import commits as handover
 store = ckstore.open(folder)
 {before}
 """
@@ -113,7 +114,7 @@ def test_other_processes_wait_for_the_saver_of_a_dropped_handle_that_has_not_loo
 
 def test_trainer_that_dies_before_all_was_staged_leaves_nothing_but_the_wait(address, child, caplog):
     code = """
-from ckstore.staging.state import Staging
+from ckstore.background.staging import Staging
 Staging.copy_now = lambda self: (say("copying"), time.sleep(600))
 store.commit_async(noise(1), 1)
 """
@@ -160,7 +161,7 @@ def test_lease_goes_to_the_saver_and_comes_back(folder):
             with ckstore.open(folder) as other, pytest.raises(ConflictError, match="the saver of pid"):
                 other.commit(noise(9), 9)
         assert store.steps() == list(range(6))
-    assert not (Path(folder) / layout.lease_name("main")).exists()
+    assert not (Path(folder) / paths.lease_name("main")).exists()
 
 
 def test_lease_that_was_lent_to_a_saver_of_which_nothing_was_asked_is_asked_back(folder):
@@ -172,7 +173,7 @@ def test_lease_that_was_lent_to_a_saver_of_which_nothing_was_asked_is_asked_back
         store.commit(noise(1), 1)
         assert store.restore(1)["w0"].size
         assert lease.lend(saver.pid, 6)
-    assert not (Path(folder) / layout.lease_name("main")).exists()
+    assert not (Path(folder) / paths.lease_name("main")).exists()
 
 
 def test_lease_is_not_lent_to_a_saver_that_may_give_it_back_at_any_moment(folder, monkeypatch):
@@ -199,7 +200,7 @@ def test_lease_that_was_taken_over_is_lent_anew(folder):
         store.commit_async(noise(0), 0).result(SECONDS_MAX)
         store.wait()
         saver = saver_of(store)
-        (Path(folder) / layout.lease_name("main")).unlink()
+        (Path(folder) / paths.lease_name("main")).unlink()
         other.commit(noise(1), 1)
         with pytest.raises(ConflictError):
             store.commit_async(noise(2), 2).result(SECONDS_MAX)

@@ -19,9 +19,9 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError
-from ckstore.format import layout
-from ckstore.store.lease_record import GONE, SaverPurpose
-from ckstore.store.processes import process_started
+from ckstore.format import paths
+from ckstore.processes import process_started
+from ckstore.store.orphans import GONE, SaverPurpose
 from support.saver_desk import SECONDS_MAX, Desk, links, noise, until
 
 STAGED = "handed.stage().finish(); say('staged')"
@@ -38,7 +38,7 @@ say(loader)
 
 
 def lease_path(address):
-    return Path(address) / layout.lease_name("main")
+    return Path(address) / paths.lease_name("main")
 
 
 BEGIN = "handed = desk.begin(noise(1), 1); assert handed.began.wait(60)\n"
@@ -333,7 +333,7 @@ def test_who_waits_for_an_orphan_in_vain_is_told_which_step_did_not_come(address
 @pytest.fixture
 def on_another_node(monkeypatch):
     """Let this process be on another node than the savers that it starts."""
-    monkeypatch.setattr("ckstore.store.processes.boot_identity", lambda: "machine-b/boot/namespace")
+    monkeypatch.setattr("ckstore.processes.boot_identity", lambda: "machine-b/boot/namespace")
 
 
 @pytest.mark.parametrize("asks", ["restore", "latest", "steps", "commit"])

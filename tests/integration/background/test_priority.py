@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import ckstore
+from ckstore.background import client, protocol
+from ckstore.background.saver.priority import NICE_MAX
 from ckstore.config import MIB
 from ckstore.errors import SaverError
-from ckstore.saver import client, messages
-from ckstore.saver.priority import NICE_MAX
 from support.saver_desk import SECONDS_MAX, Desk, noise, stats_of, until
 
 NICE = 7
@@ -112,9 +112,9 @@ def test_saver_that_is_waited_for_has_its_full_priority_and_does_not_stand_aside
 def test_saver_that_is_only_looked_at_does_not_hurry(desk, monkeypatch):
     """A trainer that only makes sure that its state is staged, or looks whether it is durable, trains on."""
     handed = desk.begin(noise(3, 3 * MIB), 3).stage()
-    said, send = [], messages.send
+    said, send = [], protocol.send
     with monkeypatch.context() as patched:
-        patched.setattr(messages, "send", lambda end, message: (said.append(message), send(end, message)))
+        patched.setattr(protocol, "send", lambda end, message: (said.append(message), send(end, message)))
         assert not desk.saver.wait(handed.free, 0.1, "end a test")
         assert not desk.saver.wait(handed.free, 0, "end a test", is_urgent=True)
     assert said == []
@@ -131,7 +131,7 @@ def test_hurry_that_cannot_be_said_is_no_error_of_its_own(desk, monkeypatch, err
 
     with monkeypatch.context() as patched:
         patched.setattr(client, "GRACE_SECONDS", 0.01)
-        patched.setattr(messages, "send", fail)
+        patched.setattr(protocol, "send", fail)
         assert not desk.saver.wait(handed.free, 0.05, "end a test", is_urgent=True)
     desk.saver.abort(handed.number)
     with pytest.raises(SaverError, match="given up"):

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore.children import JOB_SIGNALS
 from ckstore.errors import NotFoundError
-from ckstore.format import layout
+from ckstore.format import paths
+from ckstore.processes import JOB_SIGNALS
 from support.saver_desk import SECONDS_MAX, SOURCE, Desk, links, noise, until
 
 NICE = 7
@@ -54,7 +54,7 @@ def test_saver_starts_in_well_under_a_second(started):
 
 
 def test_saver_imports_neither_torch_nor_what_the_trainer_has(ready):
-    code = "import sys, ckstore.saver.server; print(sorted({'torch', 'typer', 'rich'} & set(sys.modules)))"
+    code = "import sys, ckstore.background.saver.server; print(sorted({'torch', 'typer', 'rich'} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
@@ -66,7 +66,7 @@ def test_saver_imports_neither_torch_nor_what_the_trainer_has(ready):
 
 def test_saver_says_on_its_command_line_what_it_is_and_not_where_it_saves(ready):
     command = Path(f"/proc/{ready.saver.pid}/cmdline").read_bytes()
-    assert b"ckstore.saver" in command
+    assert b"ckstore.background.saver" in command
     assert ready.address.encode() not in command
 
 
@@ -101,7 +101,7 @@ def test_signals_to_a_saver_that_is_starting_do_not_end_it(desk):
 
 def test_log_records_of_the_saver_reach_the_trainer_s_log(ready, caplog):
     ready.commit(noise(3), 3)
-    lease = Path(ready.address) / layout.lease_name("main")
+    lease = Path(ready.address) / paths.lease_name("main")
     with caplog.at_level(logging.WARNING, "ckstore"):
         lease.write_bytes(b"torn")
         ready.begin(noise(4), 4).stage().finish()
@@ -128,7 +128,7 @@ def test_saver_that_gets_sigterm_finishes_what_has_begun_and_then_ends(desk, add
     handed.stage().finish()
     assert handed.wait().seq == 0
     until(lambda: not desk.saver.is_alive, "the end of the saver")
-    assert not (Path(address) / layout.lease_name("main")).exists()
+    assert not (Path(address) / paths.lease_name("main")).exists()
     desk.start()
     assert desk.commit(noise(2), 2).seq == 1
 
@@ -137,4 +137,4 @@ def test_saver_that_is_idle_ends_by_sigterm(desk, address):
     desk.commit(noise(1), 1)
     os.kill(desk.saver.pid, signal.SIGTERM)
     until(lambda: not desk.saver.is_alive, "the end of the saver")
-    assert not (Path(address) / layout.lease_name("main")).exists()
+    assert not (Path(address) / paths.lease_name("main")).exists()

@@ -11,10 +11,10 @@ import pytest
 
 import ckstore
 from ckstore._testing import background_of, saver_of
+from ckstore.background import protocol
+from ckstore.commit.write_buffers import WRITE_BLOCK_NBYTES
 from ckstore.config import MIB, Policy
 from ckstore.errors import SaverError
-from ckstore.saver import messages
-from ckstore.write_blocks import WRITE_BLOCK_NBYTES
 from support.interrupts import Interrupt
 from support.saver_desk import SECONDS_MAX, Desk, noise, until
 
@@ -104,7 +104,7 @@ def test_saver_that_lives_and_cannot_be_asked_is_an_error(desk, monkeypatch):
         raise SaverError("the saver does not listen")
 
     with monkeypatch.context() as patched:
-        patched.setattr(messages, "send", refuse)
+        patched.setattr(protocol, "send", refuse)
         with pytest.raises(SaverError, match="does not listen"):
             desk.saver.release_lease(SECONDS_MAX)
     assert desk.saver.release_lease(SECONDS_MAX)

@@ -13,16 +13,16 @@ import signal
 
 import pytest
 
+from ckstore.background import protocol
 from ckstore.errors import SaverError
-from ckstore.receipt import Receipt
-from ckstore.saver import messages
+from ckstore.results import Receipt
 from support.saver_desk import SECONDS_MAX, Desk, noise, until
 
 RECEIPT = Receipt(1, 0, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
 
 
 def packet(message):
-    return repr(messages.encode_message(message))
+    return repr(protocol.encode_message(message))
 
 
 def saying(*told):
@@ -33,7 +33,7 @@ def saying(*told):
             "os.read(channel, 1 << 17)",
             "os.read(channel, 1 << 17)",
             *lines,
-            f"while os.read(channel, 1 << 17) not in (b'', {packet(messages.Quit())}):",
+            f"while os.read(channel, 1 << 17) not in (b'', {packet(protocol.Quit())}):",
             "    pass",
         ]
     )
@@ -43,8 +43,8 @@ def test_log_record_and_callback_that_cannot_be_logged_end_no_commit(altered, ad
     def fail():
         raise RuntimeError("of the user's")
 
-    log = messages.log_of(logging.ERROR, "something")
-    altered.run(saying(log, messages.Began(1), messages.done_of(1, RECEIPT), messages.SlotFree(1)))
+    log = protocol.log_of(logging.ERROR, "something")
+    altered.run(saying(log, protocol.Began(1), protocol.done_of(1, RECEIPT), protocol.SlotFree(1)))
     desk = Desk(address)
     try:
         with broken_logging():
@@ -73,17 +73,17 @@ def test_saver_that_dies_is_told_of_although_nothing_can_be_logged(altered, addr
 def test_saver_is_told_to_end_as_soon_as_there_is_memory_to_say_so(altered, address, monkeypatch):
     altered.run(saying())
     desk = Desk(address)
-    send, refused = messages.send, []
+    send, refused = protocol.send, []
 
     def short(end, message):
-        if isinstance(message, messages.Quit) and len(refused) < 3:
+        if isinstance(message, protocol.Quit) and len(refused) < 3:
             refused.append(message)
             raise OSError(errno.ENOBUFS, "no buffer space")
         send(end, message)
 
     try:
         handed = desk.begin(noise(1), 1)
-        monkeypatch.setattr(messages, "send", short)
+        monkeypatch.setattr(protocol, "send", short)
         assert desk.saver.quit(SECONDS_MAX)
         assert len(refused) == 3
         with pytest.raises(SaverError, match="ended with code 0"):
@@ -97,8 +97,8 @@ def deaf(altered, address, monkeypatch):
     """A desk whose saver reads nothing, with all that is said from now on."""
     altered.run("time.sleep(600)")
     desk = Desk(address)
-    said, send = [], messages.send
-    monkeypatch.setattr(messages, "send", lambda end, message: (said.append(message), send(end, message)))
+    said, send = [], protocol.send
+    monkeypatch.setattr(protocol, "send", lambda end, message: (said.append(message), send(end, message)))
     yield desk, said
     os.kill(desk.saver.pid, signal.SIGKILL)
     until(lambda: not desk.saver.is_alive, "the end of the saver")
@@ -111,20 +111,20 @@ def test_who_polls_does_not_fill_the_ears_of_a_saver_that_does_not_read(deaf):
     del said[:]
     for _ in range(2000):
         assert not desk.saver.wait(handed.free, 1e-4, "publish step 1", is_urgent=True)
-    assert said == [messages.Hurry()]
+    assert said == [protocol.Hurry()]
 
 
 def test_who_waits_hurries_what_another_thread_began_while_it_was_being_said(deaf, monkeypatch):
     desk, said = deaf
     desk.saver.forget_kept()
-    send = messages.send
+    send = protocol.send
 
     def meanwhile(end, message):
         send(end, message)
-        if isinstance(message, messages.Hurry) and len(said) == 2:
+        if isinstance(message, protocol.Hurry) and len(said) == 2:
             desk.saver.forget_kept()
 
-    monkeypatch.setattr(messages, "send", meanwhile)
+    monkeypatch.setattr(protocol, "send", meanwhile)
     for _ in range(3):
         desk.saver.hurry()
     assert [type(each).__name__ for each in said] == ["Forget", "Hurry", "Forget", "Hurry"]

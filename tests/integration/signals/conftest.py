@@ -18,7 +18,7 @@ from support.prepared_trainers import prepared
 PROGRAM = '''
 import contextlib, logging, os, pathlib, signal, sys, threading, time
 import numpy as np, ckstore
-from ckstore import signals
+from ckstore import preemption as signals
 from ckstore._testing import background_of, repository_of
 
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -76,7 +76,9 @@ class Trainer:
 
     def __init__(self, folder, code):
         self.folder = folder
-        self._forks = prepared("numpy", "ckstore.api", "ckstore.commit", "ckstore.handover", "ckstore.signals")
+        self._forks = prepared(
+            "numpy", "ckstore.api", "ckstore.commit", "ckstore.background.commits", "ckstore.preemption"
+        )
         (out, out_of_trainer), (err, err_of_trainer) = os.pipe(), os.pipe()
         self._out, self._err = os.fdopen(out), os.fdopen(err)
         self._pid = self._forks.start(PROGRAM.format(folder=str(folder), code=code), out_of_trainer, err_of_trainer)

@@ -197,7 +197,7 @@ def commit(step):
 
 def test_what_is_staged_when_the_trainer_is_killed_is_published(trainer, loop):
     code = """
-from ckstore.pending import Pending
+from ckstore.background.pending import Pending
 state["more"] = np.random.default_rng(0).integers(0, 1 << 32, 8 << 20, np.uint32)
 store.commit_async(state, 0).result()
 state["more"] += 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import ckstore
-from ckstore.io import remote
-from ckstore.io.remote_options import RemoteOptions
-from ckstore.testing.fault_proxy import fault_proxy
-from ckstore.testing.s3_server import s3_server
+from ckstore.io.remote import client
+from ckstore.io.remote.options import RemoteOptions
+from support.fault_proxy import fault_proxy
 from support.memory_folders import tmp_path as tmp_path
 from support.push_states import state_of
+from support.s3_server import s3_server
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def server():
 def address(server, monkeypatch):
     """An empty prefix, for clients that pause for moments; for answers they wait as long as a busy machine needs."""
     options = RemoteOptions(try_count=3, pause_seconds=0.01, pause_seconds_max=0.05)
-    monkeypatch.setattr(remote, "DEFAULT_OPTIONS", options)
+    monkeypatch.setattr(client, "DEFAULT_OPTIONS", options)
     return server.new_address()
 
 
@@ -56,7 +56,7 @@ def past_proxy(proxy, server, monkeypatch):
 def hasty(monkeypatch):
     """Clients that try twice only, for tests of servers that fail."""
     options = RemoteOptions(try_count=2, pause_seconds=0.005, pause_seconds_max=0.02)
-    monkeypatch.setattr(remote, "DEFAULT_OPTIONS", options)
+    monkeypatch.setattr(client, "DEFAULT_OPTIONS", options)
 
 
 @pytest.fixture(params=["bucket", "folder"])

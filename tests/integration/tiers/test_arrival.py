@@ -10,7 +10,7 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.cli.main import run
 from ckstore.errors import CapacityError, CorruptError
-from ckstore.io.address import backend_for
+from ckstore.io.url import backend_for
 from support.push_states import assert_restores, pack_of, packs_here, state_of
 
 

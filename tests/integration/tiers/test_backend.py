@@ -6,15 +6,15 @@ import pytest
 
 from ckstore.errors import BackendError, MissingChunkError, UnreachableError, UsageError
 from ckstore.format.records import ConfigRecord
-from ckstore.io import remote
-from ckstore.io.address import backend_for
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.io.remote_backend import RemoteBackend
+from ckstore.io.remote import client
+from ckstore.io.remote.backend import RemoteBackend
+from ckstore.io.url import backend_for
 from ckstore.store.config_file import change_config
-from ckstore.testing.fault_proxy import fault_proxy
-from ckstore.testing.s3_server import s3_server
-from ckstore.testing.suites import BLOCK, BackendSuite, write_pack
+from support.fault_proxy import fault_proxy
+from support.s3_server import s3_server
+from support.suites import BLOCK, BackendSuite, write_pack
 
 
 class TestBucket(BackendSuite):
@@ -149,7 +149,7 @@ def test_error_in_a_success_is_no_empty_folder(proxy, address, is_there):
 
 def test_error_in_a_success_is_no_end_of_a_listing(monkeypatch):
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
-    monkeypatch.setattr(remote, "_PAGE_COUNT", 3)
+    monkeypatch.setattr(client, "_PAGE_COUNT", 3)
     with s3_server() as small, fault_proxy(small.endpoint) as before:
         for name, value in (*small.environment.items(), ("AWS_ENDPOINT_URL", before.endpoint)):
             monkeypatch.setenv(name, value)

@@ -12,11 +12,12 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.cli.main import run
 from ckstore.errors import CkstoreError, ConflictError, UsageError
-from ckstore.format import layout
-from ckstore.io.address import backend_for
-from ckstore.keeping import keep
-from ckstore.store import doomed, gc_far
-from ckstore.store.doomed import lists_in
+from ckstore.format import paths
+from ckstore.io.url import backend_for
+from ckstore.ops.gc import collect
+from ckstore.store import pending_deletes
+from ckstore.store.pending_deletes import lists_in
+from ckstore.verbs.maintenance import keep
 
 LAST_ONE = ckstore.Retention(keep_last=1)
 
@@ -78,7 +79,7 @@ def test_trash_of_a_bucket_has_an_age(store, address):
 
 
 def test_garbage_is_left_alone_until_it_is_old(store, address):
-    backend_for(address).create(layout.pack_name(bytes(16)), b"of a writer that is at work", sync=True)
+    backend_for(address).create(paths.pack_name(bytes(16)), b"of a writer that is at work", sync=True)
     report = store.gc(now=True)
     assert (report.plan.moves, report.plan.young_nbytes) == ((), 27)
     assert store.gc(now=True, min_age=0).freed_nbytes == 27
@@ -173,7 +174,7 @@ def test_rewriting_that_meets_another_collector_leaves_everything_as_it_was(wast
 
     def lists_it(name, **expected):
         packs = {bytes.fromhex(name.rpartition("/")[2].removesuffix(".pack")): 1}
-        listed.append(doomed._write_list(backend_for(address), repository_of(wasteful).clock, packs))
+        listed.append(pending_deletes._write_list(backend_for(address), repository_of(wasteful).clock, packs))
         return create_pack(name, **expected)
 
     monkeypatch.setattr(repository_of(wasteful).backend, "create_pack", lists_it)
@@ -182,7 +183,7 @@ def test_rewriting_that_meets_another_collector_leaves_everything_as_it_was(wast
     assert report.done.repacked.manifests == 0
     assert len(report.done.repacked.troubles) == 2
     assert_is_whole(wasteful, 2, 3)
-    doomed._AT_WORK.clear()
+    pending_deletes._AT_WORK.clear()
     backend_for(address).unlink(listed[0])
     monkeypatch.undo()
     assert wasteful.gc(now=True, min_age=0).done.repacked.manifests == 2
@@ -193,7 +194,7 @@ def test_damaged_pack_is_not_rewritten_and_stays(wasteful, address, quiet_log):
     there = backend_for(address)
     wasteful.gc(now=True, min_age=0, repack_nbytes_max=0)
     (rewrite,) = wasteful.gc(now=True, min_age=0, dry_run=True).plan.rewrites
-    name = layout.pack_name(rewrite.pack_id)
+    name = paths.pack_name(rewrite.pack_id)
     content = bytearray(there.read_bytes(name, nbytes_max=1 << 30))
     sound = bytes(content)
     for offset in range(5000, len(content) - 9000, 1000):
@@ -244,7 +245,7 @@ def test_tier_of_another_store_is_refused(folder, address):
 
 def test_collection_beside_commits_of_the_run_goes_on(store, address, monkeypatch):
     """A commit that comes between the plan and the last look is seen, and its packs stay."""
-    write_list = doomed._write_list
+    write_list = pending_deletes._write_list
 
     def commits_meanwhile(*arguments):
         path = write_list(*arguments)
@@ -253,7 +254,7 @@ def test_collection_beside_commits_of_the_run_goes_on(store, address, monkeypatc
         return path
 
     store.delete(2)
-    monkeypatch.setattr(doomed, "_write_list", commits_meanwhile)
+    monkeypatch.setattr(pending_deletes, "_write_list", commits_meanwhile)
     store.gc(now=True, min_age=0)
     with ckstore.open(address, run="other") as other:
         assert_restores(other, 2)
@@ -270,16 +271,16 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
         (entry,) = keeping.trash()
     manifest = repository_of(store).trash.look_into(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(manifest.path, nbytes_max=1 << 30)
-    named, published = gc_far._FarCollector._named, []
+    named, published = collect._FarCollector._named, []
 
     def republished(self, planned):
         assert planned, "the pack was about to go"
-        name = layout.ManifestName("main", 1, 2, 0)
+        name = paths.ManifestName("main", 1, 2, 0)
         repository_of(store).backend.create(name.path, content, sync=True)
         published.append(name)
         return named(self, planned)
 
-    monkeypatch.setattr(gc_far._FarCollector, "_named", republished)
+    monkeypatch.setattr(collect._FarCollector, "_named", republished)
     assert store.gc(now=True, min_age=0).freed_nbytes < 100_000
     assert len(packs_at(address)) == 3
     assert published
@@ -292,7 +293,7 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
         (entry,) = keeping.trash()
         kept = repository_of(store).trash.look_into(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(kept.path, nbytes_max=1 << 30)
-    remove, refused = doomed._remove, []
+    remove, refused = pending_deletes._remove, []
 
     def undeletes_first(backend, clock, packs):
         there = backend_for(address)
@@ -303,7 +304,7 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
         there.unlink(kept.path)
         return remove(backend, clock, packs)
 
-    monkeypatch.setattr(doomed, "_remove", undeletes_first)
+    monkeypatch.setattr(pending_deletes, "_remove", undeletes_first)
     store.gc(now=True, min_age=0)
     assert len(refused) == 1
     assert len(packs_at(address)) == 2
@@ -315,10 +316,10 @@ def test_commit_writes_anew_what_a_collector_is_about_to_remove(address, quiet_l
     with ckstore.open(address) as store:
         store.commit(state_of(1), 1)
         packs = {bytes.fromhex(pack.pack_id): 1 for pack in store.contents(1).packs}
-        path = doomed._write_list(backend_for(address), repository_of(store).clock, packs)
+        path = pending_deletes._write_list(backend_for(address), repository_of(store).clock, packs)
         store.commit(state_of(1) | {"step": 2}, 2)
         assert packs.keys().isdisjoint(bytes.fromhex(pack.pack_id) for pack in store.contents(2).packs)
-        doomed._AT_WORK.discard(path)
+        pending_deletes._AT_WORK.discard(path)
         with pytest.raises(ConflictError):
             store.rewind(1)
         backend_for(address).unlink(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ckstore
-from ckstore.io.address import backend_for
+from ckstore.io.url import backend_for
 from support.push_states import assert_restores, state_of
 
 
@@ -36,10 +36,10 @@ def test_collection_frees_what_was_pushed_and_nothing_else(folder, address):
 
 def test_collection_keeps_what_lies_here_when_the_bucket_was_emptied(folder, address, monkeypatch):
     """A push was killed after it had published, and then someone emptied the bucket."""
-    from ckstore import push as story
+    from ckstore.tiers import push
 
     with filled(folder, 2) as store:
-        monkeypatch.setattr(story, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(push, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             store.push(address, keep_local=1)
         there = backend_for(address)

@@ -14,9 +14,9 @@ import pytest
 
 import ckstore
 from ckstore.errors import BackendError, CkstoreError, UnreachableError, UsageError
-from ckstore.io.address import backend_for
-from ckstore.testing.fault_proxy import FAULTS, LEAK
-from ckstore.testing.s3_server import KEY_ID, SECRET
+from ckstore.io.url import backend_for
+from support.fault_proxy import FAULTS, LEAK
+from support.s3_server import KEY_ID, SECRET
 
 STATE = {"w": np.arange(20_000)}
 

@@ -14,8 +14,8 @@ import pytest
 
 import ckstore
 from ckstore.errors import CkstoreError
-from ckstore.io import remote
-from ckstore.testing.fault_proxy import AFTER, FAULTS, REFUSED
+from ckstore.io.remote import client
+from support.fault_proxy import AFTER, FAULTS, REFUSED
 from support.fault_scenarios import SCENARIOS, STEPS, state_of
 
 STRIDES = {"collect home": 6, "rewrite": 4}
@@ -59,8 +59,8 @@ def impatient(proxy, fault):
     with pytest.MonkeyPatch.context() as patches:
         if fault.startswith("silence"):
             patches.setattr(proxy, "silence_seconds", SILENCE_SECONDS)
-            options = replace(remote.DEFAULT_OPTIONS, read_timeout_seconds=READ_TIMEOUT_SECONDS)
-            patches.setattr(remote, "DEFAULT_OPTIONS", options)
+            options = replace(client.DEFAULT_OPTIONS, read_timeout_seconds=READ_TIMEOUT_SECONDS)
+            patches.setattr(client, "DEFAULT_OPTIONS", options)
         yield
 
 

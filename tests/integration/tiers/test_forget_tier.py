@@ -86,9 +86,9 @@ def test_other_settings_stay(store, tmp_path):
 
 
 def test_push_that_publishes_meanwhile_keeps_the_tier(store, folder, address, monkeypatch):
-    from ckstore.store import tier_forget
+    from ckstore.tiers import copy
 
-    look, looks = tier_forget._users, []
+    look, looks = copy._users, []
 
     def pushes_after_the_first_look(parts, tier):
         looks.append(tier)
@@ -98,7 +98,7 @@ def test_push_that_publishes_meanwhile_keeps_the_tier(store, folder, address, mo
         return look(parts, tier)
 
     store.push(address, keep_local=9)
-    monkeypatch.setattr(tier_forget, "_users", pushes_after_the_first_look)
+    monkeypatch.setattr(copy, "_users", pushes_after_the_first_look)
     with pytest.raises(ConflictError, match="which stays"):
         store.forget_tier("remote")
     assert store.tiers() == {"remote": address}

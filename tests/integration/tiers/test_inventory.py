@@ -11,13 +11,13 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import BackendError, CorruptError
-from ckstore.format import layout
-from ckstore.ids import PackId
-from ckstore.io.address import backend_for
-from ckstore.io.remote import Bucket, ObjectInfo
-from ckstore.store import gc_marks
-from ckstore.store.gc_marks import Marker
-from ckstore.store.inventory import manifests_in, marks_in, packs_in
+from ckstore.format import paths
+from ckstore.hashing import PackId
+from ckstore.io.remote.client import Bucket, ObjectInfo
+from ckstore.io.url import backend_for
+from ckstore.store import reachability
+from ckstore.store.listing import manifests_in, marks_in, packs_in
+from ckstore.store.reachability import Marker
 
 PACK = PackId(bytes(range(16)))
 NAMES = [
@@ -28,7 +28,7 @@ NAMES = [
     "claims/main/00000000.dropped",
     "claims/other/00000003",
     "claims/gone/00000001.dropped",
-    layout.pack_name(PACK),
+    paths.pack_name(PACK),
 ]
 ODD = [
     "manifests/main/nested/00000000-000000000002.0.ckm",
@@ -36,7 +36,7 @@ ODD = [
     "manifests/.hidden/00000000-000000000001.0.ckm",
     "claims/main/nested/00000005.dropped",
     "claims/main/5.dropped",
-    f"packs/zz/{layout.pack_file(PACK)}",
+    f"packs/zz/{paths.pack_file(PACK)}",
     "packs/00/notes.txt",
 ]
 """Names of others, which stand for nothing."""
@@ -156,7 +156,7 @@ def test_a_manifest_that_goes_before_it_is_read_makes_a_look_list_again(address,
 
 
 def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, monkeypatch):
-    monkeypatch.setattr(gc_marks, "_LISTINGS_MAX", 3)
+    monkeypatch.setattr(reachability, "_LISTINGS_MAX", 3)
     commit_to(address, "main")
     marker = marker_of(address)
     ghost = "00000007-000000000007.1.ckm"
@@ -203,7 +203,7 @@ def test_a_run_that_was_dropped_whole_leaves_the_trash_for_good(address, moment)
             assert store.gc(now=True, min_age=0).done.rescued == 0
         assert store.gc(now=True, min_age=0, dry_run=True).plan.moves == ()
         packs = {pack_id.hex() for pack_id, _ in packs_in(backend_for(address))}
-        assert manifests_in(backend_for(address)) == {layout.ManifestName("other", 0, 1, 0)}
+        assert manifests_in(backend_for(address)) == {paths.ManifestName("other", 0, 1, 0)}
         trashed = [name for name, _ in backend_for(address).list_deep("trash") if name.endswith((".ckm", ".pack"))]
         assert trashed == []
     with ckstore.open(address, run="other", create=False) as store:

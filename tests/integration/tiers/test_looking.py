@@ -11,8 +11,8 @@ import pytest
 
 import ckstore
 from ckstore.cli.main import run
-from ckstore.io.address import backend_for
-from ckstore.testing.chains import ChainWriter
+from ckstore.io.url import backend_for
+from support.chains import ChainWriter
 
 
 @pytest.fixture
@@ -148,6 +148,6 @@ def test_local_stores_are_listed_without_the_client_of_buckets(filled):
         "from ckstore.cli.main import run\n"
         f"assert run(['ls', {str(filled)!r}]) == 0\n"
         "assert 'obstore' not in sys.modules\n"
-        "assert 'ckstore.io.remote' not in sys.modules\n"
+        "assert 'ckstore.io.remote.client' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

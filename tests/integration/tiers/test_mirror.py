@@ -10,8 +10,8 @@ import pytest
 import ckstore
 from ckstore.cli.main import run
 from ckstore.errors import CorruptError, UsageError
-from ckstore.format import layout
-from ckstore.io.address import backend_for
+from ckstore.format import paths
+from ckstore.io.url import backend_for
 
 
 def state_of(seed, count=30_000):
@@ -94,7 +94,7 @@ def test_repacked_checkpoint_is_copied_in_its_new_form(filled, address):
 
 
 def pack_of(store, step):
-    return layout.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
+    return paths.pack_name(bytes.fromhex(store.contents(step).packs[0].pack_id))
 
 
 def alter(path):

@@ -9,7 +9,7 @@ import pytest
 import ckstore
 from ckstore.cli.main import run
 from ckstore.errors import CorruptError
-from ckstore.io.address import backend_for
+from ckstore.io.url import backend_for
 from support.push_states import assert_restores, pack_of, packs_here, state_of
 
 
@@ -100,13 +100,13 @@ def test_command_says_so_and_fails(pushed, folder, place, capsys, quiet_log):
 
 def interrupted(folder, place, monkeypatch):
     """A push that was killed after it had published, and garbage that has nothing to do with it."""
-    from ckstore import push as story
+    from ckstore.tiers import push
 
     with ckstore.open(folder) as store:
         for step in (1, 2, 3):
             store.commit(state_of(step), step)
         with monkeypatch.context() as patches:
-            patches.setattr(story, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patches.setattr(push, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 store.push(place, keep_local=2)
         store.delete(2)

@@ -10,8 +10,8 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UnreachableError, UsageError
-from ckstore.io.address import backend_for
 from ckstore.io.local import LocalBackend
+from ckstore.io.url import backend_for
 from support.push_states import free_local_packs
 
 SECONDS_A_DAY = 86_400
@@ -319,16 +319,16 @@ def test_folder_can_be_a_tier(folder, tmp_path):
 
 
 def test_dropped_checkpoint_stays_dropped_when_it_is_pushed_meanwhile(folder, address, monkeypatch):
-    from ckstore import push as story
+    from ckstore.tiers import push
 
     with filled(folder, 2) as store:
-        settle = story.settle
+        settle = push.settle
 
         def drops_first(parts, manifest, name):
             store.delete(1)
             settle(parts, manifest, name)
 
-        monkeypatch.setattr(story, "settle", drops_first)
+        monkeypatch.setattr(push, "settle", drops_first)
         report = store.push(address, keep_local=1)
         assert [entry.is_done for entry in report.entries] == [False, False]
         assert store.steps() == [2]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.io.address import backend_for
+from ckstore.io.url import backend_for
 from support.prepared_trainers import prepared
 from support.push_states import free_local_packs
 
@@ -43,7 +43,7 @@ def template(tmp_path_factory):
 @pytest.fixture
 def start(server):
     """Return what runs a program on a store in a process of its own, and returns its pid; and what waits for one."""
-    forks = prepared("numpy", "ckstore.commit", "ckstore.push", "ckstore.pull", "ckstore.io.remote_backend")
+    forks = prepared("numpy", "ckstore.commit", "ckstore.tiers.push", "ckstore.tiers.pull", "ckstore.io.remote.backend")
 
     def act(folder, program, **variables):
         variables = {**server.environment, **variables}

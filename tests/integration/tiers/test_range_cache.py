@@ -7,9 +7,9 @@ import pytest
 
 import ckstore
 from ckstore.errors import CkstoreError, CorruptError
-from ckstore.ids import new_pack_id
-from ckstore.io.address import backend_for
+from ckstore.hashing import new_pack_id
 from ckstore.io.memory import MemoryBackend
+from ckstore.io.url import backend_for
 from ckstore.store.range_cache import RangeCache
 
 

@@ -118,7 +118,7 @@ def test_tier_of_a_store_in_a_bucket_may_be_a_folder(address, tmp_path):
 
 def test_server_that_ignores_conditions_takes_copies_and_no_commits(address, proxy, folder, monkeypatch):
     from ckstore.errors import UnsupportedError
-    from ckstore.io.remote import Bucket
+    from ckstore.io.remote.client import Bucket
 
     put_once = Bucket._put_once
 

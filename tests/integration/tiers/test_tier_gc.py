@@ -9,12 +9,12 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, ConflictError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
-from ckstore.io.address import backend_for
-from ckstore.store import doomed
-from ckstore.store.doomed import LIST_FILE, lists_in
-from ckstore.store.inventory import packs_in
+from ckstore.io.url import backend_for
+from ckstore.store import pending_deletes
+from ckstore.store.listing import packs_in
+from ckstore.store.pending_deletes import LIST_FILE, lists_in
 
 
 def state_of(seed, count=40_000):
@@ -118,7 +118,7 @@ def test_manifest_that_cannot_be_read_stops_the_removal_of_packs(pushed, place):
     pushed.delete(2)
     pushed.gc(now=True)
     there = backend_for(place)
-    name = f"manifests/main/{layout.ManifestName('main', 7, 7, 0).file}"
+    name = f"manifests/main/{paths.ManifestName('main', 7, 7, 0).file}"
     there.create(name, b"torn", sync=True)
     report = pushed.gc_tier(min_age=0)
     assert report.stop
@@ -132,7 +132,7 @@ def put_list(there, pack_ids, **changes):
     """Write a list as a collector of this process does that is at work."""
     there.make_folder("tmp")
     packs = {bytes.fromhex(pack_id): 1 for pack_id in pack_ids}
-    path = doomed._write_list(there, SYSTEM_CLOCK, packs)
+    path = pending_deletes._write_list(there, SYSTEM_CLOCK, packs)
     if changes:
         record = decode_record(there.read_bytes(path, nbytes_max=1 << 20), DoomedRecord)
         there.unlink(path)
@@ -161,14 +161,14 @@ def test_collector_sees_a_manifest_that_was_published_after_its_plan(pushed, pla
     there = backend_for(place)
     kept = next(file for file in manifests_at(place) if "-000000000002." in file)
     content = there.read_bytes(f"manifests/main/{kept}", nbytes_max=1 << 30)
-    put_small = doomed.put_small
+    put_small = pending_deletes.put_small
 
     def publishes_again(backend, name, written):
         put_small(backend, name, written)
         if name.endswith(LIST_FILE):
             there.create(f"manifests/main/{kept}", content, sync=True)
 
-    monkeypatch.setattr(doomed, "put_small", publishes_again)
+    monkeypatch.setattr(pending_deletes, "put_small", publishes_again)
     report = pushed.gc_tier(min_age=0)
     assert report.packs == {}
     assert len(packs_at(place)) == 2
@@ -187,7 +187,7 @@ def listed(folder, place):
 
 def at_once(monkeypatch):
     """Take what a process has sent for settled the moment after."""
-    monkeypatch.setattr(doomed, "LAST_REQUEST_SECONDS", -2.0)
+    monkeypatch.setattr(pending_deletes, "LAST_REQUEST_SECONDS", -2.0)
 
 
 def test_list_of_a_dead_process_of_this_machine_blocks_nobody(listed, place, monkeypatch):
@@ -211,7 +211,7 @@ def test_list_of_a_living_process_or_another_machine_blocks_until_it_is_old(list
             store.push(place, keep_local=0)
         there.unlink(path)
     put_list(there, pack_ids, host="elsewhere", boot_id="m/b/n")
-    monkeypatch.setattr(doomed, "LIST_AGE_SECONDS_MAX", -2.0)
+    monkeypatch.setattr(pending_deletes, "LIST_AGE_SECONDS_MAX", -2.0)
     store.push(place, keep_local=0)
     assert_restores(store, 1)
 
@@ -230,15 +230,15 @@ def test_clock_that_jumped_does_not_make_a_list_old(listed, place, quiet_log):
     _, there, pack_ids = listed
     path = put_list(there, pack_ids, host="elsewhere", boot_id="m/b/n")
     packs = {bytes.fromhex(pack_id) for pack_id in pack_ids}
-    assert doomed.doomed_in(there, packs, Jumped()) == packs
-    assert doomed.remove_dead_lists(there, Jumped()) == 0
+    assert pending_deletes.doomed_in(there, packs, Jumped()) == packs
+    assert pending_deletes.remove_dead_lists(there, Jumped()) == 0
     assert lists_in(there) == [path]
 
 
 def test_list_that_this_process_has_left_behind_blocks_nobody(listed, place, monkeypatch):
     store, there, pack_ids = listed
     path = put_list(there, pack_ids)
-    doomed._AT_WORK.discard(path)
+    pending_deletes._AT_WORK.discard(path)
     at_once(monkeypatch)
     store.push(place, keep_local=0)
 

@@ -8,11 +8,13 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import BackendError, CkstoreError
-from ckstore.format import layout
-from ckstore.io.address import backend_for
-from ckstore.store import gc_repack, tier_gc, tier_repack
-from ckstore.store.doomed import lists_in
-from ckstore.store.inventory import packs_in
+from ckstore.format import paths
+from ckstore.io.url import backend_for
+from ckstore.ops.gc import rewrite_packs
+from ckstore.store.listing import packs_in
+from ckstore.store.pending_deletes import lists_in
+from ckstore.tiers import gc
+from ckstore.tiers import gc as tier_repack
 
 STEPS = (1, 2, 3)
 
@@ -176,9 +178,9 @@ def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, plac
             for manifest in trashed.manifests:
                 repository_of(store).trash.unlink(manifest.path)
         assert old in packs_of(store, 2)
-        assert repository_of(store).backend.stat(layout.pack_name(bytes.fromhex(old))) is not None
+        assert repository_of(store).backend.stat(paths.pack_name(bytes.fromhex(old))) is not None
         assert store.gc_tier(min_age=0).rewrites == []
-        backend_for(place).unlink(layout.pack_name(bytes.fromhex(old)))
+        backend_for(place).unlink(paths.pack_name(bytes.fromhex(old)))
         assert store.gc(now=True, min_age=0).unproven
         assert_restores(store, 2)
 
@@ -186,7 +188,7 @@ def test_pack_that_lies_here_too_is_freed_here_first_with_its_proof(folder, plac
 def test_checkpoint_that_misses_a_pack_there_is_not_rewritten_again_and_again(wasteful, place):
     shared = {pack.pack_id: pack.nbytes for pack in wasteful.contents(2).packs}
     (own,) = shared.keys() - {max(packs_at(place), key=packs_at(place).get)}
-    backend_for(place).unlink(layout.pack_name(bytes.fromhex(own)))
+    backend_for(place).unlink(paths.pack_name(bytes.fromhex(own)))
     for _ in range(3):
         report = wasteful.gc_tier(min_age=0)
         assert (report.rewrites, report.repacked.nbytes_written) == ([], 0)
@@ -235,7 +237,7 @@ def test_checkpoints_that_another_put_there_bar_it(wasteful, place):
 def test_claim_that_is_not_of_a_push_bars_it(wasteful, place):
     there = backend_for(place)
     (manifest,) = manifests_at(place)[-1:]
-    claim = layout.claim_name("main", layout.parse_manifest_file("main", manifest).seq)
+    claim = paths.claim_name("main", paths.parse_manifest_file("main", manifest).seq)
     there.unlink(claim)
     there.create(claim, b"", sync=True)
     assert wasteful.gc_tier(min_age=0).rewrites == []
@@ -253,7 +255,7 @@ def test_what_died_before_the_copies_were_renewed_is_finished_by_the_next(wastef
         raise _DiedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier_gc, "renew_copies", dies)
+        patch.setattr(gc, "renew_copies", dies)
         with pytest.raises(_DiedError):
             wasteful.gc_tier(min_age=0)
     assert_restores(wasteful, 2, 3)
@@ -274,7 +276,7 @@ def test_what_died_before_a_manifest_was_replaced_leaves_garbage_only(wasteful, 
 
     before = packs_at(place)
     with monkeypatch.context() as patch:
-        patch.setattr(gc_repack, "_replace", dies)
+        patch.setattr(rewrite_packs, "_replace", dies)
         with pytest.raises(_DiedError):
             wasteful.gc_tier(min_age=0)
     assert len(packs_at(place)) == len(before) + 1
@@ -286,7 +288,7 @@ def test_what_died_before_a_manifest_was_replaced_leaves_garbage_only(wasteful, 
 
 
 def test_checkpoint_that_is_dropped_while_its_pack_is_rewritten_stays_dropped(wasteful, place, folder, monkeypatch):
-    copy = gc_repack._copy
+    copy = rewrite_packs._copy
 
     def drops_meanwhile(*given):
         copied = copy(*given)
@@ -295,7 +297,7 @@ def test_checkpoint_that_is_dropped_while_its_pack_is_rewritten_stays_dropped(wa
         return copied
 
     with monkeypatch.context() as patch:
-        patch.setattr(gc_repack, "_copy", drops_meanwhile)
+        patch.setattr(rewrite_packs, "_copy", drops_meanwhile)
         wasteful.gc_tier(min_age=0)
     assert wasteful.steps() == [3]
     collect_all(wasteful)
@@ -306,7 +308,7 @@ def test_checkpoint_that_is_dropped_while_its_pack_is_rewritten_stays_dropped(wa
 
 
 def test_pull_that_comes_between_is_not_undone(wasteful, place, folder, monkeypatch):
-    renew = tier_gc.renew_copies
+    renew = gc.renew_copies
 
     def pulls_meanwhile(*given):
         with ckstore.open(folder) as other:
@@ -314,7 +316,7 @@ def test_pull_that_comes_between_is_not_undone(wasteful, place, folder, monkeypa
         return renew(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier_gc, "renew_copies", pulls_meanwhile)
+        patch.setattr(gc, "renew_copies", pulls_meanwhile)
         assert wasteful.gc_tier(min_age=0).renewed == 0
     assert packs_of(wasteful, 2) & packs_at(place).keys()
     collect_all(wasteful)
@@ -327,7 +329,7 @@ def test_pull_that_comes_between_is_not_undone(wasteful, place, folder, monkeypa
 def test_damage_in_a_pack_there_is_told_and_nothing_changes(wasteful, place):
     there = backend_for(place)
     old = max(packs_at(place), key=packs_at(place).get)
-    name = layout.pack_name(bytes.fromhex(old))
+    name = paths.pack_name(bytes.fromhex(old))
     content = bytearray(there.read_bytes(name, nbytes_max=1 << 30))
     content[4096:-8192:64] = bytes(len(content[4096:-8192:64]))
     there.unlink(name)
@@ -341,9 +343,9 @@ def test_damage_in_a_pack_there_is_told_and_nothing_changes(wasteful, place):
 
 def test_another_manifest_under_the_name_there_is_told_and_nothing_is_lost(wasteful, place):
     there = backend_for(place)
-    name = layout.parse_manifest_file("main", manifests_at(place)[-1])
+    name = paths.parse_manifest_file("main", manifests_at(place)[-1])
     generation = name.generation + 1
-    taken = layout.ManifestName("main", name.seq, name.step, generation)
+    taken = paths.ManifestName("main", name.seq, name.step, generation)
     content = there.read_bytes(name.path, nbytes_max=1 << 30)
     put = tier_repack.StoreCopy.put_manifest
 
@@ -365,7 +367,7 @@ def test_silent_tier_loses_nothing(wasteful, place, monkeypatch):
         raise BackendError("no answer", is_transient=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gc_repack, "settle", fails)
+        patch.setattr(rewrite_packs, "settle", fails)
         with pytest.raises(BackendError):
             wasteful.gc_tier(min_age=0)
     assert_restores(wasteful, 2, 3)
@@ -375,7 +377,7 @@ def test_silent_tier_loses_nothing(wasteful, place, monkeypatch):
 
 
 def test_rewriting_goes_on_beside_restores_of_the_same_checkpoints(wasteful, monkeypatch):
-    copy = gc_repack._copy
+    copy = rewrite_packs._copy
 
     def restores_meanwhile(*given):
         assert_restores(wasteful, 2, 3)
@@ -383,7 +385,7 @@ def test_rewriting_goes_on_beside_restores_of_the_same_checkpoints(wasteful, mon
         assert_restores(wasteful, 2, 3)
         return copied
 
-    monkeypatch.setattr(gc_repack, "_copy", restores_meanwhile)
+    monkeypatch.setattr(rewrite_packs, "_copy", restores_meanwhile)
     assert len(wasteful.gc_tier(min_age=0).repacked.pack_ids) == 1
 
 
@@ -391,7 +393,7 @@ def test_disk_that_is_full_there_is_told(wasteful, monkeypatch):
     def is_full(*given):
         raise ckstore.errors.CapacityError("the disk is full")
 
-    monkeypatch.setattr(gc_repack, "_copy", is_full)
+    monkeypatch.setattr(rewrite_packs, "_copy", is_full)
     report = wasteful.gc_tier(min_age=0)
     assert "no more packs are rewritten" in report.repacked.troubles[0]
     assert issubclass(ckstore.errors.CapacityError, CkstoreError)

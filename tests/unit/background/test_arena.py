@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckstore.background import arena as arena_module
+from ckstore.background.arena import DATA_OFFSET, FREE, STAGED, STAGING, UNIT_NBYTES, Arena, units_of
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
-from ckstore.saver import arena as arena_module
-from ckstore.saver.arena import DATA_OFFSET, FREE, STAGED, STAGING, UNIT_NBYTES, Arena, units_of
 from support.saver_desk import links
 
 

@@ -10,13 +10,12 @@ import weakref
 import numpy as np
 import pytest
 
-from ckstore import kernels
+from ckstore.background.arena import STAGED, STAGING, UNIT_NBYTES
+from ckstore.background.arena_layout import NOW
+from ckstore.background.copying import Crew, looked
+from ckstore.codec import kernels
+from ckstore.codec.kernels import reference
 from ckstore.config import KIB, MIB
-from ckstore.kernels import on_numpy
-from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES
-from ckstore.staging.copying import looked
-from ckstore.staging.crew import Crew
-from ckstore.staging.stowage import NOW
 from support.staged_state import Staged, noise
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -24,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 def twins():
     try:
-        from ckstore.kernels import on_native
+        from ckstore.codec.kernels import native as on_native
     except ImportError:
         native = pytest.param(None, id="native", marks=pytest.mark.skip(reason="the extension is not built"))
     else:
         native = pytest.param(on_native, id="native")
-    return [pytest.param(on_numpy, id="numpy"), native]
+    return [pytest.param(reference, id="numpy"), native]
 
 
 @pytest.mark.parametrize("loops", twins())

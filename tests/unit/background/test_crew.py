@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ckstore.staging.crew import Crew
+from ckstore.background.copying import Crew
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -19,7 +19,7 @@ def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
         raise SystemExit
 
     crew, done = Crew(1), threading.Event()
-    monkeypatch.setattr("ckstore.staging.crew.tell", ended)
+    monkeypatch.setattr("ckstore.background.copying.tell", ended)
     crew.send_one(ended)
     crew.send_one(done.set)
     assert done.wait(60)

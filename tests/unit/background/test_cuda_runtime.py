@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckstore.adapters import cuda_runtime
+from ckstore.background import cuda
 from support.fake_cuda_runtime import DEVICE_TO_HOST, PlayedRuntime
 
 HERE = torch.device("cpu")
@@ -20,7 +20,7 @@ HERE = torch.device("cpu")
 def runtime(monkeypatch):
     """A runtime for tensors of the host."""
     played = PlayedRuntime()
-    monkeypatch.setattr(cuda_runtime, "address_of_copy", lambda: played.address)
+    monkeypatch.setattr(cuda, "address_of_copy", lambda: played.address)
     return played
 
 
@@ -31,7 +31,7 @@ def stream():
 
 
 def test_copies_of_many_rows_are_begun_in_their_order_on_the_stream(runtime, stream):
-    launcher = cuda_runtime.launcher_for(HERE, stream)
+    launcher = cuda.launcher_for(HERE, stream)
     assert stream.waits, "a pattern was copied, and waited for"
     runtime.told.clear()
     there, here = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
@@ -44,22 +44,22 @@ def test_copies_of_many_rows_are_begun_in_their_order_on_the_stream(runtime, str
 
 def test_a_runtime_that_copies_other_bytes_is_not_used_and_that_is_said(runtime, stream, caplog):
     runtime.shift = 1
-    assert cuda_runtime.launcher_for(HERE, stream) is None
+    assert cuda.launcher_for(HERE, stream) is None
     assert "copies from cpu are told of one by one: it has copied other bytes than torch" in caplog.text
 
 
 def test_a_runtime_that_refuses_is_not_used_and_torch_is_told_of_its_error(runtime, stream, caplog, monkeypatch):
     forgotten = []
-    monkeypatch.setattr(cuda_runtime, "forget_error", forgotten.append)
+    monkeypatch.setattr(cuda, "forget_error", forgotten.append)
     runtime.problem, runtime.fails_after = 201, 1
-    assert cuda_runtime.launcher_for(HERE, stream) is None
+    assert cuda.launcher_for(HERE, stream) is None
     assert "cudaMemcpyAsync has refused a copy: CUDA error 201" in caplog.text
     assert forgotten == [HERE]
     assert stream.waits, "the first half may still arrive"
 
 
 def test_a_copy_that_is_refused_later_is_an_error(runtime, stream):
-    launcher = cuda_runtime.launcher_for(HERE, stream)
+    launcher = cuda.launcher_for(HERE, stream)
     runtime.problem, runtime.fails_after = 700, 0
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         launcher.launch(np.array([[1, 2, 3]], np.uint64))
@@ -67,8 +67,8 @@ def test_a_copy_that_is_refused_later_is_an_error(runtime, stream):
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_has_no_runtime_to_tell(stream):
-    assert cuda_runtime.address_of_copy() is None
-    assert cuda_runtime.launcher_for(HERE, stream) is None
+    assert cuda.address_of_copy() is None
+    assert cuda.launcher_for(HERE, stream) is None
 
 
 @pytest.mark.parametrize("problem", ["no such library", "no such name"])
@@ -80,8 +80,8 @@ def test_a_runtime_that_is_not_to_be_seen_leaves_all_to_torch(monkeypatch, probl
         return SimpleNamespace()
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda_runtime.ctypes, "CDLL", load)
-    assert cuda_runtime.address_of_copy() is None
+    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+    assert cuda.address_of_copy() is None
 
 
 def test_the_function_is_looked_for_in_what_torch_was_linked_with(monkeypatch):
@@ -92,8 +92,8 @@ def test_the_function_is_looked_for_in_what_torch_was_linked_with(monkeypatch):
         return SimpleNamespace(cudaMemcpyAsync=ctypes.c_void_p(4096))
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda_runtime.ctypes, "CDLL", load)
-    assert cuda_runtime.address_of_copy() == 4096
+    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+    assert cuda.address_of_copy() == 4096
     [(path, mode)] = loaded
     assert path.endswith("torch/lib/libc10_cuda.so")
     assert mode & os.RTLD_NOLOAD, "nothing is loaded that torch has not"
@@ -107,7 +107,7 @@ def test_the_runtime_of_a_gpu_is_found_and_copies(caplog):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        launcher = cuda_runtime.launcher_for(device, stream)
+        launcher = cuda.launcher_for(device, stream)
     assert launcher is not None, caplog.text
     half = 2_500_000
     rows = [[there.data_ptr() + half, here.data_ptr(), half], [there.data_ptr(), here.data_ptr() + half, half]]

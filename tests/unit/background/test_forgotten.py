@@ -25,7 +25,7 @@ def test_ctrl_c_in_the_finalizer_of_a_forgotten_handle_leaves_no_saver_behind(sa
     if verb == "quit":
         monkeypatch.setattr(saver, "quit", interrupt_once)
     else:
-        monkeypatch.setattr("ckstore.handover.note_abandoned", interrupt_once)
+        monkeypatch.setattr("ckstore.background.commits.note_abandoned", interrupt_once)
     del store
     gc.collect()
     assert (saver.calls[-1], saver.is_alive, told) == ("quit", False, [KeyboardInterrupt])

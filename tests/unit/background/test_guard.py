@@ -58,8 +58,8 @@ def test_without_the_guard_these_tests_would_fail(store, held, monkeypatch, opti
     store.attach(trainer.optimizer)
     trainer.step = partial(without_hooks, trainer.optimizer)
     # What torch counts would tell, and what is sampled: these have tests of their own.
-    monkeypatch.setattr("ckstore.staging.copying.HostCopy.sampled_change", lambda copy: None)
-    monkeypatch.setattr("ckstore.staging.state.versions_of", lambda storages: [0] * len(storages))
+    monkeypatch.setattr("ckstore.background.copying.HostCopy.sampled_change", lambda copy: None)
+    monkeypatch.setattr("ckstore.background.staging.versions_of", lambda storages: [0] * len(storages))
     wanted, staged = commit_and(store, trainer.state(), trainer.train)
     assert staged != wanted
     assert staged[-1] == wanted[-1], "the average belongs to no optimizer and was copied before"

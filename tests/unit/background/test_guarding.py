@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckstore.adapters.guarding import Guarded, versions_of
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
-from ckstore.memory_spans import keeps_of
+from ckstore.background.optimizer_guard import Guarded, versions_of
+from ckstore.state.capture import capture
+from ckstore.state.memory_spans import keeps_of
+from ckstore.state.torch_adapter import TorchAdapter
 
 
 def owned(*parameters):

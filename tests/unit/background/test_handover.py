@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import ckstore
-from ckstore import kernels
 from ckstore._testing import background_of
+from ckstore.background import arena
+from ckstore.background.arena import Slot
+from ckstore.background.pending import Pending
+from ckstore.codec import kernels
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CapacityError, MalformedError, SaverError, UsageError
-from ckstore.pending import Pending
-from ckstore.saver import arena
-from ckstore.saver.arena import Slot
 from support.fake_saver import PretendSaver, slow, state
 from support.guarded_memory import attach_owner
 from support.saver_desk import until
@@ -238,7 +238,8 @@ def test_prewarm_takes_the_memory_that_the_first_commit_uses(store, savers, monk
     nbytes = store.arena_nbytes
     assert nbytes >= 20 * MIB
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "libc", None)  # Whoever takes memory, or makes it accessible, asks it to.
+        # Whatever takes memory, or makes it accessible, calls this.
+        patch.setattr(arena.Slot, "_take_memory", None)
         store.commit_async(state(0, 20 * MIB), 0).result()
     assert store.arena_nbytes == nbytes
 

@@ -7,11 +7,11 @@ import os
 import numpy as np
 import pytest
 
+from ckstore.background import protocol
 from ckstore.config import MIB, Policy
-from ckstore.saver import messages
-from ckstore.testing.trainings import AdamRun, lossy_policy
 from support.saver_desk import equal, noise, restored, until
 from support.served_saver import Gate
+from support.trainings import AdamRun, lossy_policy
 
 LOOKS = 20
 """How often a thread asks in vain before it is judged what the others have done."""
@@ -83,4 +83,4 @@ def test_saver_in_a_hurry_asks_nobody(served, gate):
     served.priority.headcount.most = None
     begun.wait()
     assert not gate.admitted
-    served.hear(messages.Done)
+    served.hear(protocol.Done)

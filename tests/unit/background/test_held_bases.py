@@ -8,11 +8,11 @@ import numpy as np
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.bases import Bases
 from ckstore.config import MIB
-from ckstore.ids import ChunkId, chunk_id_of
+from ckstore.delta.base_cache import Bases
+from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.references import load_whole, resolve
+from ckstore.store.refs import load_whole, resolve
 
 
 @functools.cache

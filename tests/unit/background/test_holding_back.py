@@ -11,8 +11,8 @@ import time
 import pytest
 
 import ckstore
+from ckstore.background import protocol
 from ckstore.errors import SaverError
-from ckstore.saver import messages
 from support.saver_desk import SECONDS_MAX, noise
 from support.served_saver import LONG_MS
 
@@ -53,19 +53,19 @@ def test_saver_held_state_begins_after_its_time_however_often_the_bell_rings(ser
         rings.ring()
     # Perhaps as it begins: whoever copies rings for each unit, and none of that wakes the saver.
     assert rings.heard_count <= 2 < 20 < rings.count
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     assert time.monotonic() >= said + hold_seconds
     assert served.priority.noted == ["stand aside"]
     begun.stage().finish().wait()
 
 
 SAID = {
-    "hurry": [messages.Hurry()],
-    "forget": [messages.Forget()],
-    "release": [messages.Release(1)],
-    "warm": [messages.Warm(1, 3, 0)],
-    "quit": [messages.Quit()],
-    "parting": [messages.Quit(is_parting=True)],
+    "hurry": [protocol.Hurry()],
+    "forget": [protocol.Forget()],
+    "release": [protocol.Release(1)],
+    "warm": [protocol.Warm(1, 3, 0)],
+    "quit": [protocol.Quit()],
+    "parting": [protocol.Quit(is_parting=True)],
 }
 
 
@@ -73,13 +73,13 @@ SAID = {
 def test_saver_held_state_begins_before_whatever_is_said_next_is_done(served, said):
     begun = served.begin(state(), 1, hold_ms=LONG_MS).stage()
     served.say(*said)
-    begun.hear(messages.Began)
-    assert not {messages.Answer, messages.Done} & set(map(type, served.heard()))
+    begun.hear(protocol.Began)
+    assert not {protocol.Answer, protocol.Done} & set(map(type, served.heard()))
     begun.finish().wait()
     if hasattr(said[0], "question"):
-        served.hear(messages.Answer)
+        served.hear(protocol.Answer)
         kinds = [type(each) for each in served.heard()]
-        assert kinds.index(messages.Done) < kinds.index(messages.Answer)
+        assert kinds.index(protocol.Done) < kinds.index(protocol.Answer)
 
 
 def test_saver_held_state_that_is_staged_whole_is_published_before_its_time(served):
@@ -98,9 +98,9 @@ def test_saver_held_states_begin_in_their_order(served, second_hold_ms):
     first = served.begin(state(1), 1, hold_ms=LONG_MS)
     second = served.begin(state(2), 2, slot=1, parent_ticket=1, hold_ms=second_hold_ms)
     if second_hold_ms:
-        served.say(messages.Hurry())
-    second.hear(messages.Began)
-    began = [each.ticket for each in served.heard() if isinstance(each, messages.Began)]
+        served.say(protocol.Hurry())
+    second.hear(protocol.Began)
+    began = [each.ticket for each in served.heard() if isinstance(each, protocol.Began)]
     assert began == [1, 2]
     for each in (second, first):
         each.stage().finish()
@@ -125,9 +125,9 @@ def test_saver_held_state_that_is_whole_is_published_when_the_trainer_hangs_up(s
 @pytest.mark.parametrize("hold_ms", [LONG_MS, 0], ids=["held", "not held"])
 def test_saver_that_is_ending_refuses_what_begins_at_once(served, hold_ms):
     going = served.begin(state(1), 1)
-    going.hear(messages.Began)
+    going.hear(protocol.Began)
     served.settle()
-    served.say(messages.Quit())
+    served.say(protocol.Quit())
     late = served.begin(state(2), 2, slot=1, hold_ms=hold_ms)
     with pytest.raises(SaverError, match="the saver is ending"):
         late.wait()
@@ -138,7 +138,7 @@ def test_saver_that_is_ending_refuses_what_begins_at_once(served, hold_ms):
 def test_saver_that_is_told_to_end_while_it_holds_back_takes_what_it_was_told_before(served):
     served.settle()
     early = served.begin(state(1), 1, hold_ms=LONG_MS)
-    served.say(messages.Quit())
+    served.say(protocol.Quit())
     late = served.begin(state(2), 2, slot=1)
     with pytest.raises(SaverError, match="the saver is ending"):
         late.wait()
@@ -151,7 +151,7 @@ def test_saver_that_holds_back_when_a_signal_comes_does_not_end(open_served):
     served.settle()
     begun = served.begin(state(), 1, hold_ms=400)
     served.ask_to_end()
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     begun.stage().finish().wait()
     assert served.code() == 0
     with ckstore.open(served.address) as store:

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from ckstore.background import protocol
 from ckstore.errors import MalformedError, SaverError
-from ckstore.saver import messages
 from support.saver_desk import SECONDS_MAX, noise, until
 from support.served_saver import LONG_MS, Gate
 
@@ -34,24 +34,24 @@ def until_level(served, level):
 def test_saver_priority_follows_from_what_there_is_to_do(served, gate):
     served.settle()
     begun = served.begin(state(), 1).stage()
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     served.settle()
     assert served.priority.noted == ["stand aside"], "while there is nothing to do, and while a state is copied"
     begun.finish()
     until_level(served, "give way")
-    served.say(messages.Hurry())
+    served.say(protocol.Hurry())
     until_level(served, "hurry")
     gate.open()
     begun.wait()
     until_level(served, "stand aside")
-    served.say(messages.Quit())
+    served.say(protocol.Quit())
     assert served.code() == 0
     assert served.priority.noted == ["stand aside", "give way", "hurry", "stand aside", "hurry"]
 
 
 def test_saver_hurry_without_anything_to_do_changes_nothing(served):
     served.settle()
-    served.say(messages.Hurry())
+    served.say(protocol.Hurry())
     served.settle()
     assert served.priority.noted == ["stand aside"]
 
@@ -59,7 +59,7 @@ def test_saver_hurry_without_anything_to_do_changes_nothing(served):
 def test_saver_hurry_lasts_for_all_that_was_begun_and_not_for_what_comes_later(open_served):
     served = open_served(slot_count=3)
     first, second = served.begin(state(1), 1), served.begin(state(2), 2, slot=1)
-    served.say(messages.Hurry())
+    served.say(protocol.Hurry())
     served.settle()
     third = served.begin(state(3), 3, slot=2)
     first.stage().finish().wait()
@@ -68,7 +68,7 @@ def test_saver_hurry_lasts_for_all_that_was_begun_and_not_for_what_comes_later(o
     second.stage().finish().wait()
     until_level(served, "stand aside")
     third.stage().finish().wait()
-    served.say(messages.Quit())
+    served.say(protocol.Quit())
     served.code()
     assert served.priority.noted[2:].count("hurry") == 1, "at its end, and not for the third one"
 
@@ -82,8 +82,8 @@ def test_saver_hurry_lasts_for_a_question_that_was_asked_before_the_ticket_ended
 
     served.savers_arena.slots[0].map_ahead = map_slowly
     begun = served.begin(state(), 1)
-    served.say(messages.Hurry())
-    question = served.ask(messages.Warm, block_count=3, nbytes=0)
+    served.say(protocol.Hurry())
+    question = served.ask(protocol.Warm, block_count=3, nbytes=0)
     served.settle()
     try:
         begun.stage().finish().wait()
@@ -91,7 +91,7 @@ def test_saver_hurry_lasts_for_a_question_that_was_asked_before_the_ticket_ended
         assert served.priority.noted == ["stand aside", "hurry"]
     finally:
         may_go_on.set()
-    served.hear(messages.Answer, question=question)
+    served.hear(protocol.Answer, question=question)
     until_level(served, "stand aside")
 
 
@@ -104,8 +104,8 @@ def test_saver_hurries_before_what_it_held_back_begins(served):
     # It has the lease: it says so as soon as it begins.
     served.priority.on_change = lambda level: had_begun.append((level, served.has_word))
     served.heard()
-    served.say(messages.Hurry())
-    begun.hear(messages.Began)
+    served.say(protocol.Hurry())
+    begun.hear(protocol.Began)
     assert had_begun[0] == ("hurry", False)
     served.settle()
     assert served.priority.now == "hurry"
@@ -115,7 +115,7 @@ def test_saver_hurries_before_what_it_held_back_begins(served):
 def test_saver_hurry_is_cleared_when_what_was_held_back_fails_to_begin(served):
     served.settle()
     begun = served.begin_nonsense(hold_ms=LONG_MS)
-    served.say(messages.Hurry())
+    served.say(protocol.Hurry())
     with pytest.raises(MalformedError, match="cannot be read"):
         begun.wait()
     until_level(served, "stand aside")
@@ -125,7 +125,7 @@ def test_saver_hurry_is_cleared_when_what_was_held_back_fails_to_begin(served):
 def test_saver_hurry_is_cleared_when_the_ticket_is_given_up(served):
     for number in range(30):
         begun = served.begin(state(), number)
-        served.say(messages.Hurry())
+        served.say(protocol.Hurry())
         begun.abort()
         with pytest.raises(SaverError, match="given up"):
             begun.wait()
@@ -136,7 +136,7 @@ def test_saver_hurry_is_cleared_when_the_ticket_is_given_up(served):
 def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(served, gate):
     """Nobody trains any more, and whoever starts the run again waits for it."""
     begun = served.begin(state(), 1)
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     begun.stage().finish()
     until_level(served, "give way")
     served.hang_up()
@@ -150,7 +150,7 @@ def test_saver_whose_trainer_is_dead_hurries_with_what_is_left(served, gate):
 def test_saver_that_is_ending_hurries_though_nothing_is_left(served, is_told):
     served.settle()
     if is_told:
-        served.say(messages.Quit())
+        served.say(protocol.Quit())
     else:
         served.hang_up()
     served.code()

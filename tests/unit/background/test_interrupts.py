@@ -13,8 +13,8 @@ import time
 import pytest
 
 import ckstore
-from ckstore import workers
-from ckstore.staging.crew import Crew
+from ckstore import concurrency
+from ckstore.background.copying import Crew
 from support.fake_saver import HeldCrew, PretendSaver
 from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, noise
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
 @pytest.mark.parametrize(
-    "place", ["ckstore.staging.state.Staging.copy_now", "ckstore.interval.Costs.watch"], ids=["nothing", "something"]
+    "place",
+    ["ckstore.background.staging.Staging.copy_now", "ckstore.interval.Costs.watch"],
+    ids=["nothing", "something"],
 )
 def test_ctrl_c_after_the_saver_was_told_gives_up_what_is_not_copied_yet(savers, folder, monkeypatch, place):
     def interrupted(*_):
@@ -79,9 +81,9 @@ def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeyp
 
     ran, interrupts = [], []
     with monkeypatch.context() as context:
-        context.setattr(workers.threading, "Thread", LateThread)
+        context.setattr(concurrency.threading, "Thread", LateThread)
         with pytest.raises(KeyboardInterrupt):
-            workers.run_aside(lambda: ran.append(1), on_interrupt=interrupts.append)
+            concurrency.run_aside(lambda: ran.append(1), on_interrupt=interrupts.append)
     begun[0].join()
     time.sleep(0.05)
     assert ran == interrupts == []
@@ -98,7 +100,7 @@ def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
         ran.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        workers.run_aside(step, on_interrupt=interrupts.append)
+        concurrency.run_aside(step, on_interrupt=interrupts.append)
     assert ran == [1]
     assert len(interrupts) == 1
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ckstore import Policy
+from ckstore.background.arena import UNIT_NBYTES, Slot
+from ckstore.background.staging import Dock
 from ckstore.config import MIB, Limits
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import UNIT_NBYTES, Slot
-from ckstore.staging.dock import Dock
 from support.ctrl_c import ctrl_c
 from support.fake_saver import slow, state
 

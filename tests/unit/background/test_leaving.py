@@ -14,11 +14,11 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.background import protocol
+from ckstore.background.client import Callbacks, Tickets
+from ckstore.background.saver_process import death_of
 from ckstore.errors import SaverError
-from ckstore.saver import messages
-from ckstore.saver.process import death_of
-from ckstore.saver.tickets import Callbacks, Tickets
-from ckstore.store.lease_record import GONE, SaverPurpose
+from ckstore.store.orphans import GONE, SaverPurpose
 from support.saver_desk import SECONDS_MAX, noise, until
 
 SMALL = 1 << 20
@@ -29,7 +29,7 @@ def state(seed=1):
 
 
 def leavings(served):
-    return sum(isinstance(each, messages.Leaving) for each in served.heard())
+    return sum(isinstance(each, protocol.Leaving) for each in served.heard())
 
 
 def test_saver_that_is_busy_when_a_signal_comes_ends_only_when_nothing_is_left(open_served):
@@ -38,7 +38,7 @@ def test_saver_that_is_busy_when_a_signal_comes_ends_only_when_nothing_is_left(o
     begun = served.begin(state(), 1)
     served.settle()
     served.ask_to_end()
-    served.hear(messages.Leaving)
+    served.hear(protocol.Leaving)
     asked = time.monotonic()
     until(lambda: time.monotonic() > asked + 3 * leave_seconds, "a trainer that is silent for three times as long")
     served.settle()
@@ -63,19 +63,19 @@ def test_saver_whose_trainer_says_nothing_ends_after_a_while(open_served):
 
 def test_saver_takes_what_begins_after_a_signal_until_its_trainer_lets_it_go(served):
     served.ask_to_end()
-    served.hear(messages.Leaving)
+    served.hear(protocol.Leaving)
     assert served.begin(state(), 1).stage().finish().wait().step == 1
     assert not served.has_ended
-    served.say(messages.Quit(is_parting=True))
+    served.say(protocol.Quit(is_parting=True))
     assert served.code() == 0
 
 
 @pytest.mark.parametrize("is_parting", [True, False])
 def test_saver_says_in_its_lease_that_the_handle_was_dropped_only_where_it_was(served, is_parting):
     begun = served.begin(state(), 1)
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     served.settle()
-    served.say(messages.Quit(is_parting=is_parting))
+    served.say(protocol.Quit(is_parting=is_parting))
     # What is said next is not done before that.
     served.settle()
     with ckstore.open(served.address) as store:
@@ -92,12 +92,12 @@ def test_saver_says_in_its_lease_that_the_handle_was_dropped_only_where_it_was(s
 def test_receiver_hears_what_was_said_by_one_who_died_without_reading_all():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        messages.send(ours, messages.Staged(1))
-        for said in (messages.Began(1), messages.SlotFree(1)):
-            messages.send(theirs, said)
+        protocol.send(ours, protocol.Staged(1))
+        for said in (protocol.Began(1), protocol.SlotFree(1)):
+            protocol.send(theirs, said)
         theirs.close()
-        heard = [messages.receive(ours, messages.TO_TRAINER) for _ in range(3)]
-    assert heard == [messages.Began(1), messages.SlotFree(1), None]
+        heard = [protocol.receive(ours, protocol.TO_TRAINER) for _ in range(3)]
+    assert heard == [protocol.Began(1), protocol.SlotFree(1), None]
 
 
 def test_saver_takes_what_was_said_by_a_trainer_that_died_without_reading_all(served):
@@ -112,7 +112,7 @@ def test_saver_takes_what_was_said_by_a_trainer_that_died_without_reading_all(se
     first = served.begin(state(1), 1)
     # On the thread that listens: it hears the rest when the trainer is gone.
     served.priority.on_change = wait
-    served.say(messages.Hurry())
+    served.say(protocol.Hurry())
     assert is_waiting.wait(SECONDS_MAX)
     second = served.begin(state(2), 2, slot=1, parent_ticket=2)
     for each in (first, second):
@@ -138,12 +138,12 @@ def test_tickets_are_closed_only_when_each_was_told_how_it_ended():
     assert tickets.add(1, callbacks)
     assert not tickets.close()
     assert not tickets.is_closed
-    tickets.take(messages.failed_of(1, SaverError("it failed")))
+    tickets.take(protocol.failed_of(1, SaverError("it failed")))
     # Its slot is in use all the same.
     assert tickets.close()
     assert tickets.is_closed
     assert not tickets.add(2, callbacks)
-    tickets.take(messages.SlotFree(1))
+    tickets.take(protocol.SlotFree(1))
     assert tickets.close()
 
 

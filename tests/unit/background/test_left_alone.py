@@ -11,10 +11,10 @@ import pytest
 from torch.utils.hooks import RemovableHandle
 
 import ckstore
-from ckstore import kernels
+from ckstore.background.arena import Slot
+from ckstore.background.copying import Crew
+from ckstore.codec import kernels
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import Slot
-from ckstore.staging.crew import Crew
 from support.fake_saver import slow, state
 from support.guarded_memory import Owner, attach_owner
 from support.saver_desk import SECONDS_MAX, noise, until

@@ -14,11 +14,11 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.background import protocol
+from ckstore.background.arena import STAGED
 from ckstore.errors import BackendError, ConflictError
-from ckstore.format import layout
-from ckstore.saver import messages
-from ckstore.saver.arena import STAGED
-from ckstore.store.lease_record import GONE, SaverPurpose
+from ckstore.format import paths
+from ckstore.store.orphans import GONE, SaverPurpose
 from support.saver_desk import noise
 from support.served_saver import LONG_MS
 
@@ -30,7 +30,7 @@ def state(seed=1):
 
 
 def lease_path(address):
-    return Path(address) / layout.lease_name("main")
+    return Path(address) / paths.lease_name("main")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_saver_says_of_a_lent_lease_what_its_trainer_has_said(open_served, lease
     if is_dropped:
         lease.disown()
     served.begin(state(), 4, lease=token).stage().finish()
-    served.serve().hear(messages.SlotFree, ticket=1)
+    served.serve().hear(protocol.SlotFree, ticket=1)
     holder = lease.holder()
     purpose = SaverPurpose.of(holder.purpose)
     assert (purpose.step, purpose.trainer_started == GONE) == (4, is_dropped)
@@ -79,13 +79,13 @@ def test_saver_says_of_a_lent_lease_what_its_trainer_has_said(open_served, lease
 
 @pytest.mark.parametrize("is_asked", [True, False], ids=["release", "quit"])
 def test_saver_gives_back_a_lease_of_which_nothing_was_said(served, lease, is_asked):
-    served.hear(messages.Ready)
+    served.hear(protocol.Ready)
     assert lease.lend(os.getpid(), 5)
     assert lease_path(served.address).exists()
     if is_asked:
         served.release_lease()
     else:
-        served.say(messages.Quit())
+        served.say(protocol.Quit())
         served.code()
     assert not lease_path(served.address).exists()
 
@@ -112,14 +112,14 @@ def test_ticket_whose_lease_is_lost_while_the_saver_holds_back_is_not_said_to_be
     served.commit(state(0), 0)
     # Every byte is there: it waits only for the word that all is.
     first = served.begin(state(1), 1).stage()
-    first.hear(messages.Progress)
+    first.hear(protocol.Progress)
     served.settle()
     second = served.begin(state(2), 2, slot=1, parent_ticket=2, hold_ms=LONG_MS).stage()
     if is_lost:
         take_over(served.address, store)
     # Nothing is said of it: that would end the time that is held back.
     first.slot.state = STAGED
-    first.hear(messages.SlotFree)
+    first.hear(protocol.SlotFree)
     second.finish()
     if not is_lost:
         assert (first.result().seq, second.wait().seq) == (1, 2)
@@ -137,8 +137,8 @@ def test_orphan_that_has_lost_its_lease_does_not_take_it_again(open_served, stor
     served.commit(state(0), 0)
     first, orphan = served.begin(state(1), 1), served.begin(state(2), 2, slot=1).stage()
     # The first one is being committed when the lease is lost, and the other one waits for its turn.
-    first.hear(messages.Progress)
-    orphan.hear(messages.Began)
+    first.hear(protocol.Progress)
+    orphan.hear(protocol.Began)
     orphan.slot.state = STAGED
     if is_lost:
         # A trainer elsewhere took it for dead, resumed the step before, went on from there, and ended.
@@ -147,6 +147,6 @@ def test_orphan_that_has_lost_its_lease_does_not_take_it_again(open_served, stor
     served.kill_trainer()
     served.code()
     assert store.steps() == ([0, 9] if is_lost else [0, 2])
-    assert first.hear(messages.Failed).kind == "SaverError"
-    told = orphan.hear((messages.Done, messages.Failed))
+    assert first.hear(protocol.Failed).kind == "SaverError"
+    told = orphan.hear((protocol.Done, protocol.Failed))
     assert not is_lost or told.kind == "ConflictError"

@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from ckstore import errors
-from ckstore.capture import capture
-from ckstore.config import Policy
-from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, NotFoundError, SaverError
-from ckstore.format.records import encode_inner
-from ckstore.receipt import Receipt
-from ckstore.saver import messages
-from ckstore.saver.head import HeadWriter, SampleRow, StorageRow, decode_head
-from ckstore.saver.messages import (
+from ckstore.background import protocol
+from ckstore.background.protocol import (
     MESSAGE_NBYTES_MAX,
     TEXT_NBYTES_MAX,
     TO_SAVER,
@@ -27,32 +21,38 @@ from ckstore.saver.messages import (
     error_of,
     failed_of,
 )
+from ckstore.background.saver.staged_state import HeadWriter, SampleRow, StorageRow, decode_head
+from ckstore.config import Policy
+from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, NotFoundError, SaverError
+from ckstore.format.records import encode_inner
+from ckstore.results import Receipt
+from ckstore.state.capture import capture
 
 RECEIPT = Receipt(5, 3, "ab" * 32, 100, 50, 4, 1, 2, 1, {"write": 0.5, "total": 1.0}, "uring", ("look at this",))
 TO_SAVER_SAMPLES = [
-    messages.Hello(b"/a/store", "main", "auto", 77, "1234", 19, 20),
-    messages.Begin(4, 1, 8192, 300, None, 3),
-    messages.Begin(5, 0, 0, 1, 12, 0, False, 10),
-    messages.Staged(4),
-    messages.Abort(4),
-    messages.Release(1),
-    messages.Forget(),
-    messages.Quit(),
-    messages.Quit(is_parting=True),
-    messages.Hurry(),
-    messages.Warm(2, 12, 1 << 31),
+    protocol.Hello(b"/a/store", "main", "auto", 77, "1234", 19, 20),
+    protocol.Begin(4, 1, 8192, 300, None, 3),
+    protocol.Begin(5, 0, 0, 1, 12, 0, False, 10),
+    protocol.Staged(4),
+    protocol.Abort(4),
+    protocol.Release(1),
+    protocol.Forget(),
+    protocol.Quit(),
+    protocol.Quit(is_parting=True),
+    protocol.Hurry(),
+    protocol.Warm(2, 12, 1 << 31),
 ]
 TO_TRAINER_SAMPLES = [
-    messages.Ready(99),
-    messages.Began(4),
-    messages.Progress(4, "write", 10, 20),
-    messages.Done(4, RECEIPT),
-    messages.Failed(4, "BackendError", "it failed", None, "try again", {"is_transient": True, "ids": ["a", "b"]}),
-    messages.Kept(4),
-    messages.SlotFree(4),
-    messages.Answer(2),
-    messages.Leaving(),
-    messages.Log(30, "some text"),
+    protocol.Ready(99),
+    protocol.Began(4),
+    protocol.Progress(4, "write", 10, 20),
+    protocol.Done(4, RECEIPT),
+    protocol.Failed(4, "BackendError", "it failed", None, "try again", {"is_transient": True, "ids": ["a", "b"]}),
+    protocol.Kept(4),
+    protocol.SlotFree(4),
+    protocol.Answer(2),
+    protocol.Leaving(),
+    protocol.Log(30, "some text"),
 ]
 
 
@@ -105,7 +105,7 @@ def test_messages_with_more_or_fewer_bytes_are_refused(message):
     ids=["none", "one", "one-less", "one-more", "negative", "text"],
 )
 def test_fields_of_other_number_type_or_range_are_refused(fields):
-    number = encode_message(messages.Begin(4, 1, 8192, 300, None, 3))[:1]
+    number = encode_message(protocol.Begin(4, 1, 8192, 300, None, 3))[:1]
     with pytest.raises(MalformedError):
         decode_message(number + encode_inner(fields), TO_SAVER)
 
@@ -132,28 +132,28 @@ def test_changed_packets_are_refused_or_mean_something():
 
 def test_messages_are_bounded():
     with pytest.raises(SaverError, match="bytes"):
-        encode_message(messages.Log(30, "x" * MESSAGE_NBYTES_MAX))
-    assert len(encode_message(messages.log_of(30, "x" * MESSAGE_NBYTES_MAX))) < 2 * TEXT_NBYTES_MAX
+        encode_message(protocol.Log(30, "x" * MESSAGE_NBYTES_MAX))
+    assert len(encode_message(protocol.log_of(30, "x" * MESSAGE_NBYTES_MAX))) < 2 * TEXT_NBYTES_MAX
 
 
 def test_receipts_with_many_warnings_still_fit():
     many = Receipt(5, 3, "ab" * 32, 1, 1, 1, 0, 0, 0, {}, "uring", tuple("é" * 100_000 for _ in range(500)))
-    told = messages.done_of(1, many)
+    told = protocol.done_of(1, many)
     assert len(encode_message(told)) < MESSAGE_NBYTES_MAX
     assert "488 more" in told.receipt.warnings[-1]
-    assert messages.done_of(1, RECEIPT).receipt == RECEIPT
+    assert protocol.done_of(1, RECEIPT).receipt == RECEIPT
 
 
 def test_packets_keep_their_borders_on_the_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         for message in TO_SAVER_SAMPLES:
-            messages.send(ours, message)
-        assert [messages.receive(theirs, TO_SAVER) for _ in TO_SAVER_SAMPLES] == TO_SAVER_SAMPLES
+            protocol.send(ours, message)
+        assert [protocol.receive(theirs, TO_SAVER) for _ in TO_SAVER_SAMPLES] == TO_SAVER_SAMPLES
         with pytest.raises(BlockingIOError):
-            messages.receive(theirs, TO_SAVER)
+            protocol.receive(theirs, TO_SAVER)
         ours.close()
-        assert messages.receive(theirs, TO_SAVER) is None
+        assert protocol.receive(theirs, TO_SAVER) is None
 
 
 def test_send_never_waits_for_a_reader():
@@ -161,7 +161,7 @@ def test_send_never_waits_for_a_reader():
 
     def send_many():
         for _ in range(100_000):
-            messages.send(ours, messages.Staged(1))
+            protocol.send(ours, protocol.Staged(1))
 
     with ours, theirs, pytest.raises(BlockingIOError):
         send_many()
@@ -226,7 +226,7 @@ def test_errors_of_our_own_bugs_become_saver_errors_that_name_them(error):
 
 @pytest.mark.parametrize("name", ["annotations", "ClassVar", "_message", "Any", "nonsense", "CkstoreErrors"])
 def test_error_of_a_name_that_is_no_error_is_a_saver_error(name):
-    assert type(error_of(messages.Failed(1, name, "it failed", None, None, {}))) is SaverError
+    assert type(error_of(protocol.Failed(1, name, "it failed", None, None, {}))) is SaverError
 
 
 # Heads

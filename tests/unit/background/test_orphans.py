@@ -8,12 +8,11 @@ import os
 import pytest
 
 from ckstore._testing import repository_of
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record
+from ckstore.processes import boot_identity, process_started
 from ckstore.store.lease import Lease
-from ckstore.store.lease_record import SaverPurpose
-from ckstore.store.orphans import is_orphan
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.orphans import SaverPurpose, is_orphan
 
 
 def put_holder(backend, **facts):
@@ -28,7 +27,7 @@ def put_holder(backend, **facts):
         "purpose": SaverPurpose(4_000_000, "17", 5).text,
         **facts,
     }
-    path = layout.lease_name("main")
+    path = paths.lease_name("main")
     if backend.stat(path) is not None:
         backend.unlink(path)
     backend.create(path, encode_record(LeaseRecord(**record)), sync=False)
@@ -63,7 +62,7 @@ def test_trainer_whose_pid_the_next_one_has_is_said_to_have_died(store, backend,
     repository_of(store).lease.release()
     # In a container the trainer that is started again often has the pid of the one before.
     put_holder(backend, purpose=SaverPurpose(os.getpid(), "17", 5).text)
-    clock.on_sleep = lambda: backend.unlink(layout.lease_name("main"))
+    clock.on_sleep = lambda: backend.unlink(paths.lease_name("main"))
     with caplog.at_level(logging.WARNING, "ckstore"):
         assert Lease(backend, "main", clock).wait_for_orphan()
     assert "of the trainer that died to publish step 5" in caplog.text
@@ -76,7 +75,7 @@ def test_wait_for_an_orphan_says_so_again_after_a_while(store, backend, clock, c
 
     def leave_at_last():
         if clock.slept > 25:
-            backend.unlink(layout.lease_name("main"))
+            backend.unlink(paths.lease_name("main"))
 
     clock.on_sleep = leave_at_last
     with caplog.at_level(logging.WARNING, "ckstore"):

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from ckstore._testing import repository_of
 from ckstore.errors import BackendError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record
+from ckstore.processes import boot_identity, process_started
 from ckstore.store.lease import STALE_SECONDS, Lease
-from ckstore.store.lease_record import GONE, SaverPurpose
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.store.orphans import GONE, SaverPurpose
 
-PATH = layout.lease_name("main")
+PATH = paths.lease_name("main")
 LEFT = LeaseRecord(
     host="node-a",
     boot_id="machine-a/boot/namespace",
@@ -132,7 +132,7 @@ def test_a_medium_that_does_not_answer_ends_no_wait_for_an_orphan_of_this_boot(r
 
 def test_a_saver_does_not_wait_for_itself_where_the_system_says_nothing_of_boots(run, clock, monkeypatch):
     me = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": process_started(os.getpid())}
-    monkeypatch.setattr("ckstore.store.processes.boot_identity", lambda: "")
+    monkeypatch.setattr("ckstore.processes.boot_identity", lambda: "")
     put(run, replace(LEFT, boot_id="", **me))
     assert not Lease(run, "main", clock).wait_for_orphan()
     put(run, replace(LEFT, boot_id=""))
@@ -181,6 +181,6 @@ def test_a_saver_of_a_machine_of_this_name_in_another_boot_is_waited_for_as_any_
     # It may be a twin of this machine, made from one image.
     put(run, LEFT)
     monkeypatch.setattr("socket.gethostname", lambda: "node-a")
-    monkeypatch.setattr("ckstore.store.processes.boot_identity", lambda: "machine-a/later/namespace")
+    monkeypatch.setattr("ckstore.processes.boot_identity", lambda: "machine-a/later/namespace")
     clock.on_sleep = lambda: run.unlink(PATH)
     assert Lease(run, "main", clock).wait_for_orphan()

@@ -6,9 +6,9 @@ import traceback
 
 import pytest
 
+from ckstore.background.pending import Pending
 from ckstore.errors import SaverError
-from ckstore.pending import Pending
-from ckstore.receipt import Receipt
+from ckstore.results import Receipt
 
 RECEIPT = Receipt(3, 7, "00" * 32, 1, 1, 1, 0, 0, 0, {}, "pwrite", ())
 

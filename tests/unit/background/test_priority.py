@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckstore.saver.priority import Priority
+from ckstore.background.saver.priority import Priority
 from support.fake_saver import PretendSaver
 from support.saver_desk import noise
 
@@ -113,7 +113,7 @@ class Listening(PretendSaver):
 
 
 def test_results_and_slots_are_waited_for_urgently_and_nothing_else_is(handing_store, savers, monkeypatch):
-    monkeypatch.setattr("ckstore.handover.Saver", Listening)
+    monkeypatch.setattr("ckstore.background.commits.Saver", Listening)
     handing_store.prewarm(noise(1))
     saver = savers[-1]
     saver.is_quick = False

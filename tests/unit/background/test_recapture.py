@@ -18,18 +18,18 @@ import pytest
 import torch
 
 import ckstore
-from ckstore.adapters.guarding import Guarded
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
+from ckstore.background.arena_layout import LAZY, NOW
+from ckstore.background.optimizer_guard import Guarded
+from ckstore.background.saver.staged_state import HeadWriter
+from ckstore.background.staging import Dock
 from ckstore.config import Limits
 from ckstore.errors import LeafTypeError, UsageError
-from ckstore.recapture import Recapture
-from ckstore.saver.head import HeadWriter
-from ckstore.staging.dock import Dock
-from ckstore.staging.stowage import LAZY, NOW
-from ckstore.tensor import Sights
-from ckstore.tree import ConvertedNode, OtherKey
-from ckstore.values import LONG_TEXT
+from ckstore.format.tree import ConvertedNode, OtherKey
+from ckstore.state.capture import capture
+from ckstore.state.capture_cache import Recapture
+from ckstore.state.tensors import Sights
+from ckstore.state.torch_adapter import TorchAdapter
+from ckstore.state.values import LONG_TEXT
 from support.changing_states import CHANGES, Case, Holder, Point
 
 
@@ -402,7 +402,7 @@ LONG = {
 @pytest.fixture
 def short(monkeypatch):
     """Have values of a few dozens be long ones."""
-    monkeypatch.setattr("ckstore.capture.PLAIN_MIN", 50)
+    monkeypatch.setattr("ckstore.state.capture.PLAIN_MIN", 50)
 
 
 @pytest.mark.usefixtures("short")
@@ -412,7 +412,7 @@ def test_a_long_plain_value_that_did_not_change_is_not_taken_apart_again(value, 
     for _ in range(2):
         recapture.capture(state, [TorchAdapter()])
     with monkeypatch.context() as patch:
-        patch.setattr("ckstore.capture.encode_tree", None)
+        patch.setattr("ckstore.state.capture.encode_tree", None)
         for step in range(3):
             state["x"] = {"long": copy.deepcopy(value), "step": step}
             found = recapture.capture(state, [TorchAdapter()])

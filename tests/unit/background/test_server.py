@@ -15,13 +15,13 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
+from ckstore.background import protocol
+from ckstore.background.arena import STAGED
 from ckstore.config import MIB, Policy
 from ckstore.errors import ConflictError, CorruptError, MalformedError, NotFoundError, SaverError
-from ckstore.format import layout
-from ckstore.saver import messages
-from ckstore.saver.arena import STAGED
-from ckstore.store.lease_record import SaverPurpose
-from ckstore.store.processes import process_started
+from ckstore.format import paths
+from ckstore.processes import process_started
+from ckstore.store.orphans import SaverPurpose
 from support.saver_desk import noise, restored
 from support.served_saver import LONG_MS, ServedSaver
 
@@ -103,7 +103,7 @@ def test_training_that_went_back_is_coded_against_where_it_went_back_to(served):
 def test_saver_holds_the_lease_for_its_trainer_until_it_is_asked_to_give_it_up(open_served, address):
     served = open_served(has_trainer=True)
     served.commit(noise(1), 1)
-    trainer, path = served.trainer_pid, Path(address) / layout.lease_name("main")
+    trainer, path = served.trainer_pid, Path(address) / paths.lease_name("main")
     with ckstore.open(address) as store:
         holder = repository_of(store).lease.holder()
         assert (holder.pid, holder.process_started) == (os.getpid(), process_started(os.getpid()))
@@ -120,7 +120,7 @@ def test_purpose_of_the_lease_names_the_step_that_is_being_written(served, addre
     served.commit(noise(1), 1)
     begun = served.begin(noise(2), 22).stage(1)
     # Whoever starts again from then on is to know what it waits for.
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     with ckstore.open(address) as store:
         assert SaverPurpose.of(repository_of(store).lease.holder().purpose).step == 22
     begun.stage().finish().wait()
@@ -139,14 +139,14 @@ def test_lease_of_another_writer_is_a_conflict_and_no_death(served, address):
 
 def test_release_of_the_lease_waits_for_what_has_begun(served, address):
     begun = served.begin(noise(1), 1).stage(1)
-    begun.hear(messages.Began)
-    question = served.ask(messages.Release)
+    begun.hear(protocol.Began)
+    question = served.ask(protocol.Release)
     served.settle()
-    assert (Path(address) / layout.lease_name("main")).exists()
+    assert (Path(address) / paths.lease_name("main")).exists()
     begun.stage().finish().wait()
-    served.hear(messages.Answer, question=question)
+    served.hear(protocol.Answer, question=question)
     kinds = [type(each) for each in served.heard()]
-    assert kinds.index(messages.Done) < kinds.index(messages.Answer)
+    assert kinds.index(protocol.Done) < kinds.index(protocol.Answer)
 
 
 # Errors
@@ -170,7 +170,7 @@ def test_error_of_a_commit_keeps_its_class_and_the_saver_goes_on(served, address
 def test_store_that_is_not_there_is_reported_with_its_own_class(tmp_path):
     served = ServedSaver(tmp_path / "none")
     try:
-        told = served.hear(messages.Failed, ticket=0)
+        told = served.hear(protocol.Failed, ticket=0)
         assert told.kind == "NotFoundError"
         assert "no store here" in told.what
         assert served.code() == NotFoundError.exit_code
@@ -190,9 +190,9 @@ def test_head_that_is_not_where_it_should_be_fails_its_ticket_only(served, reach
     slot = served.arena.slots[0]
     slot.reserve(MIB)
     slot.start(1 if reach == "slot" else 7, MIB)
-    served.say(messages.Begin(1, 0, 0, slot.nbytes + 1 if reach == "slot" else 100, None, 0))
-    assert "does not lie in its slot" in served.hear(messages.Failed, ticket=1).what
-    served.hear(messages.SlotFree, ticket=1)
+    served.say(protocol.Begin(1, 0, 0, slot.nbytes + 1 if reach == "slot" else 100, None, 0))
+    assert "does not lie in its slot" in served.hear(protocol.Failed, ticket=1).what
+    served.hear(protocol.SlotFree, ticket=1)
     served.ticket = 1
     assert served.commit(noise(1), 3).seq == 0
 
@@ -200,12 +200,12 @@ def test_head_that_is_not_where_it_should_be_fails_its_ticket_only(served, reach
 NONSENSE = {
     "kind": b"\xff",
     "garbage": b"\1garbage",
-    "direction": messages.encode_message(messages.Ready(1)),
-    "twice": messages.encode_message(messages.Quit()) * 2,
-    "another hello": messages.encode_message(messages.Hello(b"a", "main", "auto", 1, "", 0, 0)),
-    "a ticket that is not new": messages.encode_message(messages.Begin(1, 1, 0, 1, None, 0)),
-    "a slot that is not there": messages.encode_message(messages.Begin(9, 5, 0, 1, None, 0)),
-    "a slot that is not free": messages.encode_message(messages.Begin(9, 0, 0, 1, None, 0)),
+    "direction": protocol.encode_message(protocol.Ready(1)),
+    "twice": protocol.encode_message(protocol.Quit()) * 2,
+    "another hello": protocol.encode_message(protocol.Hello(b"a", "main", "auto", 1, "", 0, 0)),
+    "a ticket that is not new": protocol.encode_message(protocol.Begin(1, 1, 0, 1, None, 0)),
+    "a slot that is not there": protocol.encode_message(protocol.Begin(9, 5, 0, 1, None, 0)),
+    "a slot that is not free": protocol.encode_message(protocol.Begin(9, 0, 0, 1, None, 0)),
 }
 
 
@@ -213,14 +213,14 @@ NONSENSE = {
 def test_message_that_means_nothing_ends_the_connection_loudly(served, address, caplog, packet):
     served.commit(noise(1), 1)
     begun = served.begin(noise(2), 2).stage(1)
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     with caplog.at_level(logging.ERROR, "ckstore"):
         served.end.send(packet)
         with pytest.raises(SaverError, match="because the trainer died before it was staged"):
             begun.wait()
         assert served.code() == MalformedError.exit_code
     assert "cannot understand its trainer" in caplog.text
-    assert not (Path(address) / layout.lease_name("main")).exists()
+    assert not (Path(address) / paths.lease_name("main")).exists()
     with ckstore.open(address) as store:
         assert store.steps() == [1]
 
@@ -242,7 +242,7 @@ def test_state_that_was_whole_is_published_although_its_saver_held_back_when_it_
 def test_state_that_is_not_whole_when_the_trainer_dies_is_given_up(open_served, address):
     served = open_served(has_trainer=True)
     begun = served.begin(noise(1), 1).stage(1)
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     # Its socket stays open, as it does where a child of it lives on.
     served.kill_trainer()
     with pytest.raises(SaverError, match="the trainer died before it was staged"):
@@ -255,7 +255,7 @@ def test_state_that_is_not_whole_when_the_trainer_dies_is_given_up(open_served, 
 def test_state_outlives_its_trainer_only_if_the_trainer_has_said_that_it_is_whole(open_served, address, is_said):
     served = open_served(has_trainer=True)
     begun = served.begin(noise(1), 1).stage()
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     if is_said:
         begun.slot.state = STAGED
     served.kill_trainer()
@@ -266,7 +266,7 @@ def test_state_outlives_its_trainer_only_if_the_trainer_has_said_that_it_is_whol
 def test_state_does_not_outlive_its_trainer_if_its_slot_is_another_ticket_s(open_served, address):
     served = open_served(has_trainer=True)
     begun = served.begin(noise(1), 1).stage()
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     served.arena.slots[0].start(2, MIB)
     served.arena.slots[0].state = STAGED
     served.kill_trainer()

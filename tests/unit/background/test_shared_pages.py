@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from ckstore.background import arena as arena_module
+from ckstore.background import arena as shared_pages
+from ckstore.background.arena import DATA_OFFSET, HUGE_PAGE_NBYTES, UNIT_NBYTES, Arena, Mapping
 from ckstore.config import MIB
 from ckstore.errors import CapacityError
-from ckstore.saver import arena as arena_module
-from ckstore.saver import shared_pages
-from ckstore.saver.arena import DATA_OFFSET, UNIT_NBYTES, Arena
-from ckstore.saver.shared_pages import HUGE_PAGE_NBYTES, Mapping
 
 COLLAPSE, MAP_FIXED = 25, 16
 A_UNIT = UNIT_NBYTES // HUGE_PAGE_NBYTES

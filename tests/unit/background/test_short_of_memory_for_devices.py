@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import ckstore
+from ckstore.background.arena import FREE, UNIT_NBYTES, Slot
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW
 from ckstore.errors import CapacityError
-from ckstore.saver.arena import FREE, UNIT_NBYTES, Slot
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW
 from support.interrupts import Witness, filled
 
 pytestmark = pytest.mark.usefixtures("quiet_log")

@@ -12,13 +12,13 @@ import weakref
 import numpy as np
 import pytest
 
-from ckstore import forms, kernels
+from ckstore.background.arena import STAGED, STAGING, UNIT_NBYTES, Slot
+from ckstore.background.arena_layout import LAZY
+from ckstore.background.copying import Checksums
+from ckstore.codec import chunk_codec, kernels
+from ckstore.commit.chunking import plan_commit
 from ckstore.config import KIB, MIB, Limits
 from ckstore.errors import BackendError, CapacityError, CorruptError
-from ckstore.plan import plan_commit
-from ckstore.saver.arena import STAGED, STAGING, UNIT_NBYTES, Slot
-from ckstore.staging.checksums import Checksums
-from ckstore.staging.stowage import LAZY
 from support.ctrl_c import ctrl_c
 from support.saver_desk import until
 from support.staged_state import Staged, noise
@@ -31,13 +31,13 @@ def test_samples_are_those_that_a_commit_takes(arena, crew, width):
     state = [noise(9 * MIB + 3 * width).view(f"f{width}"), noise(700 * KIB, 1).view(f"u{width}")]
     staged = Staged(arena, crew, state)
     staged.staging.copy_now()
-    room = memoryview(bytearray(forms.SAMPLE_NBYTES))
+    room = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
     sampled = [row for row in staged.stowage.samples if row.width]
     chunks = plan_commit(staged.captured.storages, Limits()).chunks
     assert len(sampled) == len(chunks)
     for row in sampled:
         plain = staged.captured.storages[row.storage].read(row.offset, row.offset + row.nbytes)
-        nbytes = forms.sample_of(plain, row.width, room)
+        nbytes = chunk_codec.sample_of(plain, row.width, room)
         assert bytes(staged.slot.view(row.place, row.sample_nbytes)) == bytes(room[:nbytes])
     staged.close()
 

@@ -14,15 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckstore.adapters import staging_cuda
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
+from ckstore.background import cuda
+from ckstore.background.arena import UNIT_NBYTES, Arena
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LEAD_NBYTES, NOW, RUN_NBYTES_MAX, stow
+from ckstore.background.device_copy import kinds_of, pin, starts_of
+from ckstore.commit.chunking import SHARED_NBYTES_MAX
 from ckstore.config import MIB
-from ckstore.plan import SHARED_NBYTES_MAX
-from ckstore.saver.arena import UNIT_NBYTES, Arena
-from ckstore.staging.devices import kinds_of, pin, starts_of
-from ckstore.staging.runs import LEAD_NBYTES, RUN_NBYTES_MAX
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, NOW, stow
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import TorchAdapter
 from support.device_states import Staged
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
@@ -103,7 +102,7 @@ def told(monkeypatch):
             return 0
 
     runtime = Runtime()
-    monkeypatch.setattr(staging_cuda, "forget_error", lambda device: None)
+    monkeypatch.setattr(cuda, "forget_error", lambda device: None)
     # As it is in a process that uses the first of them.
     for name, told in {
         "is_available": lambda: True,
@@ -150,7 +149,7 @@ def test_what_cannot_be_pinned_is_said_once_and_not_tried_again(told, caplog):
 
 def test_memory_of_the_host_lies_in_no_device():
     captured = capture([torch.ones(5), np.ones(5)], [TorchAdapter()])
-    assert [staging_cuda.device_of(storage) for storage in captured.storages] == [None, None]
+    assert [cuda.device_of(storage) for storage in captured.storages] == [None, None]
     assert kinds_of(captured, starts_of(captured.storages), ()) == [NOW, NOW]
 
 
@@ -274,7 +273,7 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
     covered = {False: -1, True: -1}
     for device, stretch in itertools.groupby(section.runs, lambda run: storages[run.storage][1]):
         its = list(stretch)
-        for run, is_told in zip(its, staging_cuda.are_told(its), strict=True):
+        for run, is_told in zip(its, cuda.are_told(its), strict=True):
             runs.append((run, device))
             units += run.units
             if is_told:
@@ -293,5 +292,5 @@ def test_a_unit_is_marked_when_all_that_lies_in_it_was_waited_for_on_its_own_dev
 
 def test_many_small_tensors_are_told_of_once_a_unit():
     section = section_of([1000] * 9000)
-    told = list(staging_cuda.are_told(section.runs))
+    told = list(cuda.are_told(section.runs))
     assert (len(told), sum(told)) == (9000, section.unit_count)

@@ -11,14 +11,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from ckstore.capture import Captured
+from ckstore.background.arena import STAGED
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, stow
+from ckstore.background.device_copy import copies_of
 from ckstore.config import MIB
 from ckstore.errors import BackendError
-from ckstore.saver.arena import STAGED
-from ckstore.staging.devices import copies_of
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, stow
-from ckstore.tensor import TensorSpec
-from ckstore.tree import TensorNode
+from ckstore.format.tensors import TensorSpec
+from ckstore.format.tree import TensorNode
+from ckstore.state.capture import Captured
 from support.staged_state import Staged, noise
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -95,7 +95,7 @@ def told_copies(monkeypatch):
     class Copies(ToldCopies):
         said: ClassVar[list] = []
 
-    monkeypatch.setattr("ckstore.staging.device_copy.copies_of", Copies)
+    monkeypatch.setattr("ckstore.background.device_copy.copies_of", Copies)
     return Copies
 
 
@@ -238,7 +238,7 @@ def test_a_state_ends_although_there_is_no_memory_to_let_go_of_it(arena, crew, m
 
     captured = far(noise(MIB)) if is_far else None
     staged = Staged(arena, crew, [noise(MIB)], captured=captured, kinds=[DEVICE_NOW] if is_far else None)
-    monkeypatch.setattr("ckstore.staging.device_copy.np" if is_far else "ckstore.staging.copying.np", Short())
+    monkeypatch.setattr("ckstore.background.device_copy.np" if is_far else "ckstore.background.copying.np", Short())
     with contextlib.suppress(MemoryError):
         staged.staging.copy_now()
     assert staged.staging.is_over.wait(60)

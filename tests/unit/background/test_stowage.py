@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckstore.background.arena import UNIT_NBYTES
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, stow
+from ckstore.background.saver.staged_state import places_to_sample
 from ckstore.config import KIB, MIB, Limits
-from ckstore.saver.arena import UNIT_NBYTES
-from ckstore.saver.state import places_to_sample
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, stow
 
 
 class Shape:

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import forms
+from ckstore.background import protocol
+from ckstore.background.saver.staged_state import StorageRow, places_to_sample
+from ckstore.codec import chunk_codec
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import SaverError
-from ckstore.saver import messages
-from ckstore.saver.head import StorageRow
-from ckstore.saver.state import places_to_sample
 from support.saver_desk import equal, noise, packs_nbytes, restored, until
 
 PLAIN = Policy(compression="none")
@@ -25,8 +24,8 @@ def steps(address):
 def samples_of(captured):
     """Yield what the trainer stages first: the samples that decide how chunks are coded."""
     for storage, offset, nbytes, width in places_to_sample(captured.storages, Limits()):
-        out = memoryview(bytearray(forms.SAMPLE_NBYTES))
-        taken = forms.sample_of(captured.storages[storage].read(offset, offset + nbytes), width, out)
+        out = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
+        taken = chunk_codec.sample_of(captured.storages[storage].read(offset, offset + nbytes), width, out)
         yield (storage, offset, nbytes, width), bytes(out[:taken])
 
 
@@ -38,7 +37,7 @@ def test_encoding_and_writing_begin_with_the_first_staged_chunk(served, address,
     if compression == "none":
         # Some threads wait already: for their chunks, and for no others.
         begun.stage(units=1)
-        served.hear(messages.Progress, ticket=1, stage="write")
+        served.hear(protocol.Progress, ticket=1, stage="write")
         served.settle()
     begun.stage(units=4 + bool(samples))
     # A block of eight MiB is full, and on disk, when no byte of the second half is staged.
@@ -74,7 +73,7 @@ def test_writing_begins_before_the_masters_of_rounded_weights_are_staged(served,
 def test_coded_commit_without_samples_ends_well(served, address):
     state = noise(3, 16 * MIB)
     begun = served.begin(state, 1).stage(units=2)
-    begun.hear(messages.Began)
+    begun.hear(protocol.Began)
     served.settle()
     assert begun.events == ["Began"]
     begun.stage().finish().wait()
@@ -84,7 +83,7 @@ def test_coded_commit_without_samples_ends_well(served, address):
 def test_nothing_is_published_before_the_trainer_says_that_all_is_staged(served, address):
     # All bytes are there, but a guard may still find that they changed underneath.
     begun = served.begin(noise(4), 1).stage()
-    served.hear(messages.Progress, ticket=1, stage="publish")
+    served.hear(protocol.Progress, ticket=1, stage="publish")
     for _ in range(50):
         served.settle()
     assert begun.events == ["Began"]
@@ -98,8 +97,8 @@ def test_nothing_is_published_before_the_trainer_says_that_all_is_staged(served,
 def test_word_that_all_is_staged_is_not_believed_where_the_slot_says_otherwise(served, address):
     state = noise(5)
     begun = served.begin(state, 1)
-    begun.hear(messages.Began)
-    served.say(messages.Staged(1))
+    begun.hear(protocol.Began)
+    served.say(protocol.Staged(1))
     served.settle()
     begun.stage().finish().wait()
     assert equal(restored(address), state)
@@ -119,7 +118,7 @@ def test_aborted_ticket_stops_in_the_middle_and_leaves_no_pack(served, address):
 def test_two_slots_are_written_one_after_the_other(served, address):
     first = served.begin(noise(1), 1).stage(units=1)
     second = served.begin(noise(2), 2, slot=1, parent_ticket=1).stage().finish()
-    second.hear(messages.Began)
+    second.hear(protocol.Began)
     served.settle()
     assert second.events == ["Began"]
     first.stage().finish()
@@ -143,7 +142,7 @@ def test_waiting_ticket_can_be_replaced_before_its_turn(served, address):
 def test_ticket_that_comes_after_one_that_was_replaced_has_its_parent(served, address):
     first = served.begin(noise(1), 1).stage(units=1)
     second = served.begin(noise(2), 2, slot=1, parent_ticket=first.number).abort()
-    second.hear(messages.SlotFree)
+    second.hear(protocol.SlotFree)
     third = served.begin(noise(3), 3, slot=1, parent_ticket=second.number)
     for each in (first, third):
         each.stage().finish().wait()

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import ckstore
-from ckstore.adapters import cuda_runtime, staging_cuda, torch_state
-from ckstore.staging.stowage import DEVICE_LAZY, DEVICE_NOW
+from ckstore.background import cuda
+from ckstore.background import cuda as staging_cuda
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW
+from ckstore.state import torch_adapter
 from support.device_states import Staged
 from support.fake_cuda_runtime import PlayedRuntime
 
@@ -53,13 +55,11 @@ class Devices:
 def devices(monkeypatch):
     """Have ``CudaCopies`` copy tensors of the host."""
     made = Devices()
-    names = {
-        name: getattr(torch, name) for name in ("no_grad", "from_numpy", "empty", "uint8", "UntypedStorage", "Tensor")
-    }
+    names = {name: item for name, item in vars(torch).items() if name != "cuda"}
     monkeypatch.setattr(staging_cuda, "torch", SimpleNamespace(cuda=made, **names))
     monkeypatch.setattr(staging_cuda, "lanes", {})
     monkeypatch.setattr(staging_cuda, "pin", lambda slot, nbytes: None)
-    monkeypatch.setattr("ckstore.staging.devices.is_cuda", lambda storage: True)
+    monkeypatch.setattr("ckstore.background.device_copy.is_cuda", lambda storage: True)
     return made
 
 
@@ -67,7 +67,7 @@ def devices(monkeypatch):
 def runtime(monkeypatch):
     """What the device is told through, without torch."""
     played = PlayedRuntime()
-    monkeypatch.setattr(cuda_runtime, "address_of_copy", lambda: played.address)
+    monkeypatch.setattr(cuda, "address_of_copy", lambda: played.address)
     return played
 
 
@@ -82,8 +82,8 @@ def way(request):
 @pytest.fixture
 def far(devices, monkeypatch):
     """Take every tensor for one that lies in a device, wherever that is asked."""
-    monkeypatch.setattr(torch_state, "device_of", lambda tensor: tensor.device)
-    monkeypatch.setattr("ckstore.staging.devices.is_cuda", lambda storage: not storage.is_host)
+    monkeypatch.setattr(torch_adapter, "device_of", lambda tensor: tensor.device)
+    monkeypatch.setattr("ckstore.background.device_copy.is_cuda", lambda storage: not storage.is_host)
     return devices
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from ckstore.background import protocol
+from ckstore.background.client import Callbacks, Tickets
 from ckstore.errors import MalformedError, SaverError
-from ckstore.saver import messages
-from ckstore.saver.tickets import Callbacks, Tickets
 
 
 def test_ticket_that_was_not_given_is_malformed():
     tickets = Tickets()
     with pytest.raises(MalformedError):
-        tickets.take(messages.SlotFree(1))
+        tickets.take(protocol.SlotFree(1))
 
 
 def test_tickets_of_a_dead_saver_end_and_no_more_are_taken():
@@ -27,13 +27,13 @@ def test_ticket_whose_slot_is_kept_ends_when_that_is_free():
     tickets, told = Tickets(), []
     note = [lambda *facts, name=name: told.append(name) for name in ("done", "failed", "free", "kept")]
     assert tickets.add(1, Callbacks(*note[:3], on_kept=note[3]))
-    tickets.take(messages.Kept(1))
-    tickets.take(messages.SlotFree(1))
+    tickets.take(protocol.Kept(1))
+    tickets.take(protocol.SlotFree(1))
     assert told == ["kept", "free"]
     with pytest.raises(MalformedError, match="not given"):
-        tickets.take(messages.Kept(1))
+        tickets.take(protocol.Kept(1))
 
 
 def test_error_of_a_saver_without_memory_says_so():
-    failed = messages.failed_of(1, MemoryError())
-    assert "no memory" in str(messages.error_of(failed))
+    failed = protocol.failed_of(1, MemoryError())
+    assert "no memory" in str(protocol.error_of(failed))

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import ckstore
+from ckstore.background import staging
+from ckstore.background.spot_checks import SPOTS_MAX
 from ckstore.errors import CorruptError, SaverError
-from ckstore.staging import state as staging_state
-from ckstore.staging.spots import SPOTS_MAX
 from support.fake_device import SlowDevice
 from support.fake_saver import PretendSaver, without_hooks
 
@@ -189,7 +189,7 @@ def test_look_at_versions_that_fails_fails_the_commit_and_holds_nobody_up(store,
         raise MemoryError("to compare with")
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging_state, "versions_of", broken)
+        patch.setattr(staging, "versions_of", broken)
         trainer.train()
     with pytest.raises(MemoryError, match="to compare with"):
         pending.result()
@@ -206,7 +206,7 @@ def test_look_at_versions_that_ends_a_thread_that_copies_fails_the_commit(store,
         raise kind
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging_state, "versions_of", ended)
+        patch.setattr(staging, "versions_of", ended)
         trainer.train()
     with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
         pending.result()
@@ -262,7 +262,7 @@ def test_look_at_versions_that_ends_the_thread_that_waits_for_a_device_fails_the
         raise kind
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging_state, "versions_of", ended)
+        patch.setattr(staging, "versions_of", ended)
         SlowDevice.may_come.set()
         with pytest.raises(SaverError, match="the commit of step 1 was interrupted"):
             pending.result()
@@ -271,7 +271,7 @@ def test_look_at_versions_that_ends_the_thread_that_waits_for_a_device_fails_the
 
 def test_look_of_a_guard_that_is_interrupted_interrupts_the_step_and_is_done_again(changed, monkeypatch):
     trainer, pending = changed
-    versions_of = staging_state.versions_of
+    versions_of = staging.versions_of
 
     def interrupted(storages):
         # Ctrl-C comes to no other thread, and those that copy may look at the same time.
@@ -280,7 +280,7 @@ def test_look_of_a_guard_that_is_interrupted_interrupts_the_step_and_is_done_aga
         return versions_of(storages)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging_state, "versions_of", interrupted)
+        patch.setattr(staging, "versions_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trainer.optimizer.step()
     SlowDevice.may_come.set()

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from ckstore.pending import Pending
-from ckstore.receipt import Receipt
-from ckstore.staging.copying import HostCopy
+from ckstore.background.copying import HostCopy
+from ckstore.background.pending import Pending
+from ckstore.results import Receipt
 from support.fake_saver import slow
 from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, until

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ckstore import write_blocks
+from ckstore.background import arena as arena_module
+from ckstore.background import protocol
+from ckstore.background.arena import UNIT_NBYTES, Arena
+from ckstore.background.client import Answers
+from ckstore.commit import write_buffers
+from ckstore.commit.write_buffers import WRITE_BLOCK_NBYTES, threads_and_blocks
 from ckstore.config import MIB, Limits, Policy
 from ckstore.errors import CapacityError, MalformedError, SaverError
 from ckstore.io.local import LocalBackend
-from ckstore.saver import arena as arena_module
-from ckstore.saver import messages
-from ckstore.saver.arena import UNIT_NBYTES, Arena
-from ckstore.saver.tickets import Answers
-from ckstore.write_blocks import WRITE_BLOCK_NBYTES, threads_and_blocks
 from support.saver_desk import SECONDS_MAX, noise, packs_nbytes, until
 
 UNITS = 6
@@ -109,9 +109,9 @@ class Blocks:
     """Knows each write block that is mapped."""
 
     def __init__(self, monkeypatch):
-        self._real, self._mapped = write_blocks.map_block, []
+        self._real, self._mapped = write_buffers.map_block, []
         self.on_map = lambda count: None
-        monkeypatch.setattr(write_blocks, "map_block", self._map)
+        monkeypatch.setattr(write_buffers, "map_block", self._map)
 
     def _map(self, nbytes):
         self.on_map(len(self._mapped))
@@ -144,8 +144,8 @@ class Blocks:
 
 def warm(served, block_count=BLOCKS):
     """Have a saver take memory ahead, and wait for its answer."""
-    question = served.ask(messages.Warm, block_count=block_count, nbytes=STATE_NBYTES)
-    return served.hear(messages.Answer, question=question)
+    question = served.ask(protocol.Warm, block_count=block_count, nbytes=STATE_NBYTES)
+    return served.hear(protocol.Answer, question=question)
 
 
 def test_saver_has_mapped_the_state_to_come_and_taken_its_blocks_when_it_says_so(served, blocks):
@@ -164,7 +164,7 @@ def test_saver_that_was_warmed_writes_through_the_same_memory_until_it_is_told_t
     for step in (1, 2):
         served.commit(noise(step, 24 * MIB), step, policy=policy_of(BLOCKS))
         assert (blocks.mapped_count, blocks.living_count) == (BLOCKS, BLOCKS), step
-    served.say(messages.Forget())
+    served.say(protocol.Forget())
     until(lambda: blocks.living_count == 0, "the blocks given back")
 
 
@@ -196,7 +196,7 @@ def test_blocks_of_a_commit_that_failed_are_those_of_the_next(served, blocks):
 
 @pytest.mark.parametrize("block_count", [0, 1 << 40])
 def test_saver_does_not_understand_a_number_of_blocks_that_no_commit_has(served, caplog, block_count):
-    served.ask(messages.Warm, block_count=block_count, nbytes=STATE_NBYTES)
+    served.ask(protocol.Warm, block_count=block_count, nbytes=STATE_NBYTES)
     assert served.code() == MalformedError.exit_code
     assert "write blocks were asked for that no commit has" in caplog.text
 
@@ -230,7 +230,7 @@ def test_saver_that_lacks_addresses_for_a_slot_maps_the_others_and_goes_on(serve
 # It stops when there is something else to do
 
 
-SAID = {"forget": messages.Forget(), "begin": None, "quit": messages.Quit()}
+SAID = {"forget": protocol.Forget(), "begin": None, "quit": protocol.Quit()}
 
 
 def say(served, said):
@@ -251,8 +251,8 @@ def test_saver_that_takes_blocks_ahead_stops_when_there_is_something_to_do(serve
             time.sleep(0.02)
 
     blocks.on_map = speak_at_the_second
-    question = served.ask(messages.Warm, block_count=12, nbytes=12 * WRITE_BLOCK_NBYTES)
-    served.hear(messages.Answer, question=question)
+    question = served.ask(protocol.Warm, block_count=12, nbytes=12 * WRITE_BLOCK_NBYTES)
+    served.hear(protocol.Answer, question=question)
     # What is held back is heard some moments after it was said.
     assert blocks.mapped_count < 12 if said is None else blocks.mapped_count == 2
 
@@ -283,7 +283,7 @@ def test_saver_that_maps_memory_ahead_stops_when_there_is_something_to_do(served
 
 def test_saver_says_what_moves_packs_before_it_is_ready(open_served, caplog):
     with caplog.at_level("DEBUG", "ckstore"):
-        open_served().hear(messages.Ready)
+        open_served().hear(protocol.Ready)
         assert "packs are moved by" in caplog.text
 
 
@@ -293,7 +293,7 @@ def test_saver_that_cannot_open_its_store_for_any_reason_says_which(open_served,
 
     monkeypatch.setattr(LocalBackend, "engine_name", property(refuse))
     served = open_served()
-    assert served.hear(messages.Failed, ticket=0).kind == "RuntimeError"
+    assert served.hear(protocol.Failed, ticket=0).kind == "RuntimeError"
     assert served.code() == 1
 
 

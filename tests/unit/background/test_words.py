@@ -11,10 +11,10 @@ import socket
 
 import pytest
 
+from ckstore.background import protocol, saver_process
+from ckstore.background.saver_process import Watch
 from ckstore.errors import CapacityError, SaverError, UsageError
-from ckstore.saver import channel, messages
-from ckstore.saver.process import Watch
-from ckstore.store.processes import process_started
+from ckstore.processes import process_started
 from support.fake_saver import HeldCrew, slow, state
 from support.forked import fork
 from support.guarded_memory import attach_owner
@@ -86,7 +86,7 @@ def test_want_of_memory_is_told_although_nothing_can_be_logged(handing_store, sa
 
     handing_store.prewarm(state(1))
     with broken_logging(), monkeypatch.context() as patch:
-        patch.setattr("ckstore.staging.state.HostCopy.note", short)
+        patch.setattr("ckstore.background.staging.HostCopy.note", short)
         with pytest.raises(CapacityError):
             handing_store.commit_async(state(1), 1)
     assert handing_store.commit_async(state(2), 2).result(60).step == 2
@@ -100,8 +100,8 @@ class Short:
 
     def __init__(self, monkeypatch, kind, count=3):
         self.kind, self.left, self.tries = kind, count, 0
-        self._send = messages.send
-        monkeypatch.setattr(messages, "send", self._try)
+        self._send = protocol.send
+        monkeypatch.setattr(protocol, "send", self._try)
 
     def _try(self, end, message):
         if isinstance(message, self.kind):
@@ -113,7 +113,7 @@ class Short:
 
 
 def test_saver_says_again_what_there_was_no_memory_for(served, monkeypatch):
-    short = Short(monkeypatch, (messages.Done, messages.SlotFree), count=4)
+    short = Short(monkeypatch, (protocol.Done, protocol.SlotFree), count=4)
     assert served.commit(state(1), 1).seq == 0
     assert short.tries == 6
 
@@ -121,13 +121,13 @@ def test_saver_says_again_what_there_was_no_memory_for(served, monkeypatch):
 def test_log_record_waits_no_longer_than_it_may_for_memory(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     watch = Watch(os.getpid(), process_started(os.getpid()) or "")
-    told = channel.Channel(theirs, watch)
+    told = saver_process.Channel(theirs, watch)
     try:
-        Short(monkeypatch, messages.Log)
-        assert told.tell(messages.log_of(30, "first"))
-        assert messages.receive(ours, messages.TO_TRAINER) == messages.Log(30, "first")
-        Short(monkeypatch, messages.Log)
-        assert not told.tell(messages.log_of(30, "second"), wait_ms=20)
+        Short(monkeypatch, protocol.Log)
+        assert told.tell(protocol.log_of(30, "first"))
+        assert protocol.receive(ours, protocol.TO_TRAINER) == protocol.Log(30, "first")
+        Short(monkeypatch, protocol.Log)
+        assert not told.tell(protocol.log_of(30, "second"), wait_ms=20)
     finally:
         watch.close()
         ours.close()

@@ -10,7 +10,7 @@ import pytest
 import ckstore
 from ckstore.cli.gc import nbytes_of
 from ckstore.errors import UsageError
-from ckstore.store.gc_marks import Marker
+from ckstore.store.reachability import Marker
 from support.gc_histories import replace_by_itself
 
 

@@ -240,7 +240,7 @@ def test_sizes_rates_and_times_are_for_people():
 def test_ls_of_a_thousand_checkpoints_reads_each_header_once(tmp_path, monkeypatch):
     path = make_store(tmp_path / "store")
     from ckstore.io.local import LocalBackend
-    from ckstore.listing import log_of_store
+    from ckstore.store.listing import log_of_store
 
     heads = []
     read_head = LocalBackend.read_head

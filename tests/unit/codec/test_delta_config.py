@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore.delta import ordered
+from ckstore.codec import ordered
 from ckstore.errors import MalformedError, UnsupportedError
 
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckstore import forms, kernels
-from ckstore.codec.zstd import CONTEXTS_NBYTES
+from ckstore.codec import chunk_codec, kernels
+from ckstore.codec.byte_codecs import CONTEXTS_NBYTES
+from ckstore.codec.kernels import reference
 from ckstore.config import Compression
 from ckstore.errors import CorruptError, MalformedError, UnsupportedError, UsageError
-from ckstore.kernels import on_numpy
 from support.chunk_pairs import (
     COUNT,
     PAIRS,
@@ -33,30 +33,32 @@ PLANES = ((5, b"\x01"), (2, b"\x00"))
 
 
 @pytest.fixture(scope="module")
-def scratch() -> forms.Scratch:
-    return forms.Scratch(MIB)
+def scratch() -> chunk_codec.Scratch:
+    return chunk_codec.Scratch(MIB)
 
 
 def delta_of(
-    plain: memoryview, base: memoryview, scratch: forms.Scratch, width: int = 4, is_float: bool = True
-) -> forms.Encoded | None:
-    return forms.encode_delta(plain, base, width=width, is_float=is_float, compression="fast", scratch=scratch)
+    plain: memoryview, base: memoryview, scratch: chunk_codec.Scratch, width: int = 4, is_float: bool = True
+) -> chunk_codec.Encoded | None:
+    return chunk_codec.encode_delta(plain, base, width=width, is_float=is_float, compression="fast", scratch=scratch)
 
 
 @pytest.mark.parametrize("compression", ["fast", "best"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_residuals_come_back_and_are_smaller_than_the_chunk(
-    name: str, compression: Compression, scratch: forms.Scratch
+    name: str, compression: Compression, scratch: chunk_codec.Scratch
 ) -> None:
     width, is_float, plain, base = pair(name)
-    encoded = forms.encode_delta(plain, base, width=width, is_float=is_float, compression=compression, scratch=scratch)
+    encoded = chunk_codec.encode_delta(
+        plain, base, width=width, is_float=is_float, compression=compression, scratch=scratch
+    )
     assert encoded is not None
     payload = b"".join(encoded.parts)
     assert len(payload) == encoded.nbytes < plain.nbytes
-    assert forms.base_nbytes(encoded.steps, plain.nbytes) == base.nbytes
+    assert chunk_codec.base_nbytes(encoded.steps, plain.nbytes) == base.nbytes
     assert decoded(payload, encoded, plain.nbytes, base, scratch) == bytes(plain)
     onto = memoryview(bytearray(base))
-    forms.decode(memoryview(payload), encoded.steps, width=width, destination=onto, scratch=scratch, base=onto)
+    chunk_codec.decode(memoryview(payload), encoded.steps, width=width, destination=onto, scratch=scratch, base=onto)
     assert onto == plain
 
 
@@ -72,11 +74,11 @@ def test_residuals_come_back_and_are_smaller_than_the_chunk(
 def test_any_chunk_comes_back_from_any_base(
     seed: int, width: int, count: int, symbols: int, is_float: bool, compression: Compression
 ) -> None:
-    scratch = forms.Scratch(1 << 16)
+    scratch = chunk_codec.Scratch(1 << 16)
     base = random(seed).bytes(count * width)
     changes = random(seed + 1).integers(0, symbols, count * width, dtype=np.uint8)
     plain = (np.frombuffer(base, np.uint8) ^ changes).tobytes()
-    encoded = forms.encode_delta(
+    encoded = chunk_codec.encode_delta(
         memoryview(plain), memoryview(base), width=width, is_float=is_float, compression=compression, scratch=scratch
     )
     if encoded is not None:
@@ -84,7 +86,7 @@ def test_any_chunk_comes_back_from_any_base(
         assert decoded(payload, encoded, len(plain), memoryview(base), scratch) == plain
 
 
-def test_weights_that_a_step_of_rl_hardly_changed_take_a_fiftieth(scratch: forms.Scratch) -> None:
+def test_weights_that_a_step_of_rl_hardly_changed_take_a_fiftieth(scratch: chunk_codec.Scratch) -> None:
     width, is_float, plain, base = pair("bf16 hardly changed")
     encoded = delta_of(plain, base, scratch, width, is_float)
     assert encoded is not None
@@ -92,7 +94,7 @@ def test_weights_that_a_step_of_rl_hardly_changed_take_a_fiftieth(scratch: forms
     assert encoded.nbytes < plain.nbytes / (120 if kernels.IMPLEMENTATION["encode_plane"] == "native" else 60)
 
 
-def test_planes_that_are_nearly_constant_cost_nearly_nothing(scratch: forms.Scratch) -> None:
+def test_planes_that_are_nearly_constant_cost_nearly_nothing(scratch: chunk_codec.Scratch) -> None:
     base = weights(MIB // 4)
     chunk = base.copy()
     chunk[1000] += 1
@@ -105,12 +107,12 @@ def test_planes_that_are_nearly_constant_cost_nearly_nothing(scratch: forms.Scra
 
 
 def test_residuals_come_close_to_the_entropy_of_their_planes() -> None:
-    scratch = forms.Scratch(4 * MIB)
+    scratch = chunk_codec.Scratch(4 * MIB)
     for by in (1e-5, 1e-3):
         base = weights(MIB)
         plain, other = memoryview(trained(base, by)).cast("B"), memoryview(base).cast("B")
         split = np.empty(4 * MIB, np.uint8)
-        on_numpy.split_delta(plain, other, split.data, 4, True)
+        reference.split_delta(plain, other, split.data, 4, True)
         bits = 0.0
         for plane in split.reshape(4, -1):
             shares = np.bincount(plane, minlength=256) / plane.size
@@ -122,7 +124,7 @@ def test_residuals_come_close_to_the_entropy_of_their_planes() -> None:
         assert encoded.nbytes / plain.nbytes < loss * bits / 32
 
 
-def test_residuals_that_do_not_pay_are_none(scratch: forms.Scratch) -> None:
+def test_residuals_that_do_not_pay_are_none(scratch: chunk_codec.Scratch) -> None:
     noise, other = (memoryview(random(seed).bytes(MIB // 2)) for seed in (1, 2))
     for width in (1, 2, 4, 8):
         assert delta_of(noise, other, scratch, width) is None
@@ -130,55 +132,57 @@ def test_residuals_that_do_not_pay_are_none(scratch: forms.Scratch) -> None:
     assert delta_of(noise[:3], other[:3], scratch, 2) is None
     assert delta_of(noise[:4], noise[:4], scratch, 4) is None
     weights_bytes = memoryview(weights()).cast("B")
-    none = forms.encode_delta(weights_bytes, weights_bytes, width=4, is_float=True, compression="none", scratch=scratch)
+    none = chunk_codec.encode_delta(
+        weights_bytes, weights_bytes, width=4, is_float=True, compression="none", scratch=scratch
+    )
     assert none is None
 
 
 @pytest.mark.parametrize(
     ("plain", "base", "width"), [(8, 4, 4), (8, 16, 4), (8, 8, 3), (8, 8, 0), (2 * MIB, 2 * MIB, 4)]
 )
-def test_wrong_calls_are_usage_errors(plain: int, base: int, width: int, scratch: forms.Scratch) -> None:
+def test_wrong_calls_are_usage_errors(plain: int, base: int, width: int, scratch: chunk_codec.Scratch) -> None:
     with pytest.raises(UsageError):
         delta_of(memoryview(bytes(plain)), memoryview(bytes(base)), scratch, width)
 
 
-def test_a_rounding_costs_one_byte_and_comes_back(scratch: forms.Scratch) -> None:
+def test_a_rounding_costs_one_byte_and_comes_back(scratch: chunk_codec.Scratch) -> None:
     masters = np.concatenate([weights(), np.array([np.nan, -np.inf, 1e-45, 65504, 1e38], "f4")])
     for kind in (1, 2):
         chunk = np.empty(masters.size, np.uint16)
         kernels.round_floats(masters, chunk, kind)
         plain, base = memoryview(chunk.tobytes()), memoryview(masters.tobytes())
-        encoded = forms.encode_rounded(plain, base, scratch=scratch)
+        encoded = chunk_codec.encode_rounded(plain, base, scratch=scratch)
         assert encoded is not None
         assert (encoded.steps, encoded.nbytes, encoded.width) == (((6, bytes([kind])),), 1, 2)
-        assert forms.base_nbytes(encoded.steps, plain.nbytes) == base.nbytes
+        assert chunk_codec.base_nbytes(encoded.steps, plain.nbytes) == base.nbytes
         assert decoded(b"\0", encoded, plain.nbytes, base, scratch) == bytes(plain)
         chunk[-1] ^= 1
-        assert forms.encode_rounded(memoryview(chunk.tobytes()), base, scratch=scratch) is None
+        assert chunk_codec.encode_rounded(memoryview(chunk.tobytes()), base, scratch=scratch) is None
     with pytest.raises(UsageError):
-        forms.encode_rounded(memoryview(bytes(MIB + 2)), memoryview(bytes(2 * MIB + 4)), scratch=scratch)
+        chunk_codec.encode_rounded(memoryview(bytes(MIB + 2)), memoryview(bytes(2 * MIB + 4)), scratch=scratch)
 
 
-def test_a_chunk_without_elements_or_with_another_base_is_no_rounding(scratch: forms.Scratch) -> None:
+def test_a_chunk_without_elements_or_with_another_base_is_no_rounding(scratch: chunk_codec.Scratch) -> None:
     zeros = memoryview(bytes(64))
-    assert forms.encode_rounded(zeros[:0], zeros[:0], scratch=scratch) is None
-    assert forms.encode_rounded(zeros, zeros, scratch=scratch) is None
-    assert forms.encode_rounded(zeros[:3], zeros[:6], scratch=scratch) is None
+    assert chunk_codec.encode_rounded(zeros[:0], zeros[:0], scratch=scratch) is None
+    assert chunk_codec.encode_rounded(zeros, zeros, scratch=scratch) is None
+    assert chunk_codec.encode_rounded(zeros[:3], zeros[:6], scratch=scratch) is None
 
 
-def test_a_base_that_is_missing_superfluous_or_of_another_length_is_malformed(scratch: forms.Scratch) -> None:
+def test_a_base_that_is_missing_superfluous_or_of_another_length_is_malformed(scratch: chunk_codec.Scratch) -> None:
     _, _, plain, base = pair("fp32")
     delta = delta_of(plain, base, scratch)
     assert delta is not None
     payload = b"".join(delta.parts)
-    halves = forms.Encoded(((6, b"\x01"),), [memoryview(b"\0")], 2)
+    halves = chunk_codec.Encoded(((6, b"\x01"),), [memoryview(b"\0")], 2)
     zeros = memoryview(bytes(4 * COUNT))
     for wrong in (None, base[:-4], base[:0], memoryview(bytes(base) * 2)):
         with pytest.raises(MalformedError):
             decoded(payload, delta, plain.nbytes, wrong, scratch)
         with pytest.raises(MalformedError):
             decoded(b"\0", halves, 2 * COUNT + 2, wrong, scratch)
-    full = forms.encode(zeros, width=4, is_float=True, compression="fast", scratch=scratch)
+    full = chunk_codec.encode(zeros, width=4, is_float=True, compression="fast", scratch=scratch)
     with pytest.raises(MalformedError):
         decoded(b"".join(full.parts), full, zeros.nbytes, zeros, scratch)
     for nothing in (memoryview(b""), None):
@@ -204,52 +208,54 @@ def test_a_base_that_is_missing_superfluous_or_of_another_length_is_malformed(sc
         ((7, b""),),
     ],
 )
-def test_chains_of_newer_writers_are_unsupported(steps: tuple[tuple[int, bytes], ...], scratch: forms.Scratch) -> None:
+def test_chains_of_newer_writers_are_unsupported(
+    steps: tuple[tuple[int, bytes], ...], scratch: chunk_codec.Scratch
+) -> None:
     with pytest.raises(UnsupportedError):
-        forms.base_nbytes(steps, 64)
+        chunk_codec.base_nbytes(steps, 64)
     base = memoryview(bytes(64))
     for given_base in (None, base):
         with pytest.raises(UnsupportedError):
-            decoded(b"\0" * 64, forms.Encoded(steps, [], 4), 64, given_base, scratch)
+            decoded(b"\0" * 64, chunk_codec.Encoded(steps, [], 4), 64, given_base, scratch)
 
 
 @pytest.mark.parametrize("config", [b"", b"\x02", b"\x01\x00"])
-def test_an_unknown_config_of_the_second_step_is_unsupported(config: bytes, scratch: forms.Scratch) -> None:
+def test_an_unknown_config_of_the_second_step_is_unsupported(config: bytes, scratch: chunk_codec.Scratch) -> None:
     with pytest.raises(UnsupportedError):
-        decoded(b"\0" * 64, forms.Encoded(((5, b"\x00"), (2, config)), [], 4), 64, memoryview(bytes(64)), scratch)
+        decoded(b"\0" * 64, chunk_codec.Encoded(((5, b"\x00"), (2, config)), [], 4), 64, memoryview(bytes(64)), scratch)
 
 
-def test_decoding_says_what_it_refuses(scratch: forms.Scratch) -> None:
+def test_decoding_says_what_it_refuses(scratch: chunk_codec.Scratch) -> None:
     _, _, plain, base = pair("fp32")
-    whole = forms.encode(plain, width=4, is_float=True, compression="fast", scratch=scratch)
+    whole = chunk_codec.encode(plain, width=4, is_float=True, compression="fast", scratch=scratch)
     payload = b"".join(whole.parts)
     with pytest.raises(MalformedError, match="a base that it does not need"):
         decoded(payload, whole, plain.nbytes, base, scratch)
     with pytest.raises(UsageError, match="more than the scratch"):
         decoded(payload, whole, MIB + 4, None, scratch)
     with pytest.raises(UnsupportedError, match="config of codec planes"):
-        decoded(payload, forms.Encoded(((2, b"\x02"),), [], 4), plain.nbytes, None, scratch)
+        decoded(payload, chunk_codec.Encoded(((2, b"\x02"),), [], 4), plain.nbytes, None, scratch)
 
 
 def test_chains_without_a_base_need_none() -> None:
     for steps in ((), ((1, b""),), ((2, b"\x01"),), ((3, b""),), ((4, b""),)):
-        assert forms.base_nbytes(steps, 4096) == 0
-    assert forms.base_nbytes(PLANES, 4096) == 4096
+        assert chunk_codec.base_nbytes(steps, 4096) == 0
+    assert chunk_codec.base_nbytes(PLANES, 4096) == 4096
 
 
-def test_residuals_may_be_coded_as_any_chunk_is(scratch: forms.Scratch) -> None:
+def test_residuals_may_be_coded_as_any_chunk_is(scratch: chunk_codec.Scratch) -> None:
     base = random(9).integers(0, 1 << 32, 3000, np.uint32)
     plain = base + np.resize(np.array([0, 3, 8, 1], np.uint32), base.size)
     residuals = memoryview((2 * (plain - base)).astype(np.uint32)).cast("B")
     for is_float, compression in ((True, "fast"), (False, "fast"), (False, "best")):
-        coded = forms.encode(residuals, width=4, is_float=is_float, compression=compression, scratch=scratch)
-        chained = forms.Encoded(((5, b"\x00"), *coded.steps), coded.parts, 4)
+        coded = chunk_codec.encode(residuals, width=4, is_float=is_float, compression=compression, scratch=scratch)
+        chained = chunk_codec.Encoded(((5, b"\x00"), *coded.steps), coded.parts, 4)
         payload = b"".join(coded.parts)
         other = memoryview(base.tobytes())
         assert decoded(payload, chained, plain.nbytes, other, scratch) == plain.tobytes(), coded.steps
 
 
-def test_a_base_stays_whole_when_what_is_decoded_onto_it_is_damaged(scratch: forms.Scratch) -> None:
+def test_a_base_stays_whole_when_what_is_decoded_onto_it_is_damaged(scratch: chunk_codec.Scratch) -> None:
     for name in ("fp32", "bf16 hardly changed", "flags", "nothing changed"):
         width, is_float, plain, base = pair(name)
         encoded = delta_of(plain, base, scratch, width, is_float)
@@ -258,7 +264,7 @@ def test_a_base_stays_whole_when_what_is_decoded_onto_it_is_damaged(scratch: for
         for cut in (0, 3, len(payload) // 2, len(payload) - 1):
             onto = memoryview(bytearray(base))
             with pytest.raises(CorruptError):
-                forms.decode(
+                chunk_codec.decode(
                     memoryview(payload[:cut]),
                     encoded.steps,
                     width=width,
@@ -269,7 +275,7 @@ def test_a_base_stays_whole_when_what_is_decoded_onto_it_is_damaged(scratch: for
             assert onto == base, (name, cut)
 
 
-def test_numpy_reads_what_native_writes(monkeypatch: pytest.MonkeyPatch, scratch: forms.Scratch) -> None:
+def test_numpy_reads_what_native_writes(monkeypatch: pytest.MonkeyPatch, scratch: chunk_codec.Scratch) -> None:
     for name in ("fp32", "bf16", "nan and inf", "token ids"):
         width, is_float, plain, base = pair(name)
         encoded = delta_of(plain, base, scratch, width, is_float)
@@ -277,7 +283,7 @@ def test_numpy_reads_what_native_writes(monkeypatch: pytest.MonkeyPatch, scratch
         payload = b"".join(encoded.parts)
         with monkeypatch.context() as patched:
             for loop in kernels.IMPLEMENTATION:
-                patched.setattr(kernels, loop, getattr(on_numpy, loop))
+                patched.setattr(kernels, loop, getattr(reference, loop))
             assert decoded(payload, encoded, plain.nbytes, base, scratch) == bytes(plain)
 
 
@@ -287,23 +293,23 @@ def test_forms_keep_within_the_bound_of_their_scratch() -> None:
     onto = memoryview(bytearray(other))
     tracemalloc.start()
     try:
-        scratch = forms.Scratch(plain.nbytes)
+        scratch = chunk_codec.Scratch(plain.nbytes)
         encoded = delta_of(plain, other, scratch)
         assert encoded is not None
         payload = memoryview(b"".join(encoded.parts))
-        forms.decode(payload, encoded.steps, width=4, destination=onto, scratch=scratch, base=onto)
+        chunk_codec.decode(payload, encoded.steps, width=4, destination=onto, scratch=scratch, base=onto)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert onto == plain
-    assert peak <= forms.scratch_nbytes(plain.nbytes) - CONTEXTS_NBYTES + payload.nbytes
+    assert peak <= chunk_codec.scratch_nbytes(plain.nbytes) - CONTEXTS_NBYTES + payload.nbytes
 
 
 def test_the_same_chunk_and_base_are_always_coded_in_the_same_way() -> None:
     _, _, plain, base = pair("fp32")
     found = set()
     for _ in range(3):
-        encoded = delta_of(plain, base, forms.Scratch(MIB))
+        encoded = delta_of(plain, base, chunk_codec.Scratch(MIB))
         assert encoded is not None
         found.add(b"".join(encoded.parts))
     assert len(found) == 1

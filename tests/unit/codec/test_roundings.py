@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore.delta import derived
+from ckstore.codec import derived
 from ckstore.errors import MalformedError, UnsupportedError
 
 MASTERS = np.random.default_rng(1).standard_normal(5000).astype("<f4")

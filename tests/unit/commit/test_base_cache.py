@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.bases import Bases
 from ckstore.config import KIB
+from ckstore.delta.base_cache import Bases
 from ckstore.errors import UsageError
-from ckstore.ids import ChunkId
+from ckstore.hashing import ChunkId
 from support.small_chunks import open_small
 
 CHUNK_NBYTES = 256 * KIB

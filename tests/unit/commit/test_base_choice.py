@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckstore.choice import AgainstBase, Estimate, decide
+from ckstore.delta.cost_model import AgainstBase, Estimate, decide
 
 ELEMENTS = 8_000_000
 FULL_BITS = 26.0

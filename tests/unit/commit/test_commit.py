@@ -10,7 +10,7 @@ import pytest
 import ckstore
 from ckstore.errors import UsageError
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
+from support.model import difference
 
 
 def state_of(seed, count=64):

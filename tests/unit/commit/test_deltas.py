@@ -8,13 +8,13 @@ import pytest
 import ckstore
 from ckstore import Policy
 from ckstore._testing import bases_of, repository_of
-from ckstore.bases import Bases
+from ckstore.delta.base_cache import Bases
 from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL
 from ckstore.format.manifest import Manifest
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.manifests import Manifests
-from ckstore.testing.states import difference
 from support.memory_files import flip
+from support.states import difference
 
 COUNT = 200_000
 
@@ -38,7 +38,7 @@ def training(step_count=6, dtype=np.float32):
 
 
 def manifest_of(store, ref="latest") -> Manifest:
-    from ckstore.store.references import resolve
+    from ckstore.store.refs import resolve
 
     return repository_of(store).manifests.load(resolve(repository_of(store), ref))
 
@@ -179,7 +179,7 @@ def damage(backend, store, ref):
     manifest = manifest_of(store, ref)
     chunk_id = manifest.chunks[manifest.storages[0].pieces[0].chunk].chunk_id
     frame = next(frame for frame in manifest.frames if frame.chunk_id == chunk_id)
-    from ckstore.format.layout import pack_name
+    from ckstore.format.paths import pack_name
 
     flip(backend, pack_name(manifest.packs[frame.pack].pack_id), frame.offset + 192 + frame.stored_nbytes // 2)
 

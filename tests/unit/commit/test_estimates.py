@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ckstore import forms, kernels
+from ckstore.codec import chunk_codec, kernels
 
 MIB = 1 << 20
 COUNT = MIB // 4
 
 
 @pytest.fixture(scope="module")
-def scratch() -> forms.Scratch:
-    return forms.Scratch(4 * MIB)
+def scratch() -> chunk_codec.Scratch:
+    return chunk_codec.Scratch(4 * MIB)
 
 
 def weights(seed: int = 1, by: float = 0.02) -> np.ndarray:
@@ -43,46 +43,48 @@ PAIRS: dict[str, tuple[int, bool, Callable[[], tuple[np.ndarray, np.ndarray]]]] 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_estimates_tell_what_coding_takes(name: str, scratch: forms.Scratch) -> None:
+def test_estimates_tell_what_coding_takes(name: str, scratch: chunk_codec.Scratch) -> None:
     width, is_float, make = PAIRS[name]
     plain, base = (memoryview(side.tobytes()) for side in make())
-    samples = [memoryview(bytearray(forms.SAMPLE_NBYTES)) for _ in range(2)]
+    samples = [memoryview(bytearray(chunk_codec.SAMPLE_NBYTES)) for _ in range(2)]
     sample, other = (
-        room[: forms.sample_of(side, width, room)] for side, room in zip((plain, base), samples, strict=True)
+        room[: chunk_codec.sample_of(side, width, room)] for side, room in zip((plain, base), samples, strict=True)
     )
-    full = forms.encode(plain, width=width, is_float=is_float, compression="fast", scratch=scratch).nbytes
-    delta = forms.encode_delta(plain, base, width=width, is_float=is_float, compression="fast", scratch=scratch)
+    full = chunk_codec.encode(plain, width=width, is_float=is_float, compression="fast", scratch=scratch).nbytes
+    delta = chunk_codec.encode_delta(plain, base, width=width, is_float=is_float, compression="fast", scratch=scratch)
     assert delta is not None
     count = plain.nbytes / width
-    estimated = forms.estimate_delta(sample, other, width, is_float, scratch)
+    estimated = chunk_codec.estimate_delta(sample, other, width, is_float, scratch)
     # Without the extension, zstd codes the planes.
     error = 0.02 if kernels.IMPLEMENTATION["encode_plane"] == "native" else 0.1
     assert estimated * count / 8 == pytest.approx(delta.nbytes, rel=error, abs=0.03 * count)
     if is_float:
-        assert forms.estimate_full(sample, width, is_float, scratch) * count / 8 == pytest.approx(full, rel=error)
+        assert chunk_codec.estimate_full(sample, width, is_float, scratch) * count / 8 == pytest.approx(full, rel=error)
 
 
-def test_equal_samples_cost_nothing_and_noise_costs_all(scratch: forms.Scratch) -> None:
-    noise, other = (memoryview(np.random.default_rng(seed).bytes(forms.SAMPLE_NBYTES)) for seed in (1, 2))
-    assert forms.estimate_delta(noise, noise, 4, True, scratch) == 0.0
-    assert forms.estimate_delta(noise, other, 4, True, scratch) == 32.0
-    assert forms.estimate_full(noise, 8, False, scratch) == 64.0
-    assert forms.estimate_full(memoryview(b""), 4, True, scratch) == 32.0
+def test_equal_samples_cost_nothing_and_noise_costs_all(scratch: chunk_codec.Scratch) -> None:
+    noise, other = (memoryview(np.random.default_rng(seed).bytes(chunk_codec.SAMPLE_NBYTES)) for seed in (1, 2))
+    assert chunk_codec.estimate_delta(noise, noise, 4, True, scratch) == 0.0
+    assert chunk_codec.estimate_delta(noise, other, 4, True, scratch) == 32.0
+    assert chunk_codec.estimate_full(noise, 8, False, scratch) == 64.0
+    assert chunk_codec.estimate_full(memoryview(b""), 4, True, scratch) == 32.0
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 16, 1000, forms.SAMPLE_NBYTES, forms.SAMPLE_NBYTES + 8, 300_001, 4 * MIB])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 16, 1000, chunk_codec.SAMPLE_NBYTES, chunk_codec.SAMPLE_NBYTES + 8, 300_001, 4 * MIB]
+)
 def test_samples_of_one_length_hold_the_same_whole_elements(nbytes: int) -> None:
     for width in (1, 2, 4, 8):
         if nbytes % width:
             continue
         places = np.arange(nbytes // width, dtype=np.uint64).astype(f"u{width}")
-        room = memoryview(bytearray(forms.SAMPLE_NBYTES))
-        sample = bytes(room[: forms.sample_of(memoryview(places.tobytes()), width, room)])
-        assert len(sample) == min(nbytes, len(sample)) <= forms.SAMPLE_NBYTES
-        assert len(sample) == nbytes or len(sample) == forms.SAMPLE_NBYTES
+        room = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
+        sample = bytes(room[: chunk_codec.sample_of(memoryview(places.tobytes()), width, room)])
+        assert len(sample) == min(nbytes, len(sample)) <= chunk_codec.SAMPLE_NBYTES
+        assert len(sample) == nbytes or len(sample) == chunk_codec.SAMPLE_NBYTES
         # Whole elements, in order, from everywhere.
         taken = np.frombuffer(sample, f"u{width}")
-        if width >= 4 and nbytes > forms.SAMPLE_NBYTES:
+        if width >= 4 and nbytes > chunk_codec.SAMPLE_NBYTES:
             assert (np.diff(taken.astype(np.int64)) > 0).all()
             assert taken[-1] > 0.9 * places[-1]
 
@@ -97,6 +99,6 @@ def test_samples_are_taken_piece_by_piece() -> None:
             asked.append(part)
             return memoryview(bytes(part.stop - part.start))
 
-    room = memoryview(bytearray(forms.SAMPLE_NBYTES))
-    assert forms.sample_of(Elsewhere(), 4, room) == forms.SAMPLE_NBYTES
-    assert sum(part.stop - part.start for part in asked) == forms.SAMPLE_NBYTES
+    room = memoryview(bytearray(chunk_codec.SAMPLE_NBYTES))
+    assert chunk_codec.sample_of(Elsewhere(), 4, room) == chunk_codec.SAMPLE_NBYTES
+    assert sum(part.stop - part.start for part in asked) == chunk_codec.SAMPLE_NBYTES

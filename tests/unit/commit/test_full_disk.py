@@ -10,10 +10,10 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.collection import GcLimits
 from ckstore.errors import CapacityError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
+from ckstore.ops.gc.run import GcLimits
 from support.gc_histories import packs_in_place
 from support.memory_files import flip
 
@@ -118,7 +118,7 @@ def test_what_a_checkpoint_needs_is_brought_back_and_not_freed(store, disk, cloc
     drop(store, clock, [0])
     parts = repository_of(store)
     # As a collector leaves it that was killed, or that another handle has overtaken.
-    needed = layout.parse_pack_file(sorted(packs_in_place(disk))[0].rpartition("/")[2])
+    needed = paths.parse_pack_file(sorted(packs_in_place(disk))[0].rpartition("/")[2])
     parts.trash.move_packs([needed], parts.trash.new_packs_folder())
     fill(disk)
     store.commit(noise(4), 4)

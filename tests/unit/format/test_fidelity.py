@@ -8,12 +8,12 @@ import pytest
 
 from ckstore.config import Limits
 from ckstore.errors import MalformedError
-from ckstore.format.fidelity import check_losses, decode_losses, encode_losses
 from ckstore.format.logical import decode_logical, encode_logical
+from ckstore.format.losses import check_losses, decode_losses, encode_losses
 from ckstore.format.manifest import decode_manifest, encode_manifest
 from ckstore.format.records import encode_inner
-from ckstore.ids import digest_of
-from ckstore.testing.format_samples import sample_loss, sample_manifest
+from ckstore.hashing import digest_of
+from support.format_samples import sample_loss, sample_manifest
 
 SAMPLE = sample_manifest()
 LOSS = sample_loss()

@@ -19,8 +19,8 @@ from ckstore.format.frame import (
     frame_extent,
 )
 from ckstore.format.wire import sealed
-from ckstore.ids import NO_BASE, ChunkId
-from ckstore.testing.format_samples import sample_frames
+from ckstore.hashing import NO_BASE, ChunkId
+from support.format_samples import sample_frames
 
 PLAIN, CODED, DELTA = (header for header, _ in sample_frames())
 

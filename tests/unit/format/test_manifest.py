@@ -8,12 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckstore.errors import (
-    ChecksumError,
-    CorruptError,
-    MalformedError,
-    UnsupportedError,
-)
+from ckstore.errors import ChecksumError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.header import (
     PREAMBLE_NBYTES,
     TRAILER_NBYTES,
@@ -23,23 +18,16 @@ from ckstore.format.header import (
     encode_preamble,
     header_nbytes_needed,
 )
-from ckstore.format.layout import ManifestName
 from ckstore.format.location import encode_location
 from ckstore.format.logical import encode_logical
-from ckstore.format.manifest import (
-    TRAILER_MAGIC,
-    Manifest,
-    decode_manifest,
-    encode_manifest,
-    republished,
-)
-from ckstore.format.records import HeaderRecord, LogicalRecord, encode_inner
-from ckstore.format.version import FORMAT_VERSION
+from ckstore.format.manifest import TRAILER_MAGIC, Manifest, decode_manifest, encode_manifest, republished
+from ckstore.format.paths import ManifestName
+from ckstore.format.records import FORMAT_VERSION, HeaderRecord, LogicalRecord, encode_inner
+from ckstore.format.tensors import Piece
+from ckstore.format.tree import ListNode
 from ckstore.format.wire import sealed, xxh3_64
-from ckstore.ids import digest_of
-from ckstore.tensor import Piece
-from ckstore.testing.format_samples import STORE_ID, sample_manifest
-from ckstore.tree import ListNode
+from ckstore.hashing import digest_of
+from support.format_samples import STORE_ID, sample_manifest
 
 SAMPLE = sample_manifest()
 ENCODED = encode_manifest(SAMPLE)

@@ -9,23 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckstore.config import Limits
-from ckstore.errors import (
-    CkstoreError,
-    CorruptError,
-    MalformedError,
-    UnsupportedError,
-    UsageError,
-)
-from ckstore.format.fidelity import encode_losses
-from ckstore.format.header import (
-    PREAMBLE_NBYTES,
-    TRAILER_NBYTES,
-    Preamble,
-    decode_header,
-    encode_preamble,
-)
+from ckstore.errors import CkstoreError, CorruptError, MalformedError, UnsupportedError, UsageError
+from ckstore.format.header import PREAMBLE_NBYTES, TRAILER_NBYTES, Preamble, decode_header, encode_preamble
 from ckstore.format.location import encode_location
 from ckstore.format.logical import encode_logical
+from ckstore.format.losses import encode_losses
 from ckstore.format.manifest import (
     TRAILER_MAGIC,
     FrameRef,
@@ -35,13 +23,12 @@ from ckstore.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from ckstore.format.records import HeaderRecord, LogicalRecord, decode_stored, encode_inner
-from ckstore.format.version import FORMAT_VERSION
+from ckstore.format.records import FORMAT_VERSION, HeaderRecord, LogicalRecord, decode_stored, encode_inner
+from ckstore.format.tensors import ChunkSpec, Piece, StorageSpec, TensorSpec
+from ckstore.format.tree import DictNode, ListNode, TensorNode, ValueNode
 from ckstore.format.wire import sealed, xxh3_64
-from ckstore.ids import NO_BASE, digest_of
-from ckstore.tensor import ChunkSpec, Piece, StorageSpec, TensorSpec
-from ckstore.testing.format_samples import OTHER_PACK_ID, PACK_ID, STORE_ID, sample_chunk_id, sample_manifest
-from ckstore.tree import DictNode, ListNode, TensorNode, ValueNode
+from ckstore.hashing import NO_BASE, digest_of
+from support.format_samples import OTHER_PACK_ID, PACK_ID, STORE_ID, sample_chunk_id, sample_manifest
 
 SAMPLE = sample_manifest()
 LOSSES = encode_losses(SAMPLE.losses)

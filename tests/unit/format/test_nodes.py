@@ -7,10 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckstore.errors import MalformedError, UsageError
-from ckstore.format.nodes import NODE_DEPTH_MAX, decode_tree, encode_tree
 from ckstore.format.records import encode_inner
-from ckstore.testing.format_samples import sample_manifest
-from ckstore.tree import ConvertedNode, DictNode, ListNode, TensorNode, TupleNode, ValueNode
+from ckstore.format.tree import (
+    NODE_DEPTH_MAX,
+    ConvertedNode,
+    DictNode,
+    ListNode,
+    TensorNode,
+    TupleNode,
+    ValueNode,
+    decode_tree,
+    encode_tree,
+)
+from support.format_samples import sample_manifest
 
 ints = st.integers(-(1 << 63), (1 << 63) - 1)
 leaves = st.builds(TensorNode, st.integers(0, 9)) | st.builds(

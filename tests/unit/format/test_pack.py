@@ -27,15 +27,8 @@ from ckstore.format.pack import (
     scan_frames,
 )
 from ckstore.format.wire import is_zero, sealed, xxh3_64
-from ckstore.ids import NO_BASE, PackId, digest_of
-from ckstore.testing.format_samples import (
-    OTHER_PACK_ID,
-    PACK_ID,
-    STORE_ID,
-    sample_chunk_id,
-    sample_frames,
-    sample_pack,
-)
+from ckstore.hashing import NO_BASE, PackId, digest_of
+from support.format_samples import OTHER_PACK_ID, PACK_ID, STORE_ID, sample_chunk_id, sample_frames, sample_pack
 
 PACK = sample_pack()
 TAIL = decode_tail(PACK[-TAIL_NBYTES:])

@@ -18,7 +18,7 @@ from ckstore.format.records import (
     encode_record,
 )
 from ckstore.format.wire import xxh3_64
-from ckstore.testing.format_samples import sample_records
+from support.format_samples import sample_records
 
 RECORDS = {record.kind: record for record in sample_records()}
 TAG = RECORDS["tag"]

@@ -11,8 +11,8 @@ import pytest
 
 import ckstore
 from ckstore.errors import BackendError, CkstoreError, NotFoundError, UnsupportedError, UsageError, redacted
-from ckstore.io.address import backend_for
 from ckstore.io.memory import MemoryBackend
+from ckstore.io.url import backend_for
 
 MISTYPED = [
     "s3:bucket/x", "s3:/bucket/x", "s3//bucket/x", "S3://bucket/x", "gs:/bucket", "az//container/x",

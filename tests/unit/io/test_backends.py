@@ -4,7 +4,7 @@ import pytest
 
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.suites import BackendSuite
+from support.suites import BackendSuite
 
 
 class TestMemory(BackendSuite):

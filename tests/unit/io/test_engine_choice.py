@@ -11,8 +11,8 @@ import textwrap
 import pytest
 
 from ckstore.errors import UnsupportedError, UsageError
-from ckstore.io import engine_choice
-from ckstore.io.engine_choice import choose_engine, takes_direct
+from ckstore.io import direct_io
+from ckstore.io.direct_io import choose_engine, takes_direct
 
 SANDBOX = """
 import ctypes, errno, os, resource, struct, sys
@@ -29,7 +29,7 @@ def refuse_rings(number):
 USE = """
 import logging
 from ckstore.io.local import LocalBackend
-from ckstore.testing.suites import random_pieces, write_pack
+from support.suites import random_pieces, write_pack
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 backend = LocalBackend(sys.argv[1])
 wanted = write_pack(backend, "x.pack", random_pieces(1, 30, 100000))
@@ -40,7 +40,7 @@ print(second.engine_name, "|", second.engine_reason)
 
 LACKING = """
 import sys
-from ckstore.io import ring_support
+from ckstore.io import direct_io as ring_support
 ring_support._flags_of = lambda path: frozenset({"avx2", "bmi1", "bmi2", "movbe"})
 """
 
@@ -66,7 +66,7 @@ def test_refused_rings_fall_back_to_pwrite_and_say_so_once(tmp_path, name):
 
 
 def test_missing_library_falls_back_to_pwrite(tmp_path):
-    able = "from ckstore.io import ring_support\nring_support.refuse_where_it_kills = lambda: None\n"
+    able = "from ckstore.io import direct_io as ring_support\nring_support.refuse_where_it_kills = lambda: None\n"
     lines = run_python("import sys\nsys.modules['liburing'] = None\n" + able + USE, tmp_path)
     assert "liburing is not installed" in lines[0]
     assert lines[1].startswith("pwrite | ")
@@ -74,15 +74,15 @@ def test_missing_library_falls_back_to_pwrite(tmp_path):
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="other processors have no wheel")
 def test_processor_without_wide_vectors_takes_pwrite_loads_nothing_and_says_so_once(tmp_path):
-    unloaded = "assert not {'liburing', 'ckstore.io.engine_uring'} & set(sys.modules)\n"
+    unloaded = "assert not {'liburing', 'ckstore.io.uring_engine'} & set(sys.modules)\n"
     lines = run_python(LACKING + USE + unloaded, tmp_path)
     trouble = "io_uring: the processor lacks AVX-512, which liburing was compiled for, using pwrite"
     assert lines == [f"INFO {trouble}", f"pwrite | {trouble}"]
 
 
 def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "ckstore.io.engine_uring", raising=False)
-    monkeypatch.setattr("ckstore.io.ring_support.NEEDED_FLAGS", ("wings",))
+    monkeypatch.delitem(sys.modules, "ckstore.io.uring_engine", raising=False)
+    monkeypatch.setattr("ckstore.io.direct_io.NEEDED_FLAGS", ("wings",))
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "x86_64")))
     with pytest.raises(UnsupportedError, match="the processor lacks wings"):
         choose_engine("uring", str(tmp_path))
@@ -91,7 +91,7 @@ def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
 def test_this_processor_is_believed_when_it_says_what_it_can(tmp_path):
     # In a process of its own, since this would kill it: where nothing refuses, rings can be made and left.
     code = """
-from ckstore.io.ring_support import refuse_where_it_kills
+from ckstore.io.direct_io import refuse_where_it_kills
 try:
     refuse_where_it_kills()
     import liburing
@@ -110,8 +110,8 @@ def test_little_locked_memory_is_no_hindrance(tmp_path):
 
 
 def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckstore.io.ring_support.refuse_where_it_kills", lambda: None)
-    monkeypatch.setitem(sys.modules, "ckstore.io.engine_uring", None)
+    monkeypatch.setattr("ckstore.io.direct_io.refuse_where_it_kills", lambda: None)
+    monkeypatch.setitem(sys.modules, "ckstore.io.uring_engine", None)
     with pytest.raises(UnsupportedError, match="liburing is not installed"):
         choose_engine("uring", str(tmp_path))
     with pytest.raises(UsageError):
@@ -120,12 +120,12 @@ def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypat
 
 @pytest.mark.uring
 def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, caplog):
-    from ckstore.io import engine_uring
+    from ckstore.io import uring_engine
 
     def lie(self, request):
         request.on_done(len(request.buffer), None)
 
-    monkeypatch.setattr(engine_uring.UringQueue, "submit", lie)
+    monkeypatch.setattr(uring_engine.UringQueue, "submit", lie)
     with caplog.at_level(logging.INFO, "ckstore"):
         engine, reason = choose_engine("auto", str(tmp_path))
     assert engine.name == "pwrite"
@@ -166,7 +166,7 @@ def test_probe_that_is_killed_leaves_its_file_where_a_store_expects_one(tmp_path
 
     monkeypatch.setattr(os, "unlink", killed_before)
     (tmp_path / folder).mkdir(exist_ok=True)
-    os.close(engine_choice.open_scratch(str(tmp_path), direct=False))
+    os.close(direct_io.open_scratch(str(tmp_path), direct=False))
     [left] = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     assert re.fullmatch(pattern, left.name)
     assert str(left.parent) == (folder or ".")

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from ckstore.io.buffers import BufferPool
-from ckstore.io.engine_pwrite import PwriteEngine
-from ckstore.testing.suites import move
+from ckstore.io.direct_io import PwriteEngine
 from support.forked import fork
+from support.suites import move
 
 PAGE = 4096
 

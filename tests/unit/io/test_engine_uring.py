@@ -12,9 +12,9 @@ liburing = pytest.importorskip("liburing")
 
 from ckstore.errors import BackendError, UsageError  # noqa: E402
 from ckstore.io.buffers import BufferPool  # noqa: E402
-from ckstore.io.engine import IoRequest  # noqa: E402
-from ckstore.testing.suites import move  # noqa: E402
+from ckstore.io.direct_io import IoRequest  # noqa: E402
 from support.forked import fork  # noqa: E402
+from support.suites import move  # noqa: E402
 
 pytestmark = pytest.mark.uring
 
@@ -85,14 +85,14 @@ class Altered:
 
 @pytest.fixture
 def uring():
-    from ckstore.io import engine_uring
+    from ckstore.io import uring_engine
 
     calls_seen = []
 
     def open_queue(calls=liburing, depth=4, nbytes_max=None):
         # The shim stands where the module stands: completions pass through it entry by entry.
         shim = Through(calls) if calls is not liburing else calls
-        patched = engine_uring.UringQueue(depth, nbytes_max=nbytes_max, ring_calls=shim)
+        patched = uring_engine.UringQueue(depth, nbytes_max=nbytes_max, ring_calls=shim)
         calls_seen.append(patched)
         return patched
 
@@ -202,9 +202,9 @@ def test_broken_ring_answers_every_request(uring, fd, blocks, number):
 
 
 def test_lost_completion_is_reported_as_such(uring, fd, blocks, monkeypatch):
-    from ckstore.io import engine_uring
+    from ckstore.io import uring_engine
 
-    monkeypatch.setattr(engine_uring, "LOST_WAIT_MS", 20)
+    monkeypatch.setattr(uring_engine, "LOST_WAIT_MS", 20)
     # A read of an empty pipe never ends by itself, as if its completion was lost.
     read_fd, write_fd = os.pipe()
     calls = Calls(fail={"io_uring_submit": [None, OSError(errno.EBADR, "lost")]})
@@ -348,11 +348,11 @@ class ForkingCalls:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_child_forked_while_a_ring_is_closed_closes_no_other_file(uring, tmp_path):
-    from ckstore.io import engine_uring
+    from ckstore.io import uring_engine
 
     (tmp_path / "other").write_bytes(b"")
     calls = ForkingCalls(tmp_path / "other")
-    queue = engine_uring.UringQueue(4, ring_calls=calls)
+    queue = uring_engine.UringQueue(4, ring_calls=calls)
     queue.close()
     assert calls.status == 0
 

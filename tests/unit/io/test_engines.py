@@ -2,10 +2,9 @@
 
 import pytest
 
-from ckstore.io.engine_choice import choose_engine
-from ckstore.io.engine_pwrite import PwriteEngine
+from ckstore.io.direct_io import PwriteEngine, choose_engine
 from ckstore.io.local import LocalBackend
-from ckstore.testing.suites import BLOCK, EngineSuite, random_pieces, write_pack
+from support.suites import BLOCK, EngineSuite, random_pieces, write_pack
 
 
 class TestPwrite(EngineSuite):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ckstore.io.vectors import keeps_views, let_go
+from ckstore.io.uring_vectors import keeps_views, let_go
 
 
 @pytest.mark.uring

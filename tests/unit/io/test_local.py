@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ckstore.errors import BackendError, CapacityError, UsageError
-from ckstore.io import local, local_pack
+from ckstore.io import local, local_packs
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.io.engine_pwrite import PwriteEngine
+from ckstore.io.direct_io import PwriteEngine
 from ckstore.io.local import LocalBackend
-from ckstore.testing.completions import BadCompletion, FaultyEngine
-from ckstore.testing.suites import BLOCK, random_pieces, write_pack
+from support.completions import BadCompletion, FaultyEngine
+from support.suites import BLOCK, random_pieces, write_pack
 
 PAGE = 4096
 
@@ -103,14 +103,14 @@ def write_blocks(sink, pool, count):
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ["pwrite", "auto"])
 def test_pack_that_is_too_large_for_the_disk_is_a_capacity_error(small_disk, engine, monkeypatch):
-    real, reserved = local_pack.fallocate, []
+    real, reserved = local_packs.fallocate, []
 
     def noting(fd, offset, nbytes):
         is_able = real(fd, offset, nbytes)
         reserved.append(offset + nbytes)
         return is_able
 
-    monkeypatch.setattr(local_pack, "fallocate", noting)
+    monkeypatch.setattr(local_packs, "fallocate", noting)
     backend = LocalBackend(small_disk, engine=engine)
     free = backend.free_nbytes()
     with BufferPool(BLOCK, 4) as pool:
@@ -135,8 +135,8 @@ def limit_space(monkeypatch, room):
             raise OSError(errno.ENOSPC, "full")
         return True
 
-    monkeypatch.setattr(local_pack, "fallocate", fallocate)
-    monkeypatch.setattr(local_pack, "STEP_NBYTES_MIN", 2 * BLOCK)
+    monkeypatch.setattr(local_packs, "fallocate", fallocate)
+    monkeypatch.setattr(local_packs, "STEP_NBYTES_MIN", 2 * BLOCK)
     return steps
 
 
@@ -168,8 +168,8 @@ def test_reservation_that_failed_half_way_keeps_no_room(backend, tmp_path, monke
             raise OSError(errno.ENOSPC, "full")
         return True
 
-    monkeypatch.setattr(local_pack, "fallocate", fallocate)
-    monkeypatch.setattr(local_pack, "STEP_NBYTES_MIN", 4 * BLOCK)
+    monkeypatch.setattr(local_packs, "fallocate", fallocate)
+    monkeypatch.setattr(local_packs, "STEP_NBYTES_MIN", 4 * BLOCK)
     with BufferPool(BLOCK, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=12 * BLOCK)
         assert (tmp_path / "x.pack").stat().st_size == 6 * BLOCK
@@ -198,7 +198,7 @@ def test_reservation_that_fails_for_another_reason_leaves_no_name(backend, monke
     def fail(fd, offset, nbytes):
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(local_pack, "fallocate", fail)
+    monkeypatch.setattr(local_packs, "fallocate", fail)
     with pytest.raises(BackendError, match="EIO"):
         backend.create_pack("x.pack", nbytes_expected=1 << 30)
     assert backend.list_names("") == []
@@ -240,15 +240,15 @@ def test_finish_after_close_touches_no_descriptor(backend, monkeypatch):
 
 
 def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, monkeypatch):
-    real, steps = local_pack.fallocate, []
+    real, steps = local_packs.fallocate, []
 
     def counted(fd, offset, nbytes):
         steps.append((offset, nbytes))
         return real(fd, offset, nbytes)
 
-    monkeypatch.setattr(local_pack, "fallocate", counted)
-    monkeypatch.setattr(local_pack, "STEP_NBYTES_MAX", 8 * BLOCK)
-    monkeypatch.setattr(local_pack, "STEP_NBYTES_MIN", 2 * BLOCK)
+    monkeypatch.setattr(local_packs, "fallocate", counted)
+    monkeypatch.setattr(local_packs, "STEP_NBYTES_MAX", 8 * BLOCK)
+    monkeypatch.setattr(local_packs, "STEP_NBYTES_MIN", 2 * BLOCK)
     with BufferPool(BLOCK, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=11 * BLOCK)
         for index in range(14):
@@ -262,7 +262,7 @@ def test_space_is_reserved_in_large_steps_and_cut_at_the_end(backend, tmp_path, 
 
 def test_small_packs_reserve_little_beyond_what_was_expected(backend, monkeypatch):
     steps, mib = [], 1 << 20
-    monkeypatch.setattr(local_pack, "fallocate", lambda fd, offset, nbytes: steps.append((offset, nbytes)) or True)
+    monkeypatch.setattr(local_packs, "fallocate", lambda fd, offset, nbytes: steps.append((offset, nbytes)) or True)
     with BufferPool(mib, 1) as pool:
         sink = backend.create_pack("x.pack", nbytes_expected=PAGE)
         for index in range(150):
@@ -273,7 +273,7 @@ def test_small_packs_reserve_little_beyond_what_was_expected(backend, monkeypatc
 
 
 def test_folder_without_fallocate_still_takes_packs(backend, monkeypatch):
-    monkeypatch.setattr(local_pack, "fallocate", lambda fd, offset, nbytes: False)
+    monkeypatch.setattr(local_packs, "fallocate", lambda fd, offset, nbytes: False)
     wanted = write_pack(backend, "x.pack", random_pieces(4, 30, BLOCK))
     assert backend.read_bytes("x.pack", nbytes_max=1 << 30) == wanted
 

@@ -11,11 +11,11 @@ import pytest
 from ckstore.errors import BackendError, CapacityError, CkstoreError, UnsupportedError, is_refused
 from ckstore.io.backend import ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.io.engine_choice import choose_engine
+from ckstore.io.direct_io import choose_engine
 from ckstore.io.local import LocalBackend
-from ckstore.io.os_calls import medium_error
-from ckstore.testing.suites import BLOCK, random_pieces, write_pack
+from ckstore.io.syscalls import medium_error
 from support.forked import fork
+from support.suites import BLOCK, random_pieces, write_pack
 
 
 @pytest.fixture(params=["pwrite", "auto"])
@@ -168,9 +168,9 @@ def test_file_size_limit_is_a_capacity_error(tmp_path):
     code = """
 import os, resource, sys
 from ckstore.errors import CapacityError
-from ckstore.io import local_pack
+from ckstore.io import local_packs as local_pack
 from ckstore.io.local import LocalBackend
-from ckstore.testing.suites import write_pack
+from support.suites import write_pack
 local_pack.fallocate = lambda fd, offset, nbytes: False
 resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024 + 512,) * 2)
 for engine in ("pwrite", "auto"):

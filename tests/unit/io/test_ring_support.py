@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ckstore.io.ring_support import NEEDED_FLAGS, refuse_where_it_kills
+from ckstore.io.direct_io import NEEDED_FLAGS, refuse_where_it_kills
 
 ALL = " ".join(("fpu", "sse2", *NEEDED_FLAGS, "rdpid"))
 

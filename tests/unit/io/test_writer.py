@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckstore.errors import BackendError, CapacityError, CkstoreError, UsageError
+from ckstore.io.block_writer import StreamWriter
 from ckstore.io.buffers import BufferPool
 from ckstore.io.memory import MemoryBackend
-from ckstore.io.writer import StreamWriter
 
 PAGE = 4096
 BLOCK = 4 * PAGE

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from ckstore._testing import repository_of
-from ckstore.after_commits import AfterCommits
-from ckstore.children import JOB_SIGNALS
 from ckstore.errors import UsageError
+from ckstore.ops.scheduled import AfterCommits
+from ckstore.processes import JOB_SIGNALS
 from support.gc_histories import commit_all
 from support.saver_desk import until
 

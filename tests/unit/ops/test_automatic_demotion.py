@@ -9,13 +9,13 @@ import pytest
 
 import ckstore
 from ckstore import Residual
-from ckstore import demote as demoting
 from ckstore._testing import repository_of
-from ckstore.automatic_demotion import AutomaticDemotion
 from ckstore.config import DemotePolicy, Policy
-from ckstore.demote_policy import rules_of
 from ckstore.errors import CorruptError, UsageError
 from ckstore.io.memory import MemoryBackend
+from ckstore.ops import demote as demoting
+from ckstore.ops.demote_config import rules_of
+from ckstore.ops.scheduled import AutomaticDemotion
 from ckstore.store.config_file import change_config, read_config
 from support.demotion_histories import fidelities, filled, states
 from support.memory_files import flip

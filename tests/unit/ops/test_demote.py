@@ -16,10 +16,10 @@ from ckstore.config import DemotePolicy
 from ckstore.errors import CapacityError, ConflictError, NotFoundError, UsageError
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.tags import Tags
-from ckstore.testing.faults import Fault, FaultyBackend
-from ckstore.testing.states import difference
 from support.demotion_histories import filled, manifest_of, states, while_coding
 from support.drop_marks import mark_dropped
+from support.faults import Fault, FaultyBackend
+from support.states import difference
 
 WANTED = DemotePolicy(keep_newest=2, keep_every=4)
 

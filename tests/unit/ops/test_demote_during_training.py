@@ -8,18 +8,18 @@ import pytest
 
 import ckstore
 from ckstore import Residual
-from ckstore import demote as demoting
 from ckstore._testing import repository_of
 from ckstore.config import DemotePolicy, Policy
 from ckstore.errors import ConflictError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
+from ckstore.ops import demote
 from ckstore.store.manifests import Manifests
-from ckstore.testing.cuts import crash_states
-from ckstore.testing.faults import ForgetfulBackend
-from ckstore.testing.simfs import SimFS
-from ckstore.testing.states import difference
+from support.cuts import crash_states
 from support.demotion_histories import check_exact_or_near, fidelities, filled, manifest_of, states, while_coding
+from support.faults import ForgetfulBackend
+from support.simfs import SimFS
+from support.states import difference
 
 ALL = DemotePolicy(keep_newest=1, keep_every=0)
 
@@ -167,8 +167,8 @@ def test_what_its_writer_may_still_withdraw_makes_nothing_old(monkeypatch):
 
     def lose_packs():
         for pack_id in own:
-            backend.unlink(layout.pack_name(pack_id))
-        monkeypatch.setattr(demoting, "packs_nbytes", lambda parts: 0)
+            backend.unlink(paths.pack_name(pack_id))
+        monkeypatch.setattr(demote, "packs_nbytes", lambda parts: 0)
 
     while_coding(monkeypatch, backend, 1, lose_packs)
     report = store.demote(policy=ALL)
@@ -203,7 +203,7 @@ class UnsyncedUntilPublished(ForgetfulBackend):
     """Leaves out the syncs that come before a manifest is linked, and no other."""
 
     def link(self, source, target):
-        if target.startswith(layout.manifests_folder("main")):
+        if target.startswith(paths.manifests_folder("main")):
             self.skips = frozenset()
         super().link(source, target)
 
@@ -216,13 +216,13 @@ def test_a_power_cut_takes_back_nothing_that_made_another_old(is_synced, monkeyp
     with ckstore.open(disk) as store:
         store.commit(held[0], 0)
     disk = disk.settled()
-    plan = demoting.plan_demotion
+    plan = demote.plan_demotion
 
     def commit_first(*args):
         published_and_not_synced(disk, held[1], 1)
         return plan(*args)
 
-    monkeypatch.setattr(demoting, "plan_demotion", commit_first)
+    monkeypatch.setattr(demote, "plan_demotion", commit_first)
     with ckstore.open(disk if is_synced else UnsyncedUntilPublished(disk, ["folder manifests"])) as store:
         assert [entry.is_done for entry in store.demote(policy=ALL).entries] == [False, True]
     points = range(len(disk.log) // 2, len(disk.log) + 1)

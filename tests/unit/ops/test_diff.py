@@ -10,9 +10,9 @@ import pytest
 
 import ckstore
 from ckstore.config import MIB
-from ckstore.distance import distance_of, floats_of, is_finite
 from ckstore.errors import NotFoundError
 from ckstore.io.memory import MemoryBackend
+from ckstore.quant.error_stats import distance_of, floats_of, is_finite
 
 DTYPES = ["f2", "f4", "f8", "i1", "i4", "i8", "u2", "c8", "?"]
 

@@ -13,12 +13,12 @@ import ckstore
 from ckstore import RepackPolicy
 from ckstore._testing import repository_of
 from ckstore.errors import CapacityError, ConflictError, CorruptError, UsageError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.faults import Fault, FaultyBackend
-from ckstore.testing.model import difference
 from support.drop_marks import mark_dropped
+from support.faults import Fault, FaultyBackend
 from support.memory_files import names_of
+from support.model import difference
 
 PLAIN = ckstore.Policy(compression="none", threads=2)
 WHOLE = ckstore.Policy(delta=False, threads=2)
@@ -193,7 +193,7 @@ def test_archival_and_damaged_entries_are_left_alone(backend):
             pack.pack_id
             for pack in repository_of(store).manifests.load(repository_of(store).manifests.listing().names[-1]).packs
         }
-        backend.unlink(layout.pack_name(sorted(pack)[0]))
+        backend.unlink(paths.pack_name(sorted(pack)[0]))
         before = names_of(backend)
         with pytest.raises(CorruptError):
             store.repack()

@@ -7,12 +7,12 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, UsageError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
 from support import damaged_stores as stores
 from support.damaged_stores import STATES, STEPS, is_right, opened
 from support.memory_files import add, copy_of, edited, files_of, first_of, flip, names_of, truncate
+from support.model import difference
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -84,7 +84,7 @@ def test_flipped_byte_makes_partial_checkpoints_and_leaves_the_others_whole(back
         with pytest.raises(MissingChunkError):
             store.restore(3, only="model.*")
     assert spoiled not in backend.files()
-    assert layout.quarantine_packs_folder() + "/" + spoiled.rsplit("/", 1)[1] in backend.files()
+    assert paths.quarantine_packs_folder() + "/" + spoiled.rsplit("/", 1)[1] in backend.files()
 
 
 def test_verify_names_what_is_lost_and_nothing_else(backend):
@@ -185,7 +185,7 @@ def test_pack_without_its_ends_is_salvaged_by_a_scan(backend, kind):
             assert is_right(store, 1, STATES[1])
             assert is_right(store, 2, STATES[2])
             return
-        assert layout.quarantine_packs_folder() + "/" + name.rsplit("/", 1)[1] in backend.files()
+        assert paths.quarantine_packs_folder() + "/" + name.rsplit("/", 1)[1] in backend.files()
     check_all_right(backend)
 
 
@@ -297,7 +297,7 @@ def test_pack_that_gc_moved_by_mistake_is_brought_back(backend):
     with opened(backend) as store:
         name = stores.pack_of(store, 2)
         gc_id = repository_of(store).trash.new_packs_folder()
-        repository_of(store).trash.move_packs([layout.parse_pack_file(name.rsplit("/", 1)[1])], gc_id)
+        repository_of(store).trash.move_packs([paths.parse_pack_file(name.rsplit("/", 1)[1])], gc_id)
         report = store.repair(dry_run=False)
         assert len(report.packs_rescued) == 1
         assert name in backend.files()

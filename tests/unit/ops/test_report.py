@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.report.page import embedded, page_of
+from ckstore.ops.inspect.report import embedded, page_of
 from support.browser import Browser, find_browser
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\">\u2028${1}`'\"&amp;"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.stats import group_of
+from ckstore.ops.inspect.stats import group_of
 
 RNG = np.random.default_rng(11)
 SIZE = 300_000

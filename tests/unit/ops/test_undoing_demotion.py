@@ -9,9 +9,9 @@ from ckstore import Residual
 from ckstore.config import DemotePolicy
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.states import difference
 from support.demotion_histories import filled
 from support.gc_histories import replace_by_itself
+from support.states import difference
 
 WANTED = DemotePolicy(keep_newest=1, keep_every=0)
 
@@ -164,7 +164,7 @@ def test_dry_run_tells_what_would_stay_exact_in_the_end(backend):
 
 def test_long_dry_run_takes_the_sizes_of_what_it_coded(backend, monkeypatch):
     store, _ = filled(backend, 6)
-    monkeypatch.setattr("ckstore.demote._ESTIMATE_NBYTES", 1_500_000)
+    monkeypatch.setattr("ckstore.ops.demote._ESTIMATE_NBYTES", 1_500_000)
     planned = [entry for entry in store.demote(policy=WANTED, dry_run=True).entries if entry.action == "demote"]
     done = {entry.seq: entry for entry in store.demote(policy=WANTED).entries}
     for entry in planned:

@@ -9,7 +9,7 @@ import pytest
 
 import ckstore
 from ckstore.errors import CorruptError, MissingChunkError, NotFoundError, UnreachableError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.local import LocalBackend
 from support.push_states import assert_restores, pack_of, state_of
 
@@ -27,7 +27,7 @@ def unmount(folder, attic):
 def unmount_to(folder, attic, *, has_folders):
     """Leave a mount point in which somebody has made the folders of a store."""
     unmount(folder, attic)
-    for name in layout.TOP_FOLDERS if has_folders else ():
+    for name in paths.TOP_FOLDERS if has_folders else ():
         (attic / name).mkdir()
 
 
@@ -146,7 +146,7 @@ def test_tier_that_checkpoints_are_in_is_not_made_anew(lost, attic, lose):
         ):
             with pytest.raises(UnreachableError, match="'remote'"):
                 call()
-        assert not (attic / layout.STORE_FILE).exists()
+        assert not (attic / paths.STORE_FILE).exists()
         store.gc(now=True, min_age=0)
         if lose is unmount:
             attic.rmdir()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckstore.quant import contexts
-from ckstore.quant.codebook import Occurring, conditional_means
+from ckstore.quant import grid as contexts
 from ckstore.quant.geometry import Grid
+from ckstore.quant.grid import Occurring, conditional_means
 
 
 def test_means_are_of_what_has_the_symbol_and_zero_is_zero() -> None:

@@ -7,10 +7,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ckstore.quant import lowrank, lowrank_bytes
+from ckstore.config import LowRank
+from ckstore.quant import lowrank, lowrank_payload
 from ckstore.quant.geometry import Grid
-from ckstore.quant.lowrank_forms import make_change
-from ckstore.quant.settings import LowRank
+from ckstore.quant.lowrank_payload import make_change
 
 SETTINGS = LowRank(0.5, error_max=0.3)
 
@@ -96,7 +96,7 @@ def test_a_chunk_of_two_bytes_may_touch_more_rows_than_a_row_may_be_long(row: in
     values = values.reshape(-1)[phase : phase + count].copy()
     made = make_change(values.data.cast("B"), grid, SETTINGS)
     assert made is not None
-    found = lowrank_bytes.unpack(memoryview(lowrank_bytes.pack(made.product)), grid.row_count, row)
+    found = lowrank_payload.unpack(memoryview(lowrank_payload.pack(made.product)), grid.row_count, row)
     assert np.array_equal(found.left, made.product.left)
     assert np.array_equal(found.right, made.product.right)
 
@@ -143,10 +143,12 @@ def test_groups_take_the_fewest_bits_of_all_ways_to_part_them(seed: int) -> None
     def bits(starts: tuple[int, ...]) -> float:
         parts = np.split(counts, starts)
         both = [part.sum(axis=0) for part in parts]
-        return float(sum(lowrank_bytes.bits_of_groups(each.reshape(1, -1), each.sum(axis=1)[None])[0] for each in both))
+        return float(
+            sum(lowrank_payload.bits_of_groups(each.reshape(1, -1), each.sum(axis=1)[None])[0] for each in both)
+        )
 
     ways = [starts for many in range(6) for starts in combinations(range(1, 6), many)]
-    chosen = tuple(sorted(set(lowrank_bytes.partition(counts)) - {0}))
+    chosen = tuple(sorted(set(lowrank_payload.partition(counts)) - {0}))
     assert bits(chosen) == pytest.approx(min(bits(starts) for starts in ways), rel=1e-12)
 
 
@@ -157,7 +159,7 @@ def test_vectors_of_every_spread_come_back_from_their_groups() -> None:
     left = (rng.normal(size=(50, 15)) * sizes).clip(-(2**15), 2**15 - 1).astype(np.int16)
     right = (rng.normal(size=(15, 20)) * sizes[::-1, None]).clip(-(2**15), 2**15 - 1).astype(np.int16)
     product = lowrank.Product(left, right, np.zeros(15, np.uint8), np.float32(0.5))
-    found = lowrank_bytes.unpack(memoryview(lowrank_bytes.pack(product)), 50, 20)
+    found = lowrank_payload.unpack(memoryview(lowrank_payload.pack(product)), 50, 20)
     assert np.array_equal(found.left, left)
     assert np.array_equal(found.right, right)
 

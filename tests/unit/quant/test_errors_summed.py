@@ -2,9 +2,8 @@
 
 import itertools
 
-from ckstore.distance import Distance
-from ckstore.fates import Fate
-from ckstore.quant.bound import Errors
+from ckstore.quant.bounds import Fate
+from ckstore.quant.error_stats import Distance, Errors
 
 
 def test_a_loss_does_not_depend_on_which_chunk_was_ready_first():

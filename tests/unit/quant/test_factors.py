@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from ckstore.errors import MalformedError
-from ckstore.quant import factors
+from ckstore.quant import geometry
 from ckstore.quant.geometry import Grid
 
 
 @pytest.mark.parametrize(("octaves", "bits"), [(1, 4), (14, 4), (15, 3), (30, 3), (31, 2), (62, 2), (90, 2)])
 def test_factors_are_coded_in_the_finest_steps_that_reach(octaves: float, bits: int) -> None:
     values = np.exp2(np.linspace(-octaves, 0, 1000)) * 3.7
-    found = factors.factors_of(values)
+    found = geometry.factors_of(values)
     assert found.octave_bits == bits
     reached = values > values.max() * 2.0 ** -((254 >> bits) - 1)
     octaves_off = np.abs(np.log2(found.values()[reached] / values[reached]))
@@ -27,8 +27,8 @@ def test_every_code_is_the_power_of_two_that_is_written_down() -> None:
     codes = np.arange(256, dtype=np.uint8)
     for bits, exponents in ((4, (-126, 0, 112)), (3, (-126, 96)), (2, (-126, 64))):
         for exponent in exponents:
-            factors.require_known(exponent, bits)
-            found = factors.Factors(codes, exponent, bits).values()
+            geometry.require_known(exponent, bits)
+            found = geometry.Factors(codes, exponent, bits).values()
             assert found[0] == 0
             for code in range(1, 256):
                 exact = math.ldexp(2.0 ** ((code - 1) % (1 << bits) / (1 << bits)), exponent + ((code - 1) >> bits))
@@ -39,19 +39,19 @@ def test_every_code_is_the_power_of_two_that_is_written_down() -> None:
 
 
 def test_zero_stays_zero_and_one_is_one() -> None:
-    assert (factors.ones(5).values() == 1).all()
-    assert not factors.factors_of(np.zeros(5)).values().any()
-    found = factors.factors_of(np.array([0.0, 1e-30, 1.0])).values()
+    assert (geometry.ones(5).values() == 1).all()
+    assert not geometry.factors_of(np.zeros(5)).values().any()
+    found = geometry.factors_of(np.array([0.0, 1e-30, 1.0])).values()
     assert found[0] == 0
     assert found[2] == pytest.approx(1, rel=0.1)
     assert found[1] > 0
-    assert (factors.factors_of(np.array([2.0**-140, 2.0**-126])).values() >= 2.0**-126).all()
+    assert (geometry.factors_of(np.array([2.0**-140, 2.0**-126])).values() >= 2.0**-126).all()
 
 
 @pytest.mark.parametrize(("exponent", "bits"), [(-127, 4), (113, 4), (97, 3), (65, 2), (0, 1), (0, 5), (0, 0)])
 def test_factors_that_are_no_normal_numbers_are_malformed(exponent: int, bits: int) -> None:
     with pytest.raises(MalformedError):
-        factors.require_known(exponent, bits)
+        geometry.require_known(exponent, bits)
 
 
 @pytest.mark.parametrize(("count", "row", "phase"), [(1, 16, 0), (1, 16, 15), (100, 16, 5), (96, 16, 0), (7, 32, 30)])

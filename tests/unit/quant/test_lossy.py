@@ -11,12 +11,12 @@ import pytest
 import ckstore
 from ckstore import Policy, Residual
 from ckstore._testing import repository_of
-from ckstore.distance import distance_of
 from ckstore.errors import BoundError
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.references import resolve
-from ckstore.testing.states import difference
-from ckstore.testing.trainings import LARGE, AdamRun, M, V, W, leaf, losses, lossy_policy
+from ckstore.quant.error_stats import distance_of
+from ckstore.store.refs import resolve
+from support.states import difference
+from support.trainings import LARGE, AdamRun, M, V, W, leaf, losses, lossy_policy
 
 NEAR = Residual.near()
 

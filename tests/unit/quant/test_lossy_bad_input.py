@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ckstore import Residual
-from ckstore.distance import distance_of
-from ckstore.quant.settings import FirstMomentSettings, TensorSettings
-from ckstore.testing.states import difference
-from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+from ckstore.config import FirstMomentSettings, TensorSettings
+from ckstore.quant.error_stats import distance_of
+from support.states import difference
+from support.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
 
 SHAPE = (96, 160)
 

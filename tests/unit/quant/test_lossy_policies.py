@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from ckstore import Policy, Residual
-from ckstore.config import KIB
+from ckstore.config import KIB, TensorSettings
 from ckstore.errors import BoundError
-from ckstore.lossy import LossyTensor
-from ckstore.lossy_target import scaled
-from ckstore.quant.settings import TensorSettings
-from ckstore.testing.states import difference
-from ckstore.testing.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
+from ckstore.quant.bitrate import scaled
+from ckstore.quant.planning import LossyTensor
 from support.small_chunks import open_small
+from support.states import difference
+from support.trainings import AdamRun, M, V, W, leaf, losses, lossy_policy
 
 NEAR = Residual.near()
 
@@ -273,8 +272,8 @@ def test_only_what_is_asked_for_can_be_a_fidelity():
 
 
 def test_policies_come_back_from_their_rows():
+    from ckstore.config import policy_of, policy_row
     from ckstore.errors import MalformedError
-    from ckstore.policies import policy_of, policy_row
 
     own = replace(NEAR, rules=(("a.*", "exact"), ("b.*", Residual.small().tensors)), max_abs=0.5)
     for each in (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore import forms, kernels, lossy_forms
-from ckstore.codec.scratch import Scratch
-from ckstore.kernels import on_numpy
-from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant.settings import FirstMomentSettings, SecondMomentSettings
+from ckstore.codec import chunk_codec, kernels
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.codec.kernels import reference
+from ckstore.config import FirstMomentSettings, SecondMomentSettings
+from ckstore.quant import chunk_codec as lossy_forms
+from ckstore.quant.chunk_codec import ChunkShape, Made
 from support.trained_chunks import DTYPES, decoded, payload_of, room_for, stored, trained, values_of
 
 SCRATCH = Scratch(1 << 20)
@@ -146,7 +147,7 @@ def test_a_dropped_first_moment_is_zeros_without_a_base() -> None:
     made = first(state.first, state.second, stored(state.second), FirstMomentSettings(form="dropped"))
     assert made is not None
     assert not any(made.reconstruction)
-    assert forms.base_nbytes(made.encoded.steps, made.reconstruction.nbytes) == 0
+    assert chunk_codec.base_nbytes(made.encoded.steps, made.reconstruction.nbytes) == 0
     decoded(made, SCRATCH, None)
     assert made.errors.max_abs == np.abs(state.first).max()
     assert made.errors.kept_count == 0
@@ -197,5 +198,5 @@ def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 
     expected = told()
     for loop in kernels.IMPLEMENTATION:
-        monkeypatch.setattr(kernels, loop, getattr(on_numpy, loop))
+        monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     assert told() == expected

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckstore import forms, kernels, lossy_forms
-from ckstore.codec.scratch import Scratch
+from ckstore.codec import chunk_codec, kernels
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.codec.kernels import lowrank_reference, reference
+from ckstore.config import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings
 from ckstore.errors import CorruptError
-from ckstore.ids import digest_of
-from ckstore.kernels import on_numpy, outer_on_numpy
-from ckstore.lossy_forms import ChunkShape, Made
-from ckstore.quant import lowrank, lowrank_bytes
-from ckstore.quant.settings import FirstMomentSettings, LowRank, SecondMomentSettings, WeightSettings
+from ckstore.hashing import digest_of
+from ckstore.quant import chunk_codec as lossy_forms
+from ckstore.quant import lowrank, lowrank_payload
+from ckstore.quant.chunk_codec import ChunkShape, Made
 from support.trained_chunks import DTYPES, payload_of, room_for, stored, values_of
 
 SCRATCH = Scratch(1 << 20)
@@ -64,7 +65,7 @@ def moments(first: np.ndarray, second: np.ndarray, clip: float = 8.0) -> tuple[M
 
 def _kept(made: Made):
     steps, width = made.encoded.steps, made.encoded.width
-    return forms.Encoded(steps, [memoryview(bytes(payload_of(made)))], width)
+    return chunk_codec.Encoded(steps, [memoryview(bytes(payload_of(made)))], width)
 
 
 def decoded(made: Made, base: bytes | memoryview | None) -> bytes:
@@ -72,7 +73,7 @@ def decoded(made: Made, base: bytes | memoryview | None) -> bytes:
     needed = lossy_forms.base_nbytes_of(made.encoded.steps, out.nbytes)
     given = memoryview(bytes(base)) if needed and base is not None else None
     how = {"width": made.encoded.width, "destination": out, "scratch": SCRATCH, "base": given}
-    forms.decode(payload_of(made), made.encoded.steps, **how)
+    chunk_codec.decode(payload_of(made), made.encoded.steps, **how)
     return bytes(out)
 
 
@@ -103,10 +104,10 @@ def test_a_reader_without_the_extension_gets_the_same_bits(monkeypatch) -> None:
     payload, expected = bytes(payload_of(made)), bytes(made.reconstruction)
     first, second = moments(directed(4) * 1e-5, directed(5) ** 2 * 1e-8)
     for name in ("multiply_floats", "multiply_words", "finish_outer"):
-        monkeypatch.setattr(kernels, name, getattr(outer_on_numpy, name))
+        monkeypatch.setattr(kernels, name, getattr(lowrank_reference, name))
     out = room_for(made.reconstruction)
     given = memoryview(base)
-    forms.decode(memoryview(payload), made.encoded.steps, width=4, destination=out, scratch=SCRATCH, base=given)
+    chunk_codec.decode(memoryview(payload), made.encoded.steps, width=4, destination=out, scratch=SCRATCH, base=given)
     assert out == expected
     assert decoded(first, second.reconstruction) == first.reconstruction
     assert decoded(second, None) == second.reconstruction
@@ -218,7 +219,7 @@ def test_products_are_packed_and_come_back() -> None:
     for step in (0.001, 0.05, 1.0, 50.0):
         found = lowrank.fit(directed(12), step, 64)
         assert found is not None
-        again = lowrank_bytes.unpack(memoryview(lowrank_bytes.pack(found)), ROWS, COLS)
+        again = lowrank_payload.unpack(memoryview(lowrank_payload.pack(found)), ROWS, COLS)
         for name in ("left", "right", "shifts", "scale"):
             assert np.array_equal(getattr(found, name), getattr(again, name))
         assert again.is_exact()
@@ -250,7 +251,7 @@ def refused(payload: bytes, steps: tuple, base: bytes | None) -> bool:
     out = memoryview(bytearray(b"\xa5" * (4 * ROWS * COLS)))
     given = None if base is None else memoryview(base)
     try:
-        forms.decode(memoryview(payload), steps, width=4, destination=out, scratch=SCRATCH, base=given)
+        chunk_codec.decode(memoryview(payload), steps, width=4, destination=out, scratch=SCRATCH, base=given)
     except CorruptError:
         assert bytes(out) == b"\xa5" * out.nbytes
         return True
@@ -297,18 +298,18 @@ GOLDEN_HEAD = struct.Struct("<BBHIII")
 def test_golden_frames_are_reconstructed_for_ever(name: str, twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if twin == "numpy":
         for loop in kernels.IMPLEMENTATION:
-            monkeypatch.setattr(kernels, loop, getattr(on_numpy, loop))
+            monkeypatch.setattr(kernels, loop, getattr(reference, loop))
     content = (GOLDEN / name).read_bytes()
     width, step_count, _, plain_nbytes, base_nbytes, payload_nbytes = GOLDEN_HEAD.unpack_from(content)
     codec_id, config_nbytes, kind = content[GOLDEN_HEAD.size : GOLDEN_HEAD.size + 3]
     assert (step_count, config_nbytes) == (1, 1)
     at, steps = GOLDEN_HEAD.size + 3, ((codec_id, bytes([kind])),)
     assert codec_id == {"change": CHANGE, "quotient": QUOTIENT, "root": ROOT}[name.split("-")[0]]
-    assert forms.base_nbytes(steps, plain_nbytes) == base_nbytes == (0 if codec_id == ROOT else plain_nbytes)
+    assert chunk_codec.base_nbytes(steps, plain_nbytes) == base_nbytes == (0 if codec_id == ROOT else plain_nbytes)
     assert len(content) == at + base_nbytes + payload_nbytes
     out, base = memoryview(bytearray(plain_nbytes)), memoryview(content[at : at + base_nbytes])
     how = {"width": width, "destination": out, "scratch": SCRATCH, "base": base if base_nbytes else None}
-    forms.decode(memoryview(content[at + base_nbytes :]), steps, **how)
+    chunk_codec.decode(memoryview(content[at + base_nbytes :]), steps, **how)
     assert digest_of(bytes(out)).hex() == DIGESTS[name]
 
 

@@ -8,11 +8,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from ckstore import forms, kernels, lossy_forms
-from ckstore.codec.scratch import Scratch
+from ckstore.codec import chunk_codec, kernels
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.config import SecondMomentSettings, WeightSettings
 from ckstore.errors import CorruptError, MalformedError, UnsupportedError
-from ckstore.lossy_forms import ChunkShape
-from ckstore.quant.settings import SecondMomentSettings, WeightSettings
+from ckstore.quant import chunk_codec as lossy_forms
+from ckstore.quant.chunk_codec import ChunkShape
 from support.trained_chunks import payload_of, quantized_weight, room_for, stored, trained
 
 SCRATCH = Scratch(1 << 20)
@@ -42,7 +43,7 @@ def read(payload: bytes, steps=GRID, *, width: int = 4, base: memoryview | None 
     before = bytes(room)
     onto = None if base is None else room
     try:
-        forms.decode(memoryview(payload), steps, width=width, destination=room, scratch=SCRATCH, base=onto)
+        chunk_codec.decode(memoryview(payload), steps, width=width, destination=room, scratch=SCRATCH, base=onto)
     except (CorruptError, UnsupportedError):
         assert room == before, "a base was harmed"
         raise
@@ -137,7 +138,7 @@ def one_stream(symbols: bytes, *, escapes: bytes = b"", alphabet: int = 2, per_b
 
 def read_small(payload: bytes, count: int) -> np.ndarray:
     room = memoryview(bytearray(4 * count))
-    forms.decode(memoryview(payload), ((10, b"\x00"),), width=4, destination=room, scratch=SCRATCH)
+    chunk_codec.decode(memoryview(payload), ((10, b"\x00"),), width=4, destination=room, scratch=SCRATCH)
     return np.frombuffer(room, "<f4")
 
 
@@ -192,17 +193,19 @@ def test_widths_bases_and_chains_that_do_not_fit_are_refused() -> None:
         with pytest.raises(UnsupportedError):
             read(WEIGHT, steps)
         with pytest.raises(UnsupportedError):
-            forms.base_nbytes(steps, 64)
+            chunk_codec.base_nbytes(steps, 64)
     with pytest.raises(MalformedError):
-        forms.decode(
+        chunk_codec.decode(
             memoryview(WEIGHT), GRID, width=4, destination=memoryview(b""), scratch=SCRATCH, base=memoryview(b"")
         )
 
 
 def test_bases_that_hold_no_numbers_do_no_harm() -> None:
     noise = memoryview(bytearray(np.random.default_rng(4).bytes(BASE.nbytes)))
-    forms.decode(memoryview(WEIGHT), GRID, width=4, destination=room_for(BASE), scratch=SCRATCH, base=noise)
-    forms.decode(memoryview(WEIGHT), ((9, b"\x00"),), width=4, destination=room_for(BASE), scratch=SCRATCH, base=noise)
+    chunk_codec.decode(memoryview(WEIGHT), GRID, width=4, destination=room_for(BASE), scratch=SCRATCH, base=noise)
+    chunk_codec.decode(
+        memoryview(WEIGHT), ((9, b"\x00"),), width=4, destination=room_for(BASE), scratch=SCRATCH, base=noise
+    )
 
 
 def test_hostile_lengths_take_no_memory() -> None:

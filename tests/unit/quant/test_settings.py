@@ -6,14 +6,8 @@ import dataclasses
 
 import pytest
 
+from ckstore.config import FirstMomentSettings, Residual, SecondMomentSettings, TensorSettings, WeightSettings
 from ckstore.errors import UsageError
-from ckstore.quant.settings import (
-    FirstMomentSettings,
-    Residual,
-    SecondMomentSettings,
-    TensorSettings,
-    WeightSettings,
-)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore.capture import capture
-from ckstore.pairing import pair
-from ckstore.tree import format_path
+from ckstore.format.tree import format_path
+from ckstore.quant.roles import pair
+from ckstore.state.capture import capture
 
 SHAPES = {"a.weight": (4, 6), "a.bias": (6,), "b.weight": (4, 6), "c.weight": (3, 5)}
 

@@ -14,16 +14,16 @@ import pytest
 
 import ckstore
 from ckstore import Residual
-from ckstore.chain_reader import ChainReader
 from ckstore.config import KIB
+from ckstore.delta.chain_reader import ChainReader
 from ckstore.errors import BackendError, BoundError, CorruptError
-from ckstore.lossy_chunks import LossyChunkWriter
-from ckstore.testing.trainings import M, V, W, leaf, losses, lossy_policy
+from ckstore.quant.writer import LossyChunkWriter
 from support.small_chunks import open_small
+from support.trainings import M, V, W, leaf, losses, lossy_policy
 
 torch = pytest.importorskip("torch")
 
-from ckstore.adapters import torch_state  # noqa: E402 - it imports torch
+from ckstore.state import torch_adapter  # noqa: E402 - it imports torch
 
 SHAPE = (300, 280)
 COUNT = math.prod(SHAPE)
@@ -40,7 +40,7 @@ class Traffic:
     @contextmanager
     def counted(self, monkeypatch):
         """Count what is copied; on the CPU, take every tensor of torch for one on a device."""
-        copy = torch_state.copy_to_host
+        copy = torch_adapter.copy_to_host
 
         def counting(held):
             self.nbytes += held.nbytes
@@ -48,9 +48,9 @@ class Traffic:
             return memoryview(bytearray(copy(held)))
 
         with monkeypatch.context() as patched:
-            patched.setattr(torch_state, "copy_to_host", counting)
+            patched.setattr(torch_adapter, "copy_to_host", counting)
             if self.device == "cpu":
-                patched.setattr(torch_state, "device_of", lambda tensor: tensor.device)
+                patched.setattr(torch_adapter, "device_of", lambda tensor: tensor.device)
             yield
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore import kernels, lossy_forms
-from ckstore.codec.scratch import Scratch
+from ckstore.codec import kernels
+from ckstore.codec.byte_codecs import Scratch
+from ckstore.codec.kernels import reference
+from ckstore.config import WeightSettings
 from ckstore.errors import UsageError
-from ckstore.kernels import on_numpy
-from ckstore.lossy_forms import ChunkShape
-from ckstore.lossy_payload import read_codes
-from ckstore.quant.settings import WeightSettings
+from ckstore.quant import chunk_codec
+from ckstore.quant.chunk_codec import ChunkShape
+from ckstore.quant.payload import read_codes
 from support.trained_chunks import DTYPES, decoded, payload_of, quantized_weight, room_for, stored, trained, values_of
 
 SCRATCH = Scratch(1 << 20)
@@ -70,7 +71,7 @@ def test_a_chunk_may_begin_and_end_in_the_middle_of_a_row(phase: int) -> None:
     shape = ChunkShape.of((300, 100), "float32", phase + 500)
     assert shape == ChunkShape("float32", 100, phase)
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-    made = lossy_forms.encode_weights(plain, base, shape, WeightSettings(), **how)
+    made = chunk_codec.encode_weights(plain, base, shape, WeightSettings(), **how)
     assert made is not None
     decoded(made, SCRATCH, base)
 
@@ -90,26 +91,26 @@ def test_what_is_not_finite_is_left_exact(bad: float, side: str) -> None:
     getattr(state, side)[63, 63] = bad
     plain, base = stored(state.weight), stored(state.before)
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-    assert lossy_forms.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
+    assert chunk_codec.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
 
 
 def test_changes_that_overflow_are_left_exact() -> None:
     plain, base = stored(np.full(4096, 3e38)), stored(np.full(4096, -3e38))
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-    assert lossy_forms.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
+    assert chunk_codec.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_too_few_elements_are_left_exact(count: int) -> None:
     plain, base = stored(np.ones(count)), stored(np.zeros(count))
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-    assert lossy_forms.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
+    assert chunk_codec.encode_weights(plain, base, ChunkShape("float32", 64), WeightSettings(), **how) is None
 
 
 def test_weights_that_did_not_change_are_left_exact() -> None:
     plain = stored(trained(64, 64).weight)
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-    assert lossy_forms.encode_weights(plain, plain, ChunkShape("float32", 64), WeightSettings(), **how) is None
+    assert chunk_codec.encode_weights(plain, plain, ChunkShape("float32", 64), WeightSettings(), **how) is None
 
 
 def test_a_row_that_did_not_change_stays_bit_for_bit() -> None:
@@ -136,7 +137,7 @@ def test_a_chunk_of_outliers_alone_is_left_exact() -> None:
     plain, base = stored(state.weight), stored(state.before)
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     settings = WeightSettings(step=0.001, levels_max=1)
-    assert lossy_forms.encode_weights(plain, base, ChunkShape("float32", 64), settings, **how) is None
+    assert chunk_codec.encode_weights(plain, base, ChunkShape("float32", 64), settings, **how) is None
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e30])
@@ -147,7 +148,7 @@ def test_changes_of_any_size_keep_their_bound(size: float) -> None:
     for scale in ("row", "chunk"):
         how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
         settings = WeightSettings(step=1.0, scale=scale)
-        made = lossy_forms.encode_weights(plain, stored(base), ChunkShape("float32", 64), settings, **how)
+        made = chunk_codec.encode_weights(plain, stored(base), ChunkShape("float32", 64), settings, **how)
         if made is not None:
             decoded(made, SCRATCH, stored(base))
             assert made.errors.max_abs <= 6 * size
@@ -161,7 +162,7 @@ def test_errors_do_not_add_up_along_a_chain() -> None:
         exact = (exact + rng.standard_normal(exact.shape) * 1e-4).astype(np.float32)
         plain = stored(exact)
         how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
-        made = lossy_forms.encode_weights(plain, base, ChunkShape("float32", 256), WeightSettings(step=1.0), **how)
+        made = chunk_codec.encode_weights(plain, base, ChunkShape("float32", 256), WeightSettings(step=1.0), **how)
         assert made is not None
         errors.append(np.sqrt(made.errors.sum_sq_error / made.errors.count))
         base = made.reconstruction
@@ -176,7 +177,7 @@ def test_rows_and_columns_that_differ_cost_less_with_contexts() -> None:
     plain = stored(change)
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     settings = WeightSettings(step=2.0, scale="chunk")
-    made = lossy_forms.encode_weights(plain, stored(base), ChunkShape("float32", 512), settings, **how)
+    made = chunk_codec.encode_weights(plain, stored(base), ChunkShape("float32", 512), settings, **how)
     assert made is not None
     payload = payload_of(made)
     codes = read_codes(payload, change.size, width=4, is_second=False, scratch=SCRATCH)
@@ -192,7 +193,7 @@ def test_both_twins_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
             made = quantized_weight(state, settings, SCRATCH)
             payload, reconstruction = bytes(payload_of(made)), bytes(made.reconstruction)
             for loop in kernels.IMPLEMENTATION:
-                patch.setattr(kernels, loop, getattr(on_numpy, loop))
+                patch.setattr(kernels, loop, getattr(reference, loop))
             again = quantized_weight(state, settings, SCRATCH)
             assert bytes(payload_of(again)) == payload
             assert again.reconstruction == reconstruction
@@ -211,7 +212,7 @@ def test_a_thread_that_flushes_subnormal_numbers_reconstructs_the_same() -> None
     assert torch.set_flush_denormal(True)
     try:
         destination = room_for(base)
-        lossy_forms.decode(payload, made.encoded.steps, width=4, destination=destination, scratch=SCRATCH, base=base)
+        chunk_codec.decode(payload, made.encoded.steps, width=4, destination=destination, scratch=SCRATCH, base=base)
     finally:
         torch.set_flush_denormal(False)
     assert destination == made.reconstruction
@@ -222,13 +223,13 @@ def test_wrong_calls_are_told() -> None:
     how = {"scratch": SCRATCH, "reconstruction": room_for(plain)}
     shape = ChunkShape("float32", 64)
     with pytest.raises(UsageError, match="as many elements"):
-        lossy_forms.encode_weights(plain, plain[4:], shape, WeightSettings(), **how)
+        chunk_codec.encode_weights(plain, plain[4:], shape, WeightSettings(), **how)
     with pytest.raises(UsageError, match="as many elements"):
-        lossy_forms.encode_weights(
+        chunk_codec.encode_weights(
             plain[2:], plain[2:], shape, WeightSettings(), scratch=SCRATCH, reconstruction=plain[2:]
         )
     with pytest.raises(UsageError, match="scratch"):
-        lossy_forms.encode_weights(plain, plain, shape, WeightSettings(), scratch=Scratch(128), reconstruction=plain)
+        chunk_codec.encode_weights(plain, plain, shape, WeightSettings(), scratch=Scratch(128), reconstruction=plain)
     for wrong in (
         ("float64", 64, 0),
         ("float32", 15, 0),

@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import chain_reader, forms
 from ckstore._testing import repository_of
-from ckstore.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.codec import chunk_codec, ordered
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import KIB, Limits
-from ckstore.decoder import FrameDecoder
-from ckstore.delta import ordered
+from ckstore.delta import chain_reader
+from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.errors import BackendError, ChecksumError, CorruptError, MissingChunkError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
-from ckstore.format.layout import pack_name, trash_packs_folder
-from ckstore.ids import new_token
+from ckstore.format.paths import pack_name, trash_packs_folder
+from ckstore.hashing import new_token
 from ckstore.io.buffers import BufferPool
 from ckstore.io.memory import MemoryBackend
-from ckstore.restore_plan import chain_of
-from ckstore.store.packs import read_buffer_nbytes
-from ckstore.store.parts import create_store
-from ckstore.testing.chains import ChainWriter
+from ckstore.restore.plan import chain_of
+from ckstore.store.pack_reader import read_buffer_nbytes
+from ckstore.store.repository import create_store
 from support import memory_files
+from support.chains import ChainWriter
 
 CHUNK_NBYTES = 64 * KIB
 COUNT = CHUNK_NBYTES // 4
@@ -189,7 +189,7 @@ def test_chunk_of_another_length_than_expected_is_refused(store, reader, nbytes)
 
 def test_fault_that_is_gone_when_read_again_is_still_an_error(store, reader, monkeypatch):
     chain = chain_at(store, DEPTH)
-    original = forms.decode
+    original = chunk_codec.decode
     wrong = [True]
 
     def decode(payload, steps, *, destination, **named):
@@ -197,7 +197,7 @@ def test_fault_that_is_gone_when_read_again_is_still_an_error(store, reader, mon
         if wrong.pop() if wrong else False:
             destination[17] ^= 1
 
-    monkeypatch.setattr(forms, "decode", decode)
+    monkeypatch.setattr(chunk_codec, "decode", decode)
     with pytest.raises(ChecksumError, match="each frame of its chain is right when it is read again"):
         read(reader, chain)
     assert read(reader, chain) == plain_at(DEPTH).tobytes()

@@ -8,7 +8,7 @@ import pytest
 import ckstore
 from ckstore.errors import BackendError, CorruptError
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
+from support.model import difference
 
 
 def state_of(seed, count=60_000):

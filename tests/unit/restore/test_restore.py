@@ -28,8 +28,8 @@ from ckstore.errors import (
 )
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
 from support.memory_files import edited, flip, swap, truncate
+from support.model import difference
 
 
 def state_of(seed, count=60_000):

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore import fetch, restore
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.errors import CorruptError, MissingChunkError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
-from ckstore.format.layout import pack_name
+from ckstore.format.paths import pack_name
 from ckstore.io.backend import ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.parts import create_store
-from ckstore.testing.chains import ChainWriter
-from ckstore.testing.model import difference
+from ckstore.restore import reader, restore
+from ckstore.store.repository import create_store
 from support import memory_files
+from support.chains import ChainWriter
+from support.model import difference
 
 CHUNK_NBYTES = 64 * KIB
 COUNT = 100_000  # Seven chunks of floats.
@@ -326,7 +326,7 @@ def test_base_of_which_a_pack_is_missing_is_a_missing_chunk(small_store, backend
 @pytest.mark.parametrize("at", [20, FRAME_HEADER_NBYTES + 40])
 def test_failure_lets_go_of_frames_that_were_set_aside(no_threads_left, at, monkeypatch):
     """Also where every buffer is held by a frame that waits: finding out what is damaged must not need one."""
-    monkeypatch.setattr(fetch, "READ_BUFFERS", 4)
+    monkeypatch.setattr(reader, "READ_BUFFERS", 4)
     with open_small(Shuffled(), threads=4) as store:
         commit_chain(store, 3)
         manifest = manifest_of(store, 2)
@@ -387,7 +387,7 @@ class CountedPool(BufferPool):
 @pytest.mark.parametrize("only", [None, "m.small*"])
 def test_reading_chains_keeps_within_the_memory_of_its_policy(monkeypatch, only):
     CountedPool.made.clear()
-    monkeypatch.setattr(fetch, "BufferPool", CountedPool)
+    monkeypatch.setattr(reader, "BufferPool", CountedPool)
     with open_small(Shuffled(), threads=64, memory_nbytes_max=56 * MIB) as store:
         commit_chain(store, 4)
         store.restore(3, only=only)

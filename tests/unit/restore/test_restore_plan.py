@@ -11,9 +11,9 @@ import ckstore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, Limits
 from ckstore.errors import MalformedError
-from ckstore.restore_plan import GAP_NBYTES_MAX, PLACES_MAX, base_id_of, chain_of, packs_of, plan_restore
-from ckstore.store.parts import create_store
-from ckstore.testing.chains import ChainWriter
+from ckstore.restore.plan import GAP_NBYTES_MAX, PLACES_MAX, base_id_of, chain_of, packs_of, plan_restore
+from ckstore.store.repository import create_store
+from support.chains import ChainWriter
 
 CHUNK_NBYTES = 64 * KIB
 GROUP_NBYTES = CHUNK_NBYTES + 32 * KIB

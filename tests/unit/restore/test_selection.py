@@ -5,7 +5,7 @@ import pytest
 
 import ckstore
 from ckstore.errors import NotFoundError
-from ckstore.testing.states import difference
+from support.states import difference
 
 torch = pytest.importorskip("torch")
 

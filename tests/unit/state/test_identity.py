@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ckstore.commit.pipeline import _PIECE_NBYTES, identity_and_checksum
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import chunk_id_of
-from ckstore.pipeline import _PIECE_NBYTES, identity_and_checksum
+from ckstore.hashing import chunk_id_of
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckstore import standard_types, values
-from ckstore.capture import capture
 from ckstore.errors import CorruptError, LeafTypeError, MalformedError, UnsupportedError, UsageError
-from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.named_types import StandIn
-from ckstore.placement import prepare_restore
-from ckstore.recapture import Recapture
-from ckstore.testing.states import Kept, difference, round_trip
-from ckstore.tree import ConvertedNode, DictNode, ListNode, OtherKey, TupleNode, ValueNode, format_path, leaves_of
+from ckstore.format.tree import (
+    ConvertedNode,
+    DictNode,
+    ListNode,
+    OtherKey,
+    TupleNode,
+    ValueNode,
+    decode_tree,
+    encode_tree,
+    format_path,
+    leaves_of,
+)
+from ckstore.state import standard_types, values
+from ckstore.state.capture import capture
+from ckstore.state.capture_cache import Recapture
+from ckstore.state.named_types import StandIn
+from ckstore.state.placement import prepare_restore
+from support.states import Kept, difference, round_trip
 
 torch = pytest.importorskip("torch")
-from ckstore.adapters.torch_state import TorchAdapter  # noqa: E402
+from ckstore.state.torch_adapter import TorchAdapter  # noqa: E402
 
 TORCH = (TorchAdapter(),)
 

@@ -9,7 +9,6 @@ import torch
 
 import ckstore
 from ckstore.errors import UsageError
-from ckstore.testing.states import difference
 from support.loadables import (
     ADAPTERS,
     MODULES,
@@ -31,6 +30,7 @@ from support.loadables import (
     seen_of_optimizer,
     step,
 )
+from support.states import difference
 
 
 def in_dict(item):

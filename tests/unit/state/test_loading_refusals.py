@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import ckstore
-from ckstore import values
 from ckstore.errors import BackendError, MalformedError, UnsupportedError, UsageError
-from ckstore.testing.states import difference
+from ckstore.state import values
 from support.loadables import (
     Compiled,
     Resetting,
@@ -24,6 +23,7 @@ from support.loadables import (
     pair,
     step,
 )
+from support.states import difference
 
 
 class Failing:

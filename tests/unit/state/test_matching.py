@@ -6,12 +6,12 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import pytest
 import torch
 
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
 from ckstore.errors import UsageError
-from ckstore.testing.states import Kept, difference
-from ckstore.testing.states import round_trip as round_trip_with
-from ckstore.values import register_converter
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import TorchAdapter
+from ckstore.state.values import register_converter
+from support.states import Kept, difference
+from support.states import round_trip as round_trip_with
 
 ADAPTERS = (TorchAdapter(),)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore import memory_spans
-from ckstore.memory_spans import MemorySpan, Spans, SpanShape, fixed_starts_of, keeps_of
+from ckstore.state import memory_spans
+from ckstore.state.memory_spans import MemorySpan, Spans, SpanShape, fixed_starts_of, keeps_of
 
 
 @pytest.fixture

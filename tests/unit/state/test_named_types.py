@@ -9,14 +9,14 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
 from ckstore.errors import LeafTypeError
-from ckstore.named_types import DistinctStandIn, StandIn
-from ckstore.placement import prepare_restore
-from ckstore.recapture import Recapture
-from ckstore.testing.states import Kept, difference, round_trip
-from ckstore.tree import ConvertedNode, DictNode, ValueNode
+from ckstore.format.tree import ConvertedNode, DictNode, ValueNode
+from ckstore.state.capture import capture
+from ckstore.state.capture_cache import Recapture
+from ckstore.state.named_types import DistinctStandIn, StandIn
+from ckstore.state.placement import prepare_restore
+from ckstore.state.torch_adapter import TorchAdapter
+from support.states import Kept, difference, round_trip
 
 
 class Colour(enum.Enum):

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.capture import capture
-from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.recapture import Recapture
-from ckstore.testing.states import Kept, difference, round_trip
-from ckstore.tree import ListNode
+from ckstore.format.tree import ListNode, decode_tree, encode_tree
+from ckstore.state.capture import capture
+from ckstore.state.capture_cache import Recapture
+from support.states import Kept, difference, round_trip
 
 ORDER = list(range(20_000))
 random.Random(0).shuffle(ORDER)
@@ -105,7 +104,7 @@ def test_a_commit_of_an_unchanged_list_writes_no_chunk_and_a_short_manifest(tmp_
 
 def test_an_optimizer_of_thousands_of_parameters_is_filled_in_place():
     torch = pytest.importorskip("torch")
-    from ckstore.adapters.torch_state import TorchAdapter
+    from ckstore.state.torch_adapter import TorchAdapter
 
     def trained(value):
         weights = [torch.nn.Parameter(torch.full((1,), value)) for _ in range(1_100)]

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckstore.adapters.torch_state import TorchAdapter
-from ckstore.capture import capture
 from ckstore.errors import UsageError
-from ckstore.testing.states import Kept, difference
-from ckstore.testing.states import round_trip as round_trip_with
+from ckstore.state.capture import capture
+from ckstore.state.torch_adapter import TorchAdapter
+from support.states import Kept, difference
+from support.states import round_trip as round_trip_with
 
 ADAPTERS = (TorchAdapter(),)
 

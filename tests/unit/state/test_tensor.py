@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ckstore
-from ckstore.capture import GAP_NBYTES_MAX, capture
 from ckstore.errors import CapacityError, CkstoreError, LeafTypeError, MalformedError, UnsupportedError, UsageError
-from ckstore.leaves import allocate, dtype_name, dtype_named
-from ckstore.placement import prepare_restore
-from ckstore.tensor import StorageSpec, TensorSpec, is_dense, overlaps_itself
-from ckstore.testing.states import Kept, difference, round_trip
-from ckstore.tree import TensorNode, ValueNode
+from ckstore.format.tensors import StorageSpec, TensorSpec, is_dense, overlaps_itself
+from ckstore.format.tree import TensorNode, ValueNode
+from ckstore.state.capture import GAP_NBYTES_MAX, capture
+from ckstore.state.numpy_adapter import allocate, dtype_name, dtype_named
+from ckstore.state.placement import prepare_restore
+from support.states import Kept, difference, round_trip
 
 SIMPLE = ["?", "i1", "u1", "<i2", ">i2", "<u4", ">i8", "<f2", ">f2", "<f4", ">f4", "<f8", "<c8", ">c16", "S3", "<U2"]
 DTYPES = [np.dtype(name) for name in [*SIMPLE, "V5", "V0", "U0", "M8[ns]", "<M8[25s]", "m8[D]", "M8", np.longdouble]]

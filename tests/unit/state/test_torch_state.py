@@ -9,15 +9,15 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckstore.adapters import torch_state
-from ckstore.adapters.torch_state import DTYPES, DeviceBytes, TorchAdapter
-from ckstore.capture import capture
 from ckstore.errors import BackendError, LeafTypeError, MalformedError, UnsupportedError, UsageError
-from ckstore.placement import libraries_needed, prepare_restore
-from ckstore.tensor import StorageSpec, TensorSpec
-from ckstore.testing.states import Kept, difference
-from ckstore.testing.states import round_trip as round_trip_with
-from ckstore.tree import TensorNode, ValueNode
+from ckstore.format.tensors import StorageSpec, TensorSpec
+from ckstore.format.tree import TensorNode, ValueNode
+from ckstore.state import torch_adapter
+from ckstore.state.capture import capture
+from ckstore.state.placement import libraries_needed, prepare_restore
+from ckstore.state.torch_adapter import DTYPES, DeviceBytes, TorchAdapter
+from support.states import Kept, difference
+from support.states import round_trip as round_trip_with
 
 ADAPTERS = (TorchAdapter(),)
 ALL_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
@@ -313,7 +313,7 @@ def test_a_device_that_fails_to_send_is_an_error_of_its_own(monkeypatch):
     def fail(held):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch_state, "copy_to_host", fail)
+    monkeypatch.setattr(torch_adapter, "copy_to_host", fail)
     storage = torch.arange(100, dtype=torch.uint8).untyped_storage()
     with pytest.raises(BackendError, match="copying from a device failed: CUDA error: an illegal memory access"):
         DeviceBytes(storage, storage.data_ptr(), torch.device("cpu"))(storage.data_ptr(), storage.data_ptr() + 9)
@@ -322,7 +322,7 @@ def test_a_device_that_fails_to_send_is_an_error_of_its_own(monkeypatch):
 def test_importing_the_rest_of_ckstore_does_not_import_torch():
     import subprocess
 
-    script = "import sys, ckstore.placement, ckstore.capture, ckstore.testing.states; print('torch' in sys.modules)"
+    script = "import sys, ckstore.state.placement, ckstore.state.capture; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

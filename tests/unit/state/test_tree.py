@@ -13,12 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckstore.capture import LONG_NBYTES_MIN, capture
 from ckstore.errors import LeafTypeError, MalformedError, NotFoundError, UnsupportedError, UsageError
-from ckstore.format.nodes import decode_tree, encode_tree
-from ckstore.placement import prepare_restore
-from ckstore.testing.states import Kept, difference, round_trip
-from ckstore.tree import (
+from ckstore.format.tree import (
     DEPTH_MAX,
     ConvertedNode,
     DictNode,
@@ -28,10 +24,15 @@ from ckstore.tree import (
     TupleNode,
     ValueNode,
     check_tree,
+    decode_tree,
+    encode_tree,
     format_path,
     leaves_of,
 )
-from ckstore.values import decode_plain, encode_plain, register_converter
+from ckstore.state.capture import LONG_NBYTES_MIN, capture
+from ckstore.state.placement import prepare_restore
+from ckstore.state.values import decode_plain, encode_plain, register_converter
+from support.states import Kept, difference, round_trip
 
 PLAIN = st.one_of(
     st.none(),
@@ -314,7 +315,8 @@ def test_an_unknown_type_of_value_is_unsupported():
 
 
 def test_tree_and_specs_need_neither_numpy_nor_torch():
-    script = "import sys, ckstore.tree, ckstore.tensor, ckstore.values; print({'numpy', 'torch'} & set(sys.modules))"
+    modules = "ckstore.format.tree, ckstore.format.tensors, ckstore.state.tensors, ckstore.state.values"
+    script = f"import sys, {modules}; print({{'numpy', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

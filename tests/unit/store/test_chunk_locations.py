@@ -6,7 +6,7 @@ import numpy as np
 
 from ckstore._testing import repository_of
 from ckstore.format.manifest import FrameRef, PackRef
-from ckstore.store.known import Known
+from ckstore.store.chunk_index import Known
 
 
 class FakeManifest:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ckstore.store.at_once import ask_each, do_each
+from ckstore.io.fan_out import ask_each, do_each
 
 
 class Far:

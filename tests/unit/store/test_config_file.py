@@ -12,17 +12,17 @@ import pytest
 
 import ckstore
 from ckstore.errors import ConflictError, LockHeldError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import ConfigRecord
-from ckstore.io.address import backend_for
 from ckstore.io.memory import MemoryBackend
+from ckstore.io.url import backend_for
 from ckstore.store import config_file
 from ckstore.store.config_file import change_config, read_config
 
 PROCESSES, CHANGES = 4, 12
 PROGRAM = """
 import sys
-from ckstore.io.address import backend_for
+from ckstore.io.url import backend_for
 from ckstore.store.tiers import Tiers
 tiers = Tiers(backend_for(sys.argv[1]), b"")
 for number in range(int(sys.argv[3])):
@@ -52,7 +52,7 @@ def while_another_changes(backend, act):
 def backend(request, tmp_path):
     if request.param == "memory":
         backend = MemoryBackend()
-        backend.make_folder(layout.TMP_FOLDER)
+        backend.make_folder(paths.TMP_FOLDER)
         return backend
     ckstore.open(tmp_path / "store").close()
     return backend_for(tmp_path / "store")
@@ -66,9 +66,9 @@ def test_change_that_was_made_meanwhile_is_kept(backend):
 
 def test_change_that_changes_nothing_writes_nothing(backend):
     change_config(backend, with_tier("a"))
-    before = backend.stat(layout.CONFIG_FILE)
+    before = backend.stat(paths.CONFIG_FILE)
     assert change_config(backend, with_tier("a")).tiers == {"a": "/a"}
-    assert backend.stat(layout.CONFIG_FILE) == before
+    assert backend.stat(paths.CONFIG_FILE) == before
 
 
 def test_endless_changes_of_others_are_told(backend):
@@ -98,7 +98,7 @@ def test_holder_that_does_not_end_is_told_and_nothing_is_changed(tmp_path, monke
     ckstore.open(folder).close()
     backend = backend_for(folder)
     monkeypatch.setattr(config_file, "LOCK_PATIENCE_SECONDS", 0.05)
-    with backend.try_lock(layout.CONFIG_LOCK_FILE), pytest.raises(LockHeldError, match="does not end"):
+    with backend.try_lock(paths.CONFIG_LOCK_FILE), pytest.raises(LockHeldError, match="does not end"):
         change_config(backend, with_tier("ours"))
     assert read_config(backend).tiers == {}
     assert change_config(backend, with_tier("ours")).tiers == {"ours": "/ours"}
@@ -125,7 +125,7 @@ def test_store_without_locks_says_so_at_init_and_collects_and_is_configured(tmp_
         store.set_retention({"keep_last": 2})
         assert store.retention.keep_last == 2
     assert "failing" not in caplog.text
-    assert backend_for(tmp_path / "store").list_names(layout.TMP_FOLDER) == []
+    assert backend_for(tmp_path / "store").list_names(paths.TMP_FOLDER) == []
 
 
 def test_without_locks_a_change_waits_for_another_and_not_for_one_that_was_killed(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_without_locks_a_change_waits_for_another_and_not_for_one_that_was_kille
     old = stand_in.stat().st_mtime - config_file.LOCK_AGE_SECONDS_MAX - 5
     os.utime(stand_in, (old, old))
     assert set(change_config(backend, with_tier("a")).tiers) == {"a"}
-    assert backend.list_names(layout.TMP_FOLDER) == []
+    assert backend.list_names(paths.TMP_FOLDER) == []
 
 
 def test_without_locks_two_processes_lose_no_change(tmp_path):

@@ -10,9 +10,9 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import BackendError, ConflictError, NotFoundError, UnreachableError
-from ckstore.format import layout
+from ckstore.format import paths as layout
 from ckstore.io.memory import MemoryBackend
-from ckstore.store import manifests as manifests_module
+from ckstore.store import manifests
 
 
 def state_of(number):
@@ -149,8 +149,8 @@ def test_exchange_in_the_middle_of_a_publication_is_not_acknowledged(exchanged):
 def test_without_the_second_check_such_a_commit_is_acknowledged(exchanged, monkeypatch):
     store, backend = exchanged
     checks = iter([True, True, False])
-    real = manifests_module.require_same_store
-    monkeypatch.setattr(manifests_module, "require_same_store", lambda *what: next(checks) and real(*what))
+    real = manifests.require_same_store
+    monkeypatch.setattr(manifests, "require_same_store", lambda *what: next(checks) and real(*what))
     store.commit(state_of(1), 1)
     assert len(backend.list_names("manifests/main")) == 2
 

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from ckstore._testing import repository_of
 from ckstore.errors import BackendError, CapacityError, ConflictError
-from ckstore.format import layout
+from ckstore.format import paths as layout
 from ckstore.format.records import IntentRecord, encode_record
-from ckstore.ids import new_token
+from ckstore.hashing import new_token
 from ckstore.io.backend import Distant
 from ckstore.io.memory import MemoryBackend
+from ckstore.processes import boot_identity, process_started
 from ckstore.store.intents import intents_in, make_intents, remove_abandoned
-from ckstore.store.processes import boot_identity, process_started
 from ckstore.store.tags import Tags
 from support.gc_histories import keeper, once
 

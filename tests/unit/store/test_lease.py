@@ -21,20 +21,20 @@ import pytest
 import ckstore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import BackendError, ConflictError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, decode_record, encode_record
 from ckstore.io.memory import MemoryBackend
+from ckstore.processes import boot_identity, is_stopped, process_started
 from ckstore.store.lease import STALE_SECONDS, Lease
-from ckstore.store.processes import boot_identity, is_stopped, process_started
 
 SRC = str(Path(ckstore.__file__).parent.parent)
-PATH = layout.lease_name("main")
+PATH = paths.lease_name("main")
 
 
 @pytest.fixture
 def backend():
     made = MemoryBackend()
-    for folder in layout.TOP_FOLDERS:
+    for folder in paths.TOP_FOLDERS:
         made.make_folder(folder)
     return made
 
@@ -425,7 +425,7 @@ def test_a_twin_in_another_boot_is_judged_by_its_heart(backend, clock, beats):
 def test_a_holder_under_anothers_proc_is_judged_by_its_heart(backend, clock, monkeypatch, tmp_path):
     here, parent = boot_identity(), os.getppid()
     started = process_started(parent)
-    monkeypatch.setattr("ckstore.store.processes.proc_is_ours", lambda: False)
+    monkeypatch.setattr("ckstore.processes.proc_is_ours", lambda: False)
     put_holder(backend, boot_id=here, pid=parent, process_started=started)
     clock.on_sleep = lambda: put_holder(
         backend, boot_id=here, pid=parent, process_started=started, heartbeat_ns=clock.now_ns()

@@ -9,17 +9,17 @@ import time
 
 import pytest
 
+from ckstore import processes
 from ckstore.clock import SYSTEM_CLOCK, SystemClock
 from ckstore.errors import BackendError, ConflictError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record, with_changes
 from ckstore.io.memory import MemoryBackend
-from ckstore.store import processes
+from ckstore.processes import boot_identity, is_stopped, process_started
 from ckstore.store.lease import Lease
-from ckstore.store.lease_record import GONE, SaverPurpose, read_lease
-from ckstore.store.processes import boot_identity, is_stopped, process_started
+from ckstore.store.orphans import GONE, SaverPurpose, read_lease
 
-PATH = layout.lease_name("main")
+PATH = paths.lease_name("main")
 
 
 class Watched(MemoryBackend):
@@ -57,7 +57,7 @@ class Watched(MemoryBackend):
 @pytest.fixture
 def backend():
     made = Watched()
-    for folder in layout.TOP_FOLDERS:
+    for folder in paths.TOP_FOLDERS:
         made.make_folder(folder)
     return made
 
@@ -86,7 +86,7 @@ def stop(pid):
 
 
 def drafts(backend):
-    return [name for name in backend.list_names(layout.TMP_FOLDER) if name.endswith(".lease")]
+    return [name for name in backend.list_names(paths.TMP_FOLDER) if name.endswith(".lease")]
 
 
 def assert_lent(backend, saver, step):

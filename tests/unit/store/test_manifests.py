@@ -10,13 +10,13 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MalformedError
-from ckstore.format import layout
-from ckstore.format.layout import ManifestName
+from ckstore.format import paths
 from ckstore.format.manifest import decode_manifest, encode_manifest, republished
+from ckstore.format.paths import ManifestName
 from ckstore.io.memory import MemoryBackend
 from support.drop_marks import mark_dropped
 
-FOLDER = layout.manifests_folder("main")
+FOLDER = paths.manifests_folder("main")
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def test_claims_are_given_once_and_upward(manifests, backend):
 
 
 def test_claim_is_durable_when_it_returns(manifests, backend):
-    before = backend.syncs[layout.claims_folder("main")]
+    before = backend.syncs[paths.claims_folder("main")]
     manifests.claim(1)
-    assert backend.syncs[layout.claims_folder("main")] == before + 1
+    assert backend.syncs[paths.claims_folder("main")] == before + 1
 
 
 def test_claims_of_many_threads_differ(manifests):
@@ -137,10 +137,10 @@ def test_dropped_seq_is_not_listed_even_before_it_is_moved(manifests, store):
 
 def test_drop_mark_is_durable_and_may_be_made_twice(manifests, store, backend):
     intents = {0: repository_of(store).tags.declare(0, "test")}
-    before = backend.syncs[layout.claims_folder("main")]
+    before = backend.syncs[paths.claims_folder("main")]
     manifests.mark_dropped(intents)
     manifests.mark_dropped(intents)
-    assert backend.syncs[layout.claims_folder("main")] == before + 2
+    assert backend.syncs[paths.claims_folder("main")] == before + 2
 
 
 def test_no_drop_mark_is_made_without_the_intent(manifests, store, backend):
@@ -158,7 +158,7 @@ def test_dropping_moves_every_generation_into_fresh_trash(manifests, manifest, s
     assert manifests.move_to_trash(frozenset({0})) == 2
     assert backend.list_names(FOLDER) == []
     (gc_id,) = backend.list_names("trash")
-    folder = layout.trash_manifests_folder(gc_id, "main")
+    folder = paths.trash_manifests_folder(gc_id, "main")
     assert len(backend.list_names(folder)) == 2
     assert backend.syncs[folder] >= 1
     assert manifests.move_to_trash(frozenset({0})) == 0

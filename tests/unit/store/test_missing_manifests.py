@@ -11,7 +11,7 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.cli.main import run as run_command
 from ckstore.errors import BackendError, ConflictError, CorruptError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
 
 
@@ -200,7 +200,7 @@ def test_commit_whose_mark_cannot_be_made_is_acknowledged():
     backend = FailingBackend()
     with ckstore.open(backend) as store:
         store.commit(state_of(0), 0)
-        backend.prefix = layout.published_mark_name("main", 1)
+        backend.prefix = paths.published_mark_name("main", 1)
         store.commit(state_of(1), 1)
         assert store.steps() == [0, 1]
         assert is_quiet(store)

@@ -8,11 +8,11 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, CorruptError, MissingChunkError, NotFoundError, UnsupportedError, UsageError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import StoreRecord, encode_record
 from ckstore.io.memory import MemoryBackend
-from ckstore.testing.model import difference
 from support.memory_files import names_of, truncate
+from support.model import difference
 
 GC_ID = "ab" * 16
 
@@ -36,7 +36,7 @@ def packs_of(backend):
 
 def collect(backend, name):
     """Move a pack to the trash, as a collector does."""
-    folder = layout.trash_packs_folder(GC_ID)
+    folder = paths.trash_packs_folder(GC_ID)
     backend.make_folder(folder)
     backend.rename_new(name, f"{folder}/{name.rsplit('/', 1)[1]}")
 
@@ -64,9 +64,9 @@ def test_pack_that_was_collected_before_publishing_is_brought_back(store, backen
     assert receipt.chunks_reused == 1
     assert receipt.seq == 1
     assert first in packs_of(backend)
-    assert backend.list_names(layout.trash_packs_folder(GC_ID)) == []
+    assert backend.list_names(paths.trash_packs_folder(GC_ID)) == []
     assert backend.syncs[first.rsplit("/", 1)[0]] >= 2, "the folder of the rescued pack is made durable"
-    assert backend.syncs[layout.trash_packs_folder(GC_ID)] == 1
+    assert backend.syncs[paths.trash_packs_folder(GC_ID)] == 1
     assert difference(store.restore(2), STATES[1]) is None
     assert store.verify("decode").is_clean
 
@@ -151,9 +151,9 @@ def test_missing_pack_stops_a_named_restore_and_is_named(store, backend, first):
 
 def test_new_store_has_every_folder_durable(backend):
     ckstore.open(backend).close()
-    assert {name for name in backend.folders() if "/" not in name} == {"", *layout.TOP_FOLDERS}
+    assert {name for name in backend.folders() if "/" not in name} == {"", *paths.TOP_FOLDERS}
     assert len(backend.list_names("packs")) == 256
-    for folder in ("", *layout.TOP_FOLDERS, *layout.pack_folders()):
+    for folder in ("", *paths.TOP_FOLDERS, *paths.pack_folders()):
         assert backend.syncs[folder] >= 1, folder
     assert backend.list_names("tmp") == []
 
@@ -180,7 +180,7 @@ def test_two_who_make_a_store_at_once_share_it(backend, monkeypatch):
 
 
 def test_interrupted_making_is_finished_by_the_next(backend):
-    for folder in layout.TOP_FOLDERS[4:]:
+    for folder in paths.TOP_FOLDERS[4:]:
         backend.make_folder(folder)
     backend.create("tmp/" + "ab" * 16 + ".store", b"torn", sync=False)
     with ckstore.open(backend) as store:

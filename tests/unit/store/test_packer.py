@@ -21,11 +21,11 @@ from ckstore.format.pack import (
     scan_frames,
 )
 from ckstore.format.wire import xxh3_64
-from ckstore.ids import NO_BASE, chunk_id_of
+from ckstore.hashing import NO_BASE, chunk_id_of
 from ckstore.io.buffers import BufferPool
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.packer import Packer
+from ckstore.store.pack_writer import Packer
 
 STORE_ID = bytes(range(16))
 

@@ -10,17 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckstore.saver.priority import Priority
-from ckstore.saver.process import Watch
-from ckstore.store import processes
-from ckstore.store.processes import (
-    boot_identity,
-    is_running,
-    is_stopped,
-    maker_is_running,
-    proc_is_ours,
-    process_started,
-)
+from ckstore import processes
+from ckstore.background.saver.priority import Priority
+from ckstore.background.saver_process import Watch
+from ckstore.processes import boot_identity, is_running, is_stopped, maker_is_running, proc_is_ours, process_started
 
 STAT = "{pid} (a) b) {state} " + " ".join(["0"] * 18) + " {started} 0 0\n"
 

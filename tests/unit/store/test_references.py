@@ -88,16 +88,16 @@ def test_what_is_no_reference_is_refused(run, reference):
 
 def test_id_prefix_of_two_checkpoints_is_refused_as_ambiguous(run, monkeypatch):
     # Two entries whose ids begin alike: the headers are made to look so.
-    from ckstore.store import references
+    from ckstore.store import refs
 
-    real = references.headers_newest_first
+    real = refs.headers_newest_first
 
     def alike(manifests):
         from dataclasses import replace
 
         return [replace(header, checkpoint_id=b"\xab" * 31 + bytes([header.seq])) for header in real(manifests)]
 
-    monkeypatch.setattr(references, "headers_newest_first", alike)
+    monkeypatch.setattr(refs, "headers_newest_first", alike)
     with pytest.raises(UsageError, match="4 checkpoint ids begin with abab"):
         run.info("id:abab")
     assert run.info("id:" + "ab" * 31 + "02").seq == 2

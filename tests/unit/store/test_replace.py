@@ -9,8 +9,8 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, NotFoundError
-from ckstore.format import layout
-from ckstore.store.replace import finish_replacements, settle
+from ckstore.format import paths
+from ckstore.store.replacement import finish_replacements, settle
 from support.drop_marks import mark_dropped
 
 
@@ -39,7 +39,7 @@ def test_settled_replacement_is_the_only_generation_in_place(parts, next_one, ba
     settle(parts, next_one, name)
     assert generations(parts) == [1]
     (gc_id,) = parts.trash.folders()
-    assert backend.list_names(layout.trash_manifests_folder(gc_id, "main")) == ["00000000-000000000005.0.ckm"]
+    assert backend.list_names(paths.trash_manifests_folder(gc_id, "main")) == ["00000000-000000000005.0.ckm"]
 
 
 def test_second_replacement_of_the_same_generation_is_a_conflict(parts, next_one):
@@ -61,7 +61,7 @@ def test_replacement_of_a_dropped_checkpoint_is_withdrawn(parts, next_one):
 
 def name_of(manifest, generation):
     header = manifest.header
-    return layout.ManifestName(header.run, header.seq, header.step, generation)
+    return paths.ManifestName(header.run, header.seq, header.step, generation)
 
 
 def test_replacement_whose_packs_are_gone_leaves_the_one_before(parts, backend, store):
@@ -72,7 +72,7 @@ def test_replacement_whose_packs_are_gone_leaves_the_one_before(parts, backend, 
     manifest = parts.manifests.load(parts.manifests.listing().names[-1])
     following = replace(manifest, header=replace(manifest.header, generation=1))
     name = parts.manifests.publish(following)
-    backend.unlink(layout.pack_name(manifest.packs[0].pack_id))
+    backend.unlink(paths.pack_name(manifest.packs[0].pack_id))
     with pytest.raises(ConflictError, match="vanished"):
         settle(parts, following, name)
     assert [n.generation for n in parts.manifests.listing().names if n.seq == name.seq] == [0]

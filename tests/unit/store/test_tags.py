@@ -10,11 +10,11 @@ import pytest
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UsageError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import IntentRecord, encode_record
 from ckstore.io.memory import MemoryBackend
+from ckstore.processes import boot_identity
 from ckstore.store import tags as tags_module
-from ckstore.store.processes import boot_identity
 from ckstore.store.tags import Tags
 from support.gc_histories import once
 
@@ -23,7 +23,7 @@ ID = bytes(range(32))
 
 @pytest.fixture
 def tags(backend):
-    for folder in (*layout.TOP_FOLDERS, layout.tags_folder("main"), layout.claims_folder("main")):
+    for folder in (*paths.TOP_FOLDERS, paths.tags_folder("main"), paths.claims_folder("main")):
         backend.make_folder(folder)
     return Tags(backend, "main", SYSTEM_CLOCK)
 
@@ -36,7 +36,7 @@ def test_tag_is_read_back_and_durable(tags, backend):
     put(tags, "good")
     record = tags.get("good")
     assert (record.seq, record.step, record.checkpoint_id) == (3, 30, ID.hex())
-    assert backend.syncs[layout.tags_folder("main")] == 1
+    assert backend.syncs[paths.tags_folder("main")] == 1
     assert any(name.startswith("tmp/") and name.endswith(".tag") for name in backend.syncs)
     assert backend.list_names("tmp") == []
 
@@ -59,10 +59,10 @@ def test_missing_tag_is_not_found(tags):
 
 def test_removed_tag_is_gone_durably(tags, backend):
     put(tags, "good")
-    before = backend.syncs[layout.tags_folder("main")]
+    before = backend.syncs[paths.tags_folder("main")]
     tags.remove("good")
     assert tags.all() == {}
-    assert backend.syncs[layout.tags_folder("main")] == before + 1
+    assert backend.syncs[paths.tags_folder("main")] == before + 1
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a..b", "latest", "7", "ä", "x" * 129])
@@ -74,7 +74,7 @@ def test_names_with_path_tricks_are_refused(tags, name):
 
 
 def test_damaged_tag_says_so_and_can_be_set_again(tags, backend):
-    path = layout.tag_name("main", "good")
+    path = paths.tag_name("main", "good")
     backend.create(path, b"not a record", sync=False)
     with pytest.raises(CorruptError, match="tag 'good' is damaged"):
         tags.get("good")
@@ -148,12 +148,12 @@ def test_intent_refuses_new_tags_until_it_is_retracted(tags):
 
 
 def test_intent_is_durable_before_tags_are_read(tags, backend):
-    before = backend.syncs[layout.claims_folder("main")]
+    before = backend.syncs[paths.claims_folder("main")]
     path = tags.declare(3, "delete")
     assert [count for name, count in backend.syncs.items() if name.endswith(".intent")] == [1]
     assert backend.stat(path) is not None
     assert backend.list_names("tmp") == []
-    assert backend.syncs[layout.claims_folder("main")] == before + 1
+    assert backend.syncs[paths.claims_folder("main")] == before + 1
 
 
 def test_intent_of_a_dead_maker_refuses_nothing(tags, backend):
@@ -167,7 +167,7 @@ def test_intent_of_a_dead_maker_refuses_nothing(tags, backend):
         heartbeat_ns=1,
         what="delete",
     )
-    backend.create(layout.intent_name("main", 3, record.token), encode_record(record), sync=False)
+    backend.create(paths.intent_name("main", 3, record.token), encode_record(record), sync=False)
     assert tags.intents_on(3) == []
     put(tags, "good", 3)
 
@@ -183,7 +183,7 @@ def test_intent_of_another_host_refuses(tags, backend):
         heartbeat_ns=1,
         what="delete",
     )
-    backend.create(layout.intent_name("main", 3, record.token), encode_record(record), sync=False)
+    backend.create(paths.intent_name("main", 3, record.token), encode_record(record), sync=False)
     with pytest.raises(ConflictError):
         put(tags, "good", 3)
 

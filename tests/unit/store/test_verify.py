@@ -18,13 +18,13 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import Limits
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header, encode_frame_header
-from ckstore.format.layout import pack_name
 from ckstore.format.pack import SUPERHEADER_NBYTES, TAIL_NBYTES, decode_tail
+from ckstore.format.paths import pack_name
 from ckstore.format.records import encode_record
 from ckstore.format.wire import xxh3_64
-from ckstore.store import pack_audit
-from ckstore.store.parts import create_store
-from ckstore.testing.format_samples import sample_records
+from ckstore.ops import verify_packs
+from ckstore.store.repository import create_store
+from support.format_samples import sample_records
 from support.memory_files import edited, flip, names_of, swap, truncate
 
 LEVELS = ["quick", "read", "decode"]
@@ -248,7 +248,7 @@ def test_failure_of_the_checker_itself_is_raised_and_not_waited_for(filled, monk
     def fail(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(pack_audit, "check_entry", fail)
+    monkeypatch.setattr(verify_packs, "check_entry", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         filled.verify("read")
 

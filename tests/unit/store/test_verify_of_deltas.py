@@ -10,13 +10,13 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.clock import SYSTEM_CLOCK
+from ckstore.codec.frame_decoder import FrameDecoder
 from ckstore.config import KIB, MIB, Limits, Policy
-from ckstore.decoder import FrameDecoder
 from ckstore.format.frame import FRAME_HEADER_NBYTES
-from ckstore.format.layout import pack_name
-from ckstore.store import chain_audit
-from ckstore.store.parts import create_store
-from ckstore.testing.chains import ChainWriter
+from ckstore.format.paths import pack_name
+from ckstore.ops import verify_chains
+from ckstore.store.repository import create_store
+from support.chains import ChainWriter
 from support.memory_files import flip
 
 CHUNK_NBYTES = 64 * KIB
@@ -101,8 +101,8 @@ def test_every_frame_is_decoded_and_hardly_any_twice(tree, decoded):
 @pytest.mark.parametrize("copies", [0, 1])
 def test_few_copies_cost_time_and_nothing_else(tree, decoded, copies, monkeypatch):
     store, _ = tree
-    monkeypatch.setattr(chain_audit, "COPIES_MAX", copies)
-    monkeypatch.setattr(chain_audit, "NESTED_MAX", 2)
+    monkeypatch.setattr(verify_chains, "COPIES_MAX", copies)
+    monkeypatch.setattr(verify_chains, "NESTED_MAX", 2)
     assert store.verify("decode").is_clean
     frames = frames_of(manifests_of(store))
     assert set(decoded) == {frame.chunk_id for _, frame in frames.values()}
@@ -146,7 +146,7 @@ def test_missing_pack_of_bases_names_the_tensors_that_rest_on_them(store, backen
 
 def test_residual_of_wrong_words_is_found_by_decoding(store, backend, monkeypatch):
     """Right checksums, a sound base, and yet other bytes: a coder that was wrong at the commit."""
-    from ckstore.delta import ordered
+    from ckstore.codec import ordered
 
     original = ordered.subtract
 
@@ -192,14 +192,14 @@ def test_walks_keep_within_the_memory_of_the_policy(tree, monkeypatch):
     store, _ = tree
     pools = []
 
-    class Pool(chain_audit.BufferPool):
+    class Pool(verify_chains.BufferPool):
         def __init__(self, block_nbytes, count):
             super().__init__(block_nbytes, count)
             pools.append(self.nbytes)
 
-    monkeypatch.setattr(chain_audit, "BufferPool", Pool)
+    monkeypatch.setattr(verify_chains, "BufferPool", Pool)
     policy = Policy(threads=64, memory_nbytes_max=56 * MIB)
     with ckstore.open(repository_of(store).backend, create=False, policy=policy) as bounded:
         assert bounded.verify("decode").is_clean
     assert pools
-    assert len(pools) * (max(pools) + (chain_audit.COPIES_MAX + 1) * CHUNK_NBYTES) < 56 * MIB
+    assert len(pools) * (max(pools) + (verify_chains.COPIES_MAX + 1) * CHUNK_NBYTES) < 56 * MIB

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from ckstore.kernels import on_numpy
+from ckstore.codec.kernels import reference
 from support.kernel_twins import both
 
 WIDTHS = (1, 2, 4, 8)
@@ -175,7 +175,7 @@ def test_roundings_of_any_length_and_place_touch_nothing_else(loops: ModuleType)
             source = np.random.default_rng(count).bytes(4 * count + 1)[1:]
             room = np.full(2 * count + 2 * GUARD, 0x5A, np.uint8)
             loops.round_floats(source, room[GUARD + 1 :][: 2 * count], kind)
-            expected = rounded_by(on_numpy, np.frombuffer(source, np.uint32), kind)
+            expected = rounded_by(reference, np.frombuffer(source, np.uint32), kind)
             assert room[GUARD + 1 :][: 2 * count].tobytes() == expected.tobytes()
             assert (room[: GUARD + 1] == 0x5A).all()
             assert (room[GUARD + 1 + 2 * count :] == 0x5A).all()
@@ -183,7 +183,7 @@ def test_roundings_of_any_length_and_place_touch_nothing_else(loops: ModuleType)
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_twins_estimate_alike_to_the_last_bit(width: int) -> None:
-    on_native = pytest.importorskip("ckstore.kernels.on_native")
+    on_native = pytest.importorskip("ckstore.codec.kernels.native")
     rng = np.random.default_rng(width)
     for count in (1, 2, 15, 16, 17, 255, 1000, 16384 // width, 16384 // width + 1, 70_001):
         for source in (
@@ -193,9 +193,9 @@ def test_twins_estimate_alike_to_the_last_bit(width: int) -> None:
         ):
             base = np.where(rng.random(source.size) < 0.1, source ^ 3, source)
             for flag in (False, True):
-                expected = on_numpy.plane_bits(source, width, flag)
+                expected = reference.plane_bits(source, width, flag)
                 assert on_native.plane_bits(source, width, flag) == expected, count
-                assert on_native.delta_bits(source, base, width, flag) == on_numpy.delta_bits(
+                assert on_native.delta_bits(source, base, width, flag) == reference.delta_bits(
                     source, base, width, flag
                 ), count
 

@@ -7,11 +7,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from ckstore.kernels import on_numpy
+from ckstore.codec.kernels import reference
 
-on_native = pytest.importorskip("ckstore.kernels.on_native", reason="the extension is not built")
+on_native = pytest.importorskip("ckstore.codec.kernels.native", reason="the extension is not built")
 
-BOTH = pytest.mark.parametrize("loops", [on_numpy, on_native], ids=["numpy", "native"])
+BOTH = pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
 SHAPES = pytest.mark.parametrize(
     ("count", "row", "phase"),
     [(0, 16, 3), (1, 16, 15), (300, 16, 5), (1000, 33, 32), (70_001, 513, 300), (66_000, 65_536, 65_000)],
@@ -22,7 +22,7 @@ VECTORS = pytest.mark.parametrize(("count", "length"), [(0, 0), (1, 1), (3, 64),
 def both(call, *outs: np.ndarray) -> tuple[object, list[np.ndarray]]:
     """Call both twins with arrays of their own, compare all they give and write, and return that."""
     filled = [[out.copy() for out in outs] for _ in range(2)]
-    results = [call(loops, *made) for loops, made in zip((on_numpy, on_native), filled, strict=True)]
+    results = [call(loops, *made) for loops, made in zip((reference, on_native), filled, strict=True)]
     assert results[0] == results[1]
     for one, other in zip(*filled, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -64,7 +64,7 @@ def test_values_that_have_no_root_are_told_by_the_least(loops: ModuleType) -> No
 def test_one_value_that_is_no_number_is_told(place: int, wrong: float) -> None:
     values = np.ones(140, np.float32)
     values[place] = wrong
-    for loops in (on_numpy, on_native):
+    for loops in (reference, on_native):
         extremes = loops.take_roots(values.copy(), np.empty(3), np.empty(70), 70, 3)
         expected = (np.nan, np.nan) if np.isnan(wrong) else sorted((1.0, float(np.float32(wrong))))
         assert np.array_equal(extremes, expected, equal_nan=True)

@@ -14,8 +14,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from ckstore import kernels
-from ckstore.kernels import on_numpy
+from ckstore.codec import kernels
+from ckstore.codec.kernels import reference
 from support.kernel_twins import both
 
 WIDTHS = (1, 2, 4, 8)
@@ -69,7 +69,7 @@ def test_merge_inverts_the_numpy_split(loops: ModuleType, width: int, rotate: bo
         for count in COUNTS:
             source = pattern(name, count * width)
             planes = np.empty(source.size, np.uint8)
-            on_numpy.split_planes(source.data, planes.data, width, rotate)
+            reference.split_planes(source.data, planes.data, width, rotate)
             merged = np.full(source.size, 0xAA, np.uint8)
             loops.merge_planes(cut(planes, width), merged, width, rotate)
             assert merged.tobytes() == source.tobytes(), (name, count)
@@ -172,11 +172,11 @@ def test_kernels_say_what_was_chosen() -> None:
     names = {name for name in kernels.__all__ if name.islower()}
     assert set(kernels.IMPLEMENTATION) == names
     for name, chosen in kernels.IMPLEMENTATION.items():
-        assert (getattr(kernels, name) is getattr(on_numpy, name)) == (chosen == "numpy")
+        assert (getattr(kernels, name) is getattr(reference, name)) == (chosen == "numpy")
 
 
 def test_native_loops_run_while_another_thread_runs_python() -> None:
-    on_native = pytest.importorskip("ckstore.kernels.on_native")
+    on_native = pytest.importorskip("ckstore.codec.kernels.native")
     source = np.zeros(256 << 20, np.uint8)
 
     def ticks_of_a_call() -> int:

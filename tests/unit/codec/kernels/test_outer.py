@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckstore.kernels import on_numpy
+from ckstore.codec.kernels import reference
 
-on_native = pytest.importorskip("ckstore.kernels.on_native", reason="the extension is not built")
+on_native = pytest.importorskip("ckstore.codec.kernels.native", reason="the extension is not built")
 _native = pytest.importorskip("ckstore._native", reason="the extension is not built")
 
 KINDS = {0: "<f4", 1: "<u2", 2: "<f2"}
 SHAPES = [(0, 16, 3), (1, 16, 15), (300, 16, 5), (1000, 33, 32), (70_001, 513, 300), (66_000, 65_536, 65_000)]
-BOTH = pytest.mark.parametrize("loops", [on_numpy, on_native], ids=["numpy", "native"])
+BOTH = pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
 PORTABLE = SimpleNamespace(
     multiply_floats=_native.multiply_floats_portably, multiply_words=_native.multiply_words_portably
 )
 """What processors without pairs of bf16 and of words run."""
 
-ALL = pytest.mark.parametrize("loops", [on_numpy, on_native, PORTABLE], ids=["numpy", "native", "portable"])
+ALL = pytest.mark.parametrize("loops", [reference, on_native, PORTABLE], ids=["numpy", "native", "portable"])
 TINY = np.float32(2.0**-126)
 
 
@@ -80,7 +80,7 @@ def test_factors_are_rounded_to_the_nearest_bf16_and_ties_to_even(loops: Any) ->
     left[0, 2:], right[2:, 0] = 0.0, 0.0
     out, expected = np.empty((29, 77), np.float32), np.empty((29, 77), np.float32)
     loops.multiply_floats(left, right, out, 29, 700, 77, rounds=True)
-    on_numpy.multiply_floats(left, right, expected, 29, 700, 77, rounds=True)
+    reference.multiply_floats(left, right, expected, 29, 700, 77, rounds=True)
     assert out[0, 0] == 1.0 + (1 + 2**-6)
     assert np.abs(out - expected).max() < 1e-4
     plain = left @ right
@@ -177,7 +177,7 @@ def test_elements_are_the_same_bit_for_bit(count: int, row: int, phase: int, rul
     given = stored(base, kind)
     sides = (rows, cols, b"") if rule == 2 else (b"", b"", given)
     made = []
-    for loops in (on_numpy, on_native):
+    for loops in (reference, on_native):
         out = np.full(count, 7, KINDS[kind])
         greatest = loops.finish_outer(product, *sides, out, row, phase, kind, rule, 3e-7, 0.25)
         made.append((greatest, out.tobytes()))

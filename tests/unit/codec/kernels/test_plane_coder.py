@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ckstore.kernels import coder_on_numpy, on_numpy
+from ckstore.codec.kernels import rans_reference, reference
 
-BLOCK = coder_on_numpy.BLOCK_NBYTES
+BLOCK = rans_reference.BLOCK_NBYTES
 GUARD = 64
 Plane = np.ndarray
 
@@ -23,11 +23,11 @@ on_native = pytest.importorskip("ckstore._native", reason="the extension is not 
 NATIVE = on_native.coder_loops()
 ENCODERS: dict[str, Callable[[Plane, Plane], int]] = {
     **{loops: partial(on_native.encode_plane_by, loops) for loops in NATIVE},
-    "numpy": on_numpy.encode_plane,
+    "numpy": reference.encode_plane,
 }
 DECODERS: dict[str, Callable[[Plane, Plane], bool]] = {
     **{loops: partial(on_native.decode_plane_by, loops) for loops in NATIVE},
-    "numpy": on_numpy.decode_plane,
+    "numpy": reference.decode_plane,
 }
 
 
@@ -75,7 +75,7 @@ PLANES: dict[str, Callable[[], Plane]] = {
 
 
 def encoded_by(encode: Callable[[Plane, Plane], int], plane: Plane) -> bytes:
-    bound = on_numpy.plane_bound(plane.size)
+    bound = reference.plane_bound(plane.size)
     room = np.full(bound + GUARD, 0x5A, np.uint8)
     nbytes = encode(plane, room[:bound])
     assert nbytes <= bound
@@ -145,9 +145,9 @@ def test_every_quotient_is_right() -> None:
 def test_wrong_room_raises_value_error(twin: str) -> None:
     plane = skewed(1000)
     with pytest.raises(ValueError, match="length"):
-        ENCODERS[twin](plane, np.empty(on_numpy.plane_bound(1000) - 1, np.uint8))
+        ENCODERS[twin](plane, np.empty(reference.plane_bound(1000) - 1, np.uint8))
     with pytest.raises(ValueError, match="buffer"):
-        ENCODERS[twin](plane, np.frombuffer(bytes(on_numpy.plane_bound(1000)), np.uint8))
+        ENCODERS[twin](plane, np.frombuffer(bytes(reference.plane_bound(1000)), np.uint8))
     with pytest.raises(ValueError, match="buffer"):
         DECODERS[twin](plane, np.frombuffer(bytes(10), np.uint8))
 
@@ -223,7 +223,7 @@ def test_a_block_without_a_table_before_it_is_refused() -> None:
 def test_loops_are_named_the_fastest_first_and_others_are_refused() -> None:
     assert [name for name in ("avx512", "avx2", "portable") if name in NATIVE] == NATIVE
     plane = skewed(1000)
-    room = np.empty(on_numpy.plane_bound(1000), np.uint8)
+    room = np.empty(reference.plane_bound(1000), np.uint8)
     assert room[: on_native.encode_plane(plane, room)].tobytes() == encoded_by(ENCODERS["numpy"], plane)
     with pytest.raises(ValueError, match="no loops of that name"):
         on_native.encode_plane_by("sse9", plane, room)

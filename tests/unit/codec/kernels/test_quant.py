@@ -10,9 +10,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from ckstore.kernels import on_numpy
+from ckstore.codec.kernels import reference
 
-on_native = pytest.importorskip("ckstore.kernels.on_native", reason="the extension is not built")
+on_native = pytest.importorskip("ckstore.codec.kernels.native", reason="the extension is not built")
 
 KINDS = {0: "<f4", 1: "<u2", 2: "<f2"}
 # Elements, row, phase: one row, none, odd ends, phases in mid-row, rows as long as their limit.
@@ -52,7 +52,7 @@ def row_count(count: int, row: int, phase: int) -> int:
 def same(call, *outs: np.ndarray) -> object:
     """Call both twins with outputs of their own, filled alike, and compare all they give."""
     filled = [[np.full_like(out, 7) for out in outs] for _ in range(2)]
-    results = [call(loops, *made) for loops, made in zip((on_numpy, on_native), filled, strict=True)]
+    results = [call(loops, *made) for loops, made in zip((reference, on_native), filled, strict=True)]
     assert results[0] == results[1]
     for one, other in zip(*filled, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_told(kind: int, bad: float) -> None:
         wrong = sound.copy()
         wrong[place] = stored(np.array([bad]), kind)[0]
         out = np.empty(count, np.float32)
-        for loops in (on_numpy, on_native):
+        for loops in (reference, on_native):
             assert loops.float_values(sound, out, kind) is True
             assert loops.float_values(wrong, out, kind) is False
             assert loops.float_changes(sound, wrong, out, kind) is False
@@ -106,7 +106,7 @@ def test_what_is_not_finite_is_told(kind: int, bad: float) -> None:
             assert loops.float_quotients(sound, wrong, out, kind, 1.0) is False
 
 
-@pytest.mark.parametrize("loops", [on_numpy, on_native], ids=["numpy", "native"])
+@pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
 def test_quotients_are_clipped_where_the_second_moment_vanishes(loops: ModuleType) -> None:
     first = np.array([0.0, 1.0, -1.0, -0.0, 2.0, 3.0], "<f4")
     second = np.array([0.0, 0.0, -0.0, 1.0, 4.0, 1e-30], "<f4")
@@ -171,7 +171,7 @@ def test_reconstructions_are_the_same(count: int, row: int, phase: int, rule: in
     )
     if rule == 0:
         # Onto the base, at an odd place in memory.
-        for loops in (on_numpy, on_native):
+        for loops in (reference, on_native):
             room = np.full(base.nbytes + 129, 0x5A, np.uint8)
             place = room[65 : 65 + base.nbytes]
             place[:] = base.view(np.uint8)
@@ -239,7 +239,7 @@ def test_packed_symbols_are_the_same_and_come_back(alphabet: int, most: int) -> 
             assert told is bool((noise < digits).all() and (count == 0 or noise[-1] < last))
 
 
-@pytest.mark.parametrize("loops", [on_numpy, on_native], ids=["numpy", "native"])
+@pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
 def test_wrong_sizes_and_numbers_raise_value_error(loops: ModuleType) -> None:
     x, codes, book = np.zeros(40, np.float32), np.zeros(40, np.uint8), np.zeros(256, np.float32)
     rows, cols, row_classes, col_classes = np.ones(3, "f4"), np.ones(16, "f4"), np.zeros(3, "u1"), np.zeros(16, "u1")

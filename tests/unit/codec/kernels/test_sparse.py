@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ckstore.kernels import SPARSE_FROM, on_numpy
+from ckstore.codec.kernels import SPARSE_FROM, reference
 
 GUARD = 64
 Plane = np.ndarray
@@ -19,11 +19,11 @@ on_native = pytest.importorskip("ckstore._native", reason="the extension is not 
 NATIVE = on_native.coder_loops()
 ENCODERS: dict[str, Callable[[Plane, Plane], int]] = {
     **{loops: partial(on_native.encode_sparse_by, loops) for loops in NATIVE},
-    "numpy": on_numpy.encode_sparse,
+    "numpy": reference.encode_sparse,
 }
 DECODERS: dict[str, Callable[[Plane, Plane, Plane], bool]] = {
     **{loops: partial(on_native.decode_sparse_by, loops) for loops in NATIVE},
-    "numpy": on_numpy.decode_sparse,
+    "numpy": reference.decode_sparse,
 }
 
 
@@ -55,7 +55,7 @@ PLANES: dict[str, Callable[[], Plane]] = {
 
 
 def encoded_by(encode: Callable[[Plane, Plane], int], plane: Plane) -> bytes:
-    bound = on_numpy.plane_bound(plane.size)
+    bound = reference.plane_bound(plane.size)
     room = np.full(bound + GUARD, 0x5A, np.uint8)
     nbytes = encode(plane, room[:bound])
     assert nbytes <= bound
@@ -82,8 +82,8 @@ def payload_by_hand(plane: Plane, common: int, count: int | None = None, beyond:
 
 
 def coded_by_numpy(part: Plane) -> bytes:
-    room = np.empty(on_numpy.plane_bound(part.size), np.uint8)
-    return room[: on_numpy.encode_plane(part.copy(), room)].tobytes()
+    room = np.empty(reference.plane_bound(part.size), np.uint8)
+    return room[: reference.encode_plane(part.copy(), room)].tobytes()
 
 
 @pytest.mark.parametrize("name", PLANES)
@@ -112,13 +112,13 @@ def test_planes_that_are_not_sparse_are_left_alone(twin: str) -> None:
         np.zeros(0, np.uint8),
         np.random.default_rng(1).integers(0, 256, 1 << 17, dtype=np.uint8),
     ):
-        assert ENCODERS[twin](plane, np.empty(on_numpy.plane_bound(plane.size), np.uint8)) == 0
+        assert ENCODERS[twin](plane, np.empty(reference.plane_bound(plane.size), np.uint8)) == 0
 
 
 def test_sparse_planes_are_as_small_as_coded_ones() -> None:
     for share in (0.001, 0.01, 0.1, 0.2):
         plane = plane_of(1 << 20, share)
-        room = np.empty(on_numpy.plane_bound(plane.size), np.uint8)
+        room = np.empty(reference.plane_bound(plane.size), np.uint8)
         assert len(encoded_by(ENCODERS[NATIVE[0]], plane)) < 1.02 * on_native.encode_plane(plane, room) + 600
 
 
@@ -151,7 +151,7 @@ def test_all_bytes_may_be_others_and_equal_to_the_common_one(twin: str) -> None:
 
 @pytest.mark.parametrize("twin", ENCODERS)
 def test_wrong_room_raises_value_error(twin: str) -> None:
-    plane, bound = plane_of(SPARSE_FROM, 0.1), on_numpy.plane_bound(SPARSE_FROM)
+    plane, bound = plane_of(SPARSE_FROM, 0.1), reference.plane_bound(SPARSE_FROM)
     with pytest.raises(ValueError, match="length"):
         ENCODERS[twin](plane, np.empty(bound - 1, np.uint8))
     with pytest.raises(ValueError, match="buffer"):

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ckstore.retention.plan import Entry, plan_run
-from ckstore.retention.policy import Retention
+from ckstore.ops.gc.policy import Retention
+from ckstore.ops.gc.rules import Entry, plan_run
 from support import retention_cases as golden
 from support import retention_oracle as oracle
 

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import LockHeldError, NotFoundError, UsageError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import IntentRecord, decode_record, encode_record
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
-from ckstore.retention.policy import Retention
-from ckstore.store.gc_marks import Marker
+from ckstore.ops.gc.policy import Retention
+from ckstore.store.reachability import Marker
 from support.gc_histories import (
     LAST_ONE,
     check_restores,
@@ -274,7 +274,7 @@ def test_more_than_max_delete_is_refused_before_anything_is_changed(history, bac
 def test_rules_for_a_run_that_is_not_there_are_refused_or_do_nothing(history, backend):
     assert keeper(history, run="none").gc(LAST_ONE).runs == ()
     check_restores(history, range(6))
-    from ckstore.collection import GcLimits, collect_store
+    from ckstore.ops.gc.run import GcLimits, collect_store
 
     with pytest.raises(NotFoundError, match="no run 'none'"):
         collect_store(repository_of(history), LAST_ONE, runs=["none"], limits=GcLimits(), dry_run=True)
@@ -286,11 +286,11 @@ def test_quarantined_manifest_keeps_its_packs_even_if_it_is_damaged(history, bac
     content = bytearray(backend.read_bytes(name.path, nbytes_max=1 << 20))
     content[150] ^= 1
     history.delete(1)
-    backend.make_folder(layout.quarantine_manifests_folder("main"))
-    backend.create(f"{layout.quarantine_manifests_folder('main')}/{name.file}", bytes(content), sync=True)
+    backend.make_folder(paths.quarantine_manifests_folder("main"))
+    backend.create(f"{paths.quarantine_manifests_folder('main')}/{name.file}", bytes(content), sync=True)
     keeper(history).gc(LAST_ONE, now=True, repack_nbytes_max=0)
     assert pack in packs_in_place(backend)
-    backend.unlink(f"{layout.quarantine_manifests_folder('main')}/{name.file}")
+    backend.unlink(f"{paths.quarantine_manifests_folder('main')}/{name.file}")
     keeper(history).gc(now=True)
     assert pack not in packs_in_place(backend)
 

@@ -8,14 +8,14 @@ import socket
 import pytest
 
 import ckstore
-from ckstore import collection
 from ckstore._testing import repository_of
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.io.local import LocalBackend
-from ckstore.store import gc_pace
-from ckstore.store.gc_pace import PacedBackend, paced, someone_writes
-from ckstore.store.processes import boot_identity, process_started
+from ckstore.ops.gc import run as collection
+from ckstore.ops.gc import run as gc_pace
+from ckstore.ops.gc.run import PacedBackend, paced, someone_writes
+from ckstore.processes import boot_identity, process_started
 from support.gc_histories import LAST_ONE, check_restores, commit_all, keeper
 
 
@@ -49,7 +49,7 @@ def put_lease(backend, run="main", **changes):
         "heartbeat_ns": 1,
         "purpose": "",
     }
-    name = layout.lease_name(run)
+    name = paths.lease_name(run)
     if backend.stat(name) is not None:
         backend.unlink(name)
     backend.create(name, encode_record(LeaseRecord(**{**facts, **changes})), sync=False)

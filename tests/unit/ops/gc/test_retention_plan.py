@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckstore.retention.plan import Entry, plan_run
-from ckstore.retention.policy import Retention
+from ckstore.ops.gc.policy import Retention
+from ckstore.ops.gc.rules import Entry, plan_run
 from support import retention_cases as golden
 
 NOW_NS = golden.MONDAY_NS + golden.NOW_HOURS * golden.HOUR_NS

@@ -10,8 +10,10 @@ import pickle
 import pytest
 
 from ckstore.errors import UsageError
-from ckstore.retention.policy import RULES, Best, Retention
-from ckstore.retention.spans import (
+from ckstore.ops.gc.policy import (
+    RULES,
+    Best,
+    Retention,
     day_of,
     hour_of,
     month_of,

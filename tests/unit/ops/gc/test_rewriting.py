@@ -8,12 +8,11 @@ import pytest
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import CapacityError
-from ckstore.format import layout
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
-from ckstore.retention.policy import Retention
-from ckstore.store import gc_repack
-from ckstore.store.references import load_whole, resolve
-from ckstore.testing.model import difference
+from ckstore.ops.gc import rewrite_packs
+from ckstore.ops.gc.policy import Retention
+from ckstore.store.refs import load_whole, resolve
 from support.gc_histories import (
     HOUR,
     LAST_ONE,
@@ -25,6 +24,7 @@ from support.gc_histories import (
     parts_state,
 )
 from support.memory_files import flip
+from support.model import difference
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_half_empty_pack_is_rewritten_and_checkpoints_stay_what_they_are(history
     assert report.plan == dry.plan
     assert report.done.repacked.nbytes_written == rewrite.packed_nbytes
     assert report.done.repacked.manifests == 1
-    assert layout.pack_name(rewrite.pack_id) not in packs_in_place(backend)
+    assert paths.pack_name(rewrite.pack_id) not in packs_in_place(backend)
     assert before - sum(filter(None, files_of(backend).values())) > 0.6 * rewrite.nbytes
     assert {info.step: info.checkpoint_id for info in history.log()} == {step: ids[step] for step in (1, 2)}
     assert history.info(1).generation == 1
@@ -98,7 +98,7 @@ def test_several_manifests_that_name_a_pack_are_all_replaced(history, clock, bac
             for name in repository_of(handle).manifests.listing().names
             if (manifest := repository_of(handle).manifests.load(name))
         }
-    assert layout.pack_name(shared) in packs_in_place(backend), "what they shared, they share still"
+    assert paths.pack_name(shared) in packs_in_place(backend), "what they shared, they share still"
 
 
 def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
@@ -107,7 +107,7 @@ def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
         other.commit(parts_state(9, {1, 2, 3}), 9)
         other.commit({"x": np.arange(80_000)}, 10)
         backend.unlink(
-            layout.pack_name(repository_of(other).manifests.load(resolve(repository_of(other), 10)).packs[0].pack_id)
+            paths.pack_name(repository_of(other).manifests.load(resolve(repository_of(other), 10)).packs[0].pack_id)
         )
     report = keeper(history).gc(Retention(keep_last=2), now=True, all_runs=True)
     assert report.plan.rewrites == ()
@@ -116,7 +116,7 @@ def test_pack_of_a_blocked_run_is_not_rewritten(history, backend, clock):
 
 def test_damaged_frame_is_told_and_its_pack_left_as_it_is(history, backend):
     (rewrite,) = keeper(history).gc(Retention(keep_last=2), dry_run=True).plan.rewrites
-    path = layout.pack_name(rewrite.pack_id)
+    path = paths.pack_name(rewrite.pack_id)
     manifest = repository_of(history).manifests.load(resolve(repository_of(history), 1))
     frame = next(f for f in manifest.frames if manifest.packs[f.pack].pack_id == rewrite.pack_id)
     flip(backend, path, frame.offset + 1000)
@@ -141,14 +141,14 @@ def test_full_disk_leaves_packs_as_they_are(history, backend, monkeypatch):
 
 
 def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend, monkeypatch):
-    located_anew = gc_repack.located_anew
+    located_anew = rewrite_packs.located_anew
 
     def another_first(manifest, moved):
-        monkeypatch.setattr(gc_repack, "located_anew", located_anew)
+        monkeypatch.setattr(rewrite_packs, "located_anew", located_anew)
         keeper(history).gc(now=True)
         return located_anew(manifest, moved)
 
-    monkeypatch.setattr(gc_repack, "located_anew", another_first)
+    monkeypatch.setattr(rewrite_packs, "located_anew", another_first)
     report = keeper(history).gc(Retention(keep_last=2), now=True)
     assert "another writer has published" in report.done.repacked.troubles[0]
     assert history.info(1).generation == 1
@@ -157,13 +157,13 @@ def test_manifest_that_another_replaces_meanwhile_is_left_to_it(history, backend
 
 
 def test_checkpoint_that_is_dropped_while_it_is_replaced_stays_dropped(history, monkeypatch):
-    located_anew = gc_repack.located_anew
+    located_anew = rewrite_packs.located_anew
 
     def dropped_first(manifest, moved):
         history.delete(1)
         return located_anew(manifest, moved)
 
-    monkeypatch.setattr(gc_repack, "located_anew", dropped_first)
+    monkeypatch.setattr(rewrite_packs, "located_anew", dropped_first)
     keeper(history).gc(Retention(keep_last=2), now=True)
     assert history.steps() == [2]
     keeper(history).gc(now=True)
@@ -227,7 +227,7 @@ def test_reader_that_has_read_the_old_manifest_finds_the_new_one(history, monkey
 
 
 def test_generations_run_out_and_the_pack_stays(history, monkeypatch):
-    monkeypatch.setattr(gc_repack, "GENERATION_MAX", 0)
+    monkeypatch.setattr(rewrite_packs, "GENERATION_MAX", 0)
     report = keeper(history).gc(Retention(keep_last=2), now=True)
     assert report.done.repacked.manifests == 0
     restores(history, {1: parts_state(1, {1, 2, 3})})

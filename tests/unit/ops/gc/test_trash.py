@@ -8,19 +8,12 @@ import pytest
 
 import ckstore
 from ckstore._testing import repository_of
-from ckstore.errors import (
-    ConflictError,
-    CorruptError,
-    MissingChunkError,
-    NotFoundError,
-    UsageError,
-)
-from ckstore.format import layout
+from ckstore.errors import ConflictError, CorruptError, MissingChunkError, NotFoundError, UsageError
+from ckstore.format import paths
 from ckstore.io.memory import MemoryBackend
-from ckstore.retention.policy import Retention
-from ckstore.store import undelete as undelete_module
-from ckstore.store.drop import drop
-from ckstore.testing.model import difference
+from ckstore.ops.gc.policy import Retention
+from ckstore.store import history
+from ckstore.store.history import drop
 from support.drop_marks import mark_dropped
 from support.gc_histories import (
     LAST_ONE,
@@ -34,6 +27,7 @@ from support.gc_histories import (
     packs_in_place,
     state_of,
 )
+from support.model import difference
 
 HOUR = 3600
 
@@ -210,7 +204,7 @@ def test_folder_that_is_not_there_or_not_one_is_refused(store):
     with pytest.raises(NotFoundError):
         keeper(store).restore_from_trash("")
     twin = keeper(store).trash()[0].trash_id
-    repository_of(store).backend.make_folder(layout.trash_folder(twin[:5] + "0" * 27))
+    repository_of(store).backend.make_folder(paths.trash_folder(twin[:5] + "0" * 27))
     with pytest.raises(UsageError, match="more letters"):
         keeper(store).purge(twin[:5])
 
@@ -227,7 +221,7 @@ def test_purge_frees_one_folder_or_all(store, backend):
 
 def test_purge_brings_back_what_something_names(store, backend):
     path, gc_id = pack_of(store, 2), repository_of(store).trash.new_packs_folder()
-    backend.rename(path, f"{layout.trash_packs_folder(gc_id)}/{path.rsplit('/')[-1]}")
+    backend.rename(path, f"{paths.trash_packs_folder(gc_id)}/{path.rsplit('/')[-1]}")
     assert keeper(store).purge() == 0
     assert path in packs_in_place(backend)
 
@@ -244,9 +238,9 @@ def trash_of(store, *names):
     """Move files to a trash folder of their own, as a power cut in the middle of things may leave them."""
     parts, gc_id = repository_of(store), repository_of(store).trash.new_packs_folder()
     for path in names:
-        target = layout.trash_packs_folder(gc_id)
+        target = paths.trash_packs_folder(gc_id)
         if path.startswith("manifests/"):
-            target = layout.trash_manifests_folder(gc_id, "main")
+            target = paths.trash_manifests_folder(gc_id, "main")
             parts.backend.make_folder(target)
         parts.backend.rename(path, f"{target}/{path.rsplit('/')[-1]}")
     return gc_id
@@ -302,7 +296,7 @@ def test_superseded_generation_stays_while_a_pack_of_the_higher_is_missing(store
 
 def test_manifest_in_the_trash_that_nothing_supersedes_goes_back(store, backend):
     name = repository_of(store).manifests.listing().names[1]
-    folder = layout.trash_manifests_folder("5" * 32, "main")
+    folder = paths.trash_manifests_folder("5" * 32, "main")
     backend.make_folder(folder)
     backend.rename(name.path, f"{folder}/{name.file}")
     assert store.steps() == [0, 2, 3]
@@ -344,12 +338,12 @@ def test_restored_from_the_trash_is_the_highest_generation_not_the_last_in_order
     store.delete(1)
     (folder,) = [folder for folder in keeper(store).trash() if folder.manifests]
     assert len(folder.manifests) == 5
-    chosen, undelete = [], undelete_module.undelete
+    chosen, undelete = [], history.undelete
 
     def noting(parts, trashed):
         chosen.append(trashed.name.generation)
         return undelete(parts, trashed)
 
-    monkeypatch.setattr(undelete_module, "undelete", noting)
+    monkeypatch.setattr(history, "undelete", noting)
     assert [info.step for info in keeper(store).restore_from_trash(folder.trash_id).undeleted] == [1]
     assert chosen == [11]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import ckstore
-from ckstore.importing import story
-from ckstore.importing.loader import Loader
+from ckstore.ops.interop import run
+from ckstore.ops.interop.child import Loader
 
 
 @pytest.fixture
@@ -31,4 +31,4 @@ def kept_loader():
 
 @pytest.fixture(autouse=True)
 def one_child_for_all(kept_loader, monkeypatch):
-    monkeypatch.setattr(story, "Loader", lambda: kept_loader)
+    monkeypatch.setattr(run, "Loader", lambda: kept_loader)

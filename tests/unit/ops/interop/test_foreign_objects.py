@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckstore.errors import CkstoreError, UnsupportedError
-from ckstore.testing.states import difference
+from support.states import difference
 
 
 class Schedule(enum.Enum):
@@ -53,7 +53,7 @@ PLAIN_CONFIG = {"lr": 0.1, "schedule": "cosine", "data": "/data/x", "betas": (0.
         (types.SimpleNamespace(dtype=torch.float16), {"dtype": torch.float16}),
         (Config(), PLAIN_CONFIG),
         (AttributeDict(a=1, b=AttributeDict(c=[1, 2])), {"a": 1, "b": {"c": [1, 2]}}),
-        (argparse.Namespace(function=difference), {"function": "ckstore.testing.states.difference"}),
+        (argparse.Namespace(function=difference), {"function": "support.states.difference"}),
         (argparse.Namespace(weight=torch.ones(2)), {"weight": torch.ones(2)}),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckstore.errors import UnsupportedError
-from ckstore.testing.states import difference
+from support.states import difference
 
 PAIRS = [(1, "a"), (1, "b")]
 

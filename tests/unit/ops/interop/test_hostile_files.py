@@ -16,15 +16,14 @@ import pytest
 import torch
 
 import ckstore
-from ckstore.adapters.safetensors_header import read_header
-from ckstore.adapters.stand_ins import StandIns
-from ckstore.children import JOB_SIGNALS
 from ckstore.errors import CapacityError, CkstoreError, CorruptError, MalformedError, UnsupportedError
-from ckstore.importing import loader as loader_module
-from ckstore.importing.inert_pickle import Record, Symbol, read_inert
-from ckstore.importing.loader import Loader
-from ckstore.importing.parcel import Answer, read_parcel
-from ckstore.importing.storages import OpenFile
+from ckstore.ops.interop import child as loader_module
+from ckstore.ops.interop.child import Answer, Loader, read_parcel
+from ckstore.ops.interop.safetensors import read_header
+from ckstore.ops.interop.stand_ins import StandIns
+from ckstore.ops.interop.storages import OpenFile
+from ckstore.ops.interop.unpickle import Record, Symbol, read_inert
+from ckstore.processes import JOB_SIGNALS
 from support import foreign_checkpoints
 
 
@@ -55,7 +54,7 @@ def test_code_in_dcp_metadata_is_refused_and_not_run(store, tmp_path):
 
 
 def test_every_flipped_byte_of_dcp_metadata_is_an_error_or_does_no_harm(tmp_path):
-    from ckstore.adapters.foreign_dcp import load_dcp
+    from ckstore.ops.interop.dcp import load_dcp
 
     states = foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
     folder = tmp_path / "dcp" / "step-1"
@@ -104,12 +103,12 @@ def test_file_that_claims_more_than_it_holds_is_refused(store, tmp_path):
 
 
 def test_memory_bomb_ends_the_child_and_not_the_parent(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckstore.importing.child.BASE_NBYTES", 0)
+    monkeypatch.setattr("ckstore.ops.interop.child.BASE_NBYTES", 0)
     file = tmp_path / "step_1.pt"
     torch.save({"w": torch.zeros(10)}, file)
     code = (
-        "import resource, sys; from ckstore.importing import child; child.BASE_NBYTES = 200 << 20; "
-        "from ckstore.adapters import foreign_torch; "
+        "import resource, sys; from ckstore.ops.interop import child; child.BASE_NBYTES = 200 << 20; "
+        "from ckstore.state import foreign_torch; "
         "foreign_torch.load_file = lambda *_, is_peek=False: {'w': [bytearray(1 << 20) for _ in range(10_000)]}; "
         "child.serve(int(sys.argv[1]))"
     )
@@ -281,7 +280,7 @@ def test_names_in_files_never_become_paths(store, tmp_path):
 
 
 def test_dcp_part_outside_of_its_folder_is_refused(tmp_path):
-    from ckstore.adapters.foreign_dcp import load_dcp
+    from ckstore.ops.interop.dcp import load_dcp
 
     foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
     folder = tmp_path / "dcp" / "step-1"

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import ckstore
 from ckstore.errors import ConflictError, CorruptError, NotFoundError, UnsupportedError, UsageError
-from ckstore.testing.states import difference
 from support import foreign_checkpoints
+from support.states import difference
 
 
 def check_restored(store, states):
@@ -167,7 +167,7 @@ def test_safetensors_are_read_without_torch_and_in_the_library_they_were_written
 
 
 def test_exported_safetensors_come_back_with_their_tied_tensors(store, tmp_path):
-    from ckstore.adapters.safetensors import export_safetensors
+    from ckstore.ops.interop.safetensors import export_safetensors
 
     embedding = torch.randn(50, 4)
     export_safetensors({"head": embedding, "embed": embedding}, tmp_path / "step_1.safetensors")
@@ -187,7 +187,7 @@ def load_file_of_torch(path):
     ("dtype", "shape"), [("F8_E4M3FNUZ", [8]), ("F8_E5M2FNUZ", [2, 4]), ("F8_E8M0", [8]), ("F4", [2, 8])]
 )
 def test_safetensors_of_small_floats_are_read_as_the_reader_does_and_exported_again(store, tmp_path, dtype, shape):
-    from ckstore.adapters.safetensors import export_safetensors
+    from ckstore.ops.interop.safetensors import export_safetensors
 
     header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 8], "note": "unknown"}}).encode()
     file = tmp_path / "step_1.safetensors"
@@ -328,7 +328,7 @@ def test_import_waits_for_nobody_and_refuses_a_run_with_another_live_writer(tmp_
 
 
 def test_unsupported_is_raised_for_a_torch_that_runs_code_of_files(monkeypatch):
-    from ckstore.adapters.foreign_torch import check_torch
+    from ckstore.ops.interop.torch_save import check_torch
 
     for version in ("2.5.1", "2.9.1+cu128", "1.13", "nightly"):
         with pytest.raises(UnsupportedError, match="CVE-2026-24747"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckstore.importing.names import dates_in_name, is_unfinished, matches, number_of_name, shard_of_name, step_of_name
+from ckstore.ops.interop.scan import dates_in_name, is_unfinished, matches, number_of_name, shard_of_name, step_of_name
 
 
 @pytest.mark.parametrize(

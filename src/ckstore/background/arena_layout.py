@@ -1,0 +1,355 @@
+"""Where the bytes of a state lie in a slot of the arena, and in which order they are copied there.
+
+What must be copied before training goes on comes first, then what a guard protects; in each, what the saver wants
+first: samples of everything, small storages, then the rest in the order of the plan; a device is told of some large
+storages before (``runs``). Pure: no byte moves.
+
+What a device is told to copy, and in which order.
+
+A device sends a small tensor in less time than it takes to tell it of the next one, and would have nothing to do: so
+some large storages, which lie last, come first, and small ones are told of while those are on their way. No more of
+them than that takes: a saver begins with what lies first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.background.arena import UNIT_NBYTES
+from ckstore.background.saver.staged_state import SampleRow
+from ckstore.background.spot_checks import WORD_NBYTES, spots_of
+from ckstore.codec.kernels.bytes_reference import RUN_COUNT, SAMPLE_NBYTES, run_of
+from ckstore.commit.chunking import SHARED_NBYTES_MAX, StorageShape
+from ckstore.config import MIB
+
+RUN_NBYTES_MAX = 64 * MIB
+"""Bytes of one copy: launching one takes some microseconds, and its end is when its units are marked."""
+
+LEAD_NBYTES = 256 * MIB
+"""Of large storages, before small ones: 5 ms of the copy of ``stall_gpu_blocking``, in which a thread tells of some
+hundred."""
+
+_NONE = range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of one storage that go to one place in the slot.
+
+    ``units`` of the section are complete when these have come, and all that were told of before.
+    """
+
+    storage: int
+    offset: int
+    place: int
+    nbytes: int
+    units: range
+
+
+def runs_of(section: Section) -> tuple[Run, ...]:
+    """Return the copies of a section, in the order in which a device is to be told of them."""
+    joined = list(_joined(section))
+    # Small storages lie first.
+    cut = next((number for number, (run, _) in enumerate(joined) if run.nbytes >= SHARED_NBYTES_MAX), 0)
+    if cut == 0:
+        return tuple(_with_units(joined, 0))
+    so_far = accumulate((run.nbytes for run, _ in joined[cut:]), initial=0)
+    end = cut + sum(1 for nbytes in takewhile(lambda nbytes: nbytes < LEAD_NBYTES, so_far))
+    lead = joined[cut:end]
+    shared = (joined[cut][0].place - section.begin) // UNIT_NBYTES
+    # The unit in which the first large one begins may hold small ones too: it is complete when all have come.
+    last, _ = joined[cut - 1]
+    small = [*joined[: cut - 1], (last, shared + 1)]
+    led = max(shared + 1, lead[-1][1])
+    return (*_with_units(lead, shared + 1), *_with_units(small, 0), *_with_units(joined[end:], led))
+
+
+def columns_of(runs: Sequence[Run]) -> NDArray[np.int64]:
+    """Return storages, offsets, places and lengths of copies."""
+    rows = [(run.storage, run.offset, run.place, run.nbytes) for run in runs]
+    columns: NDArray[np.int64] = np.array(rows, np.int64).reshape(-1, 4).T
+    return columns
+
+
+def _joined(section: Section) -> Iterator[tuple[Run, int]]:
+    """Join rows that follow each other in a storage; yield with each the end of the units that lie in runs up to it."""
+    run: Run | None = None
+    for unit in range(section.unit_count):
+        for storage, offset, place, nbytes in section.rows_of(unit):
+            if run is not None:
+                follows = (run.storage, run.offset + run.nbytes, run.place + run.nbytes) == (storage, offset, place)
+                if follows and run.nbytes + nbytes <= RUN_NBYTES_MAX:
+                    run = replace(run, nbytes=run.nbytes + nbytes)
+                    continue
+                yield run, unit
+            run = Run(storage, offset, place, nbytes, _NONE)
+    if run is not None:
+        yield run, section.unit_count
+
+
+def _with_units(runs: Iterable[tuple[Run, int]], begin: int) -> Iterator[Run]:
+    """Say of each run which units it completes, from ``begin`` on."""
+    for run, end in runs:
+        yield replace(run, units=range(begin, max(begin, end)))
+        begin = max(begin, end)
+
+
+NOW, LAZY, DEVICE_NOW, DEVICE_LAZY = range(4)
+"""When a storage is copied, and from where: host memory, at once or behind a guard; a device's, likewise."""
+
+_PAGE_NBYTES, _LINE_NBYTES = 4096, 64
+_PAGED_NBYTES_MIN = 64 << 10
+_EXCERPT_NBYTES = 4096
+"""Bytes of the middle of a storage: they tell whether it is the rounding of another one."""
+
+_STORAGE, _OFFSET, _PLACE, _NBYTES = range(4)
+_COLUMNS = 4
+
+Row = tuple[int, int, int, int]
+Sampled = tuple[int, int, int, int]
+"""Storage, offset and length of a chunk, and its element width."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """Units of a slot that are copied together.
+
+    Args:
+        begin: Where the first unit lies.
+        firsts: The first row of each unit, and the number of rows.
+        rows: Storage, offset in it, place in the slot, length; no row crosses the end of a unit.
+        apart: How many of them, the first ones, are samples of chunks: nothing that is stored is read from there.
+        runs: What a device is told to copy; only of a section that lies in devices.
+    """
+
+    begin: int
+    firsts: NDArray[np.uint64]
+    rows: NDArray[np.int64]
+    apart: int = 0
+    runs: tuple[Run, ...] = ()
+    words: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, _COLUMNS), np.int64))
+    """Some words of what is copied, in columns as ``rows``: by them changes beside the guard are found."""
+    storages: tuple[int, ...] = field(init=False)
+    """The storages that it holds something of, ascending."""
+    run_columns: NDArray[np.int64] = field(init=False)
+    """Storages, offsets, places and lengths of the runs."""
+
+    def __post_init__(self) -> None:
+        # Each commit asks for it, and a layout is used again by many.
+        object.__setattr__(self, "storages", tuple(np.unique(self.rows[:, _STORAGE]).tolist()))
+        object.__setattr__(self, "run_columns", columns_of(self.runs))
+
+    @property
+    def unit_count(self) -> int:
+        """How many units it has."""
+        return self.firsts.size - 1
+
+    @property
+    def first_unit(self) -> int:
+        """Number in the slot of the first of them."""
+        return self.begin // UNIT_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied, samples included."""
+        return int(self.rows[:, _NBYTES].sum())
+
+    def table(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
+        """Return source, destination and length of each row, for ``kernels.copy_units``.
+
+        Args:
+            starts: The address of each storage.
+            address: The address of the slot.
+        """
+        return _table_of(self.rows, starts, address)
+
+    def table_of_words(self, starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
+        """Return the same of its words."""
+        return _table_of(self.words, starts, address)
+
+    def rows_of(self, unit: int) -> Iterator[Row]:
+        """Yield the rows of one of its units."""
+        for row in range(int(self.firsts[unit]), int(self.firsts[unit + 1])):
+            storage, offset, place, nbytes = (int(word) for word in self.rows[row])
+            yield storage, offset, place, nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stowage:
+    """Where everything lies.
+
+    Args:
+        places: Where each storage begins in the slot.
+        samples: What is staged apart from its storage, and before it.
+        sections: One for each of ``NOW``, ``LAZY``, ``DEVICE_NOW``, ``DEVICE_LAZY``.
+        end: Where the storages end, and the head may lie.
+    """
+
+    places: tuple[int, ...]
+    samples: tuple[SampleRow, ...]
+    sections: tuple[Section, ...]
+    end: int
+
+
+def stow(
+    storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled], pitches: Sequence[int] = ()
+) -> Stowage:
+    """Lay out a state.
+
+    Args:
+        storages: What is to be staged.
+        kinds: When, of each.
+        sampled: The chunks that a commit samples before it codes.
+        pitches: How long a row of each storage is, in bytes; without it no row is looked at by itself.
+    """
+    loader = _Loader(storages, kinds)
+    apart: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
+    for each in sampled:
+        if each[2] > SAMPLE_NBYTES and kinds[each[0]] in apart:
+            apart[kinds[each[0]]].append(each)
+    excerpts = _possible_masters(storages)
+    sections = []
+    for kind in (NOW, LAZY, DEVICE_NOW, DEVICE_LAZY):
+        loader.begin()
+        for each in apart.get(kind, ()):
+            loader.add_sample(*each)
+        loader.end_samples()
+        indices = [index for index, its in enumerate(kinds) if its == kind]
+        if kind in apart:
+            for index in indices:
+                if index in excerpts:
+                    loader.add_excerpt(index)
+        for index in sorted(indices, key=lambda index: storages[index].nbytes >= SHARED_NBYTES_MAX):
+            loader.add_storage(index)
+        section = loader.section()
+        # Once: a layout is used again by many commits.
+        is_far = kind in (DEVICE_NOW, DEVICE_LAZY)
+        sections.append(replace(section, runs=runs_of(section)) if is_far else section)
+    places = tuple(loader.places[index] for index in range(len(storages)))
+    lazy = [index for index, its in enumerate(kinds) if its == LAZY]
+    spots = spots_of({index: (storages[index].nbytes, pitches[index]) for index in lazy if index < len(pitches)})
+    sections[LAZY] = replace(sections[LAZY], words=_words_of(sections[LAZY], spots, places))
+    return Stowage(places, tuple(loader.samples), tuple(sections), loader.end)
+
+
+def _words_of(section: Section, spots: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
+    """Return some words of a section: the first and the last of each row of its table, and those at some spots.
+
+    But not of samples of chunks: nothing that is stored is read from there, and they have ten times as many rows.
+    """
+    firsts = section.rows[section.apart :].copy()
+    lengths = np.minimum(firsts[:, _NBYTES], WORD_NBYTES)
+    lasts = firsts.copy()
+    lasts[:, (_OFFSET, _PLACE)] += (firsts[:, _NBYTES] - lengths)[:, None]
+    firsts[:, _NBYTES] = lasts[:, _NBYTES] = lengths
+    single = np.empty((len(spots), _COLUMNS), np.int64)
+    single[:, (_STORAGE, _OFFSET)] = spots
+    single[:, _PLACE] = np.array(places, np.int64)[spots[:, 0]] + spots[:, 1]
+    single[:, _NBYTES] = WORD_NBYTES
+    return np.concatenate((firsts, lasts, single))
+
+
+def _table_of(rows: NDArray[np.int64], starts: NDArray[np.uint64], address: int) -> NDArray[np.uint64]:
+    table = np.empty((len(rows), 3), np.uint64)
+    words = rows.view(np.uint64)
+    np.add(starts[rows[:, _STORAGE]], words[:, _OFFSET], out=table[:, 0])
+    np.add(words[:, _PLACE], np.uint64(address), out=table[:, 1])
+    table[:, 2] = words[:, _NBYTES]
+    return table
+
+
+class _Loader:
+    """Lays things down one after another."""
+
+    def __init__(self, storages: Sequence[StorageShape], kinds: Sequence[int]) -> None:
+        self._storages = storages
+        self.places: dict[int, int] = {}
+        self.samples: list[SampleRow] = []
+        self.end = 0
+        self._begin = 0
+        self._rows: list[Row] = []
+        self._apart = 0
+
+    def begin(self) -> None:
+        """Begin a section."""
+        self.end = self._begin = _aligned(self.end, UNIT_NBYTES)
+        self._rows = []
+
+    def end_samples(self) -> None:
+        """Take note that all samples of the section's chunks are laid down."""
+        self._apart = len(self._rows)
+
+    def section(self) -> Section:
+        """End it."""
+        rows = np.array(self._rows, np.int64).reshape(-1, _COLUMNS)
+        self.end = _aligned(self.end, UNIT_NBYTES)
+        units = np.arange(self._begin // UNIT_NBYTES, self.end // UNIT_NBYTES + 1)
+        firsts = np.searchsorted(rows[:, _PLACE] // UNIT_NBYTES, units).astype(np.uint64)
+        return Section(self._begin, firsts, rows, self._apart)
+
+    def add_storage(self, index: int) -> None:
+        """Lay down a storage."""
+        nbytes = self._storages[index].nbytes
+        self.places[index] = self._room(nbytes)
+        self._copy(index, 0, self.places[index], nbytes)
+
+    def add_sample(self, index: int, offset: int, nbytes: int, width: int) -> None:
+        """Lay down the sample of a chunk, as ``forms.sample_of`` would take it."""
+        place = at = self._room(SAMPLE_NBYTES)
+        # A chunk that holds no whole elements is sampled by bytes.
+        for start, length in _sample_runs(nbytes, 1 if nbytes % width else width):
+            self._copy(index, offset + start, at, length)
+            at += length
+        self.end = max(self.end, at)
+        self.samples.append(SampleRow(index, offset, nbytes, width, place, at - place))
+
+    def add_excerpt(self, index: int) -> None:
+        """Lay down the middle of a storage."""
+        whole = self._storages[index].nbytes
+        nbytes = min(whole, _EXCERPT_NBYTES)
+        offset = (whole - nbytes) // 2
+        place = self._room(nbytes)
+        self._copy(index, offset, place, nbytes)
+        self.samples.append(SampleRow(index, offset, nbytes, 0, place, nbytes))
+
+    def _room(self, nbytes: int) -> int:
+        place = _aligned(self.end, _PAGE_NBYTES if nbytes >= _PAGED_NBYTES_MIN else _LINE_NBYTES)
+        self.end = place + nbytes
+        return place
+
+    def _copy(self, index: int, offset: int, place: int, nbytes: int) -> None:
+        while nbytes:
+            step = min(nbytes, UNIT_NBYTES - place % UNIT_NBYTES)
+            self._rows.append((index, offset, place, step))
+            offset, place, nbytes = offset + step, place + step, nbytes - step
+
+
+@lru_cache(maxsize=64)
+def _sample_runs(nbytes: int, width: int) -> tuple[tuple[int, int], ...]:
+    """Return offset and length of each run of the sample of a chunk."""
+    runs = (run_of(index, nbytes // width, width) for index in range(RUN_COUNT))
+    return tuple((start * width, count * width) for start, count in runs)
+
+
+def _possible_masters(storages: Sequence[StorageShape]) -> set[int]:
+    """Return the storages of which ``masters`` will read the middle: floats, some half as long as others."""
+    floats = [index for index, each in enumerate(storages) if each.is_float and each.nbytes]
+    halves = {index: 2 * storages[index].nbytes for index in floats if storages[index].element_width == 2}
+    wanted = set(halves.values())
+    wholes = {
+        index: storages[index].nbytes
+        for index in floats
+        if storages[index].element_width == 4 and storages[index].nbytes in wanted
+    }
+    found = set(wholes.values())
+    return {*wholes, *(index for index, nbytes in halves.items() if nbytes in found)} if found else set()
+
+
+def _aligned(place: int, to: int) -> int:
+    return -(-place // to) * to

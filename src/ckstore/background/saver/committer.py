@@ -1,0 +1,322 @@
+"""Commits tickets one after the other, with a saver's own view of the store, and reports what became of each.
+
+Invariants:
+- The lease is held before a byte is read, and kept from one ticket to the next; who gives it up forgets the run too.
+- A ticket is told of as holding the lease only if the trainer was seen alive after the lease was taken: a trainer that
+  is started again finds the lease, and waits.
+- Nothing that a ticket meets ends the saver: every error is reported, with its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol, cast
+
+from ckstore.background import protocol
+from ckstore.background.protocol import Message
+from ckstore.background.saver.staged_state import GatedLease, Ticket
+from ckstore.clock import SYSTEM_CLOCK, Clock
+from ckstore.commit.commit import Request, commit
+from ckstore.commit.stale_model import Fingerprint
+from ckstore.commit.write_buffers import WriteBlocks
+from ckstore.concurrency import Headcount
+from ckstore.config import EngineName
+from ckstore.delta.base_cache import Bases
+from ckstore.errors import CapacityError, CkstoreError, SaverError
+from ckstore.io.local import LocalBackend
+from ckstore.io.url import backend_for
+from ckstore.ops.full_disk import room_after
+from ckstore.results import Receipt, Stopwatch
+from ckstore.store import history
+from ckstore.store.identity import require_same_store
+from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.refs import load_whole, resolve
+from ckstore.store.repository import Parts, read_store_record
+
+_log = logging.getLogger("ckstore")
+
+PROGRESS_SECONDS = 1.0
+"""Least time between two reports of progress: each wakes a thread of the trainer."""
+
+_PARENTS_MAX = 16
+
+
+class Tell(Protocol):
+    """Sends a message to the trainer."""
+
+    def __call__(self, message: Message, *, wait_ms: int | None = None) -> bool:
+        """Return whether it was sent."""
+        ...
+
+
+class Committer:
+    """The store of a saver, and what it remembers from one commit to the next.
+
+    Args:
+        hello: Where to save, and for whom.
+        tell: Sends a message to the trainer.
+        on_lease: Called when the lease has been taken, before anything is read.
+        headcount: How many threads of a commit may work, at any time.
+    """
+
+    def __init__(
+        self,
+        hello: protocol.Hello,
+        tell: Tell,
+        on_lease: Callable[[], None],
+        headcount: Headcount,
+    ) -> None:
+        self._hello = hello
+        self._tell = tell
+        self._on_lease = on_lease
+        self._headcount = headcount
+        self._parts: Parts | None = None
+        self._lease: GatedLease | None = None
+        self._bases = Bases()
+        self._blocks = WriteBlocks(is_kept=True)
+        self._fingerprint: Fingerprint | None = None
+        self._is_disowned = False
+        self._seq_of: dict[int, int | None] = {}
+        self._given_up: dict[int, tuple[int | None, int]] = {}
+        """The parents of those whose turn never came."""
+        self.exit_code = 0
+        """Of the last error, for whoever looks at a saver that nobody hears."""
+
+    def open(self) -> None:
+        """Open the store, and choose what moves its packs: not while the first state waits for that.
+
+        Raises:
+            CkstoreError: There is none, or it cannot be used.
+        """
+        hello = self._hello
+        # Whether others may write the folder was judged when the trainer opened it.
+        backend = backend_for(
+            os.fsdecode(hello.address), engine=cast(EngineName, hello.engine), allow_shared_folder=True
+        )
+        parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
+        parts.retention = json.loads(hello.retention)
+        if hello.store_id:
+            require_same_store(backend, bytes.fromhex(hello.store_id))
+        parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
+        self._parts = parts
+        if isinstance(backend, LocalBackend):
+            # Both are found out by trying.
+            _log.debug("packs are moved by %s, past the page cache: %s", backend.engine_name, backend.is_direct)
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the lease is held now."""
+        return self._lease is not None and self._lease.is_held
+
+    @property
+    def tickets_kept(self) -> frozenset[int]:
+        """The tickets in whose slots lies what the next commit may be coded against."""
+        return self._bases.tickets
+
+    def was_lent(self, token: str) -> bool:
+        """Whether the lease is this process's by a token that the trainer has seen; on any thread."""
+        if not token or self._lease is None:
+            return False
+        # Where nothing answers, the commit looks again.
+        with contextlib.suppress(CkstoreError):
+            holder = self._lease.holder()
+            return holder is not None and holder.token == token
+        return False
+
+    def announce(self, step: int) -> None:
+        """Let the lease say which step comes last, for whoever will have to wait for it."""
+        assert self._lease is not None
+        lease = self._lease
+        started = GONE if self._is_disowned else self._hello.trainer_started
+        lease.purpose = SaverPurpose(self._hello.trainer_pid, started, step).text
+        if lease.is_held:
+            lease.renew()
+
+    def disown(self) -> None:
+        """Let the lease say that the trainer is gone: a process of its pid may live that became another program."""
+        lease = self._lease
+        purpose = None if lease is None else SaverPurpose.of(lease.purpose)
+        self._is_disowned = True
+        if lease is not None and purpose is not None:
+            lease.purpose = replace(purpose, trainer_started=GONE).text
+            lease.renew()
+
+    def release(self) -> None:
+        """Give up the lease, and forget the run: others may write it from now on."""
+        assert self._parts is not None
+        self._parts.lease.release()
+        self._parts.look_again()
+        self._bases, self._fingerprint = Bases(), None
+        # The trainer commits by itself now, with blocks of its own.
+        self._blocks.let_go()
+
+    def forget_kept(self) -> None:
+        """Hold nothing for the next commit any more: neither bases, in a slot or on the heap, nor write blocks."""
+        self._bases.let_go()
+        self._blocks.let_go()
+
+    def warm(self, block_count: int, nbytes: int) -> Iterator[None]:
+        """Take memory that a commit of so many bytes wants; yields often, and need not be carried on."""
+        # What there are no addresses for is told by the commit that wants it.
+        with contextlib.suppress(CapacityError, MemoryError):
+            yield from self._blocks.warm(block_count, nbytes)
+
+    def close(self) -> None:
+        """Give up the lease, and let go of the store."""
+        if self._parts is not None:
+            self._parts.close()
+
+    def commit(self, ticket: Ticket) -> None:
+        """Commit a ticket, and report it; an error is reported, not raised."""
+        number = ticket.number
+        parent = self._parent_of(ticket)
+        try:
+            receipt = self._committed(ticket, parent)
+        except BaseException as error:
+            self._seq_of[number] = parent
+            self._report(ticket, error)
+            return
+        self._seq_of[number] = receipt.seq
+        while len(self._seq_of) > _PARENTS_MAX:
+            del self._seq_of[min(self._seq_of)]
+        self._tell(protocol.done_of(number, receipt))
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Report a ticket that the trainer has given up before its turn came; on any thread."""
+        self._given_up[ticket.number] = ticket.parents
+        while len(self._given_up) > _PARENTS_MAX:
+            del self._given_up[min(self._given_up)]
+        try:
+            ticket.check()
+        except SaverError as error:
+            self._report(ticket, error)
+
+    def _parent_of(self, ticket: Ticket) -> int | None:
+        parent, parent_ticket = ticket.parents
+        while (parents := self._given_up.get(parent_ticket)) is not None:
+            parent, parent_ticket = parents
+        return self._seq_of.get(parent_ticket, parent)
+
+    def _report(self, ticket: Ticket, error: BaseException) -> None:
+        step = ticket.head.step
+        if ticket.is_aborted:
+            _log.info("the commit of step %d was given up", step)
+        elif isinstance(error, CkstoreError):
+            self.exit_code = error.exit_code
+            _log.error("the commit of step %d failed: %s", step, error)
+        else:
+            self.exit_code = 1
+            _log.error("the commit of step %d failed", step, exc_info=error)
+        self._tell(protocol.failed_of(ticket.number, error))
+
+    def _committed(self, ticket: Ticket, parent: int | None) -> Receipt:
+        assert self._parts is not None
+        assert self._lease is not None
+        ticket.check()
+        parts, head = self._parts, ticket.head
+        self._hold_lease(ticket)
+        watch = _ToldStopwatch(parts.clock, ticket, self._tell)
+        self._lease.gate = ticket.wait_whole
+        self._follow(parent)
+        request = Request(
+            captured=ticket.captured(),
+            step=head.step,
+            policy=head.policy,
+            parent=parent,
+            metrics=head.metrics,
+            bases=self._bases,
+            fingerprint=self._fingerprint,
+            is_steady=True,
+            kept_ticket=ticket.number if ticket.may_keep else None,
+            headcount=self._headcount,
+            blocks=self._blocks,
+        )
+        committed = commit(parts, request, watch)
+        self._fingerprint = committed.fingerprint
+        receipt = committed.receipt
+        untagged = [warning for name in head.tags if (warning := _tag_or_warning(parts, name, receipt.seq))]
+        return replace(receipt, warnings=(*receipt.warnings, *untagged))
+
+    def _hold_lease(self, ticket: Ticket) -> None:
+        assert self._parts is not None
+        assert self._lease is not None
+        lent = self._lease.adopt()
+        if lent is not None and (purpose := SaverPurpose.of(lent.purpose)) and purpose.trainer_started == GONE:
+            # The trainer let go before there was anybody to hear of it.
+            self.disown()
+        elif lent is not None:
+            self._lease.renew()
+        if ticket.is_orphan:
+            # Whoever had it meanwhile, and is gone again, may have resumed an older state and gone on from there.
+            self._lease.check_held()
+        self._lease.wait_for_orphan()
+        try:
+            self._parts.prepare_run()
+            self._lease.take()
+        except CapacityError as error:
+            _log.warning("the disk is full: %s", room_after(self._parts, ticket.nbytes, error))
+            self._parts.prepare_run()
+            self._lease.take()
+        self._on_lease()
+
+    def _follow(self, parent: int | None) -> None:
+        """Let the commit be coded against its parent, where the trainer has gone back to an earlier checkpoint."""
+        parts = self._parts
+        assert parts is not None
+        last = self._bases.seq if self._bases.seq is not None else parts.newest and parts.newest.header.seq
+        if parent is None or parent == last:
+            return
+        try:
+            manifest = load_whole(parts, resolve(parts, f"seq:{parent}"))
+        except CkstoreError as error:
+            _log.info("seq %d cannot be a base: %s", parent, error)
+            return
+        parts.known.pin(manifest)
+        self._bases.follow(manifest)
+        self._fingerprint = None
+
+
+def _tag_or_warning(parts: Parts, name: str, seq: int) -> str:
+    try:
+        history.tag(parts, name, f"seq:{seq}")
+    except CkstoreError as error:
+        # The checkpoint is durable: an error here would make the trainer commit it again.
+        return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
+    return ""
+
+
+class _ToldStopwatch(Stopwatch):
+    """A stopwatch that tells the trainer which stage has begun, and how many bytes were read."""
+
+    def __init__(self, clock: Clock, ticket: Ticket, tell: Tell) -> None:
+        super().__init__(clock)
+        self._ticket = ticket
+        self._told_clock = clock
+        self._say = tell
+        self._stage = "wait"
+        self._told = clock.monotonic()
+        ticket.on_read = self._read
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Measure one stage, and tell of it."""
+        self._stage = stage
+        self._tell()
+        with super().__call__(stage):
+            yield
+
+    def _read(self) -> None:
+        if self._told_clock.monotonic() - self._told >= PROGRESS_SECONDS:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = self._told_clock.monotonic()
+        ticket = self._ticket
+        done = min(ticket.nbytes_read, ticket.nbytes)
+        self._say(protocol.Progress(ticket.number, self._stage, done, ticket.nbytes), wait_ms=0)

@@ -1,0 +1,280 @@
+"""Words less words and back, and single floats rounded to half of their width: in numpy, as FORMAT.md has it.
+
+The specification of the native twins, bit for bit. Arrays hold unsigned words, and arithmetic wraps.
+
+Planes most of whose bytes are the same, in numpy: a bitmap of the others, and the others, each by the plane coder.
+
+The specification of the native twin, bit for bit; docs/FORMAT.md has the layout.
+
+What the plane coder would make of byte planes, told from a sample of their elements.
+
+The sample is the whole, or one run in each sixteenth, at places that depend on the length and the width alone:
+the samples of two chunks of one length hold the same elements. Integers decide, so that every twin and every
+machine estimates alike.
+
+Copy a state into a staging area, a unit at a time, on as many threads as call: the reference in numpy.
+
+The loops whose arguments are addresses: a state lies in hundreds of places, and the threads that copy it, or tell a
+device to, must not need the interpreter between two of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckstore.codec.kernels import rans_reference
+from ckstore.codec.kernels.rans_reference import Bytes, Ints, bits_with, count_sample, model_of
+from ckstore.state.numpy_adapter import view_of_memory, writable_view_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+Words = NDArray[Any]
+
+BF16, FP16 = 1, 2
+
+
+def residual(words: Words, base: Words, ordered: bool) -> Words:
+    """Return the zigzagged differences, of floats in their order; small where both are close."""
+    bits = 8 * words.dtype.itemsize
+    if ordered:
+        words, base = _in_order(words, bits), _in_order(base, bits)
+    difference: Words = words - base
+    signs: Words = 0 - (difference >> (bits - 1))
+    return (difference << 1) ^ signs
+
+
+def restored(residuals: Words, base: Words, ordered: bool) -> Words:
+    """Return the words that ``residual`` was made from."""
+    bits = 8 * residuals.dtype.itemsize
+    signs: Words = 0 - (residuals & 1)
+    difference: Words = (residuals >> 1) ^ signs
+    if not ordered:
+        return difference + base
+    return _out_of_order(difference + _in_order(base, bits), bits)
+
+
+def rounded(words: Words, kind: int) -> Words:
+    """Return fp32 words as the nearest bf16 or fp16, ties to even."""
+    return (_to_bf16(words) if kind == BF16 else _to_fp16(words)).astype("<u2")
+
+
+def _in_order(words: Words, bits: int) -> Words:
+    """Map floats so that unsigned words are in the order of the numbers."""
+    flipped: Words = (0 - (words >> (bits - 1))) | words.dtype.type(1 << (bits - 1))
+    return flipped ^ words
+
+
+def _out_of_order(words: Words, bits: int) -> Words:
+    flipped: Words = ((words >> (bits - 1)) - 1) | words.dtype.type(1 << (bits - 1))
+    return flipped ^ words
+
+
+def _to_bf16(words: Words) -> Words:
+    nearest: Words = (words + (0x7FFF + ((words >> 16) & 1))) >> 16
+    return np.where((words & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC0), nearest)
+
+
+def _to_fp16(words: Words) -> Words:
+    magnitude = words & 0x7FFFFFFF
+    normal = (magnitude - 0x38000000 + (0xFFF + ((magnitude >> 13) & 1))) >> 13
+    # Next to a half, the unit of the last place is that of the subnormal numbers: the addition rounds to it.
+    small = np.minimum(magnitude, np.uint32(0x38800000)).view(np.float32)
+    subnormal = (small + np.float32(0.5)).view(np.uint32) - 0x3F000000
+    nearest = np.where(magnitude < 0x38800000, subnormal, normal)
+    nearest = np.where(magnitude >= 0x477FF000, np.uint32(0x7C00), nearest)
+    nan = 0x7E00 | ((magnitude >> 13) & 0x3FF)
+    unsigned: Words = np.where(magnitude > 0x7F800000, nan, nearest)
+    signs: Words = (words >> 16) & 0x8000
+    return unsigned | signs
+
+
+SPARSE_FROM = 64 * 1024
+"""Shorter planes are left to the plane coder."""
+
+_HEADER = struct.Struct("<BII")
+# At most one byte in four is another; one run in 64 tells which byte is common.
+_OTHERS_PART = 4
+_SPACING = 6
+
+
+def encode(plane: Bytes, out: Bytes) -> int:
+    """Code a plane into ``out`` and return its length, or 0 where the plane is not sparse or too short."""
+    if plane.size < SPARSE_FROM:
+        return 0
+    counts = count_sample(plane, _SPACING)
+    total, common = int(counts.sum()), int(counts.argmax())
+    if total - int(counts[common]) > total // _OTHERS_PART:
+        return 0
+    is_other = plane != common
+    others = plane[is_other]
+    if not 0 < others.size <= plane.size // _OTHERS_PART:
+        return 0
+    coded = rans_reference.encode(np.packbits(is_other, bitorder="little"), out[_HEADER.size :])
+    _HEADER.pack_into(out.data, 0, common, others.size, coded)
+    end = _HEADER.size + coded
+    return end + rans_reference.encode(others, out[end:])
+
+
+def decode(payload: Bytes, plane: Bytes) -> bool:
+    """Decode exactly ``plane``; return whether the payload held it."""
+    if payload.size < _HEADER.size:
+        return False
+    common, count, coded = _HEADER.unpack_from(payload.tobytes())
+    end = _HEADER.size + coded
+    if not 0 < count <= plane.size or end > payload.size:
+        return False
+    bitmap, others = np.empty(-(-plane.size // 8), np.uint8), np.empty(count, np.uint8)
+    if not rans_reference.decode(payload[_HEADER.size : end], bitmap):
+        return False
+    if not rans_reference.decode(payload[end:], others):
+        return False
+    bits = np.unpackbits(bitmap, bitorder="little").astype(bool)
+    if bits[plane.size :].any() or int(bits.sum()) != count:
+        return False
+    plane[:] = common
+    plane[bits[: plane.size]] = others
+    return True
+
+
+SAMPLE_NBYTES = 16 * 1024
+RUN_COUNT = 16
+
+_RUN_NBYTES = SAMPLE_NBYTES // RUN_COUNT
+# Knuth's multiplicative hash: spreads the runs within their sixteenths.
+_SPREAD = 2654435761
+# Planes are judged by one run in four first; of fewer bytes than this, noise cannot be told.
+_FIRST_RUNS = 4
+_FIRST_COUNT = 1024
+# 2^7.9: two bytes of noise are alike less often than once in so many pairs.
+_NOISE_PAIRS = 238
+
+
+def run_of(index: int, count: int, width: int) -> tuple[int, int]:
+    """Return where a run of the sample of ``count`` elements begins and how many there are in it."""
+    part, length = count // RUN_COUNT, _RUN_NBYTES // width
+    if count <= RUN_COUNT * length:
+        return index * part, count - index * part if index == RUN_COUNT - 1 else part
+    return index * part + ((index + 1) * _SPREAD) % (part - length + 1), length
+
+
+def bits_of_planes(count: int, width: int, split: Callable[[int, int], Bytes]) -> list[float]:
+    """Return the bits that coding takes for each byte of each plane: 0 if all are alike, 8 if they are noise.
+
+    Args:
+        count: Elements.
+        width: Bytes of each.
+        split: Returns the planes of some elements, as rows; takes where they start and how many they are.
+    """
+    runs = [split(*run_of(index, count, width)) for index in range(RUN_COUNT)]
+    first, whole = np.concatenate(runs[::_FIRST_RUNS], axis=1), np.concatenate(runs, axis=1)
+    return [8.0 if _is_noise(begin) else _bits_of(plane) for begin, plane in zip(first, whole, strict=True)]
+
+
+def _is_noise(plane: Bytes) -> bool:
+    counts = _counted(plane)
+    pairs, total = int((counts * counts).sum()) - plane.size, plane.size
+    return total >= _FIRST_COUNT and pairs * _NOISE_PAIRS < total * (total - 1)
+
+
+def _bits_of(plane: Bytes) -> float:
+    counts = _counted(plane)
+    if counts.max() == plane.size:
+        return 0.0
+    return bits_with(model_of(counts, plane.size), counts) / (256.0 * plane.size)
+
+
+def _counted(plane: Bytes) -> Ints:
+    return np.bincount(plane, minlength=256)
+
+
+_WORD = np.dtype(np.uint64)
+_ONE = np.ones(1, _WORD).tobytes()
+_taking = threading.Lock()
+_Launch = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+)
+
+
+def copy_units(table: Buffer, firsts: Buffer, marks: Buffer, turn: Buffer, bell: int) -> int:
+    """Copy the units that no other thread has taken, mark each when its bytes are there, and return how many.
+
+    Args:
+        table: Rows of three words of 64 bits: source address, destination address, length. The caller keeps both
+            sides alive.
+        firsts: The first row of each unit, and the number of rows: one word more than there are units.
+        marks: One byte for each unit; set to 1 after its bytes.
+        turn: One word that all threads of a staging share: the next unit to take. Whoever sets it to the number of
+            units, or higher, ends the staging.
+        bell: An eventfd to add 1 to after each mark; -1: none.
+    """
+    rows, starts, taken = _words(table), _words(firsts), _words(turn)
+    done = np.asarray(memoryview(marks).cast("B"))
+    if starts.size != done.size + 1 or taken.size != 1 or rows.size != 3 * int(starts[-1]):
+        raise ValueError("lengths differ")
+    if done.flags.writeable is False or taken.flags.writeable is False:
+        raise ValueError("not a writable contiguous buffer")
+    if (starts[:-1] > starts[1:]).any():
+        raise ValueError("units overlap")
+    rows = rows.reshape(-1, 3)
+    copied = 0
+    while (unit := _take(taken, done.size)) is not None:
+        for row in range(int(starts[unit]), int(starts[unit + 1])):
+            source, destination, nbytes = (int(word) for word in rows[row])
+            target = np.asarray(writable_view_of(destination, nbytes, None))
+            np.copyto(target, np.asarray(view_of_memory(source, nbytes, None)))
+        done[unit] = 1
+        if bell >= 0:
+            os.write(bell, _ONE)
+        copied += 1
+    return copied
+
+
+def launch_copies(function: int, table: Buffer, kind: int, stream: int) -> int:
+    """Begin the copy of each row by a function of a device's runtime; the native twin needs no interpreter between two.
+
+    Args:
+        function: The address of ``cudaMemcpyAsync``, or of one like it: destination, source, length, kind, stream; it
+            returns 0 when it has begun.
+        table: Rows of three words of 64 bits: source address, destination address, length. The caller keeps both
+            sides alive until the copies are over.
+        kind: Passed on: from where to where.
+        stream: Passed on: a handle of the runtime.
+
+    Returns:
+        0, or what the first call returned that failed; those after it were not made.
+    """
+    rows = _words(table)
+    if rows.size % 3:
+        raise ValueError("lengths differ")
+    if not function:
+        raise ValueError("there is no function at address 0")
+    launch = _Launch(function)
+    for source, destination, nbytes in rows.reshape(-1, 3).tolist():
+        if problem := launch(destination, source, nbytes, kind, stream):
+            return int(problem)
+    return 0
+
+
+def _words(buffer: Buffer) -> NDArray[np.uint64]:
+    view = memoryview(buffer)
+    # Empty buffers have no words to look at.
+    return np.frombuffer(view, _WORD) if view.nbytes else np.empty(0, _WORD)
+
+
+def _take(turn: NDArray[np.uint64], count: int) -> int | None:
+    with _taking:
+        unit = int(turn[0])
+        if unit >= count:
+            return None
+        turn[0] = unit + 1
+        return unit

@@ -1,0 +1,444 @@
+"""Decide for one commit what each chunk is coded against, and say why.
+
+survey -> decide -> a form for every chunk. Without a base, or where a policy wants none, every chunk is coded whole.
+
+Sample a state and its possible bases, and estimate what each part of it would cost in each form.
+
+A sample is at most 16 KiB of a chunk of 4 MiB, at the same places in every chunk of that length. Those of the last
+commit and of the keyframe stay in memory, so that choosing a base reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckstore.codec import chunk_codec as forms
+from ckstore.codec.kernels.bytes_reference import RUN_COUNT, run_of
+from ckstore.commit.chunking import ChunkPlan, CommitPlan
+from ckstore.commit.pipeline import ByteSource
+from ckstore.commit.rounding_pairs import masters_of
+from ckstore.config import Limits, Policy
+from ckstore.delta.base_cache import Bases, base_frame, first_paths, read_nbytes
+from ckstore.delta.cost_model import VIEWS, AgainstBase, Estimate, Verdict, View, decide
+from ckstore.format.choices import (
+    DELTA,
+    DERIVED,
+    FULL,
+    IDENTICAL,
+    RESIDUAL,
+    UNSAMPLED,
+    Choices,
+    StorageChoice,
+    stored_bits,
+)
+from ckstore.format.manifest import Manifest
+from ckstore.format.tree import Path
+from ckstore.hashing import ChunkId
+from ckstore.quant.planning import Candidates, LossyPlan, plan_lossy
+from ckstore.state.capture import Captured
+from ckstore.store.chunk_index import Known, KnownFrame
+
+if TYPE_CHECKING:
+    from ckstore.commit.chunk_writer import Stored
+    from ckstore.format.tensors import StorageSpec
+
+
+SAMPLED_CHUNKS_MAX = 8
+"""Chunks of one storage that are sampled, evenly spread: more change the estimate by less than a tie."""
+
+
+UNKNOWN_SHARE = 0.9
+"""What a difference is taken to cost, of the full bits, where nothing at all is known of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is decided together: the chunks of one large storage, or one chunk that small storages share."""
+
+    chunks: tuple[int, ...]
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """A unit, its estimate, the frames it may be coded against, and the samples that were taken of it.
+
+    Args:
+        frames: For each view, chunk (an index of the plan) to the frame of its base.
+        samples: Chunk (an index of the plan) to its sample.
+        is_guess: Some base has no sample in memory: the estimate is what was recorded last time, or a guess.
+    """
+
+    unit: Unit
+    estimate: Estimate
+    frames: dict[View, dict[int, KnownFrame]]
+    samples: dict[int, bytes]
+    is_guess: bool
+
+
+def units_of(plan: CommitPlan) -> list[Unit]:
+    """Return the units of a plan, in its order."""
+    units = []
+    by_storage: dict[int, list[int]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        if len(chunk.sources) == 1:
+            by_storage.setdefault(chunk.sources[0].storage, []).append(index)
+        else:
+            units.append(Unit((index,), chunk.sources[0].storage))
+    units += [Unit(tuple(chunks), storage) for storage, chunks in by_storage.items()]
+    return sorted(units, key=lambda unit: unit.chunks[0])
+
+
+class Surveyor:
+    """Surveys the units of one plan."""
+
+    def __init__(
+        self,
+        plan: CommitPlan,
+        storages: Sequence[ByteSource],
+        paths: dict[int, Path],
+        known: Known,
+        bases: Bases,
+        chunk_nbytes_max: int,
+    ) -> None:
+        self._plan = plan
+        self._storages = storages
+        self._paths = paths
+        self._known = known
+        self._bases = bases
+        self._scratch = forms.Scratch(chunk_nbytes_max)
+        self._sample = memoryview(bytearray(forms.SAMPLE_NBYTES))
+
+    def survey(self, unit: Unit) -> Surveyed:
+        """Sample a unit and estimate what it costs."""
+        frames: dict[View, dict[int, KnownFrame]] = {"previous": {}, "keyframe": {}}
+        previous: dict[int, ChunkId] = {}
+        for index in unit.chunks:
+            chunk_id = self._previous(index)
+            if chunk_id is None:
+                continue
+            previous[index] = chunk_id
+            for view in VIEWS:
+                frame = base_frame(self._known, self._bases, chunk_id, view)
+                if frame is not None:
+                    frames[view][index] = frame
+        samples = {index: self._take(self._plan.chunks[index]) for index in sampled_of(unit)}
+        estimate, is_guess = self._estimate(unit, frames, previous, samples)
+        return Surveyed(unit, estimate, frames, samples, is_guess)
+
+    def _previous(self, index: int) -> ChunkId | None:
+        chunk = self._plan.chunks[index]
+        source = chunk.sources[0]
+        path = self._paths.get(source.storage)
+        if path is None:
+            return None
+        return self._bases.previous_at((path, source.offset), chunk.nbytes, chunk.element_width, chunk.is_float)
+
+    def _take(self, chunk: ChunkPlan) -> bytes:
+        width = chunk.element_width
+        sources = [(self._storages[source.storage], source) for source in chunk.sources]
+        storage, source = sources[0]
+        # A storage that is still being staged has its samples already.
+        taken = getattr(storage, "sample", None) if len(sources) == 1 else None
+        sample: bytes | None = None if taken is None else taken(source.offset, source.nbytes, width)
+        if sample is not None:
+            return sample
+        if len(sources) == 1 and not storage.is_host and chunk.nbytes > forms.SAMPLE_NBYTES:
+            # Only the sample is copied from the device.
+            runs = [run_of(index, chunk.nbytes // width, width) for index in range(RUN_COUNT)]
+            places = [(source.offset + start * width, count * width) for start, count in runs]
+            return b"".join(storage.read(offset, offset + nbytes) for offset, nbytes in places)
+        pieces = [storage.read(source.offset, source.offset + source.nbytes) for storage, source in sources]
+        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        return bytes(self._sample[: forms.sample_of(whole, width, self._sample)])
+
+    def _estimate(
+        self,
+        unit: Unit,
+        frames: dict[View, dict[int, KnownFrame]],
+        previous: dict[int, ChunkId],
+        samples: dict[int, bytes],
+    ) -> tuple[Estimate, bool]:
+        chunks = self._plan.chunks
+        width, is_float = chunks[unit.chunks[0]].element_width, chunks[unit.chunks[0]].is_float
+        elements = sum(chunks[index].nbytes for index in unit.chunks) // width
+        is_identical = len(previous) == len(unit.chunks) and all(
+            self._bases.sample_of(previous[index]) == sample for index, sample in samples.items()
+        )
+        last = self._last(unit) if is_identical else None
+        # What has not changed was estimated when it had.
+        full_bits = None if last is None else last.full_bits
+        if full_bits is None:
+            full_bits = _mean(
+                forms.estimate_full(memoryview(sample), width, is_float, self._scratch) for sample in samples.values()
+            )
+        found: dict[View, AgainstBase | None] = dict.fromkeys(VIEWS)
+        is_guess = False
+        for view in VIEWS:
+            bits = [
+                forms.estimate_delta(memoryview(sample), memoryview(base_sample), width, is_float, self._scratch)
+                for index, sample in samples.items()
+                if index in frames[view]
+                and (base_sample := self._bases.sample_of(frames[view][index].frame.chunk_id)) is not None
+                and len(base_sample) == len(sample)
+            ]
+            if frames[view] and not bits:
+                is_guess = True
+                bits = [self._guess(unit, view, full_bits)]
+            if bits:
+                # Chunks without a base there are stored whole.
+                covered = sum(chunks[index].nbytes for index in frames[view]) / (elements * width)
+                mean_bits = covered * _mean(bits) + (1 - covered) * full_bits
+                found[view] = _against(frames[view].values(), mean_bits)
+        identical = sum(map(read_nbytes, frames["previous"].values())) if is_identical else None
+        age = self._age(unit)
+        return Estimate(elements, full_bits, found["previous"], found["keyframe"], age, identical), is_guess
+
+    def _age(self, unit: Unit) -> int:
+        """Return how many commits ago the unit was stored whole; 1 where that is not known."""
+        last = self._last(unit)
+        return 1 if last is None else last.age + 1
+
+    def _last(self, unit: Unit) -> StorageChoice | None:
+        path = self._paths.get(unit.storage)
+        return None if path is None else self._bases.choice_at(path)
+
+    def _guess(self, unit: Unit, view: View, full_bits: float) -> float:
+        """Return the bits that were estimated last time, or a figure that makes the chunk itself be tried."""
+        last = self._last(unit)
+        bits = None if last is None else last.previous_bits if view == "previous" else last.keyframe_bits
+        return full_bits * UNKNOWN_SHARE if bits is None else bits
+
+
+def _against(frames: Iterable[KnownFrame], bits: float) -> AgainstBase:
+    frames = list(frames)
+    return AgainstBase(bits, sum(map(read_nbytes, frames)), max(frame.frame.depth for frame in frames))
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def sampled_of(unit: Unit) -> Sequence[int]:
+    """Return the chunks of a unit that are sampled: at most ``SAMPLED_CHUNKS_MAX``, evenly spread."""
+    chunks = unit.chunks
+    count = min(len(chunks), SAMPLED_CHUNKS_MAX)
+    return [chunks[index * len(chunks) // count] for index in range(count)]
+
+
+def storage_choice(surveyed: Surveyed, base: View | None, mode: int, came_out: float | None = None) -> StorageChoice:
+    """Return what the manifest says of a storage that was stored in this mode.
+
+    Args:
+        surveyed: What its unit's sample said.
+        base: What the unit was to be stored against.
+        mode: What became of it.
+        came_out: Bits per element that it took. Where there was only a guess, the next process learns from this.
+    """
+    estimate = surveyed.estimate
+
+    def bits(view: View) -> float | None:
+        other = estimate.against(view)
+        if surveyed.is_guess:
+            return stored_bits(came_out) if view == base and mode == DELTA else None
+        return None if other is None else stored_bits(other.bits)
+
+    view = base if base is not None and mode == DELTA else "none"
+    age = estimate.age if mode in (DELTA, IDENTICAL) else 0
+    return StorageChoice(mode, stored_bits(estimate.full_bits), bits("previous"), bits("keyframe"), view, age)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a chunk is to be stored, if it is not known already.
+
+    Args:
+        base: The frame of the chunk it is coded against; None: whole.
+        is_tried: The base was never sampled: code whole where a sample of it says so.
+        master: The chunk of the plan whose rounding it may be.
+        is_held: Its plain bytes will be wanted as a base.
+    """
+
+    base: KnownFrame | None = None
+    is_tried: bool = False
+    master: int | None = None
+    is_held: bool = False
+
+
+WHOLE = Form()
+
+
+@dataclass(frozen=True, slots=True)
+class Basing:
+    """What was decided for one commit.
+
+    Args:
+        forms: One for each chunk of the plan.
+        verdict: The base, and why.
+        surveyed: What was sampled; empty where nothing was to be decided.
+        seqs: For each view, the checkpoint that the bases belong to.
+        lossy: What is stored with a loss; None: nothing.
+    """
+
+    forms: tuple[Form, ...]
+    verdict: Verdict
+    surveyed: tuple[Surveyed, ...] = ()
+    seqs: dict[View, int | None] = field(default_factory=dict)
+    lossy: LossyPlan | None = None
+
+    def remember(self, bases: Bases, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
+        """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
+        for surveyed in self.surveyed:
+            for index, sample in surveyed.samples.items():
+                bases.keep_sample(chunk_ids[index], sample)
+        bases.follow(manifest)
+
+    def modes(self, storages: Sequence[StorageSpec], stored: Stored) -> list[int]:
+        """Return the mode that each storage came out with, given what became of its chunks."""
+        lost = {loss.storage for loss in stored.losses}
+        modes = []
+        for index, storage in enumerate(storages):
+            new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+            if index in lost:
+                modes.append(RESIDUAL)
+            elif not new:
+                modes.append(IDENTICAL)
+            elif any(stored.is_derived[chunk] for chunk in new):
+                modes.append(DERIVED)
+            elif any(stored.frames[chunk].base is not None for chunk in new):
+                modes.append(DELTA)
+            else:
+                modes.append(FULL if self.surveyed else UNSAMPLED)
+        return modes
+
+    def choices(self, modes: Sequence[int], came_out: Sequence[float | None] | None = None) -> Choices | None:
+        """Return what the manifest says, given the mode and the bits per element that each storage came out with."""
+        if not self.surveyed:
+            return None
+        view = self.verdict.view
+        views = self.verdict.views
+        told, lossy = self.verdict.reason, self.lossy
+        if lossy is not None and lossy.tasks:
+            # The bound on reading is that of whole states: a few numbers read many times over are nothing in one.
+            told = f"the rest: {self.verdict.saving or told}"
+        if lossy is not None and lossy.reason:
+            told = f"{lossy.reason}; {told}"
+        by_storage = {each.unit.storage: (each, view) for each, view in zip(self.surveyed, views, strict=True)}
+        return Choices(
+            base=self.verdict.base,
+            base_seq=None if view is None else self.seqs[view],
+            keyframe_seq=None if view is None else self.seqs["keyframe"],
+            reason=told,
+            storages=tuple(
+                storage_choice(*by_storage[index], mode, came_out[index] if came_out else None)
+                if index in by_storage
+                else StorageChoice(mode)
+                for index, mode in enumerate(modes)
+            ),
+        )
+
+
+def choose_forms(
+    captured: Captured,
+    plan: CommitPlan,
+    known: Known,
+    bases: Bases,
+    policy: Policy,
+    limits: Limits,
+    candidates: Candidates | None = None,
+) -> Basing:
+    """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store.
+
+    Args:
+        captured: The state.
+        plan: How it is cut into chunks.
+        known: Where chunks lie.
+        bases: What the previous checkpoint holds.
+        policy: How it is to be stored.
+        limits: Bounds of the store.
+        candidates: What of it may be stored with a loss.
+    """
+    masters = {} if policy.compression == "none" else masters_of(plan, captured.storages)
+    paths = first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
+    lossy: LossyPlan | None = None
+    if candidates is not None:
+        amplification = policy.read_amplification_max
+        apart = _kept_roundings(plan, masters, candidates)
+        with_master = {chunk: master for chunk, master in masters.items() if chunk not in apart}
+        lossy = plan_lossy(
+            candidates, plan, paths, with_master, known, bases, limits, read_amplification_max=amplification
+        )
+        # What a rule keeps is no rounding of a master that is about to change.
+        masters = {
+            chunk: master for chunk, master in masters.items() if not (chunk in apart and master in lossy.chunks)
+        }
+    quantized = frozenset() if lossy is None else lossy.chunks
+    if policy.compression == "none" or not policy.delta:
+        reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
+        verdict = Verdict((), reason)
+        return Basing(_forms(plan, [], verdict, masters, is_held=frozenset()), verdict, lossy=lossy)
+    surveyor = Surveyor(plan, captured.storages, paths, known, bases, limits.chunk_nbytes_max)
+    surveyed = [
+        surveyor.survey(unit)
+        for unit in units_of(plan)
+        if not all(chunk in masters or chunk in quantized for chunk in unit.chunks)
+    ]
+    verdict = decide(
+        [each.estimate for each in surveyed],
+        read_amplification_max=policy.read_amplification_max,
+        depth_max=limits.depth_max,
+    )
+    is_held = frozenset(_held(surveyed, verdict)) if policy.base_cache == "memory" else frozenset()
+    forms = _forms(plan, surveyed, verdict, masters, is_held=is_held)
+    if lossy is not None:
+        forms = _with_bases(forms, lossy, is_held=policy.base_cache == "memory")
+    return Basing(forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy)
+
+
+def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
+    """Return the chunks that may be roundings, and stay as they are by a rule that names them."""
+    storage_of = {chunk: plan.chunks[chunk].sources[0].storage for chunk in masters}
+    kept = {storage for storage in set(storage_of.values()) if candidates.keeps_exact(storage)}
+    return frozenset(chunk for chunk, storage in storage_of.items() if storage in kept)
+
+
+def _with_bases(forms: tuple[Form, ...], lossy: LossyPlan, *, is_held: bool) -> tuple[Form, ...]:
+    """Return forms by which weights are stored if they are exact after all, and held if they are not."""
+    found = list(forms)
+    for task in lossy.tasks:
+        if task.weight >= 0:
+            found[task.weight] = Form(task.base, is_tried=True, is_held=is_held)
+    return tuple(found)
+
+
+def _forms(
+    plan: CommitPlan,
+    surveyed: Sequence[Surveyed],
+    verdict: Verdict,
+    masters: dict[int, int],
+    *,
+    is_held: frozenset[int],
+) -> tuple[Form, ...]:
+    forms = [Form(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
+    for each, view in zip(surveyed, verdict.views, strict=True):
+        for index, frame in each.frames[view].items() if view is not None else ():
+            if index not in masters:
+                forms[index] = Form(frame, each.is_guess, None, index in is_held)
+    return tuple(forms)
+
+
+def _held(surveyed: Sequence[Surveyed], verdict: Verdict) -> list[int]:
+    """Return the chunks that the next commit will want as bases, as far as this one can tell."""
+    found: list[int] = []
+    for each, view in zip(surveyed, verdict.views, strict=True):
+        estimate = each.estimate
+        is_candidate = estimate.previous is None or each.is_guess or estimate.pays("previous")
+        # What has not changed is held already.
+        is_candidate = is_candidate and estimate.identical_read_nbytes is None
+        # What is coded against the keyframe will be so again: that one stays.
+        if is_candidate and view != "keyframe":
+            found += each.unit.chunks
+    return found

@@ -1,0 +1,142 @@
+"""Decide, without moving a byte, how each tensor will be stored.
+
+Pure: no files, no clock, no randomness. The same state and policy give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckstore.config import KIB, Limits
+from ckstore.format.tensors import Piece, StorageSpec
+
+SHARED_NBYTES_MAX = 256 * KIB
+"""Storages below this size share chunks: a chunk of their own would cost a frame header and a read each."""
+
+
+class StorageShape(Protocol):
+    """What the plan needs to know of a storage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to store."""
+        ...
+
+    @property
+    def element_width(self) -> int:
+        """Bytes of one element: 1, 2, 4 or 8."""
+        ...
+
+    @property
+    def is_float(self) -> bool:
+        """Whether elements are floating-point numbers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A range of one storage."""
+
+    storage: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One chunk to be made: where its bytes come from, in order."""
+
+    nbytes: int
+    element_width: int
+    is_float: bool
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPlan:
+    """Chunks in the order in which they are written, and each storage's pieces of them."""
+
+    chunks: tuple[ChunkPlan, ...]
+    storages: tuple[StorageSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Plain bytes of the state."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+def plan_commit(storages: Sequence[StorageShape], limits: Limits, *, apart: frozenset[int] = frozenset()) -> CommitPlan:
+    """Cut storages into chunks at element boundaries; small ones of one kind share chunks, in tree order.
+
+    Args:
+        storages: What is to be stored.
+        limits: Bounds of the store.
+        apart: Storages that share no chunk, however small they are.
+    """
+    planner = _Planner(limits.chunk_nbytes_max)
+    for index, storage in enumerate(storages):
+        planner.add(index, storage, is_apart=index in apart)
+    chunks = tuple(chunk.frozen() for chunk in planner.chunks)
+    specs = tuple(
+        StorageSpec(
+            nbytes=storage.nbytes,
+            element_width=storage.element_width,
+            is_float=storage.is_float,
+            pieces=tuple(planner.pieces[index]),
+        )
+        for index, storage in enumerate(storages)
+    )
+    return CommitPlan(chunks, specs)
+
+
+@dataclass(slots=True)
+class _Draft:
+    element_width: int
+    is_float: bool
+    nbytes: int
+    sources: list[Source]
+
+    def frozen(self) -> ChunkPlan:
+        return ChunkPlan(self.nbytes, self.element_width, self.is_float, tuple(self.sources))
+
+
+class _Planner:
+    def __init__(self, chunk_nbytes_max: int) -> None:
+        self._chunk_nbytes_max = chunk_nbytes_max
+        self.chunks: list[_Draft] = []
+        self.pieces: dict[int, list[Piece]] = {}
+        self._open: dict[tuple[int, bool], int] = {}
+
+    def add(self, index: int, storage: StorageShape, *, is_apart: bool) -> None:
+        self.pieces[index] = []
+        if not is_apart and 0 < storage.nbytes < _share(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
+            self._add_shared(index, storage)
+            return
+        step = _share(storage, self._chunk_nbytes_max)
+        step -= step % storage.element_width
+        for offset in range(0, storage.nbytes, step):
+            nbytes = min(step, storage.nbytes - offset)
+            draft = _Draft(storage.element_width, storage.is_float, nbytes, [Source(index, offset, nbytes)])
+            self.pieces[index].append(Piece(len(self.chunks), 0, nbytes))
+            self.chunks.append(draft)
+
+    def _add_shared(self, index: int, storage: StorageShape) -> None:
+        kind = (storage.element_width, storage.is_float)
+        at = self._open.get(kind)
+        if at is None or self.chunks[at].nbytes + storage.nbytes > self._chunk_nbytes_max:
+            at = self._open[kind] = len(self.chunks)
+            self.chunks.append(_Draft(storage.element_width, storage.is_float, 0, []))
+        draft = self.chunks[at]
+        self.pieces[index].append(Piece(at, draft.nbytes, storage.nbytes))
+        draft.sources.append(Source(index, 0, storage.nbytes))
+        draft.nbytes += storage.nbytes
+
+
+def _share(storage: StorageShape, nbytes: int) -> int:
+    """Return the part of a limit that holds for a storage: half for floats of two bytes.
+
+    So the chunks of weights in bf16 hold the same elements as those of their masters in fp32, whose rounding they are.
+    """
+    return nbytes // 2 if storage.is_float and storage.element_width == 2 else nbytes

@@ -1,0 +1,294 @@
+"""The story of a commit, stage by stage.
+
+stage -> plan -> (hash, encode, check, write) chunk by chunk -> flush -> publish -> verify -> acknowledge.
+The numbers in comments are the steps of the commit protocol in docs/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ckstore.commit.base_selection import Basing, choose_forms
+from ckstore.commit.chunk_writer import ChunkWriter, Stored
+from ckstore.commit.chunking import CommitPlan, plan_commit
+from ckstore.commit.stale_model import Fingerprint, stale_warnings
+from ckstore.commit.write_buffers import WriteBlocks
+from ckstore.concurrency import Headcount, run_aside
+from ckstore.config import Policy
+from ckstore.delta.base_cache import Bases
+from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
+from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
+from ckstore.format.paths import ManifestName
+from ckstore.quant.bounds import fidelity_of
+from ckstore.quant.planning import Candidates
+from ckstore.results import Receipt, Stopwatch
+from ckstore.state.capture import Captured
+from ckstore.store.chunk_index import locate
+from ckstore.store.repository import Parts
+
+_log = logging.getLogger("ckstore")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the caller asked to commit."""
+
+    captured: Captured
+    step: int
+    policy: Policy
+    parent: int | None
+    metrics: Mapping[str, float]
+    bases: Bases
+    fingerprint: Fingerprint | None = None
+    """What the handle's previous commit looked like."""
+    is_steady: bool = False
+    """Nobody changes the state until this returns: it lies in an arena."""
+    kept_ticket: int | None = None
+    """The ticket of that state where its bytes stay as they are for as long as ``bases`` hold some of them."""
+    headcount: Headcount = field(default_factory=Headcount)
+    """How many threads may hash and code, at any time."""
+    blocks: WriteBlocks = field(default_factory=WriteBlocks)
+    """Where the blocks come from that packs are written through."""
+    time_ns: int | None = None
+    """When the state was made; None: now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A durable checkpoint, and what the next commit wants to know of it."""
+
+    receipt: Receipt
+    fingerprint: Fingerprint | None
+
+
+def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
+    """Write one checkpoint; it exists when this returns and not before.
+
+    Raises:
+        CapacityError: The disk is full, and was still full after the trash had given up what it may; earlier
+            checkpoints are intact, nothing of this one is visible.
+        ConflictError: Another live writer has the run, or packs vanished twice under this commit.
+        BackendError: The medium failed twice.
+        BoundError: The policy allows no loss that fits into its bounds, and nothing exact instead.
+    """
+    try:
+        return _try(parts, request, watch)
+    except CapacityError as error:
+        from ckstore.ops.full_disk import room_after
+
+        given_up = room_after(parts, request.captured.nbytes, error)
+    try:
+        committed = _try(parts, request, watch)
+    except CapacityError as error:
+        raise CapacityError(
+            f"{error.what}, although the disk was full before and what could go was given up: {given_up}",
+            where=error.where,
+            todo=error.todo,
+            **error.facts,
+        ) from error
+    warning = f"the disk was full: {given_up}; what lay there cannot be brought back"
+    receipt = replace(committed.receipt, warnings=(*committed.receipt.warnings, warning))
+    return replace(committed, receipt=receipt)
+
+
+def _try(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
+    parts.prepare_run()
+    parts.lease.take()  # 1
+    request.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
+    try:
+        return _commit(parts, request, watch)
+    finally:
+        request.bases.forget_drafts()
+
+
+def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
+    parts.known.forget_packs(parts.packs_gone(parts.known.packs()))
+    if request.bases.seq is None and parts.newest is not None:
+        request.bases.follow(parts.newest)
+    for _ in range(2):  # again at most once, without the packs that were collected
+        with watch("plan"):
+            plan, basing = _planned(parts, request)  # 2
+        stored = _store_chunks_durably(parts, plan, basing, request, watch)  # 3-7
+        name, manifest = _publish(parts, Drafted(plan, basing, stored), request, watch)  # 8
+        with watch("verify"):
+            packs_gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
+        if not packs_gone:
+            parts.manifests.note_published(name.seq)
+            parts.note_committed(manifest)
+            basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
+            request.bases.leave_slots(request.kept_ticket)
+            parts.keep_young(manifest.packs)
+            return _acknowledge(parts, request, manifest, stored, watch)  # 10
+        parts.manifests.withdraw(name)
+        parts.known.forget_packs(packs_gone)
+        _log.warning("packs vanished under a commit of step %d; writing it again without them", request.step)
+    raise ConflictError(
+        "packs vanished twice under one commit",
+        where=parts.backend.root,
+        todo="find out who removes files from the store, then commit again",
+        pack_ids=sorted(pack_id.hex() for pack_id in packs_gone),
+    )
+
+
+def _planned(parts: Parts, request: Request) -> tuple[CommitPlan, Basing]:
+    captured, policy = request.captured, request.policy
+    candidates = None if policy.residual is None else Candidates(captured, policy.residual)
+    apart = frozenset[int]() if candidates is None else candidates.apart
+    plan = plan_commit(captured.storages, parts.limits, apart=apart)
+    return plan, choose_forms(captured, plan, parts.known, request.bases, policy, parts.limits, candidates)
+
+
+def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Stored, watch: Stopwatch) -> Committed:
+    warnings = [*request.captured.warnings, *stored.warnings]
+    fingerprint: Fingerprint | None = None
+    try:
+        fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
+        warnings += stale_warnings(request.fingerprint, fingerprint)
+        if request.policy.residual is not None:
+            warnings += _warnings_of(request, manifest, stored)
+    except Exception as error:
+        # The checkpoint is durable; a suspicion that could not be looked into must not hide that.
+        warnings.append(f"whether a stale or diverged model was saved could not be checked: {error}")
+    receipt = Receipt.of(
+        manifest,
+        watch,
+        engine=parts.engine_name,
+        warnings=warnings,
+        chunks_delta=stored.chunks_delta,
+        chunks_derived=stored.chunks_derived,
+        chunks_lossy=stored.chunks_lossy,
+        bytes_bases=(request.bases.held_nbytes, request.bases.held_nbytes_peak, request.bases.staged_nbytes),
+    )
+    return Committed(receipt, fingerprint)
+
+
+def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[str]:
+    """Return what those should know who lose something on purpose."""
+    from ckstore.quant.warnings import diverged_warnings, rules_warnings, vain_warnings
+
+    residual = request.policy.residual
+    assert residual is not None
+    # Of a rounding nobody has looked whether it is finite.
+    looked_at = {loss.storage for loss in manifest.losses if loss.role != "rounded"}
+    rules = rules_warnings(residual, request.captured.tree)
+    vain = [] if manifest.losses else vain_warnings(residual, request.captured)
+    return [*rules, *vain, *diverged_warnings(request.captured, looked_at, stored.warnings)]
+
+
+def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:
+    """Write what is not known yet into packs that survive a power cut when this returns."""
+    for attempt in range(2):
+        writer = _writer(parts, plan, basing, request)
+        try:
+            with watch("write"):
+                writer.run()
+            with watch("flush"):
+                return run_aside(writer.flush, on_interrupt=lambda error: None)
+        except BackendError as error:
+            # The pack is never synced again: the kernel may have dropped its bytes and say nothing the
+            # second time. Everything is still in memory, so it is written anew, once.
+            writer.abandon()
+            if attempt == 1:
+                raise
+            _log.warning("writing packs failed (%s); writing them anew under other names", error)
+        except BaseException:
+            writer.abandon()
+            raise
+    raise AssertionError("unreachable")
+
+
+def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) -> ChunkWriter:
+    what = (parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
+    make: Callable[..., ChunkWriter] = ChunkWriter
+    if basing.lossy is not None and basing.lossy.tasks:
+        # Quantizers are wanted by those who lose something only.
+        from ckstore.quant.writer import LossyChunkWriter
+
+        make = partial(LossyChunkWriter, lossy=basing.lossy)
+    return make(
+        *what,
+        is_steady=request.is_steady,
+        kept_ticket=request.kept_ticket,
+        headcount=request.headcount,
+        blocks=request.blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a manifest is made of."""
+
+    plan: CommitPlan
+    basing: Basing
+    stored: Stored
+
+
+def _publish(parts: Parts, drafted: Drafted, request: Request, watch: Stopwatch) -> tuple[ManifestName, Manifest]:
+    with watch("publish"):
+        seq: int | None = None
+        try:
+            parts.lease.check()
+            seq = parts.manifests.claim(parts.seq_next())  # 8a
+            parts.note_seq(seq)
+            manifest = _manifest_of(parts, drafted, request, seq)
+            return parts.manifests.publish(manifest), manifest  # 8b-8d: the commit point
+        except BaseException as error:
+            # A server that gave no answer may still make the manifest appear; then its packs are needed.
+            if seq is None or not (isinstance(error, BackendError) and error.facts.get("is_uncertain")):
+                _remove_unpublished(parts, drafted.stored, seq)
+            raise
+
+
+def _remove_unpublished(parts: Parts, stored: Stored, seq: int | None) -> None:
+    """Free the packs of a commit that did not get published; on a full disk every byte counts."""
+    try:
+        # Publishing may have failed after the manifest became visible: then its packs are needed.
+        if seq is None or not parts.manifests.is_visible(seq):
+            for pack_name in stored.pack_names:
+                parts.backend.unlink(pack_name)
+    except (CkstoreError, OSError) as error:
+        _log.warning("packs of an unpublished commit are left for gc: %s", error)
+
+
+def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> Manifest:
+    plan, stored = drafted.plan, drafted.stored
+    packs, frames = locate(stored.frames)
+    return build_manifest(
+        store_id=parts.store_id,
+        run=parts.run,
+        seq=seq,
+        step=request.step,
+        time_ns=parts.clock.now_ns() if request.time_ns is None else min(request.time_ns, parts.clock.now_ns()),
+        parent=request.parent,
+        origin_id=None,
+        is_archival=False,
+        fidelity=fidelity_of(request.policy.residual, stored.losses),
+        metrics=request.metrics,
+        tree=request.captured.tree,
+        tensors=request.captured.tensors,
+        storages=plan.storages,
+        chunks=[
+            ChunkSpec(known.frame.chunk_id, chunk.nbytes, chunk.element_width, chunk.is_float)
+            for chunk, known in zip(plan.chunks, stored.frames, strict=True)
+        ],
+        packs=packs,
+        frames=frames,
+        bytes_written=stored.nbytes_written,
+        chunks_new=stored.chunks_new,
+        choices=drafted.basing.choices(drafted.basing.modes(plan.storages, stored), _bits(drafted)),
+        losses=stored.losses,
+    )
+
+
+def _bits(drafted: Drafted) -> list[float | None]:
+    """Return the bits per element that the new chunks of each storage took; None where none is new."""
+    stored, found = drafted.stored, []
+    for storage in drafted.plan.storages:
+        new = [piece.chunk for piece in storage.pieces if stored.is_new[piece.chunk]]
+        plain_nbytes = sum(drafted.plan.chunks[chunk].nbytes for chunk in new)
+        payload_nbytes = sum(stored.frames[chunk].frame.stored_nbytes for chunk in new)
+        found.append(8 * storage.element_width * payload_nbytes / plain_nbytes if new else None)
+    return found

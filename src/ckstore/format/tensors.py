@@ -1,0 +1,149 @@
+"""Descriptions of tensors, storages and chunks, without their bytes.
+
+Invariants:
+- Nothing here imports numpy or torch: listing a store needs these names, and must start at once.
+- A storage is one span of bytes that one or more tensors view; it is stored once, however many view it.
+- Offsets count from the start of the stored span, in bytes, and point at element (0, ..., 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckstore.errors import MalformedError
+
+if TYPE_CHECKING:
+    pass
+
+
+RANK_MAX = 64
+"""Most dimensions a tensor may have."""
+
+_NBYTES_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor: a view of a storage.
+
+    Args:
+        library: Who makes it: ``"torch"``, ``"numpy"``, or ``"bytes"`` (a long bytes value).
+        dtype: The library's name of the element type: ``"bfloat16"``; for numpy ``"<f4"`` or, when it
+            has fields, a JSON description; ``""`` for bytes.
+        shape: Length of each dimension.
+        strides: Step of each dimension: in elements for torch, in bytes for the others.
+        storage: Index of the storage.
+        offset: Byte in the storage at which element (0, ..., 0) lies.
+        is_parameter: It was a torch.nn.Parameter.
+        requires_grad: Its gradient was wanted.
+    """
+
+    library: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: int
+    offset: int
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a run of a storage's bytes lies: in which chunk, from which byte, how many."""
+
+    chunk: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """A span of bytes that tensors view: the concatenation of its pieces."""
+
+    nbytes: int
+    element_width: int
+    is_float: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """A chunk: its address, its length, and what its bytes mostly are."""
+
+    chunk_id: bytes
+    nbytes: int
+    element_width: int
+    is_float: bool
+
+
+def count_of(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def byte_strides_of(library: str, strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return strides in bytes: torch counts in elements, all others in bytes."""
+    return tuple(step * itemsize for step in strides) if library == "torch" else strides
+
+
+def extent_of(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Return the lowest and one past the highest byte viewed, relative to element (0, ..., 0)."""
+    if 0 in shape:
+        return 0, 0
+    lo = hi = 0
+    for length, step in zip(shape, byte_strides, strict=True):
+        if step < 0:
+            lo += step * (length - 1)
+        else:
+            hi += step * (length - 1)
+    return lo, hi + itemsize
+
+
+def check_layout(spec: TensorSpec, itemsize: int, storage_nbytes: int) -> None:
+    """Refuse a spec whose elements do not all lie within its storage.
+
+    Raises:
+        MalformedError: No writer of ours makes such a spec.
+    """
+    where = f"tensor of shape {spec.shape[:RANK_MAX]}"
+    if len(spec.shape) > RANK_MAX or len(spec.strides) != len(spec.shape):
+        raise MalformedError("a tensor has too many dimensions, or not as many strides", where=where)
+    if any(length < 0 or length >= _NBYTES_LIMIT for length in spec.shape):
+        raise MalformedError("a tensor has an impossible dimension", where=where)
+    if any(abs(step) >= _NBYTES_LIMIT for step in spec.strides):
+        raise MalformedError("a tensor has an impossible stride", where=where)
+    if spec.library == "torch" and any(step < 0 for step in spec.strides):
+        raise MalformedError("a torch tensor has a negative stride", where=where)
+    if count_of(tuple(length for length in spec.shape if length)) * max(itemsize, 1) >= _NBYTES_LIMIT:
+        raise MalformedError("a tensor has more elements than can be", where=where)
+    lo, hi = extent_of(spec.shape, byte_strides_of(spec.library, spec.strides, itemsize), itemsize)
+    if spec.offset < 0 or spec.offset + lo < 0 or spec.offset + hi > storage_nbytes:
+        raise MalformedError("a tensor reaches beyond its storage", where=where)
+
+
+def is_dense(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int) -> bool:
+    """Say whether a tensor views every byte of its extent; expanded dimensions count once."""
+    lo, hi = extent_of(shape, byte_strides, itemsize)
+    moving = tuple(length for length, step in zip(shape, byte_strides, strict=True) if step)
+    return not overlaps_itself(shape, byte_strides, itemsize, is_expanded_ok=True) and (
+        hi - lo == itemsize * count_of(moving) or 0 in shape
+    )
+
+
+def overlaps_itself(
+    shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int, *, is_expanded_ok: bool = False
+) -> bool:
+    """Say whether two elements may share a byte; expanded dimensions (stride 0) may be let pass."""
+    reach = itemsize
+    for step, length in sorted((abs(step), length) for length, step in zip(shape, byte_strides, strict=True)):
+        if length <= 1 or (step == 0 and is_expanded_ok):
+            continue
+        if step < reach:
+            return 0 not in shape
+        reach += step * (length - 1)
+    return False

@@ -1,1 +1,0 @@
-"""Checkpoints of other tools, brought into the history of a run: found, loaded in a child process, committed."""

@@ -1,0 +1,228 @@
+"""Rewrite packs of which much is needed by nobody: copy the frames that are, then replace the manifests that name them.
+
+Frames are copied as they are, and never decoded: their checksum is compared with the bytes as they lie in the new pack.
+
+The packs may lie in a tier of the store: then the new ones are written there.
+
+Invariants:
+- A new pack is durable before a manifest names it, and a manifest is replaced as docs/FORMAT.md section 10 says.
+- Between any two steps every checkpoint can be restored: the old pack stays until no manifest names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ckstore.config import MIB
+from ckstore.errors import BackendError, CapacityError, ChecksumError, CkstoreError, ConflictError, CorruptError
+from ckstore.format.frame import FRAME_HEADER_NBYTES, decode_frame_header
+from ckstore.format.location import FRAME_ROW
+from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.format.paths import GENERATION_MAX, ManifestName
+from ckstore.format.wire import new_xxh3
+from ckstore.hashing import ChunkId, PackId
+from ckstore.io.backend import ReadFile
+from ckstore.io.block_writer import copy_plain
+from ckstore.io.buffers import BufferPool
+from ckstore.ops.gc.plan import PackRewrite
+from ckstore.store.chunk_index import LOCAL_TIER
+from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
+from ckstore.store.pack_writer import Packer
+from ckstore.store.reachability import UNREADABLE, Marker
+from ckstore.store.replacement import settle
+from ckstore.store.repository import Parts
+
+_log = logging.getLogger("ckstore")
+
+BLOCK_NBYTES, BLOCK_COUNT = 8 * MIB, 3
+"""Write blocks: two are on their way while one is filled."""
+
+Place = tuple[PackId, int]
+"""A pack, and the offset of a frame in it."""
+
+
+@dataclass(slots=True)
+class Repacked:
+    """What rewriting packs came to.
+
+    Attributes:
+        pack_ids: Packs whose needed frames were copied.
+        nbytes_written: Bytes of the packs that take their place.
+        manifests: Manifests that were replaced.
+        troubles: What could not be rewritten, and why; nothing is lost by it.
+    """
+
+    pack_ids: list[PackId] = field(default_factory=list)
+    nbytes_written: int = 0
+    manifests: int = 0
+    troubles: list[str] = field(default_factory=list)
+
+
+def repack(
+    parts: Parts,
+    marker: Marker,
+    rewrites: Sequence[PackRewrite],
+    tell: Callable[[], None] = lambda: None,
+    *,
+    tier: str = LOCAL_TIER,
+) -> Repacked:
+    """Rewrite packs; damage, conflicts and a full disk are told, and leave what was there as it was.
+
+    Args:
+        parts: The store.
+        marker: Reads tables of manifests.
+        rewrites: Which packs, and the manifests that name them.
+        tell: Called after each pack and each manifest.
+        tier: Where they lie.
+
+    Raises:
+        CapacityError: A manifest could not be written.
+        BackendError: The medium failed; nothing may be moved or freed after that.
+    """
+    done, moved = Repacked(), dict[Place, tuple[PackRef, int]]()
+    if not rewrites:
+        return done
+    with BufferPool(BLOCK_NBYTES, BLOCK_COUNT) as blocks, BufferPool(read_buffer_nbytes(parts.limits), 1) as buffers:
+        for rewrite in rewrites:
+            try:
+                moved |= _copy(parts, marker, rewrite, tier, blocks, buffers, done)
+            except (CorruptError, FileNotFoundError) as error:
+                done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
+            except BackendError as error:
+                if tier == LOCAL_TIER or error.is_transient:
+                    raise
+                # One object that a server refuses; what is done of others counts.
+                done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
+            except CapacityError as error:
+                done.troubles.append(f"no more packs are rewritten: {error}")
+                break
+            tell()
+    for name in sorted({name for rewrite in rewrites for name in rewrite.manifests}):
+        _replace(parts, name, moved, done)
+        tell()
+    return done
+
+
+def _copy(
+    parts: Parts,
+    marker: Marker,
+    rewrite: PackRewrite,
+    tier: str,
+    blocks: BufferPool,
+    buffers: BufferPool,
+    done: Repacked,
+) -> dict[Place, tuple[PackRef, int]]:
+    """Copy the needed frames of a pack to a new one, durably; return where each lies now."""
+    ref, frames = _needed(marker, rewrite)
+    if not frames:
+        # The manifests that named it have gone since.
+        return {}
+    target = parts.backend if tier == LOCAL_TIER else parts.tiers.open(tier)
+    packer = Packer(target, blocks, store_id=parts.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain)
+    try:
+        # What is read once need not be kept here.
+        file = open_pack(parts, ref, keeps_ranges=False)
+        try:
+            places = {offset: _copy_frame(parts, packer, file, frames[offset], buffers) for offset in sorted(frames)}
+        finally:
+            file.close()
+        (made,) = packer.finish()
+    except BaseException:
+        packer.fail()
+        packer.abandon()
+        raise
+    done.pack_ids.append(rewrite.pack_id)
+    done.nbytes_written += made.nbytes
+    made = replace(made, tier=tier)
+    return {(rewrite.pack_id, offset): (made, to) for offset, to in places.items()}
+
+
+def _needed(marker: Marker, rewrite: PackRewrite) -> tuple[PackRef, dict[int, FrameRef]]:
+    """Return the pack, and its frames that manifests locate, by offset."""
+    ref: PackRef | None = None
+    frames: dict[int, FrameRef] = {}
+    for name in rewrite.manifests:
+        try:
+            marked, table = marker.read(name, name.path)
+        except FileNotFoundError:
+            # Dropped or replaced since; who replaced it published first, and will be seen when packs are marked.
+            continue
+        found = [index for index, each in enumerate(marker.packs_of(marked)) if each.pack_id == rewrite.pack_id]
+        rows = np.frombuffer(table.frame_rows, dtype=np.dtype(list(FRAME_ROW)))
+        for index in found:
+            ref = next(each for each in marker.packs_of(marked) if each.pack_id == rewrite.pack_id)
+            for row in rows[rows["pack"] == index]:
+                offset, chunk_id = int(row["offset"]), ChunkId(row["chunk_id"].tobytes())
+                frames[offset] = FrameRef(chunk_id, 0, offset, int(row["stored_nbytes"]))
+    if ref is None:
+        raise FileNotFoundError(rewrite.pack_id.hex())
+    return ref, frames
+
+
+def _copy_frame(parts: Parts, packer: Packer, file: ReadFile, frame: FrameRef, buffers: BufferPool) -> int:
+    """Copy one frame, compare its checksum where it lies then, and return its offset there."""
+    where = f"{file.name}, offset {frame.offset}"
+    result = read_frame(parts.backend, file, frame.offset, frame.frame_nbytes, buffers)
+    try:
+        if len(result.view) != frame.frame_nbytes:
+            raise ChecksumError("a frame is cut off", where=where)
+        header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=parts.limits, where=where)
+        if (header.chunk_id, header.stored_nbytes) != (frame.chunk_id, frame.stored_nbytes):
+            raise ChecksumError("another frame lies where a manifest locates this one", where=where)
+
+        def check(payload: Sequence[memoryview]) -> None:
+            checksum = new_xxh3()
+            for piece in payload:
+                checksum.update(piece)
+            if checksum.intdigest() != header.payload_xxh3:
+                raise ChecksumError("the checksum of a frame's payload differs", where=where)
+
+        place = packer.place(header.stored_nbytes)
+        packer.fill(place, header, [result.view[FRAME_HEADER_NBYTES:]], check)
+    finally:
+        result.release()
+    return place.offset
+
+
+def _replace(parts: Parts, name: ManifestName, moved: dict[Place, tuple[PackRef, int]], done: Repacked) -> None:
+    """Publish the next generation of a manifest, whose frames lie where they were copied to."""
+    run = parts.of_run(name.run)
+    try:
+        manifest = run.manifests.load(name)
+        replacement = located_anew(manifest, moved)
+        if replacement is None or name.generation >= GENERATION_MAX:
+            return
+        settle(run, replacement, run.manifests.publish(replacement))
+        done.manifests += 1
+    except FileNotFoundError:
+        # Dropped or replaced since.
+        return
+    except (CapacityError, BackendError):
+        raise
+    except (ConflictError, *UNREADABLE, CkstoreError) as error:
+        # Another has replaced it first, or dropped it, or packs vanished: what is there then is right, and the old
+        # pack stays as long as it is named.
+        done.troubles.append(f"seq {name.seq} of run {name.run} was not replaced: {error}")
+        _log.debug("%s", error)
+
+
+def located_anew(manifest: Manifest, moved: dict[Place, tuple[PackRef, int]]) -> Manifest | None:
+    """Return the next generation of a manifest, with other places for frames that have moved; None if none has."""
+    packs: dict[PackId, tuple[int, PackRef]] = {}
+    frames, has_moved = [], False
+    for frame in manifest.frames:
+        pack, offset = manifest.packs[frame.pack], frame.offset
+        to = moved.get((pack.pack_id, offset))
+        if to is not None:
+            has_moved = True
+            pack, offset = to
+        number, _ = packs.setdefault(pack.pack_id, (len(packs), pack))
+        frames.append(replace(frame, pack=number, offset=offset))
+    if not has_moved:
+        return None
+    header = replace(manifest.header, generation=manifest.header.generation + 1)
+    return replace(manifest, header=header, packs=tuple(ref for _, ref in packs.values()), frames=tuple(frames))

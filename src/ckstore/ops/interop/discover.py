@@ -1,0 +1,501 @@
+"""Find the checkpoints in a folder that other tools have filled; names are read, and nothing is loaded.
+
+Found are files of torch.save and safetensors, one a checkpoint or several in the folder of one (transformers' Trainer,
+accelerate, DeepSpeed, nanoGPT, Lightning), and folders of torch.distributed.checkpoint.
+
+Invariants:
+- Every file that may hold a state is part of a checkpoint, or is listed as left out, with the reason.
+
+Which checkpoints of a source were not finished, although their names are those of finished ones.
+
+Only what would become the newest of a history is suspected: training would resume from it. In older ones people delete
+optimizers on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckstore.errors import CkstoreError, CorruptError, NotFoundError, UsageError
+from ckstore.ops.interop.scan import (
+    DCP_FILE,
+    DCP_SUFFIX,
+    INDEX_SUFFIX,
+    PICKLE_SUFFIXES,
+    SAFETENSORS_SUFFIX,
+    TORCH_SUFFIXES,
+    Folder,
+    Scan,
+    is_unfinished,
+    kind_of_file,
+    may_hold_state,
+    natural,
+    number_of_name,
+    scan,
+    shard_of_name,
+    step_of_name,
+    why_unread,
+)
+
+TRAINER_FILE = "trainer_state.json"
+_INDEX_NBYTES_MAX = 256 << 20
+_LISTED_MAX = 3
+
+# In the order in which one of them is taken for the model of a checkpoint.
+_MODEL_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
+_COMPANION_STEMS = frozenset(
+    ("optimizer", "optim", "scheduler", "scaler", "sampler", "random_states_0", "rng_state", "rng_state_0")
+)
+_MARKS = (TRAINER_FILE, "optimizer.pt", "optimizer.bin", "scheduler.pt", "model.safetensors.index.json")
+_WITHOUT_STATE = {"training_args.bin": "settings, and no state: objects that only code can make"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a checkpoint: a file, the shards of one, or a folder of torch.distributed.checkpoint.
+
+    Attributes:
+        key: Under which key of the state it goes; empty: it is the whole state.
+        kind: ``"torch"``, ``"safetensors"``, ``"json"`` or ``"dcp"``.
+        paths: Its files, or its folder.
+        nbytes: Their bytes.
+        time_ns: When the last of them was modified.
+    """
+
+    key: str
+    kind: str
+    paths: tuple[Path, ...]
+    nbytes: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One checkpoint.
+
+    Attributes:
+        name: Its path below the folder that was searched, or its own name.
+        parts: What it is made of.
+        step: What its name says; None where that says nothing.
+        trainer_state: The file in which transformers keeps step and metrics, or None.
+        without_state: File in it that is left out because it holds no state -> what it holds.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    step: int | None
+    trainer_state: Path | None = None
+    without_state: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def time_ns(self) -> int:
+        """When the last of its files was modified."""
+        return max(part.time_ns for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What a source holds.
+
+    Attributes:
+        found: Its checkpoints, in the order of their names.
+        left_out: Path below the source -> why it is in no checkpoint, although it may hold a state.
+        warnings: What the user should know, in whole sentences.
+    """
+
+    found: list[Found]
+    left_out: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def discover(source: Path, *, exclude: Sequence[str] = ()) -> Discovery:
+    """Return the checkpoints in a file or folder, and what is left out.
+
+    Args:
+        source: What to search.
+        exclude: Globs of paths below it that are left out.
+
+    Raises:
+        NotFoundError: There is none; the message says what was searched for, or names a folder that has some.
+        CorruptError: A shard of a file is missing.
+    """
+    source = Path(os.path.abspath(source))  # noqa: PTH100 - resolve() would follow links, and change names
+    if not source.exists():
+        raise NotFoundError("there is no such file or folder", where=source)
+    if source.is_file():
+        _check_single(source)
+        return Discovery([_of_file(source, source.name)])
+    search = _Search(scan(source, exclude))
+    found = list(search.in_folder(search.root))
+    left_out = search.account(found)
+    if not found:
+        raise NotFoundError("there is no checkpoint in the folder", where=source, todo=search.elsewhere(left_out))
+    unused = [pattern for pattern in exclude if pattern not in search.scanned.patterns_used]
+    warnings = [
+        f"--exclude {pattern} matches nothing. It is a path below SOURCE; '**/NAME' means NAME at every depth."
+        for pattern in unused
+    ]
+    if is_unfinished(source.name):
+        warnings.append(f"The name of {source} says that its save was not finished.")
+    return Discovery(found, left_out, tuple(warnings))
+
+
+def _check_single(source: Path) -> None:
+    shard = shard_of_name(source.stem)
+    if kind_of_file(source) is None:
+        readable = (*TORCH_SUFFIXES, *PICKLE_SUFFIXES, SAFETENSORS_SUFFIX)
+        raise UsageError(
+            f"the file cannot be imported: {why_unread(source)}", where=source,
+            todo=f"give a file that ends in {', '.join(readable)}",
+        )  # fmt: skip
+    if shard is not None and shard[2] > 1:
+        raise UsageError(
+            f"the file is shard {shard[1]} of {shard[2]}, and not a whole state", where=source, todo="give its folder"
+        )
+
+
+class _Search:
+    """The search of one source."""
+
+    def __init__(self, scanned: Scan) -> None:
+        self.scanned = scanned
+        self.root = scanned.root
+        # Files that were left out with a reason of their own, by path.
+        self._told: set[Path] = set()
+
+    def in_folder(self, folder: Folder) -> Iterator[Found]:
+        """Yield the checkpoints of a folder: itself, its folders, or its files."""
+        if folder.holds(DCP_FILE):
+            yield self._group(folder)
+            return
+        inner = [found for each in folder.folders if (found := self._of_folder(each)) is not None]
+        own_step = step_of_name(folder.path.name)
+        files = [file for file in folder.files if kind_of_file(file) is not None]
+        is_one = _is_one_checkpoint(folder, files)
+        if (is_one or (own_step is not None and files)) and all(each.step in (None, own_step) for each in inner):
+            yield self._group(folder)
+            return
+        yield from inner
+        if inner and is_one:
+            # A Trainer leaves the final model next to the folders of its checkpoints.
+            yield self._group(folder, is_shallow=True)
+            return
+        seen: set[tuple[int, int]] = set()
+        for file in files:
+            status = file.stat()
+            if file.name in _WITHOUT_STATE or kind_of_file(file) == "json" or (status.st_dev, status.st_ino) in seen:
+                continue
+            # A link next to the file that it names, as "last" often is, is the same checkpoint.
+            seen.add((status.st_dev, status.st_ino))
+            if not is_unfinished(file.name):
+                yield _of_file(file, self._below(file))
+
+    def account(self, found: Iterable[Found]) -> dict[str, str]:
+        """Return everything that may hold a state and is in no checkpoint, with the reason."""
+        taken, found = set(self._told), list(found)
+        inside = self._folders_of(found)
+        for each in found:
+            taken |= {path for part in each.parts for path in _files_of(part)}
+            taken |= {self.root.path / name for name in each.without_state}
+            taken |= {each.trainer_state} if each.trainer_state else set()
+        links = {(status.st_dev, status.st_ino) for status in (path.stat() for path in taken if path.exists())}
+        left_out = dict(self.scanned.left_out)
+        for folder in self._all_folders(self.root):
+            self._account(folder, taken, links, left_out, is_in_checkpoint=folder.path in inside)
+        return left_out
+
+    def _all_folders(self, folder: Folder) -> Iterator[Folder]:
+        yield folder
+        for each in folder.folders:
+            yield from self._all_folders(each)
+
+    def _folders_of(self, found: Sequence[Found]) -> set[Path]:
+        """Return the folders that are checkpoints, and those in them; that of checkpoints of one file each is none."""
+        parts = [part for each in found for part in each.parts if part.key or part.kind == "dcp"]
+        tops = {path if part.kind == "dcp" else path.parent for part in parts for path in part.paths}
+        if len(found) > 1 and self.root.path in tops:
+            # The final model lies next to the folders of its checkpoints.
+            tops.discard(self.root.path)
+            return {self.root.path} | self._within(tops)
+        return self._within(tops)
+
+    def _within(self, tops: set[Path]) -> set[Path]:
+        return {each.path for each in self._all_folders(self.root) if tops & {each.path, *each.path.parents}}
+
+    def elsewhere(self, left_out: dict[str, str]) -> str:
+        """Return what to do where nothing was found."""
+        pending = list(self.root.folders)
+        for folder in pending:
+            with contextlib.suppress(CkstoreError):
+                if not is_unfinished(folder.path.name) and any(True for _ in self.in_folder(folder)):
+                    return f"did you mean {folder.path}?"
+            pending += folder.folders
+        for name, why in left_out.items():
+            return f"left out: {name}: {why}"
+        return (
+            "name a folder of .pt, .pth, .bin, .ckpt or .safetensors files, of folders "
+            "such as checkpoint-500, or one that torch.distributed.checkpoint wrote"
+        )
+
+    def _below(self, path: Path) -> str:
+        return path.relative_to(self.root.path).as_posix()
+
+    def _leave_out(self, folder: Folder, why: str) -> None:
+        self.scanned.left_out[f"{folder.name}/"] = why
+        self._told.update(folder.all_files())
+
+    def _account(
+        self,
+        folder: Folder,
+        taken: set[Path],
+        links: set[tuple[int, int]],
+        left_out: dict[str, str],
+        *,
+        is_in_checkpoint: bool,
+    ) -> None:
+        open_files: dict[str, list[Path]] = {}
+        for file in folder.files:
+            is_candidate = may_hold_state(file, is_in_checkpoint=is_in_checkpoint) and file.name not in _WITHOUT_STATE
+            if file in taken or not is_candidate:
+                continue
+            status = file.stat()
+            if (status.st_dev, status.st_ino) not in links and (status.st_size or kind_of_file(file) is not None):
+                open_files.setdefault(why_unread(file), []).append(file)
+        for why, files in open_files.items():
+            if len(files) > _LISTED_MAX:
+                left_out[f"{self._below(files[0])} and {len(files) - 1} more"] = why
+                continue
+            left_out.update((self._below(file), why) for file in files)
+
+    def _of_folder(self, folder: Folder) -> Found | None:
+        """Return the checkpoint that a folder next to others holds, or None."""
+        if is_unfinished(folder.path.name):
+            if any(may_hold_state(file) for file in folder.all_files()):
+                self._leave_out(folder, "its name says that its save was not finished; import it by its own path")
+            return None
+        files = [file for file in folder.files if kind_of_file(file) is not None]
+        is_one = folder.holds(DCP_FILE) or _is_one_checkpoint(folder, files)
+        if step_of_name(folder.path.name) is not None or is_one:
+            found = self._group(folder)
+            return found if found.parts else None
+        if any(each.parts for each in self.in_folder(folder)):
+            self._leave_out(folder, "it may hold checkpoints of its own; import it by its own path")
+        return None
+
+    def _group(self, folder: Folder, *, is_shallow: bool = False) -> Found:
+        """Return all that a folder holds as one checkpoint, and unless it is shallow the folders in it too."""
+        without_state: dict[str, str] = {}
+        parts: list[Part] = []
+        for each in [folder] if is_shallow else self._walk(folder):
+            inside = each.path.relative_to(folder.path).as_posix()
+            prefix = "" if inside == "." else f"{inside}/"
+            files = [file for file in each.files if kind_of_file(file) is not None]
+            without_state |= {
+                self._below(file): _WITHOUT_STATE[file.name] for file in files if file.name in _WITHOUT_STATE
+            }
+            trainer = folder.path / TRAINER_FILE
+            files = [file for file in files if file.name not in _WITHOUT_STATE and file != trainer]
+            parts += [_file_part(_as_text(f"{prefix}{key}"), paths) for key, paths in _keyed(each, files)]
+            if each.holds(DCP_FILE):
+                key = inside if prefix else "dcp" if parts or folder.folders else ""
+                parts.append(_part(key, "dcp", [each.path], _dcp_files(each.path)))
+        parts = _with_model(parts)
+        parts.sort(key=lambda part: (part.key != "model", natural(part.key)))
+        if len(parts) == 1 and parts[0].kind == "dcp" and parts[0].paths[0] == folder.path:
+            parts = [_part("", "dcp", parts[0].paths, _dcp_files(folder.path))]
+        has_trainer = folder.holds(TRAINER_FILE)
+        return Found(
+            folder.name or folder.path.name,
+            tuple(parts),
+            step_of_name(folder.path.name),
+            trainer if has_trainer else None,
+            without_state,
+        )
+
+    def _walk(self, folder: Folder) -> Iterator[Folder]:
+        yield folder
+        for each in folder.folders:
+            if is_unfinished(each.path.name):
+                self._leave_out(each, "its name says that its save was not finished")
+            else:
+                yield from self._walk(each)
+
+
+def _as_text(name: str) -> str:
+    """Return a name as a key of a state, which is valid Unicode: other bytes are written as numbers."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _is_one_checkpoint(folder: Folder, files: Sequence[Path]) -> bool:
+    """Say whether the files of a folder belong together: models and optimizers, and not one step next to another."""
+    if any(folder.holds(mark) for mark in _MARKS):
+        return True
+    stems = [shard_of_name(file.stem) or (file.stem, 0, 0) for file in files]
+    names = {stem for stem, _, _ in stems}
+    has_shards = any(count for _, _, count in stems)
+    return has_shards or (len(files) > 1 and bool(names & _COMPANION_STEMS))
+
+
+def _keyed(folder: Folder, files: Sequence[Path]) -> list[tuple[str, list[Path]]]:
+    """Return the files of a folder under their keys, the shards of one file together.
+
+    Raises:
+        CorruptError: A shard is missing.
+    """
+    sharded: dict[Path, str] = {}
+    for index in folder.files:
+        if index.name.endswith(INDEX_SUFFIX):
+            whole = index.name.removesuffix(INDEX_SUFFIX)
+            sharded.update((folder.path / name, whole) for name in _shards_in_index(index))
+    wholes: dict[str, list[Path]] = {}
+    for file in sorted(files, key=_order_of_kinds):
+        shard = shard_of_name(file.stem)
+        whole = sharded.get(file) or (f"{shard[0]}{file.suffix}" if shard else file.name)
+        wholes.setdefault(whole, []).append(file)
+    keyed: dict[str, list[Path]] = {}
+    for whole, paths in wholes.items():
+        stem = Path(whole).stem
+        # Two files of one stem, such as model.safetensors and model.bin, are two parts.
+        keyed[whole if stem in keyed else stem] = paths
+        if not any(path in sharded for path in paths):
+            _check_shards(stem, paths)
+    return list(keyed.items())
+
+
+def _order_of_kinds(file: Path) -> tuple[bool, tuple[tuple[int, int, str], ...]]:
+    return kind_of_file(file) != "safetensors", natural(file.name)
+
+
+def _shards_in_index(index: Path) -> list[str]:
+    """Return the files that an index of shards names.
+
+    Raises:
+        CorruptError: One of them is missing, or it is no index.
+    """
+    try:
+        if index.stat().st_size > _INDEX_NBYTES_MAX:
+            raise ValueError("it is longer than can be")
+        table = json.loads(index.read_bytes())
+        names = sorted(set(table.get("weight_map", {}).values()))
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("it names other things than files")
+    except (ValueError, AttributeError, TypeError, RecursionError) as problem:
+        raise CorruptError(f"the index of shards cannot be read ({problem})"[:300], where=index) from None
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CorruptError(
+            f"{missing[0]} is missing, which is one of {len(names)} shards", where=index,
+            todo="copy the whole folder, or leave it out with --exclude",
+        )  # fmt: skip
+    return names
+
+
+def _check_shards(key: str, paths: Sequence[Path]) -> None:
+    shards = [shard for path in paths if (shard := shard_of_name(path.stem)) is not None]
+    if not shards:
+        return
+    counts = {count for _, _, count in shards}
+    missing = sorted(set(range(1, max(counts) + 1)) - {number for _, number, _ in shards})
+    if 0 in {number for _, number, _ in shards}:
+        # Some writers count from 0.
+        missing = sorted(set(range(max(counts))) - {number for _, number, _ in shards})
+    if missing or len(counts) > 1:
+        raise CorruptError(
+            f"shard {missing[0] if missing else '?'} of {max(counts)} of {key} is missing", where=paths[0].parent,
+            todo="copy the whole folder, or leave the others out with --exclude",
+        )  # fmt: skip
+
+
+def _with_model(parts: Sequence[Part]) -> list[Part]:
+    """Give the model its key; what else may be one, such as an adapter, stays under its own."""
+    stems = {part.key for part in parts}
+    for stem in _MODEL_STEMS:
+        if stem in stems:
+            return [replace(part, key="model") if part.key == stem else part for part in parts]
+    return list(parts)
+
+
+def _of_file(path: Path, name: str) -> Found:
+    return Found(name, (_file_part("", [path]),), step_of_name(path.stem))
+
+
+def _file_part(key: str, paths: Sequence[Path]) -> Part:
+    kind = kind_of_file(paths[0])
+    assert kind is not None, "only files that can be read are parts of checkpoints"
+    return _part(key, kind, sorted(paths, key=lambda path: natural(path.name)), paths)
+
+
+def _part(key: str, kind: str, paths: Sequence[Path], files: Sequence[Path]) -> Part:
+    statuses = [file.stat() for file in files]
+    nbytes, time_ns = sum(each.st_size for each in statuses), max(each.st_mtime_ns for each in statuses)
+    return Part(key, kind, tuple(paths), nbytes, max(0, time_ns))
+
+
+def _dcp_files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.name == DCP_FILE or file.suffix == DCP_SUFFIX]
+
+
+def _files_of(part: Part) -> Sequence[Path]:
+    return _dcp_files(part.paths[0]) if part.kind == "dcp" else part.paths
+
+
+_POINTER_FILES = ("latest", "latest_checkpointed_iteration.txt", "last_checkpoint")
+"""What DeepSpeed, Megatron and detectron2 write when a checkpoint is complete: its name, or its step."""
+
+_POINTER_NBYTES_MAX = 4096
+_BY_IMPORTING_IT = "import it by its own path if you want it"
+
+
+def unfinished(source: Path, checkpoints: Sequence[tuple[Found, int]]) -> Iterator[tuple[str, str]]:
+    """Yield the names of checkpoints whose save was not finished, and how that is seen.
+
+    Args:
+        source: The folder that they are in.
+        checkpoints: Each with its step, in any order.
+    """
+    pointer = _pointer_in(source)
+    ordered = sorted(checkpoints, key=lambda each: each[1], reverse=True)
+    if len(ordered) < 2:
+        return
+    if pointer is not None and any(step == pointer[1] for _, step in ordered):
+        for found, step in ordered:
+            if step > pointer[1]:
+                why = f"the file {pointer[0]} names step {pointer[1]}: the save of step {step} was not finished"
+                yield found.name, f"{why}; {_BY_IMPORTING_IT}"
+        ordered = [each for each in ordered if each[1] <= pointer[1]]
+    for index, (found, _) in enumerate(ordered[:-1]):
+        before = ordered[index + 1][0]
+        keys, wanted = _keys_of(found), _keys_of(before)
+        if not keys < wanted or "" in keys | wanted:
+            return
+        names = ", ".join(sorted(wanted - keys)[:4])
+        why = f"it would be the newest, and lacks {names}, which {before.name} has: perhaps its save was not finished"
+        yield found.name, f"{why}; {_BY_IMPORTING_IT}"
+
+
+def _keys_of(found: Found) -> set[str]:
+    """Return the keys of the parts; numbers in them may be steps, and are not told apart."""
+    keys = {re.sub(r"[0-9]+", "N", part.key) for part in found.parts}
+    return keys | ({"trainer_state"} if found.trainer_state is not None else set())
+
+
+def _pointer_in(source: Path) -> tuple[str, int] | None:
+    for name in _POINTER_FILES:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if (source / name).stat().st_size <= _POINTER_NBYTES_MAX:
+                text = (source / name).read_text().strip()
+                step = step_of_name(text) if step_of_name(text) is not None else number_of_name(text)
+                if step is not None:
+                    return name, step
+    return None

@@ -1,0 +1,309 @@
+"""Every file that holds a pack, or what is left of one: in place, in the trash, in quarantine, in copies elsewhere.
+
+Invariants:
+- Nothing is believed: a directory is taken when its digest is right, and else frames are looked for one by one.
+- Nothing is changed.
+
+Which files of a store are damaged and can be put aside without harm: unreadable manifests, and torn packs unnamed.
+
+Invariants:
+- A pack that any manifest names stays where it is, and so does one that may still be written.
+- Where a manifest cannot be read and stays in place, no pack is moved: it may name any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckstore.config import Limits
+from ckstore.errors import BackendError, CkstoreError, CorruptError, MalformedError, UnsupportedError
+from ckstore.format import paths
+from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, check_payload, decode_frame_header
+from ckstore.format.manifest import PackRef
+from ckstore.format.pack import (
+    SUPERHEADER_NBYTES,
+    TAIL_NBYTES,
+    DirectoryEntry,
+    decode_directory,
+    decode_superheader,
+    decode_tail,
+    scan_frames,
+)
+from ckstore.format.paths import ManifestName
+from ckstore.format.wire import is_zero
+from ckstore.hashing import PackId
+from ckstore.io.backend import Backend, ReadFile, ReadRequest
+from ckstore.io.buffers import BufferPool
+from ckstore.store.damage import Place
+from ckstore.store.manifests import quarantine_manifest, quarantine_pack
+from ckstore.store.pack_reader import read_buffer_nbytes, read_frame
+from ckstore.store.repository import Parts
+
+READ_BUFFERS = 6
+
+CopyKind = Literal["place", "trash", "quarantine", "elsewhere"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackCopy:
+    """One file that may hold a pack."""
+
+    pack_id: PackId
+    backend: Backend
+    path: str
+    kind: CopyKind
+
+
+@dataclass(frozen=True, slots=True)
+class PackLook:
+    """What one look into a pack showed.
+
+    Attributes:
+        ref: What a manifest would say of it; None where its ends are damaged.
+        entries: Its frames, by its directory, or found by a scan from the front where that is damaged.
+        problem: What is wrong with its ends; empty where nothing is.
+    """
+
+    ref: PackRef | None
+    entries: tuple[DirectoryEntry, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFrame:
+    """A frame in some copy of a pack, and what was read of it."""
+
+    copy: PackCopy
+    offset: int
+    header: FrameHeader
+
+
+class Shelf:
+    """All copies of packs that can be reached.
+
+    Args:
+        parts: The store.
+        sources: Other places where packs of this store may lie under the same names: a mirror, a bucket.
+    """
+
+    def __init__(self, parts: Parts, sources: Sequence[Backend] = ()) -> None:
+        self._parts = parts
+        self._sources = sources
+        self._broken: dict[str, PackLook] = {}
+
+    def copies_of(self, pack_id: PackId) -> Iterator[PackCopy]:
+        """Yield the files that may hold a pack, the one in place first."""
+        backend, name = self._parts.backend, paths.pack_name(pack_id)
+        is_found = False
+        for path in self._parts.trash.paths_of(pack_id):
+            if path == name and is_found:
+                # All of the trash was looked at, too.
+                break
+            if backend.stat(path) is not None:
+                is_found = True
+                yield PackCopy(pack_id, backend, path, "place" if path == name else "trash")
+        quarantined = f"{paths.quarantine_packs_folder()}/{paths.pack_file(pack_id)}"
+        if backend.stat(quarantined) is not None:
+            yield PackCopy(pack_id, backend, quarantined, "quarantine")
+        for source in self._sources:
+            if source.stat(name) is not None:
+                yield PackCopy(pack_id, source, name, "elsewhere")
+
+    def all_copies(self, named: Iterable[PackId]) -> Iterator[PackCopy]:
+        """Yield every file that holds a pack, whoever names it; of copies elsewhere, those of packs that are named."""
+        backend = self._parts.backend
+        folders: list[tuple[str, CopyKind]] = [(folder, "place") for folder in paths.pack_folders()]
+        folders += [(paths.trash_packs_folder(gc_id), "trash") for gc_id in self._parts.trash.folders()]
+        folders.append((paths.quarantine_packs_folder(), "quarantine"))
+        for folder, kind in folders:
+            for file in backend.list_names(folder):
+                pack_id = paths.parse_pack_file(file)
+                if pack_id is not None:
+                    yield PackCopy(pack_id, backend, f"{folder}/{file}", kind)
+        for pack_id in sorted(named):
+            yield from (copy for copy in self.copies_of(pack_id) if copy.kind == "elsewhere")
+
+    def look_into(self, copy: PackCopy) -> PackLook:
+        """Read the ends of a pack; where they are damaged, look for its frames from the front.
+
+        Raises:
+            FileNotFoundError: It is not there any more.
+        """
+        if copy.path in self._broken and copy.kind != "elsewhere":
+            return self._broken[copy.path]
+        file = copy.backend.open_read(copy.path)
+        try:
+            try:
+                return self._by_directory(file, copy.pack_id)
+            except (CorruptError, UnsupportedError, BackendError) as error:
+                found = PackLook(None, tuple(self._by_scan(file)), error.what)
+        finally:
+            file.close()
+        if copy.kind != "elsewhere":
+            self._broken[copy.path] = found
+        return found
+
+    def _by_directory(self, file: ReadFile, pack_id: PackId) -> PackLook:
+        store_id, limits = self._parts.store_id, self._parts.limits
+        decode_superheader(file.read_at(0, SUPERHEADER_NBYTES), store_id=store_id, pack_id=pack_id)
+        tail = decode_tail(
+            file.read_at(max(0, file.nbytes - TAIL_NBYTES), TAIL_NBYTES),
+            pack_nbytes=file.nbytes,
+            store_id=store_id,
+            pack_id=pack_id,
+            limits=limits,
+        )
+        stored = file.read_at(tail.directory_offset, file.nbytes - TAIL_NBYTES - tail.directory_offset)
+        directory = decode_directory(stored[: tail.directory_nbytes], tail, limits=limits)
+        if not is_zero(memoryview(stored)[tail.directory_nbytes :]):
+            raise MalformedError("the padding behind the directory is not zero")
+        return PackLook(PackRef(pack_id, file.nbytes, tail.directory_digest), directory.entries)
+
+    def _by_scan(self, file: ReadFile) -> Iterator[DirectoryEntry]:
+        try:
+            for offset, header in scan_frames(file.read_at, file.nbytes, limits=self._parts.limits):
+                yield DirectoryEntry.of(header, offset=offset)
+        except BackendError:
+            # The medium gives nothing beyond this; what was found before may still be of use.
+            return
+
+    def read(self, copy: PackCopy, offset: int, stored_nbytes: int) -> tuple[FrameHeader, bytes]:
+        """Return header and payload of a frame, checked against each other.
+
+        Raises:
+            CorruptError: They are damaged.
+            FileNotFoundError: The file is not there any more.
+        """
+        file = copy.backend.open_read(copy.path)
+        try:
+            content = file.read_at(offset, FRAME_HEADER_NBYTES + stored_nbytes)
+        finally:
+            file.close()
+        header = decode_frame_header(content[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+        payload = content[FRAME_HEADER_NBYTES:]
+        check_payload(header, payload)
+        return header, payload
+
+    def check(self, copy: PackCopy, places: Iterable[Place]) -> dict[Place, FrameHeader | None]:
+        """Read frames where manifests say that they lie; return the header of each that is sound, None for others."""
+        limits = self._parts.limits
+        ordered = sorted(places, key=lambda place: place[1])
+        found: dict[Place, FrameHeader | None] = dict.fromkeys(ordered)
+        file = copy.backend.open_read(copy.path)
+        done: set[int] = set()
+        try:
+            with BufferPool(read_buffer_nbytes(limits), READ_BUFFERS) as pool:
+                requests = (
+                    ReadRequest(file, offset, FRAME_HEADER_NBYTES + stored_nbytes, index)
+                    for index, (_, offset, stored_nbytes) in enumerate(ordered)
+                )
+                try:
+                    for result in copy.backend.read_ranges(requests, pool):
+                        try:
+                            found[ordered[result.tag]] = _sound(result.view, ordered[result.tag], limits)
+                            done.add(result.tag)
+                        finally:
+                            result.release()
+                except BackendError:
+                    # Some bytes cannot be read at all: one frame after the other shows which.
+                    for index in sorted(set(range(len(ordered))) - done):
+                        found[ordered[index]] = self._alone(copy.backend, file, ordered[index], pool)
+        finally:
+            file.close()
+        return found
+
+    def _alone(self, backend: Backend, file: ReadFile, place: Place, pool: BufferPool) -> FrameHeader | None:
+        try:
+            result = read_frame(backend, file, place[1], FRAME_HEADER_NBYTES + place[2], pool)
+        except CkstoreError:
+            return None
+        try:
+            return _sound(result.view, place, self._parts.limits)
+        finally:
+            result.release()
+
+
+def _sound(view: memoryview, place: Place, limits: Limits) -> FrameHeader | None:
+    """Return the header of a frame that is what a manifest says, with a payload that is what the header says."""
+    chunk_id, _, stored_nbytes = place
+    try:
+        header = decode_frame_header(view[:FRAME_HEADER_NBYTES], limits=limits)
+        if (header.chunk_id, header.stored_nbytes) != (chunk_id, stored_nbytes):
+            return None
+        check_payload(header, view[FRAME_HEADER_NBYTES:])
+    except (CorruptError, UnsupportedError):
+        return None
+    return header
+
+
+AGE_NS_MIN = 3600 * 10**9
+"""A younger pack may be one that a commit is writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineReport:
+    """What was, or would be, put aside.
+
+    Attributes:
+        is_dry_run: Nothing was moved.
+        manifests: Name of each unreadable manifest -> what is wrong with it.
+        packs: Name of each torn pack -> what is wrong with it.
+        left: What cannot be read and stays, in sentences.
+    """
+
+    is_dry_run: bool
+    manifests: dict[str, str]
+    packs: dict[str, str]
+    left: tuple[str, ...]
+
+
+def put_aside(parts: Parts, *, dry_run: bool) -> QuarantineReport:
+    """Find what is damaged, and unless it is a dry run, move it to quarantine."""
+    manifests: dict[ManifestName, str] = {}
+    named: set[PackId] = set()
+    left: list[str] = []
+    for run in parts.runs():
+        there = parts.manifests_of(run)
+        listing = there.listing()
+        for name in (*listing.names, *listing.lower):
+            try:
+                named |= {pack.pack_id for pack in there.load(name).packs}
+            except FileNotFoundError:
+                continue
+            except (UnsupportedError, BackendError) as error:
+                # Not damage: a newer ckstore, or another disk, may read it.
+                left.append(str(error))
+            except CorruptError as error:
+                manifests[name] = error.what
+    packs = {} if manifests or left else _torn_packs(parts, named)
+    if not dry_run:
+        for name in manifests:
+            quarantine_manifest(parts.backend, name)
+        for pack_id in packs:
+            quarantine_pack(parts.backend, paths.pack_name(pack_id), pack_id)
+    return QuarantineReport(
+        dry_run,
+        {name.path: problem for name, problem in manifests.items()},
+        {paths.pack_name(pack_id): problem for pack_id, problem in packs.items()},
+        tuple(left),
+    )
+
+
+def _torn_packs(parts: Parts, named: set[PackId]) -> dict[PackId, str]:
+    shelf, now_ns = Shelf(parts), parts.clock.now_ns()
+    found: dict[PackId, str] = {}
+    for folder in paths.pack_folders():
+        for file in parts.backend.list_names(folder):
+            pack_id = paths.parse_pack_file(file)
+            info = parts.backend.stat(f"{folder}/{file}")
+            if pack_id is None or info is None or pack_id in named or now_ns - info.modified_ns < AGE_NS_MIN:
+                continue
+            try:
+                look = shelf.look_into(PackCopy(pack_id, parts.backend, f"{folder}/{file}", "place"))
+            except FileNotFoundError:
+                continue
+            if look.problem:
+                found[pack_id] = look.problem
+    return found

@@ -1,0 +1,296 @@
+"""The story of a repack: plan, then rewrite checkpoint by checkpoint, the newest first.
+
+For each: read its state from the store, code it anew and check it, make the packs durable, and replace the manifest
+by its next generation. The checkpoint's identity is that of its bytes and stays.
+
+Invariants:
+- Between any two steps every checkpoint can be restored, and the newest is the newest.
+- Readers are not disturbed: packs stay where they are until they are collected, and open files stay readable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ckstore.commit.base_selection import Form
+from ckstore.commit.chunk_writer import ChunkWriter, Stored
+from ckstore.commit.write_buffers import thread_nbytes
+from ckstore.concurrency import run_aside
+from ckstore.config import MIB, Policy, RepackPolicy
+from ckstore.delta.base_cache import Bases
+from ckstore.errors import CkstoreError, ConflictError
+from ckstore.format.frame import FRAME_HEADER_NBYTES
+from ckstore.format.manifest import Manifest, relocated
+from ckstore.format.paths import ManifestName
+from ckstore.ops.repack_plan import Action, Member, Placed, RepackPlan, Rewrite, plan_repack, roots_of
+from ckstore.ops.stored_checkpoint import plan_of, reader_nbytes, stored_state
+from ckstore.store.chunk_index import Known, locate
+from ckstore.store.manifests import DroppedError
+from ckstore.store.refs import load_whole
+from ckstore.store.replacement import finish_replacements, settle
+from ckstore.store.repository import Parts
+
+_log = logging.getLogger("ckstore")
+
+
+@dataclass(frozen=True, slots=True)
+class RepackEntry:
+    """One checkpoint of a repack; bytes afterwards are estimates until it was rewritten.
+
+    Attributes:
+        seq: Its number in the run.
+        step: The trainer's step.
+        action: ``"keyframe"``, ``"delta"``, or ``"keep"``.
+        base_seq: The checkpoint that a delta is taken from; None otherwise.
+        reason: Why, in a sentence.
+        bytes_state: Plain bytes of its tensors.
+        stored_before: Bytes of the frames of its own chunks.
+        stored_after: The same afterwards, but for frames that a newer checkpoint holds.
+        read_before: Bytes that a restore reads.
+        read_after: The same afterwards.
+        is_done: Whether it was rewritten.
+    """
+
+    seq: int
+    step: int
+    action: Action
+    base_seq: int | None
+    reason: str
+    bytes_state: int
+    stored_before: int
+    stored_after: int
+    read_before: int
+    read_after: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RepackReport:
+    """What a repack planned or did, the newest checkpoint first.
+
+    Attributes:
+        run: The run.
+        is_dry_run: Nothing was changed.
+        entries: Every checkpoint of the run.
+        packs_before: Bytes of the packs that the run's checkpoints needed.
+        packs_after: The same afterwards; packs that are needed no more are freed when the store is collected.
+        bytes_written: Bytes of new packs.
+        superseded_count: Manifests moved to the trash that an interrupted repack had left in place.
+    """
+
+    run: str
+    is_dry_run: bool
+    entries: tuple[RepackEntry, ...]
+    packs_before: int
+    packs_after: int
+    bytes_written: int
+    superseded_count: int = 0
+
+    @property
+    def rewritten(self) -> tuple[RepackEntry, ...]:
+        """Entries that are, or would be, rewritten."""
+        return tuple(entry for entry in self.entries if entry.action != "keep")
+
+
+def repack(
+    parts: Parts,
+    wanted: RepackPolicy,
+    policy: Policy,
+    *,
+    dry_run: bool,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepackReport:
+    """Plan, and unless it is a dry run, act.
+
+    Args:
+        parts: The store.
+        wanted: What the checkpoints shall become.
+        policy: Threads and memory.
+        dry_run: Only plan.
+        on_progress: Called with checkpoints done and checkpoints in all, first for the plan, then for the act.
+
+    Raises:
+        ConflictError: Another live process writes the run, or has replaced a checkpoint meanwhile.
+        CorruptError: A checkpoint of the run is damaged.
+        CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
+    """
+    if dry_run:
+        return _report(parts, plan_repack(parts, wanted, policy, on_progress=on_progress), {}, is_dry_run=True)
+    parts.prepare_run()
+    parts.lease.take()
+    superseded_count = finish_replacements(parts)
+    plan = plan_repack(parts, wanted, policy, on_progress=on_progress)
+    try:
+        done = _Repacker(parts, wanted, policy, plan).run(on_progress or (lambda done, total: None))
+    finally:
+        # Even one that fails halfway has moved what the next commit would follow.
+        parts.look_again()
+    return replace(_report(parts, plan, done, is_dry_run=False), superseded_count=superseded_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What rewriting one checkpoint came to, in bytes."""
+
+    written: int
+    stored: int
+    read: int
+
+
+def _report(parts: Parts, plan: RepackPlan, done: dict[int, _Done], *, is_dry_run: bool) -> RepackReport:
+    entries = tuple(
+        RepackEntry(
+            seq=member.name.seq,
+            step=member.name.step,
+            action=member.action,
+            base_seq=member.base_seq,
+            reason=member.reason,
+            bytes_state=member.state_nbytes,
+            stored_before=member.stored_before,
+            stored_after=done[seq].stored if (seq := member.name.seq) in done else member.stored_after,
+            read_before=member.read_before,
+            read_after=done[seq].read if seq in done else member.read_after,
+            is_done=seq in done,
+        )
+        for member in plan.members
+    )
+    planned = plan.written_nbytes
+    written = planned if is_dry_run else sum(each.written for each in done.values())
+    after = plan.packs_after - planned + written
+    return RepackReport(parts.run, is_dry_run, entries, plan.packs_before, after, written)
+
+
+class Aside(Parts):
+    """The same store with frames of its own to know, so that the handle's are left alone."""
+
+    def __init__(self, parts: Parts, known: Known) -> None:
+        super().__init__(parts.backend, parts.record, parts.run, clock=parts.clock)
+        self.known = known
+        self.nbytes_planned = 0
+
+    def nbytes_expected(self, nbytes: int) -> int:
+        """Return what the plan says that will be written."""
+        return min(nbytes, self.nbytes_planned)
+
+
+class _Repacker:
+    """Carries out a plan."""
+
+    def __init__(self, parts: Parts, wanted: RepackPolicy, policy: Policy, plan: RepackPlan) -> None:
+        self._parts = parts
+        self._plan = plan
+        self._placed = Placed()
+        self._aside = Aside(parts, self._placed)
+        # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
+        spare = policy.memory_nbytes_max
+        per_thread = reader_nbytes(parts.limits) + thread_nbytes(parts.limits, has_bases=True)
+        threads = max(1, min(policy.thread_count, spare // per_thread))
+        self._policy = replace(
+            policy,
+            compression=wanted.compression,
+            threads=threads,
+            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(parts.limits)),
+            verify_encoded=True,
+        )
+
+    def run(self, tell: Callable[[int, int], None]) -> dict[int, _Done]:
+        """Rewrite what is to be rewritten; return what was written, by seq."""
+        done: dict[int, _Done] = {}
+        total = sum(member.rewrite is not None for member in self._plan.members)
+        for member in self._plan.members:
+            try:
+                manifest = load_whole(self._parts, member.name)
+            except DroppedError:
+                # It was dropped since, and its drop stands; nothing depends on its frames but what names them.
+                continue
+            if manifest.header.generation != member.name.generation:
+                raise _replaced_meanwhile(self._parts, member)
+            if member.rewrite is None:
+                self._placed.put(roots_of(manifest))
+                continue
+            came_to = self._rewrite(manifest, member, member.rewrite)
+            if came_to is not None:
+                done[member.name.seq] = came_to
+            tell(len(done), total)
+        return done
+
+    def _rewrite(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> _Done | None:
+        mark = self._placed.mark()
+        self._placed.put(known for known in roots_of(manifest) if known.frame.chunk_id in rewrite.in_place)
+        stored = self._store_chunks(manifest, member, rewrite)
+        replacement, name = self._publish(manifest, rewrite, stored)
+        try:
+            settle(self._parts, replacement, name)
+        except DroppedError as error:
+            _log.warning("%s; its drop stands", error.what)
+            self._placed.back_to(mark)
+            return None
+        self._placed.put(stored.frames)
+        in_place = sum(known.frame.frame_nbytes for known in stored.frames if known.frame.chunk_id in rewrite.in_place)
+        new = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
+        return _Done(stored.nbytes_written, new + in_place, sum(frame.frame_nbytes for frame in replacement.frames))
+
+    def _publish(self, manifest: Manifest, rewrite: Rewrite, stored: Stored) -> tuple[Manifest, ManifestName]:
+        try:
+            self._parts.lease.check()
+            replacement = _replacement(manifest, rewrite, stored)
+            return replacement, self._parts.manifests.publish(replacement)
+        except BaseException:
+            self._remove_unpublished(manifest, stored)
+            raise
+
+    def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> Stored:
+        """Code every chunk that is not placed, and make the packs durable."""
+        forms = [
+            Form(None if form.base is None else self._placed.find(form.base), form.is_tried, form.master)
+            for form in rewrite.forms
+        ]
+        self._aside.nbytes_planned = member.written_nbytes
+        with stored_state(self._parts, manifest) as state:
+            writer = ChunkWriter(self._aside, plan_of(manifest), state.storages, self._policy, forms, Bases())
+            try:
+                writer.run()
+                return run_aside(writer.flush, on_interrupt=lambda error: None)
+            except BaseException:
+                writer.abandon()
+                raise
+
+    def _remove_unpublished(self, manifest: Manifest, stored: Stored) -> None:
+        """Free the packs of a replacement that did not get published; on a full disk every byte counts."""
+        header = manifest.header
+        name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
+        try:
+            # Publishing may have failed after the manifest became visible: then its packs are needed.
+            if self._parts.backend.stat(name.path) is None:
+                for pack_name in stored.pack_names:
+                    self._parts.backend.unlink(pack_name)
+        except (CkstoreError, OSError) as error:
+            _log.warning("packs of a checkpoint that was not replaced are left for gc: %s", error)
+
+
+_MEMORY_NBYTES_MIN = 56 * MIB
+"""Less cannot work, and a policy refuses it."""
+
+
+def _replacement(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> Manifest:
+    """Return the manifest of the next generation: the same checkpoint, located anew."""
+    packs, frames = locate(stored.frames)
+    return relocated(
+        manifest,
+        generation=manifest.header.generation + 1,
+        packs=packs,
+        frames=frames,
+        bytes_written=stored.nbytes_written,
+        chunks_new=stored.chunks_new,
+        choices=rewrite.basing.choices(rewrite.basing.modes(manifest.storages, stored)),
+    )
+
+
+def _replaced_meanwhile(parts: Parts, member: Member) -> ConflictError:
+    return ConflictError(
+        f"seq {member.name.seq} was replaced by another process after it was planned",
+        where=parts.backend.root,
+        todo="repack again",
+    )

@@ -1,0 +1,657 @@
+"""Decide how the checkpoints of a run are stored anew: which become keyframes, which differences, which stay.
+
+Checkpoints are taken from the newest to the oldest, and each is planned as a commit that follows the one before it
+here: older ones are differences from newer ones, so that the newest are restored fastest. What comes out is data;
+``repack`` carries it out, and a dry run prints it.
+
+Checkpoints that are coded against common frames form a group. It is rewritten whole or not at all: the bases of one
+that stays would keep the others' bytes alive.
+
+One checkpoint as it would be stored after those newer than it: its form, and what that costs, estimated.
+
+Which checkpoints of a run need which frames and packs: what rewriting one of them would free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from ckstore.commit.base_selection import Basing, choose_forms
+from ckstore.commit.chunking import CommitPlan
+from ckstore.config import Policy, RepackPolicy
+from ckstore.delta.base_cache import Bases
+from ckstore.delta.cost_model import Verdict
+from ckstore.errors import ConflictError
+from ckstore.format.choices import UNSAMPLED, Choices
+from ckstore.format.frame import frame_extent
+from ckstore.format.manifest import FrameRef, Manifest, PackRef
+from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, PACK_ALIGN, SUPERHEADER_NBYTES, TAIL_NBYTES
+from ckstore.format.paths import ManifestName
+from ckstore.format.wire import align_up
+from ckstore.hashing import ChunkId, PackId
+from ckstore.ops.stored_checkpoint import plan_of, stored_state
+from ckstore.store.chunk_index import LOCAL_TIER, Known, KnownFrame, locate
+from ckstore.store.refs import load_whole
+from ckstore.store.repository import Parts
+
+Key = tuple[PackId, int]
+"""A frame, by its place."""
+
+
+def sizes_of(manifest: Manifest) -> dict[Key, int]:
+    """Return every frame of a manifest with its bytes, in the manifest's order."""
+    return {(manifest.packs[frame.pack].pack_id, frame.offset): frame.frame_nbytes for frame in manifest.frames}
+
+
+class Ledger:
+    """Frames and packs of a run by the checkpoints that need them; the newest checkpoint has rank 0."""
+
+    def __init__(self) -> None:
+        self.packs: dict[PackId, int] = {}
+        """Packs that checkpoints of the run name, with their sizes."""
+        self._spans: dict[Key | PackId, tuple[int, int]] = {}
+        self._bases: set[Key] = set()
+        self._elsewhere: set[Key | PackId] = set()
+        self._packs_of: list[set[PackId]] = []
+
+    @classmethod
+    def of(cls, parts: Parts, names: Sequence[ManifestName]) -> Ledger:
+        """Read every manifest of the store.
+
+        Args:
+            parts: The store.
+            names: The run's manifests, the newest first.
+
+        Raises:
+            CorruptError: A checkpoint of the run is torn, or lacks a pack.
+        """
+        ledger = cls()
+        for rank, name in enumerate(names):
+            ledger._add(rank, load_whole(parts, name))
+        for run in parts.runs():
+            manifests = parts.manifests_of(run)
+            for name in manifests.listing().names if run != parts.run else ():
+                try:
+                    keys = sizes_of(manifests.load(name))
+                except FileNotFoundError:
+                    # Dropped or replaced since it was listed; what it frees only makes the plan better.
+                    continue
+                ledger._elsewhere.update(keys, (pack_id for pack_id, _ in keys))
+        return ledger
+
+    def _add(self, rank: int, manifest: Manifest) -> None:
+        keys = list(sizes_of(manifest))
+        needed: list[Key | PackId] = [*keys, *(pack.pack_id for pack in manifest.packs)]
+        for key in needed:
+            self._spans[key] = self._spans.get(key, (rank, rank))[0], rank
+        self._bases.update(keys[frame.base] for frame in manifest.frames if frame.base >= 0)
+        self._packs_of.append({pack.pack_id for pack in manifest.packs})
+        self.packs.update({pack.pack_id: pack.nbytes for pack in manifest.packs})
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Yield first and last rank of each group: no frame is a base in one group and needed in another."""
+        reach = list(range(len(self._packs_of)))
+        for key in self._bases:
+            first, last = self._spans[key]
+            reach[first] = max(reach[first], last)
+        begin, end = 0, -1
+        for rank, farthest in enumerate(reach):
+            if rank > end >= 0:
+                yield begin, end
+                begin = rank
+            end = max(end, farthest)
+        if reach:
+            yield begin, end
+
+    def is_needed_outside(self, key: Key | PackId, first: int, last: int) -> bool:
+        """Whether a frame or a pack is needed by a checkpoint newer or older than these, or by another run."""
+        span = self._spans[key]
+        return span[0] < first or span[1] > last or key in self._elsewhere
+
+    def packs_nbytes(self, kept: Iterable[int], in_place: Iterable[PackId]) -> int:
+        """Return the bytes of packs that are still needed when only checkpoints of these ranks keep their frames.
+
+        Args:
+            kept: Ranks of checkpoints that stay as they are.
+            in_place: Packs of frames that others leave where they are.
+        """
+        needed = set(in_place).union(*(self._packs_of[rank] for rank in kept))
+        return sum(nbytes for pack_id, nbytes in self.packs.items() if pack_id in needed)
+
+
+_PLANNED_PACK = PackRef(PackId(bytes(16)), 0, bytes(32))
+"""Stands for packs that are not written yet."""
+
+
+class Placed(Known):
+    """Frames that older checkpoints may share or be coded against, written or planned so far."""
+
+    def __init__(self) -> None:
+        super().__init__(manifests_max=1)
+        self._frames: dict[ChunkId, KnownFrame] = {}
+        self._added: list[ChunkId] = []
+
+    def find(self, chunk_id: ChunkId) -> KnownFrame | None:
+        """Return the frame of a chunk."""
+        return self._frames.get(chunk_id)
+
+    def put(self, frames: Iterable[KnownFrame]) -> None:
+        """Remember frames; the first one of a chunk stays."""
+        for known in frames:
+            if known.frame.chunk_id not in self._frames:
+                self._frames[known.frame.chunk_id] = known
+                self._added.append(known.frame.chunk_id)
+
+    def mark(self) -> int:
+        """Return a point to come back to."""
+        return len(self._added)
+
+    def back_to(self, mark: int) -> None:
+        """Forget everything that was put after a point."""
+        for chunk_id in self._added[mark:]:
+            del self._frames[chunk_id]
+        del self._added[mark:]
+
+
+def roots_of(manifest: Manifest) -> list[KnownFrame]:
+    """Return the local frames of a manifest that need no base.
+
+    Of a checkpoint that stays, only these may serve older ones: the bases of the others may yet be coded anew.
+    """
+    return [
+        KnownFrame(frame, manifest.packs[frame.pack], None)
+        for frame in manifest.frames
+        if frame.base < 0 and manifest.packs[frame.pack].tier == LOCAL_TIER
+    ]
+
+
+def needs_others(manifest: Manifest) -> bool:
+    """Whether a restore needs chunks beyond those of the state itself."""
+    return len(manifest.frames) > len(manifest.chunks)
+
+
+@dataclass(slots=True)
+class Sketch:
+    """A planned form of a checkpoint.
+
+    Args:
+        manifest: As it is stored now.
+        plan: How it is cut into chunks.
+        basing: The base, the form of each chunk, and why.
+        in_place: Frames that stay where they are, by chunk.
+        frames: Where each chunk will lie; sizes of new frames are estimates.
+        is_new: Whether the frame of each chunk is new.
+    """
+
+    manifest: Manifest
+    plan: CommitPlan
+    basing: Basing
+    in_place: dict[ChunkId, KnownFrame]
+    frames: list[KnownFrame] = field(init=False, default_factory=list)
+    is_new: list[bool] = field(init=False, default_factory=list)
+    _frame_of: dict[ChunkId, FrameRef] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._frame_of = {frame.chunk_id: frame for frame in self.manifest.frames}
+
+    def leaving(self, in_place: dict[ChunkId, KnownFrame], placed: Known) -> Sketch:
+        """Return the same form with other frames that stay where they are."""
+        other = Sketch(self.manifest, self.plan, self.basing, in_place)
+        other.place(placed)
+        return other
+
+    def place(self, placed: Known) -> None:
+        """Give every chunk a frame: one that is placed, or stays, or is new."""
+        bits = self._bits()
+        found: dict[int, KnownFrame] = {}
+        new: set[int] = set()
+        forms = self.basing.forms
+        for index in sorted(range(len(forms)), key=lambda index: forms[index].master is not None):
+            chunk, form = self.manifest.chunks[index], forms[index]
+            chunk_id = ChunkId(chunk.chunk_id)
+            known = placed.find(chunk_id) or self.in_place.get(chunk_id)
+            if known is None:
+                new.add(index)
+                base = form.base if form.master is None else found[form.master]
+                estimate = chunk.nbytes * bits.get(index, 8.0 * chunk.element_width) / (8 * chunk.element_width)
+                stored_nbytes = 1 if form.master is not None else max(1, min(chunk.nbytes, round(estimate)))
+                stored_nbytes = self._stored_so(chunk_id, base, chunk.nbytes) or stored_nbytes
+                depth = 0 if base is None else base.frame.depth + 1
+                known = KnownFrame(FrameRef(chunk_id, 0, 0, stored_nbytes, -1, depth), _PLANNED_PACK, base)
+            found[index] = known
+        self.frames = [found[index] for index in range(len(forms))]
+        self.is_new = [index in new for index in range(len(forms))]
+
+    def _stored_so(self, chunk_id: ChunkId, base: KnownFrame | None, nbytes: int) -> int | None:
+        """Return what a chunk takes that is coded already against this base: better than any estimate."""
+        frame = self._frame_of[chunk_id]
+        base_id = self.manifest.frames[frame.base].chunk_id if frame.base >= 0 else None
+        is_so = base_id == (None if base is None else base.frame.chunk_id) and frame.stored_nbytes < nbytes
+        return frame.stored_nbytes if is_so else None
+
+    def _bits(self) -> dict[int, float]:
+        """Return the estimated bits per element of each chunk that was surveyed."""
+        bits: dict[int, float] = {}
+        for surveyed, view in zip(self.basing.surveyed, self.basing.verdict.views, strict=True):
+            against = None if view is None else surveyed.estimate.against(view)
+            for index in surveyed.unit.chunks:
+                has_base = self.basing.forms[index].base is not None
+                bits[index] = against.bits if has_base and against is not None else surveyed.estimate.full_bits
+        return bits
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of new frames."""
+        return sum(known.frame.frame_nbytes for known, is_new in zip(self.frames, self.is_new, strict=True) if is_new)
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of a pack that holds the new frames; 0 for none."""
+        new = [known.frame.stored_nbytes for known, is_new in zip(self.frames, self.is_new, strict=True) if is_new]
+        frames = align_up(sum(map(frame_extent, new)), PACK_ALIGN)
+        directory = align_up(len(new) * DIRECTORY_ENTRY_NBYTES, PACK_ALIGN)
+        return SUPERHEADER_NBYTES + frames + directory + TAIL_NBYTES if new else 0
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of the frames that hold the checkpoint's own chunks now and would do so no more."""
+        return sum(nbytes for key, nbytes in self._own().items() if key not in self.keys_in_place())
+
+    @property
+    def stored_before(self) -> int:
+        """Bytes of the frames that hold the checkpoint's own chunks now."""
+        return sum(self._own().values())
+
+    @property
+    def stored_after(self) -> int:
+        """The same afterwards, without frames that newer checkpoints hold."""
+        return self.written_nbytes + sum(self.keys_in_place().values())
+
+    @property
+    def read_before(self) -> int:
+        """Bytes that a restore reads now."""
+        return sum(frame.frame_nbytes for frame in self.manifest.frames)
+
+    @property
+    def read_after(self) -> int:
+        """Bytes that a restore reads afterwards."""
+        links = {link.frame.chunk_id: link.frame.frame_nbytes for known in self.frames for link in known.closure()}
+        return sum(links.values())
+
+    def keys_in_place(self) -> dict[Key, int]:
+        """Return the frames that stay where they are, with their bytes."""
+        return {(k.pack.pack_id, k.frame.offset): k.frame.frame_nbytes for k in self.in_place.values()}
+
+    def _own(self) -> dict[Key, int]:
+        chunk_ids = {chunk.chunk_id for chunk in self.manifest.chunks}
+        sizes = sizes_of(self.manifest).items()
+        return {
+            key: n for (key, n), frame in zip(sizes, self.manifest.frames, strict=True) if frame.chunk_id in chunk_ids
+        }
+
+    def planned(self) -> Manifest:
+        """Return the manifest as it would be, for those that are coded after it."""
+        packs, frames = locate(self.frames)
+        return replace(self.manifest, packs=tuple(packs), frames=tuple(frames), choices=self.choices)
+
+    @property
+    def choices(self) -> Choices | None:
+        """What its manifest would say of its base."""
+        return self.basing.choices([UNSAMPLED] * len(self.manifest.storages))
+
+    def unchanged(self) -> Manifest:
+        """Return the manifest as it is; for those that are coded after it, a keyframe."""
+        return replace(self.manifest, choices=None)
+
+    def follow(self, bases: Bases, manifest: Manifest) -> None:
+        """Let the next older checkpoint be coded against this one."""
+        self.basing.remember(bases, manifest, [ChunkId(chunk.chunk_id) for chunk in self.manifest.chunks])
+
+
+def sketch(
+    parts: Parts,
+    manifest: Manifest,
+    placed: Known,
+    bases: Bases,
+    policy: Policy,
+    *,
+    is_keyframe: bool,
+    in_place: dict[ChunkId, KnownFrame],
+) -> Sketch:
+    """Read samples of a checkpoint and plan its form.
+
+    Args:
+        parts: The store.
+        manifest: The checkpoint.
+        placed: Frames that it may share, or be coded against.
+        bases: The next newer checkpoint, and the keyframe that goes with it.
+        policy: How it shall be coded.
+        is_keyframe: Code every chunk whole.
+        in_place: Frames of it that others need where they are.
+
+    Raises:
+        CorruptError: What is stored is damaged.
+        UnsupportedError: Its tensors do not cover its chunks.
+    """
+    plan = plan_of(manifest)
+    with stored_state(parts, manifest) as state:
+        basing = choose_forms(state.captured(), plan, placed, bases, policy, parts.limits)
+    if is_keyframe:
+        whole = tuple(replace(form, base=None, is_tried=False) for form in basing.forms)
+        verdict = Verdict((None,) * len(basing.surveyed), "keyframe: among the newest, for fast restores")
+        basing = replace(basing, forms=whole, verdict=verdict)
+    found = Sketch(manifest, plan, basing, in_place)
+    found.place(placed)
+    return found
+
+
+Action = Literal["keyframe", "delta", "keep"]
+
+
+class ChunkForm(NamedTuple):
+    """How one chunk is coded: against a base (a chunk's identity), as the rounding of a master (an index), or whole."""
+
+    base: ChunkId | None
+    is_tried: bool
+    master: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """How the chunks of one checkpoint are coded, which of them stay where they are, and why."""
+
+    forms: tuple[ChunkForm, ...]
+    in_place: frozenset[ChunkId]
+    basing: Basing
+
+    @classmethod
+    def of(cls, sketch: Sketch) -> Rewrite:
+        """Keep of a sketch what the act needs, and nothing that grows with the state's bytes."""
+        forms = tuple(
+            ChunkForm(None if form.base is None else form.base.frame.chunk_id, form.is_tried, form.master)
+            for form in sketch.basing.forms
+        )
+        surveyed = tuple(replace(each, samples={}, frames={}) for each in sketch.basing.surveyed)
+        return cls(forms, frozenset(sketch.in_place), replace(sketch.basing, forms=(), surveyed=surveyed))
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What is planned for one checkpoint; what comes after the act is an estimate.
+
+    Args:
+        name: Its manifest.
+        action: What is done with it.
+        reason: Why, in a sentence.
+        base_seq: The checkpoint whose chunks, or their roots, serve as bases.
+        stored_before: Bytes of the frames of its own chunks.
+        stored_after: The same afterwards; frames that newer checkpoints hold count there.
+        read_before: Bytes that a restore reads.
+        read_after: The same afterwards.
+        state_nbytes: Plain bytes of its tensors.
+        written_nbytes: Bytes of new packs.
+        rewrite: How it is rewritten; None if it stays.
+    """
+
+    name: ManifestName
+    action: Action
+    reason: str
+    base_seq: int | None
+    stored_before: int
+    stored_after: int
+    read_before: int
+    read_after: int
+    state_nbytes: int
+    written_nbytes: int = 0
+    rewrite: Rewrite | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RepackPlan:
+    """What is to be done, the newest checkpoint first, and the bytes of packs that the run needs before and after."""
+
+    members: tuple[Member, ...]
+    packs_before: int
+    packs_after: int
+
+    @property
+    def written_nbytes(self) -> int:
+        """About how many bytes will be written."""
+        return sum(member.written_nbytes for member in self.members)
+
+
+def plan_repack(
+    parts: Parts, wanted: RepackPolicy, policy: Policy, *, on_progress: Callable[[int, int], None] | None = None
+) -> RepackPlan:
+    """Look at every checkpoint of the run, read samples of it, and decide.
+
+    Args:
+        parts: The store.
+        wanted: What the newest and the older ones shall become.
+        policy: Threads and memory.
+        on_progress: Called with checkpoints looked at and checkpoints in all.
+
+    Raises:
+        CorruptError: A checkpoint of the run is damaged: it must be repaired or deleted first.
+        ConflictError: Another has replaced one meanwhile.
+    """
+    names = list(reversed(parts.manifests.listing().names))
+    ledger = Ledger.of(parts, names)
+    planner = _Planner(parts, wanted, policy, ledger, on_progress or (lambda done, total: None), len(names))
+    members: list[Member] = []
+    for first, last in ledger.groups():
+        members += planner.group(names[first : last + 1], first)
+    kept = [rank for rank, member in enumerate(members) if member.rewrite is None]
+    after = ledger.packs_nbytes(kept, planner.packs_in_place)
+    plan = RepackPlan(tuple(members), sum(ledger.packs.values()), after)
+    return replace(plan, packs_after=after + plan.written_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What becomes of a checkpoint.
+
+    Args:
+        member: As it is told.
+        sketch: Its form; None if it stays.
+    """
+
+    member: Member
+    sketch: Sketch | None = None
+
+    @property
+    def packs_in_place(self) -> set[PackId]:
+        """Packs of frames that stay where they are although the checkpoint is rewritten."""
+        return set() if self.sketch is None else {known.pack.pack_id for known in self.sketch.in_place.values()}
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of new packs."""
+        return 0 if self.sketch is None else self.sketch.packed_nbytes
+
+
+class _Live:
+    """Bytes of packs that a group takes, other than those that are needed outside of it anyhow."""
+
+    def __init__(self, ledger: Ledger, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._ledger = ledger
+        self._packs: set[PackId] = set()
+        self._written = 0
+
+    def add(self, outcome: _Outcome, manifest: Manifest) -> None:
+        """Count a checkpoint."""
+        packs = {pack.pack_id for pack in manifest.packs} if outcome.sketch is None else outcome.packs_in_place
+        self._packs |= {pack for pack in packs if not self._ledger.is_needed_outside(pack, self.first, self.last)}
+        self._written += outcome.written_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packs, new ones too."""
+        return self._written + sum(self._ledger.packs[pack_id] for pack_id in self._packs)
+
+
+class _Planner:
+    """Plans group by group, the newest first."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        wanted: RepackPolicy,
+        policy: Policy,
+        ledger: Ledger,
+        tell: Callable[[int, int], None],
+        count: int,
+    ) -> None:
+        self.packs_in_place: set[PackId] = set()
+        self._parts = parts
+        self._wanted = wanted
+        self._policy = replace(
+            policy,
+            compression=wanted.compression,
+            delta=True,
+            read_amplification_max=wanted.read_amplification_max,
+            base_cache="none",
+        )
+        self._ledger = ledger
+        self._tell = tell
+        self._count = count
+        self._placed = Placed()
+        self._bases = Bases()
+        self._last: Sketch | None = None
+        self._keyframes_left = wanted.keyframes
+
+    def group(self, names: Sequence[ManifestName], first: int) -> list[Member]:
+        """Plan a group whose newest checkpoint has rank ``first``."""
+        mark, last = self._placed.mark(), first + len(names) - 1
+        # The two ways it can go: all of it is rewritten that gains by it, or only keyframes that were asked for.
+        live, live_otherwise = _Live(self._ledger, first, last), _Live(self._ledger, first, last)
+        outcomes, otherwise = [], []
+        for rank, name in enumerate(names, first):
+            manifest = self._load(name)
+            outcome, other = self._draft(manifest, rank, live)
+            live.add(outcome, manifest)
+            live_otherwise.add(other, manifest)
+            outcomes.append(outcome)
+            otherwise.append(other)
+        is_worth_it = live.nbytes <= (1 - self._wanted.saving_min) * live_otherwise.nbytes
+        if any(outcome.sketch for outcome in outcomes) and not is_worth_it:
+            self._take_back(otherwise, mark)
+            what = "rewriting it with all that share its bases" if len(names) > 1 else "rewriting"
+            reason = _told(what, live.nbytes, live_otherwise.nbytes)
+            outcomes = [_with_reason(outcome, reason) for outcome in otherwise]
+        self.packs_in_place.update(*(outcome.packs_in_place for outcome in outcomes))
+        return [outcome.member for outcome in outcomes]
+
+    def _load(self, name: ManifestName) -> Manifest:
+        manifest = load_whole(self._parts, name)
+        if manifest.header.generation != name.generation:
+            raise ConflictError(f"seq {name.seq} was replaced while it was looked at", todo="plan again")
+        return manifest
+
+    def _draft(self, manifest: Manifest, rank: int, live: _Live) -> tuple[_Outcome, _Outcome]:
+        """Return what becomes of a checkpoint if its group is rewritten, and otherwise."""
+        is_forced = self._keyframes_left > 0 and not manifest.header.is_archival
+        self._keyframes_left -= is_forced
+        found = self._sketch(manifest, live, is_forced=is_forced)
+        self._tell(rank + 1, self._count)
+        self._last = found
+        refusal = self._refusal(found, is_forced=is_forced)
+        if refusal is not None:
+            self._placed.put(roots_of(manifest))
+            found.follow(self._bases, found.unchanged())
+            stays = _Outcome(_kept(found, refusal))
+            return stays, stays
+        otherwise = _Outcome(_kept(found, ""))
+        if is_forced:
+            in_place = self._in_place(manifest, 0, self._wanted.keyframes - 1)
+            alone = found.leaving(in_place, self._placed)
+            otherwise = _Outcome(_rewritten(alone), alone)
+        self._placed.put(found.frames)
+        found.follow(self._bases, found.planned())
+        return _Outcome(_rewritten(found), found), otherwise
+
+    def _sketch(self, manifest: Manifest, live: _Live, *, is_forced: bool) -> Sketch:
+        in_place = self._in_place(manifest, live.first, live.last)
+        return sketch(
+            self._parts, manifest, self._placed, self._bases, self._policy, is_keyframe=is_forced, in_place=in_place
+        )
+
+    def _in_place(self, manifest: Manifest, first: int, last: int) -> dict[ChunkId, KnownFrame]:
+        """Return frames of a checkpoint's own chunks that are needed where they are outside of a range of ranks."""
+        own = {chunk.chunk_id for chunk in manifest.chunks}
+        return {
+            known.frame.chunk_id: known
+            for known in roots_of(manifest)
+            if known.frame.chunk_id in own
+            and self._placed.find(known.frame.chunk_id) is None
+            and self._ledger.is_needed_outside((known.pack.pack_id, known.frame.offset), first, last)
+        }
+
+    def _refusal(self, found: Sketch, *, is_forced: bool) -> str | None:
+        """Return why a checkpoint stays as it is whatever its group does, or None."""
+        if found.manifest.losses:
+            # Coded without a loss, a reconstruction takes as much as what it stands for.
+            return "it was stored with a loss, and stays as it is"
+        least = 1 - self._wanted.saving_min
+        if needs_others(found.manifest):
+            is_faster = found.read_after <= least * found.read_before
+            return None if is_faster or not is_forced else _told("a keyframe", found.read_after, found.read_before)
+        if found.written_nbytes <= least * found.moved_nbytes:
+            return None
+        return _told("rewriting", found.written_nbytes, found.moved_nbytes)
+
+    def _take_back(self, outcomes: Sequence[_Outcome], mark: int) -> None:
+        """Place a group again of which only keyframes that were asked for are rewritten."""
+        assert self._last is not None, "a group has a checkpoint"
+        self._placed.back_to(mark)
+        for outcome in outcomes:
+            frames = outcome.sketch.frames if outcome.sketch else roots_of(self._load(outcome.member.name))
+            self._placed.put(frames)
+        self._bases = Bases()
+        last = outcomes[-1].sketch
+        self._last.follow(self._bases, self._last.unchanged() if last is None else last.planned())
+
+
+def _with_reason(outcome: _Outcome, reason: str) -> _Outcome:
+    if outcome.sketch is not None or outcome.member.reason:
+        return outcome
+    return _Outcome(replace(outcome.member, reason=reason))
+
+
+def _told(what: str, after: int, before: int) -> str:
+    """Say what a change would save, in a sentence."""
+    if not before:
+        return f"{what} would free nothing: others need its packs"
+    saved = 1 - after / before
+    return f"{what} would save {saved:.1%}" if saved >= 0 else f"{what} would cost {-saved:.1%} more"
+
+
+def _rewritten(found: Sketch) -> Member:
+    verdict, choices = found.basing.verdict, found.choices
+    return Member(
+        name=_name_of(found.manifest),
+        action="keyframe" if verdict.is_keyframe else "delta",
+        reason=verdict.reason,
+        base_seq=None if choices is None else choices.base_seq,
+        stored_before=found.stored_before,
+        stored_after=found.stored_after,
+        read_before=found.read_before,
+        read_after=found.read_after,
+        state_nbytes=found.manifest.header.bytes_state,
+        written_nbytes=found.packed_nbytes,
+        rewrite=Rewrite.of(found),
+    )
+
+
+def _kept(found: Sketch, reason: str) -> Member:
+    stored, read = found.stored_before, found.read_before
+    state_nbytes = found.manifest.header.bytes_state
+    return Member(_name_of(found.manifest), "keep", reason, None, stored, stored, read, read, state_nbytes)
+
+
+def _name_of(manifest: Manifest) -> ManifestName:
+    header = manifest.header
+    return ManifestName(header.run, header.seq, header.step, header.generation)

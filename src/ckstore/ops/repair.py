@@ -1,0 +1,537 @@
+"""The story of a repair: look, plan, and unless it is a dry run, act.
+
+What is sound in damaged packs, and what was found elsewhere, is copied to new packs and made durable; manifests that
+cannot be read are put aside, and others replaced one by one, the newest first; last, packs that nothing needs any more
+are put aside.
+
+Invariants:
+- No byte is removed or written over: packs and manifests are added, replaced by a next generation, or moved aside.
+- Between any two steps every checkpoint is as it was or as it is to be; a repair that was interrupted is done again.
+- A checkpoint's id never changes: what is restored has the identities that were committed, or is named as lost.
+
+The frames that a repair copies: what is sound in damaged packs, and what was found where no manifest looks.
+
+Invariants:
+- A frame is compared with what was planned when it is read, and with what was read where it lies in its new pack.
+- No manifest names a new pack before ``write`` has returned: then all of them are durable.
+
+Make ``store.json`` again from what repeats it: every manifest and every pack carries the store's id.
+
+A purge by age takes ``store.json`` first, since nothing writes it after it was made. Its limits are those that every
+store is made with; what holds less than they allow can be read by them.
+
+Invariants:
+- It is made only where all manifests, or where there is none all packs, are of one store; never over one that is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckstore.clock import Clock
+from ckstore.codec import kernels
+from ckstore.config import Limits, is_name
+from ckstore.errors import CkstoreError, ConflictError, CorruptError, UnsupportedError
+from ckstore.format import paths
+from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader
+from ckstore.format.header import PREAMBLE_NBYTES, decode_preamble
+from ckstore.format.manifest import FrameRef, Manifest, PackRef, relocated
+from ckstore.format.pack import SUPERHEADER_NBYTES, decode_superheader
+from ckstore.format.paths import ManifestName
+from ckstore.format.records import FORMAT_VERSION, StoreRecord, encode_record
+from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_token
+from ckstore.io.backend import Backend, Distant
+from ckstore.io.buffers import BufferPool
+from ckstore.ops.pack_copies import PackCopy
+from ckstore.ops.repair_plan import Mend, Pick, RepairPlan, plan_repair
+from ckstore.ops.verify_packs import FrameCheck
+from ckstore.store.chunk_index import KnownFrame, locate
+from ckstore.store.damage import lost_frames
+from ckstore.store.manifests import DroppedError, quarantine_manifest, quarantine_pack, quarantined_names
+from ckstore.store.pack_writer import FramePlace, Packer
+from ckstore.store.replacement import settle
+from ckstore.store.repository import Parts, read_store_record
+
+BLOCK_NBYTES = 8 << 20
+BLOCKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A frame to be copied, or to be stored anew as plain bytes."""
+
+    copy: PackCopy
+    offset: int
+    chunk_id: ChunkId
+    is_plain: bool
+
+
+class Copies:
+    """Frames that are to lie in sound packs that manifests may name."""
+
+    def __init__(self, parts: Parts, plan: RepairPlan) -> None:
+        self._parts = parts
+        self._search = plan.search
+        self._headers: dict[_Source, FrameHeader] = {}
+        self._places: dict[_Source, FramePlace] = {}
+        self._refs: dict[PackId, PackRef] = {}
+        for mend in plan.mends:
+            if mend.picks:
+                manifest = plan.search.load(mend.name)
+                for pick in mend.picks:
+                    self._want(manifest, pick)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(FRAME_HEADER_NBYTES + header.stored_nbytes for header in self._headers.values())
+
+    def _want(self, manifest: Manifest, first: Pick) -> None:
+        pick: Pick | None = first
+        while pick is not None:
+            source = self._source_of(manifest, pick)
+            if source is not None and source not in self._headers:
+                self._headers[source] = self._header_of(manifest, pick)
+            pick = pick.base
+
+    def _source_of(self, manifest: Manifest, pick: Pick) -> _Source | None:
+        """Return what is to be copied for a pick; None: it can stay where the manifest says."""
+        if pick.index < 0:
+            found = self._search.found[pick.chunk_id]
+            return _Source(found.copy, found.offset, pick.chunk_id, pick.is_plain)
+        frame = manifest.frames[pick.index]
+        state = self._search.states.get(manifest.packs[frame.pack].pack_id)
+        if state is None or not state.is_spoiled:
+            return None
+        assert state.copy is not None, "a sound frame lies somewhere"
+        return _Source(state.copy, frame.offset, pick.chunk_id, False)
+
+    def _header_of(self, manifest: Manifest, pick: Pick) -> FrameHeader:
+        if pick.index >= 0:
+            frame = manifest.frames[pick.index]
+            state = self._search.states[manifest.packs[frame.pack].pack_id]
+            return state.frames[frame.chunk_id, frame.offset, frame.stored_nbytes]
+        header = self._search.found[pick.chunk_id].header
+        if not pick.is_plain:
+            return header
+        return replace(header, base_id=NO_BASE, steps=(), stored_nbytes=header.plain_nbytes)
+
+    def write(self) -> None:
+        """Copy them to new packs, check each where it lies then, and make the packs durable."""
+        waiting = list(self._headers.items())
+        while waiting:
+            # A pack holds a chunk once; of a chunk in two forms the second goes to another pack.
+            taken: set[ChunkId] = set()
+            now: list[tuple[_Source, FrameHeader]] = []
+            later: list[tuple[_Source, FrameHeader]] = []
+            for row in waiting:
+                (later if row[0].chunk_id in taken else now).append(row)
+                taken.add(row[0].chunk_id)
+            self._write_packs(now)
+            waiting = later
+
+    def _write_packs(self, rows: Sequence[tuple[_Source, FrameHeader]]) -> None:
+        with BufferPool(BLOCK_NBYTES, BLOCKS) as pool:
+            packer = Packer(
+                self._parts.backend,
+                pool,
+                store_id=self._parts.store_id,
+                nbytes_expected=sum(FRAME_HEADER_NBYTES + header.stored_nbytes for _, header in rows),
+                copy=kernels.copy_bytes,
+            )
+            try:
+                for source, header in rows:
+                    self._copy(packer, source, header)
+                self._refs.update({ref.pack_id: ref for ref in packer.finish()})
+            except BaseException:
+                packer.fail()
+                packer.abandon()
+                raise
+
+    def _copy(self, packer: Packer, source: _Source, header: FrameHeader) -> None:
+        payload = self._payload(source, header)
+
+        def check(pieces: Sequence[memoryview]) -> None:
+            if b"".join(pieces) != payload:
+                raise CorruptError("a frame changed while it was copied", todo="test this machine's memory")
+
+        place = self._places[source] = packer.place(header.stored_nbytes)
+        packer.fill(place, header, [memoryview(payload)], check)
+
+    def _payload(self, source: _Source, header: FrameHeader) -> bytes:
+        if source.is_plain:
+            plain = self._search.decoded(source.chunk_id)
+            assert chunk_id_of(memoryview(plain)) == source.chunk_id, "what was decoded was checked"
+            return plain
+        with contextlib.suppress(CorruptError, FileNotFoundError):
+            found, payload = self._search.shelf.read(source.copy, source.offset, header.stored_nbytes)
+            if found == header:
+                return payload
+        raise ConflictError(
+            "a frame that was sound when the repair was planned is not there any more",
+            where=f"{source.copy.path}, offset {source.offset}",
+            todo="repair again",
+        )
+
+    def located(self, manifest: Manifest, picks: Iterable[Pick]) -> list[KnownFrame]:
+        """Return where the frames of a manifest lie, once what is to be copied was copied."""
+        made: dict[ChunkId, KnownFrame] = {}
+        return [self._located(manifest, pick, made) for pick in picks]
+
+    def _located(self, manifest: Manifest, pick: Pick, made: dict[ChunkId, KnownFrame]) -> KnownFrame:
+        # Chains may be longer than Python calls itself.
+        chain: list[Pick] = []
+        below: Pick | None = pick
+        while below is not None and below.chunk_id not in made:
+            chain.append(below)
+            below = below.base
+        for each in reversed(chain):
+            base = None if each.base is None else made[each.base.chunk_id]
+            made[each.chunk_id] = self._known(manifest, each, base)
+        return made[pick.chunk_id]
+
+    def _known(self, manifest: Manifest, pick: Pick, base: KnownFrame | None) -> KnownFrame:
+        source = self._source_of(manifest, pick)
+        if source is None:
+            frame = manifest.frames[pick.index]
+            return KnownFrame(frame, manifest.packs[frame.pack], base)
+        place = self._places[source]
+        ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
+        return KnownFrame(ref, self._refs[place.pack.pack_id], base)
+
+
+_log = logging.getLogger("ckstore")
+
+
+@dataclass(frozen=True, slots=True)
+class RepairEntry:
+    """What becomes of one checkpoint.
+
+    Attributes:
+        run: Its run.
+        seq: Its number.
+        step: The trainer's step.
+        action: ``"heal"``; ``"partial"``: what is lost is named, the rest can be restored; ``"quarantine"``: its
+            manifest is put aside; ``"revive"``, ``"bring back"``: another one takes its place.
+        reason: Why.
+        tensors: Dotted paths of tensors that are lost.
+        is_done: Whether it was done.
+    """
+
+    run: str
+    seq: int
+    step: int
+    action: str
+    reason: str
+    tensors: tuple[str, ...]
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What a repair found, and what it did or would do.
+
+    Attributes:
+        is_dry_run: Nothing was changed.
+        entries: Checkpoints that are not as they were.
+        packs: Pack id -> what is wrong with it, and so what it is put aside for.
+        packs_rescued: Packs that were needed and lay in the trash.
+        claims_made: ``run/seq`` of claims that were missing.
+        bytes_copied: Bytes of frames that were copied to new packs.
+        left: What cannot be mended, in sentences.
+        is_identity_made: ``store.json`` was missing: it was made again from manifests and packs, or would be.
+        packs_elsewhere: Packs that lie in other tiers, of which nothing was read.
+    """
+
+    is_dry_run: bool
+    entries: tuple[RepairEntry, ...]
+    packs: dict[str, str]
+    packs_rescued: tuple[str, ...]
+    claims_made: tuple[str, ...]
+    bytes_copied: int
+    left: tuple[str, ...]
+    is_identity_made: bool = False
+    packs_elsewhere: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found that is not as it was written."""
+        if self.is_identity_made:
+            return False
+        return not (self.entries or self.packs or self.packs_rescued or self.claims_made or self.left)
+
+    @property
+    def partial(self) -> tuple[RepairEntry, ...]:
+        """Checkpoints of which something is lost for good."""
+        return tuple(entry for entry in self.entries if entry.action == "partial")
+
+
+def repair(
+    parts: Parts,
+    make_check: Callable[[], FrameCheck],
+    *,
+    dry_run: bool,
+    sources: Sequence[Backend] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RepairReport:
+    """Plan, and unless it is a dry run, act.
+
+    Args:
+        parts: The store.
+        make_check: Makes what decodes a frame.
+        dry_run: Only plan.
+        sources: Other places where files of this store may lie under the same names.
+        on_progress: Called with packs looked at and packs in all.
+
+    Raises:
+        ConflictError: Another live process writes a run that has to be mended, or has replaced a checkpoint meanwhile.
+        CapacityError: The disk is full; each checkpoint is as it was, or mended.
+    """
+    plan = plan_repair(parts, make_check, sources=sources, on_progress=on_progress)
+    copies = Copies(parts, plan)
+    if not dry_run:
+        _act(parts, plan, copies)
+    report = _report(plan, copies, dry_run=dry_run)
+    if not any(entry.is_done and entry.action in ("revive", "bring back") for entry in report.entries):
+        return report
+    # What these name was not looked at yet.
+    again = repair(parts, make_check, dry_run=False, sources=sources, on_progress=on_progress)
+    return replace(
+        again,
+        entries=(*report.entries, *again.entries),
+        packs={**report.packs, **again.packs},
+        packs_rescued=(*report.packs_rescued, *again.packs_rescued),
+        claims_made=(*report.claims_made, *again.claims_made),
+        bytes_copied=report.bytes_copied + again.bytes_copied,
+    )
+
+
+def _report(plan: RepairPlan, copies: Copies, *, dry_run: bool) -> RepairReport:
+    return RepairReport(
+        is_dry_run=dry_run,
+        entries=tuple(
+            RepairEntry(
+                mend.name.run, mend.name.seq, mend.name.step, mend.action, mend.reason, mend.tensors, mend.is_done
+            )
+            for mend in sorted(plan.mends, key=lambda mend: (mend.name.run, -mend.name.seq))
+        ),
+        packs={pack_id.hex(): problem for pack_id, problem in plan.spoiled.items()},
+        packs_rescued=tuple(pack_id.hex() for pack_id in plan.in_trash),
+        claims_made=tuple(f"{run}/{seq}" for run, seq in plan.claims),
+        bytes_copied=copies.nbytes,
+        left=tuple(plan.left),
+        packs_elsewhere=plan.search.packs_elsewhere,
+    )
+
+
+def _act(parts: Parts, plan: RepairPlan, copies: Copies) -> None:
+    for run in {run for run, _ in plan.claims}:
+        parts.of_run(run).make_folders()
+    for run, seq in plan.claims:
+        with contextlib.suppress(FileExistsError):
+            parts.backend.create(paths.claim_name(run, seq), b"", sync=False)
+        parts.backend.sync_folder(paths.claims_folder(run))
+    for pack_id in plan.in_trash:
+        parts.trash.rescue_pack(pack_id)
+    copies.write()
+    for run in sorted({mend.name.run for mend in plan.mends}):
+        with _writing(parts, run) as there:
+            _mend_run(there, [mend for mend in plan.mends if mend.name.run == run], plan, copies)
+    _put_packs_aside(parts, plan)
+
+
+@contextlib.contextmanager
+def _writing(parts: Parts, run: str) -> Iterator[Parts]:
+    """Hold the lease of a run while its manifests are changed."""
+    if run == parts.run:
+        parts.prepare_run()
+        parts.lease.take()
+        try:
+            yield parts
+        finally:
+            # The next commit must not follow what was replaced.
+            parts.look_again()
+        return
+    other = parts.of_run(run)
+    try:
+        other.prepare_run()
+        other.lease.take()
+        yield other
+    finally:
+        other.lease.release()
+
+
+def _mend_run(parts: Parts, mends: Sequence[Mend], plan: RepairPlan, copies: Copies) -> None:
+    # What takes a place comes before what has it is put aside, so that a crash leaves too much and never too little.
+    for mend in mends:
+        if mend.action == "revive" and mend.source is not None:
+            mend.is_done = parts.trash.put_back(mend.source[1], mend.name.path)
+    for mend in mends:
+        if mend.action == "quarantine":
+            mend.is_done = quarantine_manifest(parts.backend, mend.name) is not None
+    for mend in mends:
+        if mend.action in ("heal", "partial"):
+            mend.is_done = _replace(parts, mend, plan, copies)
+        elif mend.action == "bring back" and mend.source is not None:
+            mend.is_done = _bring_back(parts, mend.name, *mend.source[:2])
+
+
+def _replace(parts: Parts, mend: Mend, plan: RepairPlan, copies: Copies) -> bool:
+    """Publish the next generation of a manifest, which names only what is sound."""
+    name = mend.name
+    manifest = plan.search.load(name)
+    if any(other.seq == name.seq and other.generation > name.generation for other in parts.manifests.listing().names):
+        raise ConflictError(
+            f"seq {name.seq} was replaced by another process after it was planned",
+            where=parts.backend.root,
+            todo="repair again",
+        )
+    parts.lease.check()
+    # The name of one that was put aside is not used again.
+    aside = [other.generation for other in quarantined_names(parts.backend, name.run) if other.seq == name.seq]
+    frames = [*copies.located(manifest, mend.picks), *lost_frames(mend.lost)]
+    replacement = _next_generation(manifest, frames, max(name.generation, *aside, 0) + 1)
+    published = parts.manifests.publish(replacement)
+    try:
+        settle(parts, replacement, published)
+    except DroppedError as error:
+        _log.warning("%s; its drop stands", error.what)
+        return False
+    return True
+
+
+def _next_generation(manifest: Manifest, known: Sequence[KnownFrame], generation: int) -> Manifest:
+    header = manifest.header
+    packs, frames = locate(known)
+    replacement = relocated(
+        manifest,
+        generation=generation,
+        packs=packs,
+        frames=frames,
+        bytes_written=header.bytes_written,
+        chunks_new=0,
+        choices=manifest.choices,
+    )
+    counts = replace(replacement.header, chunks_new=header.chunks_new, chunks_reused=header.chunks_reused)
+    return replace(replacement, header=counts)
+
+
+def _bring_back(parts: Parts, name: ManifestName, source: Backend, path: str) -> bool:
+    """Copy a manifest from another place; it was read and checked there."""
+    content = source.read_bytes(path, nbytes_max=parts.limits.manifest_nbytes_max)
+    draft = paths.draft_name(new_token())
+    parts.backend.create(draft, content, sync=True)
+    is_back = True
+    try:
+        parts.backend.link(draft, name.path)
+    except FileExistsError:
+        is_back = False
+    parts.backend.sync_folder(paths.manifests_folder(name.run))
+    with contextlib.suppress(FileNotFoundError):
+        parts.backend.unlink(draft)
+    return is_back
+
+
+def _put_packs_aside(parts: Parts, plan: RepairPlan) -> None:
+    """Move spoiled packs into quarantine that no manifest in place names any more."""
+    named: set[PackId] = set()
+    for run in parts.runs():
+        manifests = parts.manifests_of(run)
+        listing = manifests.listing()
+        for name in (*listing.names, *listing.lower):
+            try:
+                named |= {pack.pack_id for pack in manifests.load(name).packs}
+            except FileNotFoundError:
+                continue
+            except (CorruptError, UnsupportedError) as error:
+                plan.left.append(f"packs stay in place, since {name.file} may name them: {error.what}")
+                return
+    for pack_id in sorted(set(plan.spoiled) - named):
+        # A commit that reuses a frame of it at this moment looks for it after it was published, and withdraws.
+        quarantine_pack(parts.backend, paths.pack_name(pack_id), pack_id)
+        for path in list(parts.trash.find_pack(pack_id)):
+            quarantine_pack(parts.backend, path, pack_id)
+
+
+def record_or_remade(backend: Backend, clock: Clock, sources: Sequence[Backend] = ()) -> tuple[StoreRecord, bool]:
+    """Return what ``store.json`` says, and whether it is missing and was made up from manifests and packs.
+
+    Args:
+        backend: The store.
+        clock: Says when the record was made.
+        sources: Copies of the store; where one has the same id, what it says is taken.
+
+    Raises:
+        NotFoundError: There is no store, and nothing of one.
+        ConflictError: Manifests or packs of several stores lie there.
+        CorruptError: ``store.json`` is there, and damaged; or none of what is there can be read.
+    """
+    if backend.stat(paths.STORE_FILE) is not None:
+        return read_store_record(backend), False
+    found = list(_ids_of_manifests(backend)) or list(_ids_of_packs(backend))
+    ids = Counter(store_id for store_id, _ in found)
+    if not ids:
+        # Says that there is no store, or that nothing of it can be read.
+        return read_store_record(backend), False
+    if len(ids) > 1:
+        counted = ", ".join(f"{count} of store {store_id}" for store_id, count in ids.most_common())
+        raise ConflictError(
+            f"store.json is missing, and there are files of several stores: {counted}",
+            where=backend.root,
+            todo="move the files of the other stores out of manifests/ and packs/, then repair again",
+        )
+    (store_id,) = ids
+    for source in sources:
+        with contextlib.suppress(CkstoreError):
+            record = read_store_record(source)
+            if record.store_id == store_id:
+                return record, True
+    limits = Limits()
+    return StoreRecord(
+        format_version=min(version for _, version in found),
+        store_id=store_id,
+        created_ns=clock.now_ns(),
+        chunk_nbytes_max=limits.chunk_nbytes_max,
+        pack_nbytes_max=limits.pack_nbytes_max,
+        manifest_nbytes_max=limits.manifest_nbytes_max,
+        depth_max=limits.depth_max,
+    ), True
+
+
+def write_store_record(backend: Backend, record: StoreRecord) -> None:
+    """Write ``store.json`` durably, unless somebody else has meanwhile."""
+    backend.make_folder(paths.TMP_FOLDER)
+    draft = paths.draft_name(new_token(), "store")
+    backend.create(draft, encode_record(record), sync=True)
+    with contextlib.suppress(FileExistsError):
+        backend.link(draft, paths.STORE_FILE)
+    backend.sync_folder("")
+    backend.unlink(draft)
+
+
+def _ids_of_manifests(backend: Backend) -> Iterator[tuple[str, int]]:
+    """Yield store id and format version of each manifest whose beginning is whole."""
+    for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
+        for file in backend.list_names(paths.manifests_folder(run)):
+            name = paths.parse_manifest_file(run, file)
+            if name is not None:
+                with contextlib.suppress(CorruptError, FileNotFoundError):
+                    where = backend.location_of(name.path)
+                    preamble = decode_preamble(backend.read_head(name.path, PREAMBLE_NBYTES), where=where)
+                    yield preamble.store_id.hex(), preamble.version
+
+
+def _ids_of_packs(backend: Backend) -> Iterator[tuple[str, int]]:
+    if isinstance(backend, Distant):
+        return
+    for folder in paths.pack_folders():
+        for file in backend.list_names(folder):
+            pack_id = paths.parse_pack_file(file)
+            if pack_id is not None:
+                with contextlib.suppress(CorruptError, FileNotFoundError):
+                    found = decode_superheader(backend.read_head(f"{folder}/{file}", SUPERHEADER_NBYTES))
+                    yield found.store_id.hex(), FORMAT_VERSION

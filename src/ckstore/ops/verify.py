@@ -1,0 +1,237 @@
+"""Read everything, believe nothing, report; change nothing.
+
+Levels, each with all of the one before:
+- ``quick``: whole manifests with their digests; size, superheader, tail and directory of every pack they
+  name; every location against the directory; claims, tags, config.json, home.json and owner.json.
+- ``read``: every stored byte, past the page cache where the file system allows it; checksums, padding.
+- ``decode``: every frame decoded, and its BLAKE3 compared: everything a restore would find. Frames that need a base
+  are read once more for it, each once, however many checkpoints and frames rest on the base.
+
+Packs of other tiers are looked at when that is asked for; what lies both here and there is looked at here.
+
+Not looked at, because losing it loses nothing: ``leases``, ``tmp``, ``trash``, ``reserve``, ``gc.lock``, what a drop
+mark holds, and packs that no manifest names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from ckstore.concurrency import run_aside
+from ckstore.config import Policy, is_name
+from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
+from ckstore.format import paths
+from ckstore.format.paths import ManifestName
+from ckstore.format.records import RECORD_NBYTES_MAX, ConfigRecord, FileRecord, HomeRecord, OwnerRecord, decode_record
+from ckstore.io.backend import Ageing
+from ckstore.io.remote.options import is_bucket_address
+from ckstore.ops.verify_chains import ChainAudit
+from ckstore.ops.verify_packs import Audit, FrameCheck, PackAudit
+from ckstore.store.damage import Damage, Report, Uses, label_of
+from ckstore.store.manifests import Manifests, missing_sentence
+from ckstore.store.repository import Parts
+from ckstore.store.tags import Tags
+
+__all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
+
+LEVELS = ("quick", "read", "decode")
+_RECORDS: dict[str, type[FileRecord]] = {
+    paths.CONFIG_FILE: ConfigRecord,
+    paths.HOME_FILE: HomeRecord,
+    paths.OWNER_FILE: OwnerRecord,
+}
+"""Records at the top of a store which need not be there, and are whole where they are."""
+_NAMES_DATED_MAX = 3
+_COPIED_AFTER_NS = 10 * 10**9
+"""A manifest has its name moments after the time that it says."""
+
+
+def verify(
+    parts: Parts,
+    level: str,
+    names: Iterable[tuple[str, ManifestName]] | None,
+    *,
+    make_check: Callable[[], FrameCheck],
+    check_nbytes: int,
+    policy: Policy,
+    is_remote: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Check the manifests given, or all of the store, and what they need.
+
+    Args:
+        parts: The store.
+        level: One of LEVELS.
+        names: Run and name of each manifest; None: all runs.
+        make_check: Makes, for each thread, what decodes a frame.
+        check_nbytes: Memory that what ``make_check`` makes may use.
+        policy: How many threads, and how much memory for them and for read buffers.
+        is_remote: Look at packs of other tiers, too.
+        on_progress: Called after each read, and each pack, with bytes done and bytes in all.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
+    report = Report(level)
+    parts.require_same_store()
+    is_partial = names is not None
+    if names is None:
+        names = list(_all_names(parts, report))
+        _check_records(parts, report)
+    uses = _uses_of(parts, names, report, is_remote=is_remote)
+    chains = ChainAudit(uses) if level == "decode" else None
+    total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
+    total += chains.nbytes if chains is not None else 0
+
+    def tell() -> None:
+        if on_progress is not None:
+            on_progress(report.bytes_read, total)
+
+    audit = Audit(parts, uses, report, make_check, check_nbytes, policy, tell, is_partial, is_remote)
+
+    def audit_all() -> None:
+        for pack_id in sorted(uses.packs):
+            PackAudit(audit, pack_id).run()
+            if audit.stop.error is not None:
+                return
+            tell()
+        if chains is not None:
+            chains.run(audit)
+
+    run_aside(audit_all, on_interrupt=audit.stop.note)
+    if audit.stop.error is not None:
+        raise audit.stop.error
+    if report.files_torn:
+        report.copied_ns = _copied_ns(parts)
+    return report
+
+
+def _uses_of(parts: Parts, names: Iterable[tuple[str, ManifestName]], report: Report, *, is_remote: bool) -> Uses:
+    """Check manifests, and return what they need of what can be reached."""
+    reach = TierReach(parts, is_remote=is_remote)
+    uses = Uses(is_remote=is_remote, reaches=reach)
+    for run, name in names:
+        _check_manifest(parts.manifests_of(run), name, uses, report)
+    report.packs_elsewhere = uses.elsewhere_count
+    report.unreachable += reach.problems(uses)
+    return uses
+
+
+def _copied_ns(parts: Parts) -> int | None:
+    """Return when the store was copied to this place; None where the times of its files do not say that it was."""
+    found: list[int] = []
+    if not isinstance(parts.backend, Ageing):
+        return None
+    for run in parts.runs():
+        manifests = parts.manifests_of(run)
+        names = [name for name in manifests.listing().names if name.generation == 0]
+        for name in names[:_NAMES_DATED_MAX]:
+            try:
+                written_ns, arrived_ns = manifests.header(name).time_ns, parts.backend.arrived_ns(name.path)
+            except (CkstoreError, FileNotFoundError):
+                continue
+            if arrived_ns is None or arrived_ns - written_ns < _COPIED_AFTER_NS:
+                return None
+            found.append(arrived_ns)
+    return min(found, default=None)
+
+
+class TierReach:
+    """Says whether tiers can be reached, and why not; asks each once.
+
+    Args:
+        parts: The store.
+        is_remote: Ask buckets, too; otherwise only whether ``config.json`` says where they are.
+    """
+
+    def __init__(self, parts: Parts, *, is_remote: bool) -> None:
+        self._parts = parts
+        self._is_remote = is_remote
+        self._found: dict[str, CkstoreError | None] = {}
+
+    def __call__(self, tier: str) -> bool:
+        """Whether a tier can be reached."""
+        if tier not in self._found:
+            self._found[tier] = self._problem_of(tier)
+        return self._found[tier] is None
+
+    def _problem_of(self, tier: str) -> CkstoreError | None:
+        tiers = self._parts.tiers
+        try:
+            # Without a server's answer this says whether it is configured, which costs nothing.
+            if self._is_remote or not is_bucket_address(tiers.addresses().get(tier, "")):
+                tiers.open(tier)
+        except CkstoreError as error:
+            return error
+        return None
+
+    def problems(self, uses: Uses) -> Iterator[Damage]:
+        """Yield each tier that cannot be reached, with the checkpoints that are in it."""
+        for tier, problem in sorted(self._found.items()):
+            if problem is not None:
+                labels = tuple(label_of(uses.names[index]) for index in uses.in_tiers.get(tier, ()))
+                yield Damage(problem.what, problem.where or self._parts.backend.root, labels)
+
+
+def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName]]:
+    for run in parts.runs_ever():
+        manifests = parts.manifests_of(run)
+        listing = manifests.listing()
+        if listing.missing:
+            where = parts.backend.location_of(paths.manifests_folder(run))
+            report.damage.append(Damage(missing_sentence(run, listing.missing), where))
+        claims = {
+            claim.seq
+            for file in parts.backend.list_names(paths.claims_folder(run))
+            if (claim := paths.parse_claim_file(file)) is not None and claim.kind == "claim"
+        }
+        for name in (*listing.names, *listing.lower):
+            if name.seq in listing.dropped:
+                continue
+            if name.seq not in claims:
+                where = parts.backend.location_of(paths.claim_name(run, name.seq))
+                report.files_torn += 1
+                report.damage.append(Damage("the claim of a published seq is missing", where, (label_of(name),)))
+            yield run, name
+        _check_tags(parts, run, {name.seq for name in listing.names}, report)
+
+
+def _check_tags(parts: Parts, run: str, seqs: set[int], report: Report) -> None:
+    tags = Tags(parts.backend, run, parts.clock)
+    for file in parts.backend.list_names(paths.tags_folder(run)):
+        where = parts.backend.location_of(f"{paths.tags_folder(run)}/{file}")
+        if not is_name(file):
+            continue
+        try:
+            record = tags.get(file)
+        except NotFoundError:
+            # Removed since it was listed.
+            continue
+        except (CorruptError, UnsupportedError, BackendError) as error:
+            report.add(Damage(error.what, where), error)
+            continue
+        if record.seq not in seqs:
+            report.damage.append(Damage(f"the tag points to seq {record.seq}, which is not in place", where))
+
+
+def _check_records(parts: Parts, report: Report) -> None:
+    for file, kind in _RECORDS.items():
+        try:
+            decode_record(parts.backend.read_bytes(file, nbytes_max=RECORD_NBYTES_MAX), kind)
+        except FileNotFoundError:
+            continue
+        except CkstoreError as error:
+            report.add(Damage(error.what, parts.backend.location_of(file)), error)
+
+
+def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report: Report) -> None:
+    where = manifests.backend.location_of(manifests.path_of(name))
+    try:
+        manifest = manifests.load(name)
+    except FileNotFoundError:
+        # Dropped or replaced since it was listed.
+        return
+    except (CorruptError, UnsupportedError, BackendError) as error:
+        report.add(Damage(error.what, where, (label_of(name),)), error)
+        return
+    report.checkpoint_count += 1
+    uses.add(name, manifest)

@@ -1,0 +1,434 @@
+"""Tell which tensors of a state may be stored with a loss, and how.
+
+A candidate is a storage that one tensor fills, whose role is known and whose settings are not "exact". ``lossy_plan``
+decides which of them are stored so in a commit, and against what.
+
+Invariants:
+- What is small, of one dimension, no float, or of unknown meaning is no candidate; nor is what counts something.
+
+Decide what is stored with a loss in one commit, and against what; and when everything is exact again.
+
+The plan puts chunks of the same elements into one task: a weight with its roundings, a second moment and the first one
+that is told in its root.
+
+Invariants:
+- The base of a weight is the chunk that the previous checkpoint's manifest locates: its reconstruction.
+- A weight that has no such base, or whose chain takes too much reading, is stored exactly in this commit.
+- A keyframe is exact as a whole: nothing has a base, or it is the turn of one in ``keyframe_every``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from ckstore.commit.chunking import CommitPlan
+from ckstore.config import EXACT, FirstMomentSettings, Limits, Residual, SecondMomentSettings, WeightSettings
+from ckstore.delta.base_cache import Bases, read_nbytes
+from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of
+from ckstore.format.tree import Path, format_path
+from ckstore.quant.roles import FLOAT_NAMES, AdamConstants, Pairing, Role, pair
+from ckstore.state.capture import Captured
+from ckstore.state.tensors import HostStorage
+from ckstore.store.chunk_index import Known, KnownFrame
+
+_COUNT_WORD = re.compile(
+    r"(?i)(\w+_)?(counts?|counters?|hist(ogram)?s?|usages?|confusion(_?mat(rix)?)?|cluster_sizes?|frequenc(y|ies))"
+    r"|num_\w+|n_\w+|tokens_per_\w+"
+)
+"""What buffers are called that count something, averages of counts included."""
+
+_FIRST_NBYTES, _LATER_NBYTES = 4096, 1 << 20
+
+Settings = WeightSettings | FirstMomentSettings | SecondMomentSettings
+FloatName = Literal["float32", "bfloat16", "float16"]
+
+WIDTHS: Mapping[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_STEP_DTYPES = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
+"""Of counters of steps; what numpy makes has these names already."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossyTensor:
+    """A storage that may be stored with a loss.
+
+    Args:
+        storage: Index of the storage.
+        role: What it is.
+        path: The dotted path of its tensor.
+        dtype: Of its elements.
+        memory_shape: Its dimensions in the order in which they lie in memory.
+        settings: How it is quantized; ``"exact"`` for a moment that stays so beside one that does not.
+        hops: Commits with a loss since it was exact, this one included.
+        constants: What the optimizer says, of moments.
+    """
+
+    storage: int
+    role: Role
+    path: str
+    dtype: FloatName
+    memory_shape: tuple[int, ...]
+    settings: Settings | Literal["exact"]
+    hops: int = 1
+    constants: AdamConstants | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Chunks of the same elements, indices of the plan; -1 for none. One thread stores them together.
+
+    It has a weight, or both moments of one.
+
+    Args:
+        weight: A chunk of a weight.
+        base: The frame of its base.
+        rounded: Chunks that may be roundings of the weight.
+        second: A chunk of a second moment.
+        first: The same elements of the first moment.
+    """
+
+    weight: int = -1
+    base: KnownFrame | None = None
+    rounded: tuple[int, ...] = ()
+    second: int = -1
+    first: int = -1
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """All of them, each after what it needs."""
+        return tuple(index for index in (self.weight, *self.rounded, self.second, self.first) if index >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LossyPlan:
+    """What is stored with a loss.
+
+    Args:
+        residual: The policy.
+        tensors: By storage; roundings of others are not among them.
+        tasks: By their lowest chunk.
+        reason: A sentence for people.
+        weight_of: The weight of moments, by storage.
+    """
+
+    residual: Residual
+    tensors: Mapping[int, LossyTensor] = field(default_factory=dict)
+    tasks: tuple[Task, ...] = ()
+    reason: str = ""
+    weight_of: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def chunks(self) -> frozenset[int]:
+        """All chunks of all tasks."""
+        return frozenset(index for task in self.tasks for index in task.chunks)
+
+
+class Candidates:
+    """The storages of a state that may be stored with a loss.
+
+    Args:
+        captured: The state.
+        residual: What is asked for.
+        is_first_exact: A state of which no weight has a base is a keyframe; else moments are quantized all the same.
+    """
+
+    def __init__(self, captured: Captured, residual: Residual, *, is_first_exact: bool = True) -> None:
+        self.residual = residual
+        self.is_first_exact = is_first_exact
+        self.tensors: dict[int, LossyTensor] = {}
+        self.second_of: dict[int, int] = {}
+        self.weight_of: dict[int, int] = {}
+        self._captured = captured
+        self._pairing: Pairing = pair(captured.tree, captured.tensors)
+        self._paired = frozenset(self._pairing.weight_of.values())
+        self._views: dict[int, list[int]] = {}
+        for index in self._pairing.paths:
+            self._views.setdefault(captured.tensors[index].storage, []).append(index)
+        for storage in self._views:
+            self._add(storage)
+        storage_of = [tensor.storage for tensor in captured.tensors]
+        pairing = self._pairing
+        self.second_of = {storage_of[one]: storage_of[other] for one, other in pairing.second_of.items()}
+        self.weight_of = {storage_of[one]: storage_of[other] for one, other in pairing.weight_of.items()}
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Storages that want chunks of their own, however small they are."""
+        return frozenset(self.tensors)
+
+    def keeps_exact(self, storage: int) -> bool:
+        """Whether a rule says that a weight there stays as it is, were it even the rounding of one that does not."""
+        return self._settings(self._views.get(storage, []), "weight") is None
+
+    def exact_moments(self) -> Mapping[int, int]:
+        """Return the moments that stay exact beside a weight that may be quantized, with that weight."""
+        return {
+            moment: weight
+            for moment, weight in self.weight_of.items()
+            if weight in self.tensors and (moment not in self.tensors or self.tensors[moment].settings == EXACT)
+        }
+
+    def add_master(self, storage: int) -> None:
+        """Take a storage for a weight because another one is its rounding, although it stands in an optimizer."""
+        self._add(storage, is_master=True)
+
+    def _add(self, storage: int, *, is_master: bool = False) -> None:
+        views = self._views.get(storage, [])
+        roles = {"weight" if is_master else self._role_of(index) for index in views}
+        specs = [self._captured.tensors[index] for index in views]
+        if len(roles) != 1 or len({(spec.library, spec.dtype) for spec in specs}) != 1:
+            return
+        role = roles.pop()
+        dtype = FLOAT_NAMES.get(specs[0].dtype)
+        if role not in ("weight", "first", "second") or dtype is None:
+            return
+        nbytes = self._captured.storages[storage].nbytes
+        shape = next((shape for spec in specs if (shape := memory_shape(spec, WIDTHS[dtype], nbytes))), None)
+        if shape is None or len(shape) < 2 or count_of(shape) < self.residual.nelements_min:
+            return
+        if role == "weight" and not is_master and self._counts(views, storage, dtype):
+            return
+        settings = self._settings(views, role)
+        if settings is not None:
+            constants = self._constants(views[0])
+            path = format_path(self._pairing.paths[views[0]])
+            self.tensors[storage] = LossyTensor(storage, role, path, dtype, shape, settings, constants=constants)
+
+    def _role_of(self, index: int) -> Role | None:
+        """Return what a tensor is: what it was found to be, or a weight where a rule says so of what is unknown."""
+        if index in self._pairing.unknown:
+            return "weight" if self.residual.names(format_path(self._pairing.paths[index])) else None
+        return self._pairing.roles.get(index)
+
+    def _counts(self, views: Sequence[int], storage: int, dtype: FloatName) -> bool:
+        """Whether what is taken for a weight counts something, by its name or its values: a buffer of a model.
+
+        A weight that an optimizer trains counts nothing, and a rule that names it decides.
+        """
+        if not self._paired.isdisjoint(views):
+            return False
+        paths = [
+            path for index in views for path in (self._pairing.paths[index], *self._pairing.other_paths.get(index, ()))
+        ]
+        if any(self.residual.names(format_path(path)) for path in paths):
+            return False
+        if any(_COUNT_WORD.fullmatch(str(path[-1]).rpartition(".")[2]) for path in paths if path):
+            return True
+        return _holds_integers(self._captured.storages[storage], dtype)
+
+    def _settings(self, views: Sequence[int], role: Role) -> Settings | Literal["exact"] | None:
+        """Return how a part is quantized; None: not at all, and nothing depends on it."""
+        pairing = self._pairing
+        weights = [pairing.weight_of[index] for index in views if index in pairing.weight_of]
+        indices = (*views, *weights)
+        paths = [format_path(path) for i in indices for path in (pairing.paths[i], *pairing.other_paths.get(i, ()))]
+        chosen = self.residual.settings_for(paths)
+        if isinstance(chosen, str):
+            return None
+        if role == "weight":
+            return None if chosen.weights == EXACT else chosen.weights
+        # An exact moment beside a quantized one must still be looked at: their quotient is the step.
+        is_exact = chosen.second == EXACT and chosen.first == EXACT
+        return None if is_exact else chosen.second if role == "second" else chosen.first
+
+    def _constants(self, index: int) -> AdamConstants | None:
+        """Return what the optimizer says of a moment, with the number of steps read."""
+        constants = self._pairing.constants.get(self._pairing.second_of.get(index, index))
+        if constants is None or constants.step_tensor is None:
+            return constants
+        spec = self._captured.tensors[constants.step_tensor]
+        dtype = _STEP_DTYPES.get(spec.dtype, spec.dtype)
+        if dtype not in _STEP_DTYPES.values() or count_of(spec.shape) != 1:
+            return replace(constants, step_tensor=None)
+        content = self._captured.storages[spec.storage].read(spec.offset, spec.offset + np.dtype(dtype).itemsize)
+        return replace(constants, step=float(np.frombuffer(bytes(content), dtype)[0]), step_tensor=None)
+
+
+def _holds_integers(storage: HostStorage, dtype: FloatName) -> bool:
+    """Whether every element is a whole number; of nearly every weight the first few bytes say that it is not so."""
+    begin, step = 0, _FIRST_NBYTES
+    while begin < storage.nbytes:
+        end = min(begin + step, storage.nbytes)
+        content = bytes(storage.read(begin, end))
+        if dtype == "bfloat16":
+            values = (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = np.frombuffer(content, "<f4" if dtype == "float32" else "<f2").astype("<f4")
+        # What is no number equals nothing, and infinity counts nothing.
+        if not (np.isfinite(values) & (values == np.rint(values))).all():
+            return False
+        begin, step = end, _LATER_NBYTES
+    return True
+
+
+def memory_shape(spec: TensorSpec, width: int, nbytes: int) -> tuple[int, ...] | None:
+    """Return a tensor's dimensions as they lie in its storage, slowest first; None where it does not fill it."""
+    if spec.offset or not nbytes or count_of(spec.shape) * width != nbytes:
+        return None
+    strides = byte_strides_of(spec.library, spec.strides, width)
+    dims = sorted(
+        ((step, length) for step, length in zip(strides, spec.shape, strict=True) if length > 1), reverse=True
+    )
+    reach = width
+    for step, length in reversed(dims):
+        if step != reach:
+            return None
+        reach *= length
+    return tuple(length for _, length in dims)
+
+
+_BEGINS = "exact as a whole: a chain begins"
+
+_EXACT_SHARE = 0.8
+"""About what is left of a float when it is coded exactly, for comparing what restores read."""
+
+
+def plan_lossy(
+    candidates: Candidates,
+    plan: CommitPlan,
+    paths: Mapping[int, Path],
+    masters: Mapping[int, int],
+    known: Known,
+    bases: Bases,
+    limits: Limits,
+    *,
+    read_amplification_max: float,
+) -> LossyPlan:
+    """Choose what is stored with a loss in this commit.
+
+    Args:
+        candidates: What may be.
+        plan: How the state is cut into chunks.
+        paths: The path of the first tensor of each storage, as bases know it.
+        masters: Chunks that may be roundings, and those whose they may be.
+        known: Where chunks lie.
+        bases: What the previous checkpoint holds.
+        limits: Bounds of the store.
+        read_amplification_max: The most that restoring a weight and its moments may read, in what they would take
+            exactly; moments have no chain: quantized they take almost nothing, and exact ones what they take.
+    """
+    residual = candidates.residual
+    if bases.hops_max + 1 >= residual.keyframe_every:
+        return LossyPlan(residual, reason=f"exact as a whole: one in {residual.keyframe_every} is")
+    if bases.seq is None and candidates.is_first_exact:
+        return LossyPlan(residual, reason=_BEGINS)
+    planner = _Planner(candidates, plan, masters, limits)
+    planner.find_masters()
+    due: list[str] = []
+    share, share_exact = planner.state_share()
+    read_share_max = _EXACT_SHARE * (read_amplification_max * share - share_exact)
+    for storage, tensor in sorted(candidates.tensors.items()):
+        if tensor.role == "weight":
+            hops = bases.hops_at(paths.get(storage)) + 1
+            frames = planner.bases_of(storage, paths[storage], known, bases)
+            read = sum(map(read_nbytes, frames.values()))
+            if not frames or read > read_share_max * plan.storages[storage].nbytes:
+                due.append(tensor.path)
+                continue
+            planner.add_weight(replace(tensor, hops=hops), frames)
+    if due and not planner.tensors and candidates.is_first_exact:
+        return LossyPlan(residual, reason=_BEGINS)
+    planner.add_moments({storage: bases.hops_at(paths.get(storage)) + 1 for storage in candidates.tensors})
+    reason = _reason(planner, due, bases.seq)
+    return LossyPlan(residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
+
+
+def _reason(planner: _Planner, due: Sequence[str], seq: int | None) -> str:
+    count = sum(tensor.role == "weight" for tensor in planner.tensors.values())
+    moments = len(planner.tensors) - count
+    parts = [f"{count} weights as residuals of seq {seq}"] if count else []
+    parts += [f"{len(due)} weights exact: a chain begins"] if due else []
+    parts += [f"{moments} moments quantized"] if moments else []
+    return ", ".join(parts)
+
+
+class _Planner:
+    """Collects tasks."""
+
+    def __init__(self, candidates: Candidates, plan: CommitPlan, masters: Mapping[int, int], limits: Limits) -> None:
+        self.tensors: dict[int, LossyTensor] = {}
+        self._candidates = candidates
+        self._plan = plan
+        self._masters = masters
+        self._limits = limits
+        self._chunks: dict[int, list[int]] = {}
+        for index, chunk in enumerate(plan.chunks):
+            if len(chunk.sources) == 1:
+                self._chunks.setdefault(chunk.sources[0].storage, []).append(index)
+        self._tasks: dict[tuple[int, int], Task] = {}
+
+    def find_masters(self) -> None:
+        """Let roundings go with their masters, which are weights wherever they stand."""
+        candidates = self._candidates
+        for chunk, master in self._masters.items():
+            rounded, storage = self._storage_of(chunk), self._storage_of(master)
+            own = candidates.tensors.pop(rounded, None)
+            if own is not None and storage not in candidates.tensors:
+                candidates.add_master(storage)
+
+    def state_share(self) -> tuple[float, float]:
+        """Return the bytes of weights and moments in those of the weights, and those of moments that stay exact."""
+        candidates, storages = self._candidates, self._plan.storages
+        exact = candidates.exact_moments()
+        nbytes = {storage: storages[storage].nbytes for storage in {*candidates.tensors, *exact}}
+        weights = sum(storages[index].nbytes for index, each in candidates.tensors.items() if each.role == "weight")
+        return sum(nbytes.values()) / max(1, weights), sum(nbytes[storage] for storage in exact) / max(1, weights)
+
+    def bases_of(self, storage: int, path: Path, known: Known, bases: Bases) -> dict[int, KnownFrame]:
+        """Return the frame of the base of each chunk of a storage; nothing where one has none."""
+        found: dict[int, KnownFrame] = {}
+        for index in self._chunks.get(storage, ()):
+            chunk = self._plan.chunks[index]
+            place = (path, chunk.sources[0].offset)
+            chunk_id = bases.previous_at(place, chunk.nbytes, chunk.element_width, chunk.is_float)
+            frame = None if chunk_id is None else known.find(chunk_id)
+            if frame is None or frame.frame.depth >= self._limits.depth_max:
+                return {}
+            found[index] = frame
+        return found
+
+    def add_weight(self, tensor: LossyTensor, frames: Mapping[int, KnownFrame]) -> None:
+        """Add the tasks of a weight."""
+        rounded: dict[int, list[int]] = {}
+        for chunk, master in self._masters.items():
+            rounded.setdefault(master, []).append(chunk)
+        for index in self._chunks[tensor.storage]:
+            key = (tensor.storage, self._plan.chunks[index].sources[0].offset)
+            self._tasks[key] = Task(index, frames[index], tuple(rounded.get(index, ())))
+        self.tensors[tensor.storage] = tensor
+
+    def add_moments(self, hops: Mapping[int, int]) -> None:
+        """Add every second moment with the first one of the same elements."""
+        tensors = self._candidates.tensors
+        for first, second in sorted(self._candidates.second_of.items()):
+            if second not in tensors or first not in tensors:
+                continue
+            pairs = list(self._aligned(second, first))
+            if not pairs or len(pairs) != len(self._chunks.get(second, ())):
+                continue
+            for offset, two, one in pairs:
+                self._tasks[second, offset] = Task(second=two, first=one)
+            for storage in (second, first):
+                self.tensors[storage] = replace(tensors[storage], hops=hops[storage])
+
+    def _aligned(self, second: int, first: int) -> Iterator[tuple[int, int, int]]:
+        for two, one in zip(self._chunks.get(second, ()), self._chunks.get(first, ()), strict=False):
+            offset = self._plan.chunks[two].sources[0].offset
+            if offset == self._plan.chunks[one].sources[0].offset and self._is_alike(two, one):
+                yield offset, two, one
+
+    def _is_alike(self, one: int, other: int) -> bool:
+        chunk, beside = self._plan.chunks[one], self._plan.chunks[other]
+        return (chunk.nbytes, chunk.element_width) == (beside.nbytes, beside.element_width)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Return all tasks, by their lowest chunk."""
+        return tuple(sorted(self._tasks.values(), key=lambda task: min(task.chunks)))
+
+    def _storage_of(self, chunk: int) -> int:
+        return self._plan.chunks[chunk].sources[0].storage

@@ -1,0 +1,269 @@
+"""Store chunks with a loss: what is hashed, and what the frame decodes to, is the reconstruction of the codes.
+
+Chunks of the same elements are taken together by one thread, because the first moment is told in the root of the
+second's reconstruction, and the rounding of a weight becomes that of the weight's reconstruction.
+
+Invariants:
+- A frame's identity is that of its reconstruction; everything downstream treats it like any other chunk.
+- Nothing that cannot be quantized as the policy says is: all of the tensor is stored exactly, and the caller is told.
+- Errors are judged before anything is published.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ckstore.commit.base_selection import WHOLE
+from ckstore.commit.chunk_writer import ChunkWriter, Coded, NewFrame, Stored, depth_of
+from ckstore.commit.chunking import ChunkPlan
+from ckstore.commit.pipeline import BufferPurpose
+from ckstore.commit.write_buffers import CodingThread, thread_nbytes
+from ckstore.concurrency import Turns
+from ckstore.config import Limits
+from ckstore.format.manifest import Loss
+from ckstore.hashing import ChunkId, chunk_id_of
+from ckstore.quant.bitrate import sample_of, scaled, seek
+from ckstore.quant.bounds import Fate, judge
+from ckstore.quant.chunk_codec import Errors, quantizing_nbytes
+from ckstore.quant.error_stats import Distance
+from ckstore.quant.planning import LossyPlan, LossyTensor, Task
+from ckstore.quant.quantize_task import Draft, TaskCoder
+from ckstore.store.chunk_index import KnownFrame
+
+_BUFFERS = 2
+"""Chunks that a thread holds besides what exact storing takes: the reconstructions of a task."""
+
+
+_NAMED_COUNT = 8
+"""Tensors that warnings name one by one."""
+
+
+def lossy_thread_nbytes(limits: Limits, *, is_private: bool) -> int:
+    """Return the memory that one thread of a commit with a loss may use, in bytes.
+
+    Args:
+        limits: Bounds of the store.
+        is_private: What is coded is copied first.
+    """
+    buffers = _BUFFERS * (2 if is_private else 1)
+    extra = buffers * limits.chunk_nbytes_max + quantizing_nbytes(limits.chunk_nbytes_max)
+    return thread_nbytes(limits, has_bases=True) + extra
+
+
+@dataclass(slots=True, eq=False)
+class LossyChunkWriter(ChunkWriter):
+    """A writer of chunks of which some are stored with a loss."""
+
+    lossy: LossyPlan = field(kw_only=True)
+    _fates: dict[int, Fate] = field(init=False, default_factory=dict)
+    _leftover: list[int] = field(init=False, default_factory=list)
+    _pairs: dict[int, int] = field(init=False, default_factory=dict)
+    _groups: dict[int, int] = field(init=False, default_factory=dict)
+    _masters: dict[int, int] = field(init=False, default_factory=dict)
+    _guard: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        super(LossyChunkWriter, self).__post_init__()
+        self._fates = {storage: Fate(tensor) for storage, tensor in self.lossy.tensors.items()}
+        for task in self.lossy.tasks:
+            for index in task.rounded:
+                self._fates.setdefault(self._storage_of(index), Fate(None))
+                self._masters[self._storage_of(index)] = self._storage_of(task.weight)
+            if task.second >= 0:
+                second, first = self._storage_of(task.second), self._storage_of(task.first)
+                self._pairs[first] = second
+        self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._fates}
+
+    def _thread_nbytes(self, *, has_bases: bool) -> int:
+        return lossy_thread_nbytes(self.parts.limits, is_private=not self.policy.verify_encoded)
+
+    def _store(self, indices: Sequence[int]) -> None:
+        chunks = self.lossy.chunks
+        rest = [index for index in indices if index not in chunks]
+        self._run([index for index in rest if self.forms[index].master is None])
+        if self.lossy.residual.bits_per_parameter is not None:
+            self._scale_steps(self.lossy.residual.bits_per_parameter)
+        self._run_tasks()
+        self._judge()
+        again = self._to_be_stored_exactly()
+        self._run([index for index in again if self.forms[index].master is None])
+        self._run([index for index in sorted((*rest, *again)) if self.forms[index].master is not None])
+
+    def flush(self) -> Stored:
+        """Make the packs durable; return where every chunk lies, and what was lost."""
+        stored = super(LossyChunkWriter, self).flush()
+        payload_of = [frame.frame.stored_nbytes for frame in stored.frames]
+        losses: list[Loss] = []
+        for first, second in self._pairs.items():
+            self._fates[second].u_max = self._fates[first].u_max
+        for storage, fate in sorted(self._fates.items()):
+            spec = self.plan.storages[storage]
+            nbytes = sum(payload_of[piece.chunk] for piece in spec.pieces if stored.is_new[piece.chunk])
+            loss = fate.loss(storage, 8 * nbytes * spec.element_width / spec.nbytes)
+            losses += [] if loss is None else [loss]
+        stored.losses = tuple(losses)
+        return stored
+
+    def _scale_steps(self, target: float) -> None:
+        """Give every parameter steps by which its tensors take about so many bits."""
+        by_parameter: dict[int, list[Task]] = {}
+        for task in self.lossy.tasks:
+            storage = self._storage_of(task.weight if task.weight >= 0 else task.second)
+            by_parameter.setdefault(self._groups.get(storage, storage), []).append(task)
+        parameters = list(by_parameter.items())
+        octaves = [0.0] * len(parameters)
+
+        def step(turn: int, thread_index: int) -> None:
+            tasks, is_all = sample_of(parameters[turn][1], self._offset_of)
+            octaves[turn] = seek(self, tasks, target, self._thread(thread_index), is_all=is_all)
+
+        self._run_in_turns(len(parameters), step, Turns())
+        tensors = dict(self.lossy.tensors)
+        for (_, tasks), each in zip(parameters, octaves, strict=True):
+            storages = {self._storage_of(index) for task in tasks for index in task.chunks} & tensors.keys()
+            for storage in storages:
+                tensors[storage] = self._fates[storage].tensor = scaled(tensors[storage], each)
+        self.lossy = replace(self.lossy, tensors=tensors)
+
+    def _offset_of(self, task: Task) -> int:
+        return self.plan.chunks[min(task.chunks)].sources[0].offset
+
+    def _run_tasks(self) -> None:
+        turns = Turns()
+
+        def step(turn: int, thread_index: int) -> None:
+            self._store_task(self.lossy.tasks[turn], turn, turns, thread_index)
+
+        self._run_in_turns(len(self.lossy.tasks), step, turns)
+
+    def _judge(self) -> None:
+        judge(self._fates, self._pairs, self._groups, self._masters, self.lossy.residual)
+        failed = [(fate.tensor.path, fate.failure) for fate in self._fates.values() if fate.failure and fate.tensor]
+        self._warnings += [f"{path} was stored exactly: {failure}" for path, failure in failed[:_NAMED_COUNT]]
+        if len(failed) > _NAMED_COUNT:
+            # A bound that is too tight is so for hundreds: nobody reads as many lines after every commit.
+            path, failure = failed[_NAMED_COUNT]
+            rest = f"{len(failed) - _NAMED_COUNT} more tensors were stored exactly, of {len(self.lossy.tensors)}"
+            self._warnings.append(f"{rest} that could lose something; {path}, for one: {failure}")
+
+    def _to_be_stored_exactly(self) -> list[int]:
+        """Return the chunks of tensors that cannot be stored with a loss, with the roundings of them, and others."""
+        failed = {storage for storage, fate in self._fates.items() if fate.failure}
+        again = set(self._leftover)
+        own = list(self.forms)
+        for task in self.lossy.tasks:
+            if task.weight >= 0 and self._storage_of(task.weight) in failed:
+                again.update((task.weight, *task.rounded))
+                for index in task.rounded:
+                    self._fates[self._storage_of(index)].fail("its master is exact")
+            for index in (task.second, task.first):
+                if index >= 0 and self._storage_of(index) in failed:
+                    again.add(index)
+        for index in self._leftover:
+            # What is not the rounding of the weight's reconstruction goes its own way.
+            own[index] = WHOLE if own[index].master is None or not self._is_failed_master(index, failed) else own[index]
+        self.forms = own
+        return sorted(again)
+
+    def _is_failed_master(self, index: int, failed: set[int]) -> bool:
+        master = self.forms[index].master
+        return master is not None and self._storage_of(master) in failed
+
+    def _storage_of(self, index: int) -> int:
+        return self.plan.chunks[index].sources[0].storage
+
+    # One task
+
+    def _store_task(self, task: Task, turn: int, turns: Turns, thread_index: int) -> None:
+        thread = self._thread(thread_index)
+        drafts = TaskCoder(self, task, thread).drafts()
+        waiting: list[tuple[NewFrame, Coded, ChunkPlan]] = []
+        waiting_nbytes = 0
+        with turns.turn(turn):
+            for draft in drafts:
+                # So many bytes as one frame may have can wait to be filled; more could wait for each other.
+                if waiting_nbytes + draft.coded.encoded.nbytes > self.parts.limits.chunk_nbytes_max:
+                    self._fill_all(waiting, thread)
+                    waiting, waiting_nbytes = [], 0
+                frame = self._put(draft)
+                if frame is not None:
+                    waiting.append((frame, draft.coded, self.plan.chunks[draft.index]))
+                    waiting_nbytes += draft.coded.encoded.nbytes
+        self._fill_all(waiting, thread)
+
+    def _put(self, draft: Draft) -> NewFrame | None:
+        """Give a chunk its place; None where it needs none."""
+        known = self.parts.known.find(draft.chunk_id)
+        fate = self._fates[self._storage_of(draft.index)]
+        if draft.chunk_id not in self._placed and known is not None:
+            # What a chunk that is there took then, this commit does not take again.
+            self._results[draft.index] = known
+            return None
+        if draft.beside >= 0:
+            base = self._results[draft.beside]
+            assert base is not None, "what a chunk is told in stands before it"
+            if depth_of(base) >= self.parts.limits.depth_max:
+                fate.fail("its chain of bases is too long")
+                return None
+            draft.coded.base = base
+        frame, is_first = self._take_place(draft.index, draft.chunk_id, draft.coded)
+        fate.stored_nbytes += frame.place.stored_nbytes
+        return frame if is_first else None
+
+    def _fill_all(self, waiting: Sequence[tuple[NewFrame, Coded, ChunkPlan]], thread: CodingThread) -> None:
+        for frame, coded, chunk in waiting:
+            self._fill(frame, coded, thread.worker, chunk)
+
+    # What a task asks for
+
+    def gather_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
+        """Return the plain bytes of a chunk, in memory of the thread if they will not be decoded again."""
+        private = None if self.policy.verify_encoded else thread.worker.buffer(purpose)
+        return thread.worker.gather(self.plan.chunks[index], self.storages, private=private)
+
+    def base_plain_of(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
+        """Return the plain bytes of a base; None where they cannot be read."""
+        return self._base_plain(base, nbytes, thread)
+
+    def reconstruction_for(self, index: int, purpose: BufferPurpose, thread: CodingThread) -> memoryview:
+        """Return memory for what a chunk becomes: its own where the next commit will want it."""
+        nbytes = self.plan.chunks[index].nbytes
+        return np.empty(nbytes, np.uint8).data if self.forms[index].is_held else thread.worker.buffer(purpose)[:nbytes]
+
+    def hold(self, index: int, chunk_id: ChunkId, plain: memoryview, *, is_own: bool) -> None:
+        """Keep what a chunk became for the next commit, if its form says so."""
+        if not self.forms[index].is_held:
+            return
+        held = plain if is_own else memoryview(bytearray(plain))
+        # What the trainer changed meanwhile is not what was hashed.
+        if is_own or chunk_id_of(held) == chunk_id:
+            self.bases.hold(chunk_id, held)
+
+    def note(self, index: int, errors: Errors | Distance, *, u_max: float = 0.0, method: str = "") -> None:
+        """Add the errors of one chunk to those of its tensor, and how it was quantized."""
+        fate = self._fates[self._storage_of(index)]
+        with self._guard:
+            fate.add(errors, u_max=u_max, method=method)
+
+    def note_raised(self, index: int, sum_sq_error: float) -> None:
+        """Add the error of what goes with second moments that are too small to be told."""
+        with self._guard:
+            self._fates[self._storage_of(index)].sq_raised.append(sum_sq_error)
+
+    def fail(self, index: int, why: str) -> None:
+        """Let the tensor of a chunk be stored exactly."""
+        with self._guard:
+            self._fates[self._storage_of(index)].fail(why)
+
+    def leave(self, index: int) -> None:
+        """Let a chunk be stored without its master."""
+        with self._guard:
+            self._leftover.append(index)
+
+    def tensor_of(self, index: int) -> LossyTensor:
+        """Return what the tensor of a chunk is."""
+        return self.lossy.tensors[self._storage_of(index)]

@@ -1,1 +1,0 @@
-"""The saver: background commits in a process of their own, which outlives the trainer until they are published."""

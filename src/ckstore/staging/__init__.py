@@ -1,1 +1,0 @@
-"""Copies of states into the arena: where each byte goes, when it is copied, and by which threads."""

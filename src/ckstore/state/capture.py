@@ -1,0 +1,552 @@
+"""Nested state into a tree, tensors and the storages they view, without copying a byte of host memory.
+
+Invariants:
+- Every byte range that two leaves share is in one storage, so it is stored once and shared again when restored.
+- Storages come in the order of their first leaf, so that neighbours in the state are neighbours on disk.
+- Captured memory is read later: whoever captures must not change it until it was read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckstore.errors import CkstoreError, UsageError
+from ckstore.format.tensors import TensorSpec
+from ckstore.format.tree import (
+    DEPTH_MAX,
+    FACTORIES,
+    KEY_INT_MAX,
+    KEY_INT_MIN,
+    ConvertedNode,
+    DictNode,
+    Key,
+    ListNode,
+    Node,
+    OtherKey,
+    Path,
+    TensorNode,
+    TupleNode,
+    Value,
+    ValueNode,
+    encode_tree,
+    place_of,
+)
+from ckstore.state.memory_spans import MemorySpan
+from ckstore.state.named_types import is_found
+from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
+from ckstore.state.packed import PLAIN, PLAIN_MIN, pack_numbers
+from ckstore.state.standard_types import Taken, take_standard
+from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
+from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
+
+LONG_NBYTES_MIN = 64 << 10
+"""Byte strings and text from this length on are stored as chunks, not in the tree."""
+
+GAP_NBYTES_MAX = 64 << 10
+"""Leaves of one allocation with a wider gap between them are stored apart."""
+
+_WASTE_NBYTES_MIN = 16 << 20
+KINDS: Mapping[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
+"""The types of mappings that are stored, exactly these, and their names in the tree."""
+
+OPTIMIZER_KEYS = {"state", "param_groups"}
+"""What the state of every optimizer of torch has."""
+
+FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state, taken apart.
+
+    Args:
+        tree: The state without the tensors' bytes.
+        paths: The first path of each tensor.
+        tensors: What the tree's tensor nodes count in; never changed. Two captures that have this same list differ in
+            nothing of their storages but where they lie.
+        storages: What the tensors' ``storage`` counts in.
+        warnings: What the user should know, in whole sentences.
+    """
+
+    tree: Node
+    paths: list[Path]
+    tensors: list[TensorSpec]
+    storages: Sequence[HostStorage]
+    warnings: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages together."""
+        return sum(storage.nbytes for storage in self.storages)
+
+
+class Asked:
+    """What objects have answered when they were asked for their state, to be told again to a second walk.
+
+    Asking may take long, or need other processes: a walk that is given up must not make it happen twice.
+    """
+
+    def __init__(self) -> None:
+        self._answers: deque[tuple[object, object]] = deque()
+
+    def ask(self, item: object, question: Callable[[Any], object]) -> object:
+        """Ask an object, and keep the answer."""
+        answer = question(item)
+        self._answers.append((item, answer))
+        return answer
+
+    def ask_or_recall(self, item: object, question: Callable[[Any], object]) -> object:
+        """Return what was answered, in the order of asking, or ask."""
+        if self._answers and self._answers[0][0] is item:
+            return self._answers.popleft()[1]
+        return question(item)
+
+
+def capture(state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
+    """Take a state apart.
+
+    Args:
+        state: Nested dicts, lists and tuples of tensors, arrays and plain values, or of objects with
+            ``state_dict`` and ``load_state_dict``.
+        adapters: Libraries of tensors beyond numpy.
+
+    Raises:
+        LeafTypeError: A leaf cannot be stored; the error names its path.
+        UsageError: A container holds itself, is nested too deep, or has a key that cannot be stored.
+    """
+    return Walk((NumpyAdapter(), *adapters), Asked()).captured(state)
+
+
+class Walk:
+    """One walk over a state; collects its tensors.
+
+    Args:
+        adapters: All libraries of tensors.
+        asked: What objects have answered to an earlier walk.
+        is_plain: Refuse tensors, and objects that have to be asked for their state.
+    """
+
+    def __init__(self, adapters: Sequence[LeafAdapter], asked: Asked, *, is_plain: bool = False) -> None:
+        self.adapters = adapters
+        self._asked = asked
+        self._is_plain = is_plain
+        self.long_bytes = BytesAdapter()
+        self.items: list[object] = []
+        self.leaves: list[TensorLeaf] = []
+        self.paths: list[Path] = []
+        self.warnings: list[str] = []
+        self.left_out = LeftOut()
+        # An id means nothing once its object is gone: ``items`` keeps them.
+        self._seen: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._value_count = 0
+        self._mention_count = 0
+        self._is_in_optimizer = False
+
+    def captured(self, state: object) -> Captured:
+        """Return a state, taken apart."""
+        tree = self.node_of(state, ())
+        tensors, storages = _share(self.leaves)
+        self.warnings += self.left_out.sentences()
+        sparse = _sparse_views(self, tensors, storages)
+        return Captured(tree, self.paths, tensors, storages, [*self.warnings, *sparse])
+
+    def node_of(self, item: object, path: Path) -> Node:
+        """Return the node of a part of the state."""
+        plain = encode_plain(item)
+        if plain is not None:
+            return self._plain(item, plain, path)
+        kind = type(item)
+        if kind in KINDS:
+            return self._long(path, lambda: self._within(item, path, self._mapping))
+        if kind is list:
+            return self._long(path, lambda: self._within(item, path, self._list))
+        if kind is tuple:
+            return self._long(path, lambda: self._within(item, path, self._tuple))
+        converter = converter_for(kind)
+        if converter is not None and not self._is_plain:
+            name, to_state = converter.name, converter.to_state
+            return self._within(
+                item,
+                path,
+                lambda whole, here: ConvertedNode(name, self.node_of(self._asked.ask_or_recall(whole, to_state), here)),
+            )
+        leaf = self._library_leaf(item, path)
+        if leaf is not None:
+            return leaf
+        if has_state_dict(item) and not self._is_plain:
+            return self._within(
+                item, path, lambda whole, here: self.node_of(self._asked.ask_or_recall(whole, state_dict_of), here)
+            )
+        taken = taken_apart(item, path, self.adapters)
+        if taken is None:
+            raise leaf_type_error(item, path)
+        name, state = taken
+        if not is_found(name, item):
+            self.left_out.note_class(type(item), path)
+        return self._within(item, path, lambda _, here: ConvertedNode(name, self.node_of(state, here)))
+
+    def _plain(self, item: object, plain: ValueNode, path: Path) -> Node:
+        if isinstance(item, bytes) and len(item) >= LONG_NBYTES_MIN:
+            return self._long_bytes(item, item, path)
+        if isinstance(item, str) and len(item) >= LONG_NBYTES_MIN:
+            text = item.encode("utf-8", "surrogatepass")
+            return ConvertedNode(LONG_TEXT, self._long_bytes(text, text, path))
+        self._value_count += 1
+        return plain
+
+    def _long_bytes(self, item: object, content: bytes, path: Path) -> TensorNode:
+        leaf = self.long_bytes.describe(content, path)
+        assert leaf is not None
+        return self._tensor(item, leaf, path)
+
+    def _list(self, items: list[object], path: Path) -> Node:
+        return self._numbers(items, path) or ListNode(self._sequence(items, path))
+
+    def _tuple(self, items: tuple[object, ...], path: Path) -> Node:
+        return self._numbers(items, path) or TupleNode(self._sequence(items, path))
+
+    def _numbers(self, items: list[Any] | tuple[Any, ...], path: Path) -> Node | None:
+        packed = None if self._is_plain else pack_numbers(items, only_counts=self._is_in_optimizer)
+        return None if packed is None else ConvertedNode(packed[0], self.node_of(packed[1], path))
+
+    def _long(self, path: Path, make: Callable[[], Node]) -> Node:
+        """Return the node of a container; many plain values without tensors become bytes.
+
+        The state itself is left as it is, since people choose among its first keys, and so is what an optimizer says:
+        commits ask it which tensors belong together.
+        """
+        values, mentions = self._value_count, self._mention_count
+        node = make()
+        is_long = self._value_count - values >= PLAIN_MIN and self._mention_count == mentions
+        if not is_long or not path or self._is_plain or self._is_in_optimizer:
+            return node
+        self._value_count = values
+        content = encode_tree(node)
+        return ConvertedNode(PLAIN, self._long_bytes(content, content, path))
+
+    def _library_leaf(self, item: object, path: Path) -> Node | None:
+        for adapter in self.adapters:
+            leaf = adapter.describe(item, path)
+            if leaf is not None:
+                return self._attributed(self._tensor(item, leaf, path), item, path)
+            value = adapter.encode_value(item, path)
+            if value is not None:
+                self._value_count += 1
+                return checked_value(adapter, item, value, path)
+        return None
+
+    def _attributed(self, node: TensorNode, item: object, path: Path) -> TensorNode:
+        held = getattr(item, "__dict__", None)
+        if not held:
+            return node
+        return TensorNode(node.tensor, self._attributes(held, "tensors", path))
+
+    def _attributes(self, held: Mapping[str, object], owner: str, path: Path) -> DictNode | None:
+        """Return the node of an object's Python attributes; what is not plain is left out, and told."""
+        nodes: dict[str, Node] = {}
+        for name, value in held.items():
+            walk = Walk(self.adapters, Asked(), is_plain=True)
+            try:
+                if not _is_unicode(name):
+                    raise UsageError("the name of an attribute is no text")
+                nodes[name] = walk.node_of(value, (*path, name))
+                self.left_out.add(walk.left_out)
+            except CkstoreError:
+                self.left_out.note_attribute(owner, str(name), path)
+        return DictNode("dict", tuple(nodes), tuple(nodes.values())) if nodes else None
+
+    def _tensor(self, item: object, leaf: TensorLeaf, path: Path) -> TensorNode:
+        if self._is_plain:
+            raise leaf_type_error(item, path)
+        self._mention_count += 1
+        number = self._seen.get(id(item))
+        if number is None:
+            number = self._seen[id(item)] = len(self.leaves)
+            self.items.append(item)
+            self.leaves.append(leaf)
+            self.paths.append(path)
+        return TensorNode(number)
+
+    def _within(self, item: Any, path: Path, make: Callable[[Any, Path], Node]) -> Node:
+        if id(item) in self._open:
+            raise UsageError("the state holds itself", where=place_of(path), todo="store each part once", path=path)
+        if len(self._open) >= DEPTH_MAX:
+            raise UsageError(f"the state is nested deeper than {DEPTH_MAX} levels", where=place_of(path), path=path)
+        self._open.add(id(item))
+        node = make(item, path)
+        self._open.discard(id(item))
+        return node
+
+    def _sequence(self, items: Sequence[object], path: Path) -> tuple[Node, ...]:
+        return tuple(self.node_of(item, (*path, index)) for index, item in enumerate(items))
+
+    def _mapping(self, items: Mapping[Any, object], path: Path) -> DictNode:
+        kind = KINDS[type(items)]
+        outside, is_optimizer = self._is_in_optimizer, items.keys() >= OPTIMIZER_KEYS
+        self._is_in_optimizer = outside or is_optimizer
+        # Nor is anything packed that has one in it.
+        self._mention_count += is_optimizer
+        keys = tuple([self._key(key, path) for key in items])
+        _check_apart(keys, path)
+        children = tuple([self.node_of(item, (*path, key)) for key, item in zip(keys, items.values(), strict=True)])
+        held = dict(getattr(items, "__dict__", {}))
+        metadata = None
+        if kind == "OrderedDict" and "_metadata" in held:
+            metadata = self.node_of(held.pop("_metadata"), (*path, "_metadata"))
+        attributes = (
+            self._attributes(held, f"an {kind}" if kind == "OrderedDict" else f"a {kind}", path) if held else None
+        )
+        self._is_in_optimizer = outside
+        return DictNode(kind, keys, children, metadata, self._factory_name(items, path), attributes)
+
+    def _key(self, key: object, path: Path) -> Key:
+        return stored_key(key, path, self.adapters, self.left_out)
+
+    def _factory_name(self, items: Mapping[Any, object], path: Path) -> str | None:
+        if not isinstance(items, defaultdict):
+            return None
+        try:
+            return FACTORY_NAMES[items.default_factory]
+        except (KeyError, TypeError):
+            raise leaf_type_error(
+                items,
+                path,
+                f"its default factory {items.default_factory!r} is none of {', '.join(FACTORIES)}",
+                "use one of these, or store a dict",
+            ) from None
+
+
+def _sparse_views(walk: Walk, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
+    users: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if storages[tensor.storage].nbytes >= _WASTE_NBYTES_MIN:
+            users.setdefault(tensor.storage, []).append(number)
+    for index, numbers in users.items():
+        stored = storages[index].nbytes
+        used = sum(walk.leaves[number].element_count * walk.leaves[number].itemsize for number in numbers)
+        if stored > 2 * used:
+            yield (
+                f"{place_of(walk.paths[numbers[0]])} is a sparse view: {stored} bytes are stored for {used}. "
+                "Commit a contiguous copy of it to store less."
+            )
+
+
+def has_state_dict(item: object) -> bool:
+    """Say whether an object gives and takes its state by ``state_dict`` and ``load_state_dict``."""
+    return (
+        not isinstance(item, type)
+        and callable(getattr(item, "state_dict", None))
+        and callable(getattr(item, "load_state_dict", None))
+    )
+
+
+def state_dict_of(item: Any) -> object:
+    """Ask an object for its state."""
+    return item.state_dict()
+
+
+def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: LeftOut | None = None) -> Key:
+    """Return a key of a mapping as it is stored.
+
+    Args:
+        key: The key.
+        path: The mapping.
+        adapters: All libraries of tensors.
+        left_out: Takes note of what of the key is not stored.
+
+    Raises:
+        UsageError: It cannot be.
+    """
+    kind = type(key)
+    if kind is int and KEY_INT_MIN <= key <= KEY_INT_MAX:
+        return int(key)
+    if kind is str and _is_unicode(key):
+        return str(key)
+    walk = Walk(adapters, Asked(), is_plain=True)
+    try:
+        stored = OtherKey(walk.node_of(key, path))
+    except CkstoreError:
+        raise UsageError(
+            f"a key of type {kind.__module__}.{kind.__qualname__} cannot be stored",
+            where=place_of(path),
+            todo="use keys that are plain values, tuples of these, or members of an Enum",
+            path=path,
+        ) from None
+    if left_out is not None:
+        left_out.add(walk.left_out)
+    return stored
+
+
+def _check_apart(keys: Sequence[Key], path: Path) -> None:
+    others: set[Key] = set()
+    for key in keys:
+        if type(key) is OtherKey:
+            if key in others:
+                raise UsageError(
+                    f"two keys of a dict would be stored alike: {key}",
+                    where=place_of(path),
+                    todo="use keys that differ in what they hold; two NaNs do not, nor do two objects of equal fields",
+                    path=(*path, key),
+                )
+            others.add(key)
+
+
+def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Taken | None:
+    """Return how a leaf that is no tensor and no container of ours is stored; None: it cannot be.
+
+    Raises:
+        LeafTypeError: It is of a type that can be stored, and has more to it than can be.
+    """
+    try:
+        for adapter in adapters:
+            taken = adapter.take_apart(item)
+            if taken is not None:
+                return taken
+        return take_standard(item)
+    except (ValueError, TypeError, ArithmeticError, AttributeError, CkstoreError) as problem:
+        raise leaf_type_error(item, path, str(problem)[:200]) from None
+
+
+def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], path: Path) -> ValueNode:
+    """Return the node of a library's plain value, having made it again as a reader would.
+
+    Raises:
+        LeafTypeError: A reader would refuse it, or make something else of it.
+    """
+    try:
+        again = adapter.encode_value(adapter.decode_value(*value), path)
+        # Scalars of structured dtypes may have padding, whose bytes mean nothing.
+        is_sound = again == value or (again is not None and again[0] == value[0] and type(value[1]) is bytes)
+    except CkstoreError:
+        is_sound = False
+    if not is_sound:
+        raise leaf_type_error(item, path, "it could not be restored")
+    return ValueNode(*value)
+
+
+class LeftOut:
+    """What of a state is not stored, or comes back as something else; each kind is told once."""
+
+    def __init__(self) -> None:
+        self._attributes: dict[tuple[str, str], list[Path]] = {}
+        self._classes: dict[type, list[Path]] = {}
+
+    def note_attribute(self, owner: str, name: str, path: Path) -> None:
+        """Note an attribute that is no plain value."""
+        self._attributes.setdefault((owner, name), []).append(path)
+
+    def note_class(self, kind: type, path: Path) -> None:
+        """Note an object whose class would not be found again."""
+        self._classes.setdefault(kind, []).append(path)
+
+    def add(self, other: LeftOut) -> None:
+        """Note what a part noted by itself."""
+        for attribute, paths in other._attributes.items():
+            self._attributes.setdefault(attribute, []).extend(paths)
+        for kind, paths in other._classes.items():
+            self._classes.setdefault(kind, []).extend(paths)
+
+    def sentences(self) -> Iterator[str]:
+        """Yield a sentence for each."""
+        for (owner, name), paths in self._attributes.items():
+            yield f"The attribute {name!r} of {owner} is no plain value, and is not stored: {_few(paths)}."
+        for kind, paths in self._classes.items():
+            yield (
+                f"Objects of {kind.__module__}.{kind.__qualname__} will come back as a ckstore.StandIn, because no "
+                f"module holds their class under this name: {_few(paths)}."
+            )
+
+
+def _few(paths: Sequence[Path]) -> str:
+    first = place_of(paths[0])
+    return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:
+    """Give every leaf its storage: one for leaves that lie close together in one allocation."""
+    clusters: list[list[int]] = [[number] for number, leaf in enumerate(leaves) if leaf.memory.nbytes == 0]
+    for allocation in allocations_of(leaves):
+        clusters.extend(_clusters(leaves, allocation))
+    clusters.sort(key=min)
+    tensors: dict[int, TensorSpec] = {}
+    storages: list[HostStorage] = []
+    for cluster in clusters:
+        span = _span_of([leaves[number] for number in cluster])
+        for number in cluster:
+            tensors[number] = _spec_of(leaves[number], len(storages), span.start)
+        storages.append(span)
+    return [tensors[number] for number in range(len(leaves))], storages
+
+
+def allocations_of(leaves: Sequence[TensorLeaf]) -> list[list[int]]:
+    """Group leaves whose allocations overlap: one library's memory may be another one's view."""
+    order = [number for number, leaf in enumerate(leaves) if leaf.memory.nbytes]
+    order.sort(key=lambda number: (leaves[number].memory.space, leaves[number].memory.owner_start))
+    groups: list[list[int]] = []
+    space, end = "", 0
+    for number in order:
+        memory = leaves[number].memory
+        if groups and memory.space == space and memory.owner_start < end:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+            end = 0
+        space, end = memory.space, max(end, memory.owner_start + memory.owner_nbytes)
+    return groups
+
+
+def _clusters(leaves: list[TensorLeaf], allocation: list[int]) -> list[list[int]]:
+    if len(allocation) == 1:
+        return [allocation]
+    clusters: list[list[int]] = []
+    end = 0
+    for number in sorted(allocation, key=lambda number: leaves[number].memory.start):
+        memory = leaves[number].memory
+        if clusters and memory.start <= end + GAP_NBYTES_MAX:
+            clusters[-1].append(number)
+        else:
+            clusters.append([number])
+            end = 0
+        end = max(end, memory.start + memory.nbytes)
+    return clusters
+
+
+def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
+    if len(leaves) == 1 and leaves[0].origin == leaves[0].memory.start:
+        # Nearly every tensor of a training run, of which there are hundreds in each commit.
+        memory = leaves[0].memory
+        elements = _elements_of(leaves[0], memory.start, memory.nbytes)
+        return MemorySpan(memory.start, memory.nbytes, *elements, [memory.keep], memory.read)
+    start = min(leaf.memory.start for leaf in leaves)
+    end = max(leaf.memory.start + leaf.memory.nbytes for leaf in leaves)
+    first = min(leaves, key=lambda leaf: leaf.memory.start)
+    if any(leaf.library == "torch" and leaf.itemsize and (leaf.origin - start) % leaf.itemsize for leaf in leaves):
+        # torch counts offsets in elements; from the allocation's start they are whole numbers.
+        start -= (start - first.memory.owner_start) % 16
+    largest = max(leaves, key=lambda leaf: leaf.memory.nbytes)
+    keep = [leaf.memory.keep for leaf in leaves]
+    return MemorySpan(start, end - start, *_elements_of(largest, start, end - start), keep, first.memory.read)
+
+
+def _elements_of(leaf: TensorLeaf, start: int, nbytes: int) -> tuple[int, bool]:
+    """Return the width of a span's elements and whether they are floats; bytes where the leaf's do not fill it."""
+    width = leaf.element_width
+    return (width, leaf.is_float) if nbytes % width == 0 == (leaf.origin - start) % width else (1, False)
+
+
+def _spec_of(leaf: TensorLeaf, storage: int, start: int) -> TensorSpec:
+    offset = leaf.origin - start if leaf.memory.nbytes else 0
+    return TensorSpec(
+        leaf.library, leaf.dtype, leaf.shape, leaf.strides, storage, offset, leaf.is_parameter, leaf.requires_grad
+    )

@@ -1,0 +1,402 @@
+"""Where the bytes of a restore go: a destination for each storage, and the state made of them.
+
+Invariants:
+- Everything that can be refused is refused before the first destination is handed out.
+- A storage is written straight into live tensors only if they view every byte of it, laid out as it is;
+  otherwise it passes through one host buffer, which is let go as soon as its bytes were copied on.
+- Tensors that shared a storage share one again; a tensor that stood at two places is one object again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
+from ckstore.format.tensors import StorageSpec, TensorSpec, byte_strides_of, check_layout, extent_of, is_dense
+from ckstore.format.tree import (
+    BUILT_IN,
+    ConvertedNode,
+    DictNode,
+    Key,
+    ListNode,
+    Node,
+    OtherKey,
+    Selection,
+    TensorNode,
+    TupleNode,
+    ValueNode,
+    check_tree,
+    decode_tree,
+    libraries_of,
+    library_of,
+    library_of_conversion,
+    new_dict,
+    parts_of,
+    tensors_of,
+)
+from ckstore.state import packed
+from ckstore.state.matching import Match, match_state
+from ckstore.state.named_types import distinct
+from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter, allocate, writable_view_of
+from ckstore.state.standard_types import is_standard, make_standard, unknown_conversion
+from ckstore.state.tensors import LeafAdapter
+from ckstore.state.values import LONG_TEXT, converter_named, decode_plain
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def libraries_needed(tree: Node, tensors: Sequence[TensorSpec]) -> set[str]:
+    """Return the libraries that a tree and its tensors need beyond numpy, such as ``{"torch"}``."""
+    named = {tensors[index].library for index in tensors_of(tree) if 0 <= index < len(tensors)}
+    return (named | libraries_of(tree)) - {"numpy", "bytes"}
+
+
+def prepare_restore(
+    tree: Node,
+    tensors: Sequence[TensorSpec],
+    storages: Sequence[StorageSpec],
+    *,
+    into: object = None,
+    only: str | Sequence[str] | None = None,
+    device: object = None,
+    adapters: Sequence[LeafAdapter] = (),
+) -> Placement:
+    """Check everything and decide where every byte goes; nothing is written yet.
+
+    Args:
+        tree: The checkpoint's tree, as decoded; it is not trusted.
+        tensors: Its tensors, not trusted either.
+        storages: Its storages.
+        into: A live state to fill; None: make a new one.
+        only: Globs over dotted paths; None: everything.
+        device: Where new torch tensors go; None: the CPU.
+        adapters: Libraries of tensors beyond numpy.
+
+    Raises:
+        MalformedError: Tree or tensors are such as no writer of ours makes.
+        UnsupportedError: A dtype, library or converter that is not here.
+        NotFoundError: ``only`` matches nothing.
+        UsageError: ``into`` does not fit, or ``device`` does not exist.
+    """
+    check_tree(tree, len(tensors))
+    selection = None if only is None else Selection(only, tree)
+    chosen = tree if selection is None else selection.prune(tree)
+    if chosen is None:
+        raise NotFoundError("no leaf of the checkpoint matches", where=repr(only), todo="look at its paths with show")
+    known: tuple[LeafAdapter, ...] = (NumpyAdapter(), BytesAdapter(), *adapters)
+    by_library = {adapter.library: adapter for adapter in known}
+    builder = _Builder(tensors, by_library, device)
+    for index in tensors_of(chosen):
+        builder.check_tensor(tensors[index], storages)
+    builder.check_values(chosen)
+    match = None if into is None else match_state(chosen, tensors, into, known, selection)
+    return Placement(chosen, storages, builder, match)
+
+
+class _Builder:
+    """Makes nodes into state again."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], adapters: dict[str, LeafAdapter], device: object) -> None:
+        self.tensors = tensors
+        self.adapters = adapters
+        self.devices = {
+            name: None if device is None else adapter.check_device(device) for name, adapter in adapters.items()
+        }
+        self.memories: dict[int, NDArray[np.uint8]] = {}
+        self._adopted: dict[tuple[int, str], object] = {}
+        self._built: dict[int, object] = {}
+
+    def adapter_of(self, library: str) -> LeafAdapter:
+        """Return the adapter of a library; UnsupportedError if it was not handed in."""
+        try:
+            return self.adapters[library]
+        except KeyError:
+            raise UnsupportedError(
+                "the state holds leaves of a library that is not here",
+                where=repr(library[:80]),
+                todo=f"install {library[:80]}, or choose other leaves with only=",
+            ) from None
+
+    def check_tensor(self, spec: TensorSpec, storages: Sequence[StorageSpec]) -> None:
+        """Refuse a tensor that could not be built."""
+        itemsize = self.adapter_of(spec.library).itemsize_of(spec)
+        if not 0 <= spec.storage < len(storages):
+            raise MalformedError("a tensor names a storage that is not there", where=f"storage {spec.storage}")
+        check_layout(spec, itemsize, storages[spec.storage].nbytes)
+
+    def check_values(self, node: Node) -> None:
+        """Refuse values, keys and converters that could not be restored; what lies in chunks is judged later."""
+        if isinstance(node, ConvertedNode):
+            self._check_conversion(node)
+        if isinstance(node, ConvertedNode) and not tensors_of(node.child) and _is_ours(node):
+            self.make(node)
+        else:
+            for part in parts_of(node):
+                self.check_values(part)
+        if isinstance(node, ValueNode):
+            self.value(node)
+        elif isinstance(node, DictNode) and any(type(key) is OtherKey for key in node.keys):
+            self._keys(node)
+
+    def _check_conversion(self, node: ConvertedNode) -> None:
+        if not node.name.startswith(BUILT_IN):
+            converter_named(node.name)
+        elif (library := library_of_conversion(node.name)) is not None:
+            self.adapter_of(library)
+        elif node.name != LONG_TEXT and node.name not in packed.NAMES and not is_standard(node.name):
+            raise unknown_conversion(node.name)
+
+    def value(self, node: ValueNode) -> object:
+        """Make a plain value."""
+        library = library_of(node.type)
+        return decode_plain(node) if library is None else self.adapter_of(library).decode_value(node.type, node.value)
+
+    def adopt(self, storage: int, library: str) -> object:
+        """Hand a filled buffer to a library, once, on the device that was asked for."""
+        key = (storage, library)
+        if key not in self._adopted:
+            adapter = self.adapters[library]
+            self._adopted[key] = adapter.adopt(self.memories[storage], self.devices[library])
+        return self._adopted[key]
+
+    def tensor(self, index: int) -> object:
+        """Make a tensor, once."""
+        if index not in self._built:
+            spec = self.tensors[index]
+            adopted = self.adopt(spec.storage, spec.library)
+            self._built[index] = self.adapters[spec.library].build(spec, adopted)
+        return self._built[index]
+
+    def make(self, node: Node) -> object:
+        """Make a part of the state."""
+        if isinstance(node, ValueNode):
+            return self.value(node)
+        if isinstance(node, TensorNode):
+            tensor = self.tensor(node.tensor)
+            self.attach(tensor, node)
+            return tensor
+        if isinstance(node, ListNode):
+            return [self.make(child) for child in node.children]
+        if isinstance(node, TupleNode):
+            return tuple(self.make(child) for child in node.children)
+        if isinstance(node, DictNode):
+            return self._mapping(node)
+        return self._converted(node)
+
+    def _converted(self, node: ConvertedNode) -> object:
+        name, child = node.name, self.make(node.child)
+        if not name.startswith(BUILT_IN):
+            return converter_named(name).from_state(child)
+        library = library_of_conversion(name)
+        if library is not None:
+            return self.adapter_of(library).put_together(name, child)
+        if name == LONG_TEXT:
+            return _long_text(child)
+        if name == packed.PLAIN:
+            return self._plain(child)
+        return packed.unpack(name, child) if name in packed.NAMES else make_standard(name, child)
+
+    def _plain(self, content: object) -> object:
+        """Make a long plain value again, whose tree lies in a chunk."""
+        if not isinstance(content, bytes):
+            raise MalformedError("a long plain value is no tree")
+        tree = decode_tree(content, tensor_count=0, where="a long plain value")
+        check_tree(tree, 0)
+        return self.make(tree)
+
+    def _mapping(self, node: DictNode) -> dict[Any, Any]:
+        made = new_dict(node)
+        for key, child in zip(self._keys(node), node.children, strict=True):
+            made[key] = self.make(child)
+        if node.metadata is not None:
+            made._metadata = self.make(node.metadata)  # type: ignore[attr-defined]
+        self.attach(made, node)
+        return made
+
+    def key(self, key: Key) -> Any:
+        """Make a key."""
+        return self.make(key.node) if isinstance(key, OtherKey) else key
+
+    def _keys(self, node: DictNode) -> list[Any]:
+        try:
+            return distinct(map(self.key, node.keys))
+        except (TypeError, ValueError):
+            raise MalformedError("a dict of the state has two equal keys, or one that can be no key") from None
+
+    def attach(self, made: object, node: DictNode | TensorNode) -> None:
+        """Give a tensor or dict the Python attributes that it had."""
+        if node.attributes is not None:
+            # Not by setattr: no property of a library is to be set.
+            attributes: Any = self.make(node.attributes)
+            getattr(made, "__dict__", {}).update(attributes)
+
+
+def _is_ours(node: Node) -> bool:
+    """Say whether no converter of a user has to be asked, so that making a node runs none of his code."""
+    is_users = isinstance(node, ConvertedNode) and not node.name.startswith(BUILT_IN)
+    return not is_users and all(map(_is_ours, parts_of(node)))
+
+
+def _long_text(content: object) -> str:
+    try:
+        if isinstance(content, bytes):
+            return content.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        pass
+    raise MalformedError("a long text is not UTF-8")
+
+
+class Placement:
+    """Destinations for the storages of one restore.
+
+    For every index in ``storages``, in any order and from any thread, but one thread for one index: ask for
+    its ``destination``, fill it, say ``placed``. Then ``finish``.
+    """
+
+    def __init__(self, tree: Node, storages: Sequence[StorageSpec], builder: _Builder, match: Match | None) -> None:
+        self._tree = tree
+        self._specs = storages
+        self._builder = builder
+        self._match = match
+        self._users: dict[int, list[int]] = {}
+        for index in tensors_of(tree):
+            self._users.setdefault(builder.tensors[index].storage, []).append(index)
+        self._placed: set[int] = set()
+        self._buffers: dict[int, NDArray[np.uint8]] = {}
+        self._direct: dict[int, memoryview] = {}
+        if match is not None:
+            for storage in self._users:
+                self._aim(storage, match)
+        for storage in self._users:
+            if storages[storage].nbytes == 0:
+                self.destination(storage)
+                self.placed(storage)
+
+    @property
+    def storages(self) -> list[int]:
+        """Indices of the storages whose bytes are needed, in the order of the tree."""
+        return [storage for storage in self._users if self._specs[storage].nbytes]
+
+    @property
+    def tree(self) -> Node:
+        """The tree of what is restored."""
+        return self._tree
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user should know; complete after ``finish``."""
+        return [] if self._match is None else list(self._match.warnings)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every destination is where its bytes stay, so that none is given back when it is complete."""
+        return all(storage in self._direct or self._stays(storage) for storage in self.storages)
+
+    def _stays(self, storage: int) -> bool:
+        libraries = {self._builder.tensors[index].library for index in self._users[storage]}
+        return self._match is None and all(self._builder.devices[library] is None for library in libraries)
+
+    def is_direct(self, storage: int) -> bool:
+        """Say whether the storage's destination is the live tensors themselves."""
+        return storage in self._direct
+
+    def destination(self, storage: int) -> memoryview:
+        """Return the writable bytes that take the whole storage; the same ones when asked again.
+
+        Raises:
+            CapacityError: There is no memory for them.
+        """
+        assert storage in self._users
+        assert storage not in self._placed
+        if storage in self._direct:
+            return self._direct[storage]
+        if storage not in self._buffers:
+            self._buffers[storage] = allocate(self._specs[storage].nbytes)
+        return self._buffers[storage].data
+
+    def placed(self, storage: int) -> None:
+        """Take note that the destination holds the right bytes; they are copied on if they must be."""
+        assert storage not in self._placed
+        if storage in self._direct:
+            del self._direct[storage]
+            self._tell_written(storage)
+        else:
+            self._copy_on(storage)
+        self._placed.add(storage)
+
+    def finish(self) -> Any:
+        """Return the state; every storage must have been placed.
+
+        With ``into``, plain values are replaced, missing leaves are put in, and ``load_state_dict`` is called.
+        """
+        assert self._placed == set(self._users)
+        if self._match is None:
+            return self._builder.make(self._tree)
+        return self._match.step(self._builder.make)
+
+    def _aim(self, storage: int, match: Match) -> None:
+        """Let a storage be written straight into live tensors, if they are laid out as it is."""
+        bases: set[int] = set()
+        ranges: list[tuple[int, int]] = []
+        keep: list[object] = []
+        for index in self._users[storage]:
+            spec = self._builder.tensors[index]
+            targets = match.targets.get(index, [])
+            if index in match.created or not targets:
+                return
+            itemsize = targets[0].leaf.itemsize
+            steps = byte_strides_of(spec.library, spec.strides, itemsize)
+            for target in targets:
+                leaf = target.leaf
+                if leaf.memory.space != "cpu" or leaf.strides != spec.strides or leaf.memory.read is not None:
+                    return
+                bases.add(leaf.origin - spec.offset)
+                keep.append(leaf.memory.keep)
+            if is_dense(spec.shape, steps, itemsize):
+                lo, hi = extent_of(spec.shape, steps, itemsize)
+                ranges.append((spec.offset + lo, spec.offset + hi))
+        nbytes = self._specs[storage].nbytes
+        if nbytes and len(bases) == 1 and _covers(ranges, nbytes):
+            self._direct[storage] = writable_view_of(bases.pop(), nbytes, keep)
+
+    def _tell_written(self, storage: int) -> None:
+        assert self._match is not None
+        for index in self._users[storage]:
+            adapter = self._builder.adapters[self._builder.tensors[index].library]
+            for target in self._match.targets[index]:
+                adapter.written(target.item)
+
+    def _copy_on(self, storage: int) -> None:
+        memory = self._buffers.pop(storage)
+        builder, match = self._builder, self._match
+        stay = set(self._users[storage])
+        if match is not None:
+            for index in self._users[storage]:
+                targets = match.targets.get(index, [])
+                if targets:
+                    spec = builder.tensors[index]
+                    adapter = builder.adapters[spec.library]
+                    source = adapter.build(spec, adapter.adopt(memory, None))
+                    for target in targets:
+                        adapter.copy_into(target.item, source)
+            stay &= match.created
+        if not stay:
+            return
+        builder.memories[storage] = memory
+        libraries = {builder.tensors[index].library for index in stay}
+        if all(builder.devices[library] is not None for library in libraries):
+            for library in libraries:
+                builder.adopt(storage, library)
+            del builder.memories[storage]
+
+
+def _covers(ranges: list[tuple[int, int]], nbytes: int) -> bool:
+    end = 0
+    for lo, hi in sorted(ranges):
+        if lo > end:
+            return False
+        end = max(end, hi)
+    return end == nbytes

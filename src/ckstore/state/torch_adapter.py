@@ -1,0 +1,437 @@
+"""Torch leaves: tensors of every dtype as spans of bytes, and dtypes, devices and sizes as plain values.
+
+Invariants:
+- Tensors are made of bytes and strides only; no arithmetic of torch touches an element.
+- What comes from disk is looked up in tables, never in torch's namespace.
+- Conjugate and negative views are stored resolved: the values are kept, the lazy bit is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from ckstore.errors import BackendError, CapacityError, MalformedError, UnsupportedError, UsageError
+from ckstore.format.tensors import TensorSpec, extent_of
+from ckstore.format.tree import BUILT_IN
+from ckstore.state.named_types import StandIn
+from ckstore.state.tensors import KnownObject, Memory, Sights, TensorLeaf
+from ckstore.state.torch_objects import known_object
+from ckstore.state.values import leaf_type_error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ckstore.format.tree import Path, Value
+
+
+_QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+
+
+def _list_dtypes() -> dict[str, torch.dtype]:
+    found = {name_of(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return {name: dtype for name, dtype in sorted(found.items()) if name not in _QUANTIZED}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name a dtype is stored under: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = _list_dtypes()
+"""Every dtype of this torch that can be stored, by name; the old quantized ones cannot."""
+
+_COPY_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is told of every tensor of one dtype; looked up, since a commit describes hundreds."""
+
+    name: str
+    itemsize: int
+    element_width: int
+    is_float: bool
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> _Facts:
+        width = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+        is_float = dtype.is_floating_point or dtype.is_complex
+        return cls(name_of(dtype), dtype.itemsize, width if width in (1, 2, 4, 8) else 1, is_float)
+
+
+_FACTS = {dtype: _Facts.of(dtype) for dtype in DTYPES.values()}
+
+
+PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
+_LAYOUT_OF, _IS_NESTED = attrgetter("layout"), attrgetter("is_nested")
+_FACTS_OF = attrgetter("dtype", "shape", "requires_grad")
+_FIRST_OF, _LAST_OF = itemgetter(0), itemgetter(-1)
+_IS_LEAF_OF, _ATTRIBUTES_OF = attrgetter("is_leaf"), attrgetter("__dict__")
+
+
+class TorchAdapter:
+    """Plain tensors and parameters on any device with addresses."""
+
+    library = "torch"
+
+    def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
+        """Describe a tensor; refuse what has no plain strided memory of its own."""
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        why = _obstacle(leaf)
+        if why is not None:
+            raise leaf_type_error(leaf, path, why, _way_out(leaf))
+        plain = leaf.detach()
+        is_lazy = plain.is_conj() or plain.is_neg()
+        if is_lazy:
+            plain = plain.resolve_conj().resolve_neg()
+        try:
+            memory, origin = _memory_of(plain)
+        except (RuntimeError, NotImplementedError):
+            raise leaf_type_error(leaf, path, "it has no storage") from None
+        if memory.nbytes and memory.start + memory.nbytes > memory.owner_start + memory.owner_nbytes:
+            raise leaf_type_error(leaf, path, "its storage was freed or is too small")
+        facts = _FACTS[plain.dtype]
+        return TensorLeaf(
+            library="torch",
+            dtype=facts.name,
+            shape=tuple(plain.shape),
+            strides=plain.stride(),
+            itemsize=facts.itemsize,
+            element_width=facts.element_width,
+            is_float=facts.is_float,
+            origin=origin,
+            memory=memory,
+            is_parameter=type(leaf) is torch.nn.Parameter,
+            requires_grad=leaf.requires_grad,
+            # A resolved copy is not the leaf: writing to it would change nothing.
+            is_writable=not is_lazy,
+        )
+
+    def glances(self, leaves: Sequence[object]) -> Sights | None:
+        """Look at plain tensors; what ``describe`` would refuse or copy is told of by it alone.
+
+        A trainer waits for this: all of them are asked one thing after the other, by C and not by Python.
+        """
+        kinds = list(map(type, leaves))
+        if not PLAIN_KINDS.issuperset(kinds):
+            return None
+        tensors = cast("Sequence[torch.Tensor]", leaves)
+        if not are_strided(tensors) or any(map(torch.Tensor.is_neg, tensors)):
+            return None
+        told = list(map(_FACTS_OF, tensors))
+        if any(dtype.is_complex for dtype in set(map(_FIRST_OF, told))) and any(map(torch.Tensor.is_conj, tensors)):
+            return None
+        if any(map(_ATTRIBUTES_OF, tensors)):
+            return None
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        starts = list(map(torch.UntypedStorage.data_ptr, storages))
+        devices = list(map(device_of, tensors))
+        readers: list[DeviceBytes | None] = [None] * len(tensors)
+        if any(devices):
+            places = zip(storages, starts, devices, strict=True)
+            readers = [None if there is None else DeviceBytes(held, start, there) for held, start, there in places]
+        facts = (
+            kinds,
+            told,
+            map(torch.Tensor.stride, tensors),
+            map(torch.Tensor.storage_offset, tensors),
+            map(torch.UntypedStorage.nbytes, storages),
+            devices,
+        )
+        # A graph is nobody's affair here; what has none need not leave it.
+        wanting = compress(tensors, map(_LAST_OF, told))
+        plain = tensors if all(map(_IS_LEAF_OF, wanting)) else list(map(torch.Tensor.detach, tensors))
+        return Sights(
+            list(zip(*facts, strict=True)),
+            starts,
+            list(zip(plain, storages, strict=True)),
+            readers,
+        )
+
+    def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
+        """Return a dtype, device, Size and the like as text."""
+        kind = _NAMED_KINDS.get(type(leaf))
+        if kind is not None:
+            return kind, str(leaf).removeprefix("torch.")
+        if isinstance(leaf, torch.device):
+            return "torch.device", str(leaf)
+        if type(leaf) is torch.Size:
+            return "torch.Size", ",".join(str(length) for length in leaf)
+        return None
+
+    def decode_value(self, kind: str, value: Value) -> object:
+        """Make the dtype, device, Size or the like again."""
+        if type(value) is not str:
+            raise MalformedError("a plain value of torch is malformed", where=repr(kind[:80]))
+        if kind in _NAMED:
+            if value not in _NAMED[kind]:
+                raise UnsupportedError(
+                    f"this torch has no such {kind}", where=repr(value[:80]), todo="use a newer torch"
+                )
+            return _NAMED[kind][value]
+        if kind == "torch.device":
+            return _make_device(value)
+        if kind == "torch.Size":
+            return _make_size(value)
+        raise UnsupportedError("a plain value of torch has an unknown type", where=repr(kind[:80]))
+
+    def take_apart(self, leaf: object) -> tuple[str, object] | None:
+        """Return a generator of random numbers as its device and state."""
+        if isinstance(leaf, torch.Generator):
+            # As an array: the state lies on the host, wherever tensors are restored to.
+            return _GENERATOR, {"device": str(leaf.device), "state": leaf.get_state().numpy()}
+        if isinstance(leaf, StandIn) and leaf.kind == _GENERATOR.removeprefix(BUILT_IN):
+            self.put_together(_GENERATOR, leaf.content)
+            return _GENERATOR, leaf.content
+        return None
+
+    def put_together(self, name: str, state: object) -> object:
+        """Make the generator again; a StandIn where there is no such device."""
+        if name != _GENERATOR:
+            raise UnsupportedError("a leaf of torch has an unknown type", where=repr(name[:80]))
+        device, held = (state.get("device"), state.get("state")) if isinstance(state, dict) else (None, None)
+        if type(device) is not str or not isinstance(held, np.ndarray) or held.dtype != np.uint8 or held.ndim != 1:
+            raise MalformedError("a generator is not what its type says", where=repr(name[:80]))
+        try:
+            generator = torch.Generator(device)
+        except (RuntimeError, AssertionError):
+            return StandIn(_GENERATOR.removeprefix(BUILT_IN), device, state)
+        try:
+            generator.set_state(torch.from_numpy(np.ascontiguousarray(held)))
+        except (RuntimeError, TypeError, ValueError):
+            raise MalformedError("torch refuses the state of a generator", where=repr(device[:80])) from None
+        return generator
+
+    def itemsize_of(self, spec: TensorSpec) -> int:
+        """Return the bytes of one element, having checked dtype and flags."""
+        dtype = _dtype_named(spec.dtype)
+        if spec.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise MalformedError("a tensor without fractions wants a gradient", where=spec.dtype)
+        return dtype.itemsize
+
+    def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
+        """Return the memory as a tensor of bytes, on the device."""
+        held = torch.from_numpy(memory)
+        if device is None:
+            return held
+        assert isinstance(device, torch.device)
+        try:
+            return held.to(device)
+        except torch.cuda.OutOfMemoryError:
+            raise CapacityError(
+                f"no memory for a storage of {memory.nbytes} bytes", where=device, todo="restore to the CPU"
+            ) from None
+
+    def build(self, spec: TensorSpec, adopted: object) -> object:
+        """Make the tensor as a view of the adopted bytes."""
+        assert isinstance(adopted, torch.Tensor)
+        dtype = _dtype_named(spec.dtype)
+        rest = spec.offset % dtype.itemsize
+        if rest:
+            # torch counts offsets in elements, so this view needs a storage that begins elsewhere.
+            is_host = adopted.device.type == "cpu"
+            adopted = torch.from_numpy(adopted.numpy()[rest:]) if is_host else adopted[rest:].clone()
+        with torch.no_grad():
+            # torch warns whenever an empty complex32 is made, but not when integers are viewed as such.
+            first = torch.int32 if dtype == torch.complex32 else dtype
+            tensor = torch.empty(0, dtype=first, device=adopted.device)
+            tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
+            tensor = tensor if first == dtype else tensor.view(dtype)
+        if spec.is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad=spec.requires_grad)
+        return tensor.requires_grad_(spec.requires_grad) if spec.requires_grad else tensor
+
+    def check_device(self, device: Any) -> object:
+        """Return the device, or None for the CPU."""
+        try:
+            made = torch.empty(0, device=device).device
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise UsageError("there is no such device", where=repr(device), todo=str(error).split("\n")[0]) from None
+        if made.type == "meta":
+            raise UsageError("nothing can be restored to the meta device", where=repr(device))
+        return None if made.type == "cpu" else made
+
+    def copy_into(self, target: object, source: object) -> None:
+        """Overwrite the target's elements, bit for bit; of a generator, its state."""
+        if isinstance(target, torch.Generator) and isinstance(source, torch.Generator):
+            target.set_state(source.get_state())
+            return
+        assert isinstance(target, torch.Tensor)
+        assert isinstance(source, torch.Tensor)
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
+            there, here = _as_words(target.detach()), _as_words(source.detach())
+            for dim, step in enumerate(there.stride()):
+                if step == 0 and there.shape[dim] > 1:
+                    # An expanded dimension repeats one element; torch refuses to write it many times.
+                    there, here = there.narrow(dim, 0, 1), here.narrow(dim, 0, 1)
+            there.copy_(here)
+
+    def written(self, target: object) -> None:
+        """Count the change in the tensor's version, so that autograd notices a stale graph."""
+        assert isinstance(target, torch.Tensor)
+        if target.is_inference():
+            return
+        with torch.no_grad():
+            # Writing no elements costs nothing; detached views share the version counter.
+            _as_words(target.detach()).unsqueeze(0)[:0].zero_()
+
+    def object_of(self, item: object) -> KnownObject | None:
+        """Return what is known of a module or an optimizer."""
+        return known_object(item)
+
+
+def _obstacle(leaf: torch.Tensor) -> str | None:
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return "a subclass of torch.Tensor"
+    if leaf.is_nested or leaf.layout != torch.strided:
+        return f"its layout is {'nested' if leaf.is_nested else leaf.layout}"
+    if leaf.is_quantized or leaf.dtype not in _FACTS:
+        return f"its dtype {leaf.dtype} is quantized"
+    if leaf.is_meta:
+        return "it is on the meta device and has no bytes"
+    return None
+
+
+def _way_out(leaf: torch.Tensor) -> str | None:
+    """Return what to do with a plain tensor that cannot be stored; None: it is of a class that can have a converter."""
+    if type(leaf) not in PLAIN_KINDS:
+        return None
+    if leaf.is_meta:
+        return "give it memory first, as by to_empty(device=...), or leave it out"
+    if leaf.is_quantized:
+        return "commit its int_repr(), q_scale() and q_zero_point()"
+    if leaf.is_nested:
+        return "commit what unbind() returns"
+    return "commit its to_dense(), or its indices and values"
+
+
+def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
+    storage = plain.untyped_storage()
+    itemsize = plain.dtype.itemsize
+    start = storage.data_ptr()
+    origin = start + int(plain.storage_offset()) * itemsize
+    if plain.is_contiguous():
+        nbytes = plain.numel() * itemsize
+    else:
+        _, nbytes = extent_of(tuple(plain.shape), tuple(step * itemsize for step in plain.stride()), itemsize)
+    device = device_of(plain)
+    if device is None:
+        return Memory("cpu", start, storage.nbytes(), origin, nbytes, (plain, storage)), origin
+    read = DeviceBytes(storage, start, device)
+    return Memory(str(device), start, storage.nbytes(), origin, nbytes, (plain, storage), read), origin
+
+
+def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors, of plain kinds, lie in memory in steps: none is sparse, or nested."""
+    # That of a nested tensor may say strided.
+    return [*map(_LAYOUT_OF, tensors)].count(torch.strided) == len(tensors) and not any(map(_IS_NESTED, tensors))
+
+
+def device_of(tensor: torch.Tensor) -> torch.device | None:
+    """Return where a tensor lies; None: in memory of the host. Whoever wants to know asks here."""
+    return None if tensor.is_cpu else tensor.device
+
+
+# Not frozen: hundreds are made in each commit, each of which freezing would cost some calls.
+@dataclass(slots=True)
+class DeviceBytes:
+    """The bytes of a storage on a device, by address."""
+
+    storage: torch.UntypedStorage
+    start: int
+    device: torch.device
+
+    def __call__(self, lo: int, hi: int) -> memoryview:
+        """Copy bytes to the host.
+
+        Raises:
+            BackendError: The device has failed, or the storage does not reach so far any more.
+        """
+        if not self.start <= lo <= hi <= self.start + self.storage.nbytes():
+            # ``set_`` would make it longer.
+            raise resized_error()
+        try:
+            held = torch.empty(0, dtype=torch.uint8, device=self.device)
+            return copy_to_host(held.set_(self.storage, lo - self.start, (hi - lo,), (1,)))
+        except RuntimeError as error:
+            raise device_error(error) from None
+
+
+def device_error(error: RuntimeError) -> BackendError:
+    """Return the error of who could not copy what lies in a device."""
+    return BackendError(f"copying from a device failed: {error}", todo="see what the device says")
+
+
+def resized_error() -> BackendError:
+    """Return the error of who was to read what is not there any more."""
+    return BackendError(
+        "a storage was resized while a commit read it",
+        todo="resize what is committed when its commit has ended, or behind its guard",
+    )
+
+
+def copy_to_host(held: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor of uint8 on a device, in host memory."""
+    return held.cpu().numpy().data
+
+
+def wait_for_devices(storages: Iterable[object]) -> None:
+    """Wait until devices have done what this thread has told them, so that any thread reads what they wrote."""
+    readers = [getattr(storage, "reader", None) for storage in storages]
+    for device in {reader.device for reader in readers if isinstance(reader, DeviceBytes)}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UnsupportedError(
+            "this torch has no such dtype", where=repr(name[:80]), todo="use a newer torch"
+        ) from None
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as integers, which torch copies for every width and never converts."""
+    words = _COPY_AS.get(tensor.dtype.itemsize)
+    return tensor if words is None else tensor.view(words)
+
+
+def _make_device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise UnsupportedError("this torch has no such device", where=repr(text[:80])) from None
+
+
+def _make_size(text: str) -> torch.Size:
+    parts = text.split(",") if text else []
+    is_number = all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts)
+    if not is_number or any(int(part) >= 1 << 63 for part in parts):
+        raise MalformedError("a torch.Size is malformed", where=repr(text[:80]))
+    return torch.Size(int(part) for part in parts)
+
+
+def _table_of(kind: type) -> dict[str, object]:
+    return {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, kind)}
+
+
+_NAMED_KINDS: dict[type, str] = {
+    torch.dtype: "torch.dtype",
+    torch.layout: "torch.layout",
+    torch.memory_format: "torch.memory_format",
+    torch.qscheme: "torch.qscheme",
+}
+_NAMED = {name: _table_of(kind) for kind, name in _NAMED_KINDS.items()}
+"""All plain values of torch that have a name, the quantized dtypes among them; whoever encodes one asks here for it."""
+
+_GENERATOR = f"{BUILT_IN}torch.Generator"

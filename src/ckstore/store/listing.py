@@ -1,0 +1,211 @@
+"""What lies in a place, of all runs at once: manifests, drop marks, packs.
+
+Far away a listing costs as much as reading a file, however many names it shows: there it goes through all folders below
+one in a single request for a thousand names.
+
+List the entries of runs, damaged ones too: what a log shows, at the price of one small read an entry.
+
+Nothing here imports numpy or torch, so that ``ckstore ls`` starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckstore.config import check_name, is_name
+from ckstore.errors import BackendError, CorruptError, NotFoundError, UnsupportedError, is_refused
+from ckstore.format import paths
+from ckstore.format.paths import ManifestName
+from ckstore.hashing import PackId
+from ckstore.io.backend import Backend, Distant, FileInfo
+from ckstore.io.fan_out import ask_each
+from ckstore.io.url import backend_for
+from ckstore.results import Info
+from ckstore.store.manifests import missing_sentence
+from ckstore.store.refs import header_or_none, tiers_of
+from ckstore.store.repository import Parts, read_store_record
+
+
+def manifests_in(backend: Backend) -> set[ManifestName]:
+    """Return the names of all manifests in place, of every run and generation.
+
+    One listing may show neither of two names of which one is made and the other moved meanwhile: to be asked twice,
+    where others replace.
+    """
+    found = (paths.parse_manifest_file(run, file) for run, file in _files_by_run(backend, paths.MANIFESTS_FOLDER))
+    return {name for name in found if name is not None}
+
+
+def marks_in(backend: Backend) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]]]:
+    """Return the seqs that carry a drop mark, and those with a mark that they were published, each by run.
+
+    A run of which no manifest is left may have some, too.
+    """
+    found: dict[str, dict[str, set[int]]] = {"dropped": {}, "published": {}}
+    for run, file in _files_by_run(backend, paths.CLAIMS_FOLDER):
+        claim = paths.parse_claim_file(file)
+        if claim is not None and claim.kind in found:
+            found[claim.kind].setdefault(run, set()).add(claim.seq)
+    dropped, published = ({run: frozenset(seqs) for run, seqs in kind.items()} for kind in found.values())
+    return dropped, published
+
+
+def packs_in(backend: Backend) -> Iterator[tuple[PackId, FileInfo]]:
+    """Yield the packs that lie under their own name."""
+    for name, info in _files_of_packs(backend):
+        pack_id = paths.parse_pack_file(name.rpartition("/")[2])
+        if pack_id is not None and paths.pack_name(pack_id) == name:
+            yield pack_id, info
+
+
+def _files_by_run(backend: Backend, above: str) -> Iterator[tuple[str, str]]:
+    """Yield run and file of what lies in folders that are named as runs."""
+    if isinstance(backend, Distant):
+        for path, _ in backend.list_deep(above):
+            run, _, file = path.removeprefix(f"{above}/").partition("/")
+            if is_name(run):
+                yield run, file
+        return
+    for run in filter(is_name, backend.list_names(above)):
+        for file in backend.list_names(f"{above}/{run}"):
+            yield run, file
+
+
+def _files_of_packs(backend: Backend) -> Iterator[tuple[str, FileInfo]]:
+    if isinstance(backend, Distant):
+        yield from backend.list_deep(paths.PACKS_FOLDER)
+        return
+    ours = {folder.rpartition("/")[2] for folder in paths.pack_folders()}
+    for folder in backend.list_names(paths.PACKS_FOLDER):
+        # What else lies there may be nothing that we are allowed to look into.
+        for file in backend.list_names(f"{paths.PACKS_FOLDER}/{folder}") if folder in ours else ():
+            name = f"{paths.PACKS_FOLDER}/{folder}/{file}"
+            # One that is gone meanwhile is none; what is no pack is not asked about.
+            info = backend.stat(name) if paths.parse_pack_file(file) is not None else None
+            if info is not None:
+                yield name, info
+
+
+UNREADABLE = (CorruptError, UnsupportedError, BackendError)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a run.
+
+    Attributes:
+        seq: Its number in the run.
+        step: The trainer's step.
+        info: What its header says; None when that cannot be read.
+        damage: Why the header cannot be read; empty otherwise.
+        refused: Why this user may not read it; it may be whole.
+    """
+
+    seq: int
+    step: int
+    info: Info | None
+    damage: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """The entries of a run, newest first, perhaps not all of them.
+
+    Attributes:
+        count: How many entries the run has.
+        damaged_tags: For every tag that is damaged, its name and why.
+        refused_tags: For every tag that this user may not read, its name and why.
+        missing: What was committed and has no manifest any more, in a sentence; empty otherwise.
+    """
+
+    run: str
+    count: int
+    entries: tuple[Entry, ...]
+    damaged_tags: tuple[tuple[str, str], ...]
+    refused_tags: tuple[tuple[str, str], ...] = ()
+    missing: str = ""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether an entry shown, or a tag, is damaged, or an entry is missing."""
+        return bool(self.damaged_tags or self.missing) or any(entry.damage for entry in self.entries)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there is an entry, or a tag, that this user may not read."""
+        return bool(self.refused_tags) or any(entry.refused for entry in self.entries)
+
+
+def log_of_store(
+    address: str | os.PathLike[str] | Backend,
+    *,
+    run: str | None = None,
+    limit: int | None = None,
+    allow_shared_folder: bool = False,
+) -> list[RunLog]:
+    """Return the newest entries of one run, or of every run, by name.
+
+    Raises:
+        NotFoundError: There is no store, or no such run.
+    """
+    backend = backend_for(address, allow_shared_folder=allow_shared_folder)
+    record = read_store_record(backend)
+    if run is not None:
+        check_name(run, "run")
+    runs = Parts(backend, record, run or "main").runs_ever()
+    if run is not None and run not in runs:
+        known = f"runs there are: {', '.join(runs)}" if runs else "nothing was committed here yet"
+        raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=known)
+    return [log_of_run(Parts(backend, record, name), limit=limit) for name in (runs if run is None else [run])]
+
+
+def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
+    """Return the newest ``limit`` entries of the run, or all; damage is told, not raised."""
+    tags, damaged_tags, refused_tags = _tags_by_seq(parts)
+    listing = parts.manifests.listing()
+    names = listing.names
+    missing = missing_sentence(parts.run, listing.missing) if listing.missing else ""
+    entries: list[Entry] = []
+    # Far away, many are asked for at the same time, and a few more than are wanted.
+    for entry in ask_each(parts.backend, lambda name: _entry(parts, name, tags), names[::-1]):
+        if entry is not None:
+            entries.append(entry)
+        if limit is not None and len(entries) >= limit:
+            break
+    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags), missing)
+
+
+def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:
+    """Return what is shown of an entry; None of one that was dropped meanwhile."""
+    try:
+        header = header_or_none(parts.manifests, name)
+        if header is None:
+            return None
+        info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(parts.manifests, header))
+    except UNREADABLE as error:
+        why = {"refused" if is_refused(error) else "damage": str(error)}
+        return Entry(name.seq, name.step, None, **why)
+    return Entry(header.seq, header.step, info)
+
+
+_Problems = list[tuple[str, str]]
+
+
+def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], _Problems, _Problems]:
+    by_seq: dict[int, list[str]] = {}
+    damaged: _Problems = []
+    refused: _Problems = []
+    for name in parts.backend.list_names(paths.tags_folder(parts.run)):
+        if not is_name(name):
+            continue
+        try:
+            by_seq.setdefault(parts.tags.get(name).seq, []).append(name)
+        except NotFoundError:
+            # Removed since it was listed.
+            continue
+        except UNREADABLE as error:
+            (refused if is_refused(error) else damaged).append((name, str(error)))
+    return by_seq, damaged, refused

@@ -1,0 +1,236 @@
+"""Fill packs with frames: places in order, bytes in parallel, each pack finished once.
+
+Any number of threads encode; ``place`` is called in the order of the plan, one thread at a time, so that
+the same commit makes the same pack whatever the threads did. ``fill`` then runs in parallel.
+
+A pack in which a write or sync failed is given up: it is never synced again, and what it held is written
+anew under another id by the caller, who still has the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckstore.errors import BackendError, ChecksumError, CkstoreError
+from ckstore.format import paths
+from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES, FrameHeader, encode_frame_header
+from ckstore.format.manifest import PackRef
+from ckstore.format.pack import PACK_ALIGN, DirectoryEntry, encode_directory, encode_superheader, encode_tail
+from ckstore.format.wire import new_xxh3
+from ckstore.hashing import PackId, new_pack_id
+from ckstore.io.backend import Backend
+from ckstore.io.block_writer import Place, StreamWriter
+from ckstore.io.buffers import BufferPool
+
+_log = logging.getLogger("ckstore")
+
+PACK_NBYTES_TARGET = 4 << 30
+"""A pack is closed when it reaches this size: large enough for long sequential writes, small enough for gc."""
+
+Check = Callable[[Sequence[memoryview]], None]
+"""Called with the frame's payload as it lies in the write block; raises when it is not what it must be."""
+
+
+@dataclass(slots=True)
+class FramePlace:
+    """Where a frame will lie: its pack, and the offset of its header in it."""
+
+    pack: OpenPack
+    offset: int
+    place: Place
+    stored_nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class OpenPack:
+    """A pack being filled, and afterwards what a manifest says of it."""
+
+    pack_id: PackId
+    name: str
+    stream: StreamWriter
+    entries: list[DirectoryEntry] = field(default_factory=list)
+    unfilled: int = 0
+    ref: PackRef | None = None
+
+
+class Packer:
+    """Writes the packs of one commit."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pool: BufferPool,
+        *,
+        store_id: bytes,
+        nbytes_expected: int,
+        copy: Callable[[memoryview, memoryview], None],
+        pack_nbytes_target: int = PACK_NBYTES_TARGET,
+        new_id: Callable[[], PackId] = new_pack_id,
+    ) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._store_id = store_id
+        self._nbytes_expected = nbytes_expected
+        self._copy = copy
+        self._pack_nbytes_target = pack_nbytes_target
+        self._new_id = new_id
+        self._packs: list[OpenPack] = []
+        self._filled = threading.Condition()
+        self._nbytes_placed = 0
+        self._has_failed = False
+
+    @property
+    def pack_names(self) -> list[str]:
+        """Names of all packs begun, for cleaning up after a failure."""
+        return [pack.name for pack in self._packs]
+
+    def place(self, stored_nbytes: int) -> FramePlace:
+        """Reserve the next place for a frame whose payload has this many bytes; callers take turns."""
+        pack = self._packs[-1] if self._packs else None
+        if pack is None or pack.stream.position >= self._pack_nbytes_target:
+            if pack is not None:
+                self._finish(pack)
+            pack = self._open()
+        frame_nbytes = FRAME_HEADER_NBYTES + stored_nbytes
+        place = pack.stream.reserve(frame_nbytes, align=FRAME_ALIGN)
+        with self._filled:
+            pack.unfilled += 1
+        self._nbytes_placed += frame_nbytes
+        return FramePlace(pack, place.offset, place, stored_nbytes)
+
+    def fill(
+        self,
+        at: FramePlace,
+        header: FrameHeader,
+        parts: Sequence[memoryview],
+        check: Check,
+        *,
+        watch: Callable[[memoryview], object] | None = None,
+        checksum: int | None = None,
+    ) -> None:
+        """Copy a frame to its place, check it there, and put its header before it.
+
+        ``header.payload_xxh3`` is set here, from the bytes as they lie in the block.
+
+        Args:
+            at: Where it belongs.
+            header: What goes before it.
+            parts: Its payload.
+            check: Called with the payload in the block; raises when it is not what it must be.
+            watch: Called before that with every piece of the payload in the block, in order.
+            checksum: The xxh3 that the payload had where it comes from; None: not known.
+
+        Raises:
+            CorruptError: The payload in the block has another checksum.
+        """
+        stream = at.pack.stream
+        found = new_xxh3()
+
+        def watch_piece(piece: memoryview) -> None:
+            found.update(piece)
+            if watch is not None:
+                watch(piece)
+
+        stream.fill(at.place, parts, begin=FRAME_HEADER_NBYTES, watch=watch_piece)
+        check(_skip(stream.views(at.place), FRAME_HEADER_NBYTES))
+        if checksum is not None and found.intdigest() != checksum:
+            raise ChecksumError(
+                "a frame changed while it was being copied into its pack",
+                where=f"chunk {header.chunk_id.hex()[:16]}",
+                todo="commit again; if it happens twice, test this machine's memory",
+            )
+        header = header.with_checksum(found.intdigest())
+        _put(stream.views(at.place), encode_frame_header(header))
+        entry = DirectoryEntry.of(header, offset=at.offset)
+        stream.done(at.place)
+        with self._filled:
+            at.pack.entries.append(entry)
+            at.pack.unfilled -= 1
+            self._filled.notify_all()
+
+    def fail(self) -> None:
+        """Say that some frame will never be filled, so that nobody waits for it."""
+        with self._filled:
+            self._has_failed = True
+            self._filled.notify_all()
+
+    def finish(self) -> list[PackRef]:
+        """Write directories, wait for every write, and make all packs and their folders durable.
+
+        Raises:
+            CapacityError: The disk is full.
+            BackendError: A write or sync failed; none of these packs may be used.
+        """
+        for pack in self._packs:
+            self._finish(pack)
+        for folder in sorted({pack.name.rsplit("/", 1)[0] for pack in self._packs}):
+            self._backend.sync_folder(folder)
+        return [pack.ref for pack in self._packs if pack.ref is not None]
+
+    def abandon(self) -> None:
+        """Give up all packs: nothing refers to them. Their names are removed when that is possible."""
+        for pack in self._packs:
+            try:
+                pack.stream.abandon()
+                self._backend.unlink(pack.name)
+            except (CkstoreError, OSError) as error:
+                _log.debug("abandoned pack %s is left for gc: %s", pack.name, error)
+
+    def _open(self) -> OpenPack:
+        pack_id = self._new_id()
+        name = paths.pack_name(pack_id)
+        remaining = max(0, self._nbytes_expected - self._nbytes_placed)
+        nbytes_expected = min(remaining, self._pack_nbytes_target)
+        try:
+            sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
+        except FileNotFoundError:
+            # Init makes all pack folders; a copy of the store may have left out the empty ones.
+            self._backend.make_folder(paths.pack_folder(pack_id))
+            self._backend.sync_folder(paths.PACKS_FOLDER)
+            sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
+        pack = OpenPack(pack_id, name, StreamWriter(sink, self._pool, copy=self._copy))
+        self._packs.append(pack)
+        self._append(pack, encode_superheader(store_id=self._store_id, pack_id=pack_id))
+        return pack
+
+    def _append(self, pack: OpenPack, content: bytes, *, align: int = 1) -> int:
+        place = pack.stream.reserve(len(content), align=align)
+        pack.stream.fill(place, [memoryview(content)])
+        pack.stream.done(place)
+        return place.offset
+
+    def _finish(self, pack: OpenPack) -> None:
+        if pack.ref is not None:
+            return
+        with self._filled:
+            self._filled.wait_for(lambda: self._has_failed or pack.unfilled == 0)
+        if pack.unfilled:
+            raise BackendError("a frame was not filled", where=self._backend.location_of(pack.name))
+        directory = encode_directory(sorted(pack.entries, key=lambda entry: entry.offset))
+        offset = self._append(pack, directory.encoded, align=PACK_ALIGN)
+        tail = encode_tail(store_id=self._store_id, pack_id=pack.pack_id, directory=directory, directory_offset=offset)
+        self._append(pack, tail, align=PACK_ALIGN)
+        pack.ref = PackRef(pack.pack_id, pack.stream.finish(), directory.digest, "local")
+
+
+def _put(views: Sequence[memoryview], content: bytes) -> None:
+    """Write over the first bytes of a place."""
+    begin = 0
+    for view in views:
+        part = content[begin : begin + len(view)]
+        view[: len(part)] = part
+        begin += len(part)
+
+
+def _skip(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    rest = []
+    for view in views:
+        if nbytes >= len(view):
+            nbytes -= len(view)
+        else:
+            rest.append(view[nbytes:])
+            nbytes = 0
+    return rest
