@@ -216,7 +216,7 @@ def _commits(bench: Bench, loop: background.Loop, compression: str) -> Iterator[
                 return _Running(lambda: pending.is_done, finish)
 
             nothing = _Running(lambda: True, lambda: 0.0)
-            pid = store._handover.saver_pid
+            pid = store._background.saver_pid
             commits = _Commits((lambda: nothing) if compression == NOTHING else begin, pid)
             yield commits
         machine.remove_tree(place)

@@ -86,7 +86,7 @@ Base = Any
 
 
 @dataclass(frozen=True)
-class Form:
+class StoragePlan:
     """One way to code a tensor.
 
     Attributes:
@@ -110,12 +110,12 @@ class Coder:
     """
 
     name: str
-    full: Form | None = None
-    delta: Form | None = None
+    full: StoragePlan | None = None
+    delta: StoragePlan | None = None
     chooses: bool = False
     needs_base: bool = False
 
-    def form_for(self, piece: Piece) -> Form:
+    def form_for(self, piece: Piece) -> StoragePlan:
         """Return the form that is better for a tensor; a coder that cannot tell is told, for free, by entropies."""
         if piece.base is None or self.delta is None:
             assert self.full is not None
@@ -154,7 +154,7 @@ class Timing:
         }
 
 
-def measure(coder: Coder, pieces: Sequence[Piece], forms: Sequence[Form]) -> Timing:
+def measure(coder: Coder, pieces: Sequence[Piece], forms: Sequence[StoragePlan]) -> Timing:
     """Encode all pieces, then decode them all, and compare; only the coder's own calls are timed.
 
     Raises:

@@ -107,5 +107,5 @@ def _checkpoint(
     return sum(values.nbytes for values in arrays.values()), found
 
 
-def _coded_nbytes(form: coders.Form, piece: coders.Piece) -> int:
+def _coded_nbytes(form: coders.StoragePlan, piece: coders.Piece) -> int:
     return len(form.encode(form.prepare(piece.words), piece.base))

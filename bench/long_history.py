@@ -31,7 +31,7 @@ def make(place: Path, count: int, *, tensors: int = TENSORS, changed: int = CHAN
     state = {f"layer{index}": np.full(_ELEMENTS, index, dtype=np.float32) for index in range(tensors)}
     with ckstore.open(place, policy=ckstore.Policy(compression="fast")) as store:
         store.commit(state, 0, metrics={"loss": 9.0})
-        template = store._parts.manifests.load(store._parts.manifests.listing().names[0])
+        template = store._repository.manifests.load(store._repository.manifests.listing().names[0])
     chunks, frames, packs = list(template.chunks), list(template.frames), list(template.packs)
     located = {frame.chunk_id: (packs[frame.pack], frame) for frame in frames}
     nbytes = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.coders import CHUNK_NBYTES, Base, Coder, Form, Words
+from bench.coders import CHUNK_NBYTES, Base, Coder, StoragePlan, Words
 
 
 class Arena:
@@ -100,7 +100,7 @@ def ckstore(arena: Arena) -> Coder:
             )
         return destination
 
-    form = Form(encode, decode)
+    form = StoragePlan(encode, decode)
     return Coder("ckstore", form, form, chooses=True)
 
 
@@ -123,4 +123,4 @@ def memcpy(arena: Arena) -> Coder:
         np.copyto(destination.view(np.uint8), np.frombuffer(stored, np.uint8))
         return destination
 
-    return Coder("memcpy", Form(encode, decode))
+    return Coder("memcpy", StoragePlan(encode, decode))

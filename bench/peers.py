@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from bench import entropy
-from bench.coders import Base, Coder, Form, Words, as_words
+from bench.coders import Base, Coder, StoragePlan, Words, as_words
 
 NAMES = {2: ("bfloat16", "bf16"), 4: ("float32", "fp32")}
 
 
-def _xored(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form:
+def _xored(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> StoragePlan:
     """Return a form that codes the exclusive or with the base; the buffer for it exists before."""
     room: dict[int, Words] = {}
 
@@ -35,11 +35,11 @@ def _xored(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form
         np.bitwise_xor(as_words(decode(stored), destination.dtype), base, out=destination)
         return destination
 
-    return Form(code, back)
+    return StoragePlan(code, back)
 
 
-def _plain(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form:
-    return Form(lambda words, _: encode(words), lambda stored, _, __: decode(stored))
+def _plain(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> StoragePlan:
+    return StoragePlan(lambda words, _: encode(words), lambda stored, _, __: decode(stored))
 
 
 def zipnn() -> Coder:
@@ -61,7 +61,9 @@ def zipnn() -> Coder:
 
     xor = _xored(encode, lambda stored: stored)
     return Coder(
-        "zipnn", Form(lambda words, _: encode(words), back, np.ndarray.copy), Form(xor.encode, xor_back, xor.prepare)
+        "zipnn",
+        StoragePlan(lambda words, _: encode(words), back, np.ndarray.copy),
+        StoragePlan(xor.encode, xor_back, xor.prepare),
     )
 
 
@@ -77,8 +79,8 @@ def z4ai() -> Coder:
 
     return Coder(
         "z4ai",
-        Form(lambda words, _: encode(words, None), lambda stored, _, __: tool.decompress(stored)),
-        Form(encode, lambda stored, base, _: tool.decompress_delta(stored, base.view(np.uint8).data)),
+        StoragePlan(lambda words, _: encode(words, None), lambda stored, _, __: tool.decompress(stored)),
+        StoragePlan(encode, lambda stored, base, _: tool.decompress_delta(stored, base.view(np.uint8).data)),
     )
 
 
@@ -142,7 +144,7 @@ def blosc2_differences() -> Coder:
     return Coder("blosc2 on differences", _plain(encode, decode), _subtracted(encode, decode), needs_base=True)
 
 
-def _subtracted(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> Form:
+def _subtracted(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) -> StoragePlan:
     """Return a form that codes differences of patterns in the order of the floats, signs in the lowest bit."""
 
     def back(stored: Any, base: Base, destination: Words) -> Words:
@@ -154,7 +156,7 @@ def _subtracted(encode: Callable[[Words], Any], decode: Callable[[Any], Any]) ->
     def code(words: Words, base: Base) -> Any:
         return encode(entropy.differences(words, base))
 
-    return Form(code, back)
+    return StoragePlan(code, back)
 
 
 def openzl() -> Coder:

@@ -73,10 +73,11 @@ GPT = Settings(
     horizon=2000,
     threads=2,
 )
-TINY = replace(GPT, layers=1, width=64, heads=2, window=32, batch=2, warmup=5, horizon=80, corpus_nbytes=300_000)
+V_MIN = replace(GPT, layers=1, width=64, heads=2, window=32, batch=2, warmup=5, horizon=80, corpus_nbytes=300_000)
 PLANS = {beta2: Plan(f"resume-gpt-4x512-{beta2}", GPT, beta2) for beta2 in (0.95, 0.999)}
 TINY_PLANS = {
-    beta2: Plan(f"resume-tiny-{beta2}", TINY, beta2, first=10, gap=3, residuals=2, resumed=4) for beta2 in (0.95, 0.999)
+    beta2: Plan(f"resume-tiny-{beta2}", V_MIN, beta2, first=10, gap=3, residuals=2, resumed=4)
+    for beta2 in (0.95, 0.999)
 }
 
 

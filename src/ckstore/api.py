@@ -30,7 +30,7 @@ from ckstore.results import Info, require_exact
 from ckstore.state.tensors import LeafAdapter
 from ckstore.store import history
 from ckstore.store.refs import Reference, load_whole, newest_whole, resolve
-from ckstore.store.repository import Parts, create_store, read_store_record
+from ckstore.store.repository import Repository, create_store, read_store_record
 from ckstore.store.reserve import with_reserve
 from ckstore.verbs.background import loaded_adapters
 from ckstore.verbs.demoting import Demoting, demotion_asked
@@ -105,7 +105,7 @@ def open(
         if not create:
             raise
         record = create_store(backend, clock, Limits())
-    store = Store(Parts(backend, record, run, clock=clock), policy or Policy())
+    store = Store(Repository(backend, record, run, clock=clock), policy or Policy())
     store._trash_seconds = seconds
     if rules is not None:
         store._collect_after(rules, gc_every)
@@ -147,7 +147,7 @@ def repair_store(
         record, is_made = record_or_remade(backend, SYSTEM_CLOCK, copies)
     if is_made and not dry_run:
         write_store_record(backend, record)
-    with Store(Parts(backend, record, "main"), Policy()) as store:
+    with Store(Repository(backend, record, "main"), Policy()) as store:
         report = store.repair(dry_run=dry_run, sources=sources, on_progress=on_progress)
     return dataclasses.replace(report, is_identity_made=is_made)
 
@@ -206,9 +206,9 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         check_policy(policy)
         with self._lock:
             self._check_open()
-            self._come_home()
-            self._parts.wait_for_orphan()
-            watch = Stopwatch(self._parts.clock)
+            self._reclaim_lease()
+            self._repository.wait_for_orphan()
+            watch = Stopwatch(self._repository.clock)
             with watch("stage"):
                 captured = _captured(state)
             request = Request(
@@ -221,12 +221,12 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                 fingerprint=self._fingerprint,
             )
             with self._costs.trying():
-                committed = commit(self._parts, request, watch)
+                committed = commit(self._repository, request, watch)
             receipt = committed.receipt
             self._parent, self._fingerprint = receipt.seq, committed.fingerprint
             untagged = [warning for name in checked_tags if (warning := self._tag_or_warning(name, receipt.seq))]
             receipt = dataclasses.replace(receipt, warnings=(*receipt.warnings, *untagged))
-            self._went_on()
+            self._update_parent()
             self._committed(receipt.seq)
             self._costs.note(number, receipt.seconds["total"], receipt)
         for warning in receipt.warnings:
@@ -235,7 +235,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
 
     def _tag_or_warning(self, name: str, seq: int) -> str:
         try:
-            history.tag(self._parts, name, f"seq:{seq}")
+            history.tag(self._repository, name, f"seq:{seq}")
         except CkstoreError as error:
             # The checkpoint is durable: an error here would make the caller commit it again.
             return f"the checkpoint is durable, but tag {name!r} was not set: {error}"
@@ -247,15 +247,15 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         with self._lock:
             self._check_open()
             self._settle()
-            self._parts.make_folders()
-            history.tag(self._parts, name, ref)
+            self._repository.make_folders()
+            history.tag(self._repository, name, ref)
 
     def untag(self, name: str) -> None:
         """Remove a name; NotFoundError when there is none."""
         with self._lock:
             self._check_open()
-            self._parts.make_folders()
-            self._parts.tags.remove(name)
+            self._repository.make_folders()
+            self._repository.tags.remove(name)
 
     def rewind(self, ref: Reference) -> Info:
         """Publish an entry again as the newest, so that a crash before the next commit resumes from it.
@@ -267,12 +267,12 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         """
         with self._lock:
             self._check_open()
-            self._come_home()
-            manifest = history.rewind(self._parts, ref)
-            self._parts.known.pin(manifest)
+            self._reclaim_lease()
+            manifest = history.rewind(self._repository, ref)
+            self._repository.known.pin(manifest)
             self._known_bases().follow(manifest)
             self._parent = manifest.header.seq
-            self._went_on()
+            self._update_parent()
             return self._info(manifest.header)
 
     def delete(self, ref: Reference) -> history.Deleted:
@@ -287,10 +287,10 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             self._settle()
 
             def drop() -> history.Deleted:
-                self._parts.make_folders()
-                return history.delete(self._parts, ref)
+                self._repository.make_folders()
+                return history.delete(self._repository, ref)
 
-            return with_reserve(self._parts.backend, drop)
+            return with_reserve(self._repository.backend, drop)
 
     def repack(
         self,
@@ -320,10 +320,12 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             self._check_open()
             self._settle()
             if not dry_run:
-                self._come_home()
+                self._reclaim_lease()
                 # What the next commit is coded against is looked up again.
                 self._bases = None
-            return repack(self._parts, policy or RepackPolicy(), self._policy, dry_run=dry_run, on_progress=on_progress)
+            return repack(
+                self._repository, policy or RepackPolicy(), self._policy, dry_run=dry_run, on_progress=on_progress
+            )
 
     # Reading
 
@@ -385,7 +387,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                     raise
                 damaged = begun[-1] if begun else None
                 if not fallback:
-                    raise with_way_out(self._parts, self._policy, damaged, error) from error
+                    raise with_way_out(self._repository, self._policy, damaged, error) from error
                 return self._fall_back(damaged, error, wanted)
 
     def _fall_back(self, damaged: int | None, error: CkstoreError, wanted: _Wanted) -> Any:
@@ -393,10 +395,10 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         from ckstore.ops.fallback import candidates, is_damage
 
         first, passed_over = error, [f"seq {damaged} was passed over: {error}"]
-        for manifest in candidates(self._parts, damaged, first):
+        for manifest in candidates(self._repository, damaged, first):
             _log.warning("%s", passed_over[-1])
             if wanted.exact:
-                require_exact(manifest.header, self._parts.backend.root)
+                require_exact(manifest.header, self._repository.backend.root)
             try:
                 return self._restore_from(manifest, passed_over, wanted)
             except (CorruptError, BackendError) as problem:
@@ -414,7 +416,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
         raise type(first)(
             f"{first.what}; no checkpoint of run {self.run!r} can be read whole",
             where=first.where,
-            todo=f"run `ckstore repair {self._parts.backend.root}`, which says what can be made whole again",
+            todo=f"run `ckstore repair {self._repository.backend.root}`, which says what can be made whole again",
             **first.facts,
         ) from first
 
@@ -425,7 +427,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             manifest, passed_over = self._chosen(ref)
             begun.append(manifest.header.seq)
             if wanted.exact:
-                require_exact(manifest.header, self._parts.backend.root)
+                require_exact(manifest.header, self._repository.backend.root)
             try:
                 return self._restore_from(manifest, passed_over, wanted)
             except MissingChunkError:
@@ -452,26 +454,26 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             device=wanted.device,
             adapters=_adapters(needs_torch=needs_torch),
         )
-        state = restore(self._parts, manifest, placement, self._policy, on_progress=wanted.on_progress)
+        state = restore(self._repository, manifest, placement, self._policy, on_progress=wanted.on_progress)
         for sentence in placement.warnings:
             _log.warning("%s", sentence)
         self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
         if wanted.only is None:
-            self._parts.known.pin(manifest)
+            self._repository.known.pin(manifest)
             self._known_bases().follow(manifest)
             self._parent = manifest.header.seq
             self._fingerprint = None
-            self._went_on()
+            self._update_parent()
         return state
 
     def _chosen(self, ref: Reference | None) -> tuple[Manifest, list[str]]:
         """Return the checkpoint to restore, and why newer ones were passed over."""
         if not str(ref).startswith(("seq:", "id:")):
             # Whatever else names a checkpoint may mean the one that is about to be published.
-            self._parts.wait_for_orphan()
+            self._repository.wait_for_orphan()
         if ref is not None:
-            return load_whole(self._parts, resolve(self._parts, ref), takes_lower=True), []
-        manifest, passed_over = newest_whole(self._parts)
+            return load_whole(self._repository, resolve(self._repository, ref), takes_lower=True), []
+        manifest, passed_over = newest_whole(self._repository)
         for sentence in passed_over:
             _log.warning("%s", sentence)
         return manifest, passed_over

@@ -121,7 +121,7 @@ TURN_SECONDS = 0.004
 """How often a thread that may not begin looks whether it may by now."""
 
 
-class Headcount:
+class ThreadLimit:
     """How many threads may begin chunks at present.
 
     It is set and read without a lock: whoever sets it must never wait for a thread that has no processor.
@@ -131,7 +131,7 @@ class Headcount:
         self.most: int | None = None
         """None: all threads may begin. The first one always may."""
 
-    def admits(self, thread_index: int) -> bool:
+    def allows(self, thread_index: int) -> bool:
         """Whether the thread of this index may begin a chunk."""
         most = self.most
         return most is None or thread_index < max(1, most)
@@ -278,11 +278,11 @@ def run_in_turns(
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Call ``work`` on a new thread: how ``run_aside`` does it unless it is told otherwise."""
+    """Call ``work`` on a new thread: how ``run_uninterrupted`` does it unless it is told otherwise."""
     begin(threading.Thread(target=work, name="ckstore-aside", daemon=True))
 
 
-def run_aside(
+def run_uninterrupted(
     step: Callable[[], Result],
     *,
     on_interrupt: Callable[[BaseException], None],
@@ -397,7 +397,7 @@ def _serve(work: SimpleQueue[Callable[[], object] | None], is_over: Latch) -> No
     work.put(None)
 
 
-def ask_at_once(
+def map_in_threads(
     ask: Callable[[T], R],
     items: Iterable[T],
     *,

@@ -281,7 +281,7 @@ GIB = 1 << 30
 
 Compression = Literal["none", "fast", "best"]
 Fidelity = Literal["exact", "near", "small"] | Residual
-BaseCache = Literal["none", "memory"]
+BaseCacheName = Literal["none", "memory"]
 EngineName = Literal["auto", "uring", "pwrite"]
 OnBusy = Literal["wait", "skip", "replace"]
 
@@ -365,7 +365,7 @@ class Policy:
     compression: Compression = "fast"
     delta: bool = True
     read_amplification_max: float = 1.6
-    base_cache: BaseCache = "none"
+    base_cache: BaseCacheName = "none"
     base_cache_nbytes_max: int | None = None
     fidelity: Fidelity = "exact"
     verify_encoded: bool = True

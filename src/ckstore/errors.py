@@ -70,7 +70,7 @@ class CkstoreError(Exception):
         return (_rebuild, (type(self), self.what, self.where, self.todo, self.facts))
 
 
-def anew(error: _Raised) -> _Raised:
+def copy_error(error: _Raised) -> _Raised:
     """Return an error that says the same, comes of the same, and was raised nowhere: to be kept, or raised once more.
 
     A traceback holds frames, and those hold what their variables do: a whole state, or whoever keeps the error. One of
@@ -82,8 +82,8 @@ def anew(error: _Raised) -> _Raised:
             return error
     except Exception:
         return error
-    made.__cause__ = None if error.__cause__ is None else anew(error.__cause__)
-    made.__context__ = None if error.__context__ is None else anew(error.__context__)
+    made.__cause__ = None if error.__cause__ is None else copy_error(error.__cause__)
+    made.__context__ = None if error.__context__ is None else copy_error(error.__context__)
     made.__suppress_context__ = error.__suppress_context__
     return made
 

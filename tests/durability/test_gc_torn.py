@@ -16,7 +16,7 @@ from ckstore.errors import MissingChunkError, NotFoundError
 from ckstore.hashing import PackId
 from ckstore.io.memory import MemoryBackend
 from ckstore.ops.gc.policy import Retention
-from ckstore.ops.pack_copies import Shelf
+from ckstore.ops.pack_copies import PackCopies
 from ckstore.store.refs import load_whole, newest_whole, resolve
 from ckstore.store.trash import Trash
 from support.drop_marks import mark_dropped
@@ -219,7 +219,7 @@ LOOKS = {
 
 
 def test_repair_finds_a_pack_that_is_brought_back_before_it_is_opened(trashed, monkeypatch):
-    once(monkeypatch, Shelf, "look_into", before=lambda: bring_back(trashed))
+    once(monkeypatch, PackCopies, "look_into", before=lambda: bring_back(trashed))
     assert trashed.repair().is_clean
 
 

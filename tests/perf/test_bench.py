@@ -143,7 +143,7 @@ def test_a_coder_that_loses_a_bit_is_found_out():
         destination[7] ^= 1
         return destination
 
-    broken = coders.Coder("broken", coders.Form(lambda given, base: given.copy(), decode))
+    broken = coders.Coder("broken", coders.StoragePlan(lambda given, base: given.copy(), decode))
     piece = coders.Piece("model/w", "model", words(6))
     with pytest.raises(AssertionError, match="broken brings back other values of model/w"):
         coders.measure(broken, [piece], [broken.form_for(piece)])

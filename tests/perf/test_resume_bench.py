@@ -20,7 +20,7 @@ from bench import resume_baselines as baselines  # noqa: E402
 from bench import resume_gap, resume_policies, resume_training  # noqa: E402
 from bench.resume_policies import Contender  # noqa: E402
 
-TINY = replace(
+V_MIN = replace(
     resume_training.TINY_PLANS[0.999],
     name="resume-test",
     first=4,
@@ -32,7 +32,7 @@ TINY = replace(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return resume_training.ensure(tmp_path_factory.mktemp("cache"), TINY, tell=lambda line: None)
+    return resume_training.ensure(tmp_path_factory.mktemp("cache"), V_MIN, tell=lambda line: None)
 
 
 def state_of(seed: int, shape: tuple[int, int] = (64, 80)) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of
 from ckstore.io.buffers import BufferPool
 from ckstore.state.capture import Captured, capture
 from ckstore.state.tensors import LeafAdapter
-from ckstore.store.pack_writer import FramePlace, Packer
+from ckstore.store.pack_writer import FrameSlot, Packer
 
 _BLOCK_NBYTES = 8 << 20
 
@@ -59,7 +59,7 @@ class ChainWriter:
             step: Its step.
             base: Which of the states before, counted from 0, from the end if negative; None: a keyframe.
         """
-        parts = self.store._parts
+        parts = self.store._repository
         parts.prepare_run()
         parts.lease.take()
         captured = capture(state, self.adapters)
@@ -74,7 +74,7 @@ class ChainWriter:
             nbytes_expected=0,
             copy=kernels.copy_bytes,
         )
-        placed: dict[ChunkId, tuple[FramePlace, ChunkId]] = {}
+        placed: dict[ChunkId, tuple[FrameSlot, ChunkId]] = {}
         scratch = chunk_codec.Scratch(parts.limits.chunk_nbytes_max)
         # Masters come before what rounds them.
         for index in sorted(range(len(ids)), key=lambda index: plan.chunks[index].element_width == 2):
@@ -103,7 +103,7 @@ class ChainWriter:
 
     def publish_again(self, manifest: Manifest, frames: Sequence[FrameRef]) -> Manifest:
         """Publish a checkpoint as a new entry whose frames are said to lie, and to rest on each other, otherwise."""
-        parts = self.store._parts
+        parts = self.store._repository
         seq = parts.manifests.claim(parts.seq_next())
         parts.note_seq(seq)
         again = republished(manifest, seq=seq, time_ns=parts.clock.now_ns(), is_archival=False)
@@ -145,7 +145,7 @@ class ChainWriter:
     def _publish(
         self, captured: Captured, storages: Any, chunks: Sequence[ChunkSpec], step: int, chunks_new: int
     ) -> Manifest:
-        parts = self.store._parts
+        parts = self.store._repository
         packs, frames = self._located(chunks)
         seq = parts.manifests.claim(parts.seq_next())
         parts.note_seq(seq)

@@ -22,11 +22,11 @@ from support.simfs import FOLDER, Op, SimFS, Tree
 
 SECTOR_NBYTES = 512
 
-Fate = Literal["kept", "lost", "hole", "garbage", "torn", "sectors", "longer"]
+TensorOutcome = Literal["kept", "lost", "hole", "garbage", "torn", "sectors", "longer"]
 """What becomes of a file's unsynced bytes: ``"lost"`` leaves the last durable size and bytes, ``"hole"`` the new
 size and zeros, ``"torn"`` the first sectors only, ``"sectors"`` any of them, ``"longer"`` all and zeros behind."""
 
-FATES: tuple[Fate, ...] = ("kept", "lost", "hole", "garbage", "torn", "sectors", "longer")
+FATES: tuple[TensorOutcome, ...] = ("kept", "lost", "hole", "garbage", "torn", "sectors", "longer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ def _visible(tree: Tree) -> bytes:
 class _Choice:
     label: str
     kept: frozenset[int]
-    fates: dict[int, Fate]
-    default: Fate
+    fates: dict[int, TensorOutcome]
+    default: TensorOutcome
 
 
 def crash_states(
@@ -203,13 +203,13 @@ class _Platter:
             if len(kept) == before:
                 return frozenset(kept)
 
-    def key(self, kept: frozenset[int], fates: dict[int, Fate], label: str) -> Hashable:
+    def key(self, kept: frozenset[int], fates: dict[int, TensorOutcome], label: str) -> Hashable:
         """Return what makes a state differ from every other one."""
         chance = label if any(fate in ("garbage", "torn", "sectors") for fate in fates.values()) else ""
         sizes = tuple((n, f, 0 if f == "lost" else len(self.dirty[n].steps)) for n, f in sorted(fates.items()))
         return (self.version, len(self.marks), kept, sizes, chance)
 
-    def mount(self, kept: frozenset[int], fates: dict[int, Fate], rng: random.Random) -> SimFS:
+    def mount(self, kept: frozenset[int], fates: dict[int, TensorOutcome], rng: random.Random) -> SimFS:
         """Return a disk with what is durable, these names, and these bytes."""
         folders = dict(self.folders)
         own: set[str] = set()
@@ -284,7 +284,7 @@ def _applied(durable: bytes, steps: list[Op]) -> bytes:
     return bytes(content)
 
 
-def _survivor(durable: bytes, steps: list[Op], fate: Fate, rng: random.Random) -> bytes:
+def _survivor(durable: bytes, steps: list[Op], fate: TensorOutcome, rng: random.Random) -> bytes:
     if fate == "lost":
         return durable
     after = _applied(durable, steps)

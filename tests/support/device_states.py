@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckstore.background.arena import Arena
 from ckstore.background.arena_layout import stow
-from ckstore.background.copying import Crew
+from ckstore.background.copying import CopyPool
 from ckstore.background.device_copy import kinds_of, starts_of
 from ckstore.background.staging import Staging
 from ckstore.state.capture import capture
@@ -20,7 +20,7 @@ class Staged:
         found = kinds_of(self.captured, starts, guarded)
         self.kinds = found if kind is None else [kind] * len(found)
         self.stowage = stow(self.captured.storages, self.kinds, [])
-        self.arena, self.crew, self.told = Arena.create(self.stowage.end), Crew(2), []
+        self.arena, self.crew, self.told = Arena.create(self.stowage.end), CopyPool(2), []
         self.slot = self.arena.slots[0]
         self.slot.start(1, self.stowage.end)
         self.staging = Staging(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
-def mark_dropped(parts: Parts, *seqs: int) -> None:
-    """Make drop marks for these seqs of the run of ``parts``, durably; what they name stays in place."""
-    intents = dict(zip(seqs, parts.tags.declare_all(seqs, "test"), strict=True))
-    parts.manifests.mark_dropped(intents)
+def mark_dropped(repository: Repository, *seqs: int) -> None:
+    """Make drop marks for these seqs of the run of ``repository``, durably; what they name stays in place."""
+    intents = dict(zip(seqs, repository.tags.declare_all(seqs, "test"), strict=True))
+    repository.manifests.mark_dropped(intents)
     for intent in intents.values():
-        parts.tags.retract(intent)
+        repository.tags.retract(intent)

@@ -60,7 +60,7 @@ class PretendSaver:
         assert room.is_staged(head_place, head_place + head_nbytes)
         self.begun[ticket] = (room, head, callbacks)
         self.parents.append((options["parent"], options["parent_ticket"]))
-        self.held.append(options["hold_ms"])
+        self.held.append(options["start_delay_ms"])
         self.kept.append(options["may_keep"])
         self.calls.append("begin")
         if self.has_run:

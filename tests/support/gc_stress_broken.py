@@ -7,13 +7,13 @@ import dataclasses
 from ckstore.format import paths
 from ckstore.ops.gc import collect
 from ckstore.ops.gc.survey import Survey
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.trash import Trash
 
 
 def without_verify():
     """Acknowledge without looking whether all packs are still there."""
-    Parts.rescue_packs = lambda self, packs: set()
+    Repository.rescue_packs = lambda self, packs: set()
 
 
 class BlindMarker:
@@ -32,7 +32,7 @@ class BlindMarker:
 def without_recheck():
     """Empty the trash without looking what manifests name by now."""
     whole = collect.purge
-    collect.purge = lambda parts, marker, *rest: whole(parts, BlindMarker(marker), *rest)
+    collect.purge = lambda repository, marker, *rest: whole(repository, BlindMarker(marker), *rest)
     Survey.trashed_and_named = lambda self: []
 
 

@@ -222,11 +222,11 @@ def write_once(store, run, rng, note):
 def collect(folder, run, rng, note):
     # Two of them shall meet.
     ckstore.ops.gc.run.collector_lock = lambda *args, **options: contextlib.nullcontext()
-    paced = ckstore.ops.gc.run.paced
+    throttled = ckstore.ops.gc.run.throttled
     while True:
         # Slowly, as where there are writers, or without a pause, as where there are none.
         is_leisurely = rng.random() < 0.3
-        ckstore.ops.gc.run.paced = paced if is_leisurely else lambda backend, clock: backend
+        ckstore.ops.gc.run.throttled = throttled if is_leisurely else lambda backend, clock: backend
         with open_store(folder, "w0") as store:
             try:
                 report = keeper(store).gc(

@@ -34,7 +34,7 @@ NEW_PACKS = "dcb"
 """By turns that are left: ids are never used twice."""
 
 
-class Form(NamedTuple):
+class StoragePlan(NamedTuple):
     """A manifest: its generation, its pack, and whether that lies here."""
 
     generation: int
@@ -44,15 +44,15 @@ class Form(NamedTuple):
 
 class Actor(NamedTuple):
     at: str = "look"
-    seen: Form = Form(0, "")
+    seen: StoragePlan = StoragePlan(0, "")
     pack: str = ""
     turns_left: int = 2
 
 
 class TierState(NamedTuple):
-    here: frozenset[Form]
-    trash: frozenset[Form]  # manifests in the trash here
-    copies: frozenset[Form]
+    here: frozenset[StoragePlan]
+    trash: frozenset[StoragePlan]  # manifests in the trash here
+    copies: frozenset[StoragePlan]
     packs: frozenset[str]  # in the tier
     rewriter: Actor
     mover: Actor
@@ -60,14 +60,14 @@ class TierState(NamedTuple):
     was_set_back: bool = False
 
     @property
-    def home(self) -> Form:
+    def home(self) -> StoragePlan:
         return max(self.here)
 
     @property
-    def highest(self) -> Form:
+    def highest(self) -> StoragePlan:
         return max(self.copies)
 
-    def is_whole(self, form: Form) -> bool:
+    def is_whole(self, form: StoragePlan) -> bool:
         return form.is_local or form.pack in self.packs
 
     @property
@@ -85,8 +85,8 @@ class TierRules(NamedTuple):
     cleans_by_trash: bool = True  # False: what only the trash here names is removed
 
     def start(self) -> TierState:
-        here, copies, packs = frozenset({Form(1, "a")}), frozenset({Form(0, "a")}), frozenset("a")
-        return TierState(here, frozenset({Form(0, "a", is_local=True)}), copies, packs, Actor(), Actor())
+        here, copies, packs = frozenset({StoragePlan(1, "a")}), frozenset({StoragePlan(0, "a")}), frozenset("a")
+        return TierState(here, frozenset({StoragePlan(0, "a", is_local=True)}), copies, packs, Actor(), Actor())
 
     def moves(self, state: TierState) -> Iterator[Move]:
         yield from rewriter_moves(state, self)
@@ -102,13 +102,13 @@ class TierRules(NamedTuple):
             yield "what is here is lost, and what was before it brought back", after
 
 
-def put(state: TierState, form: Form) -> TierState:
+def put(state: TierState, form: StoragePlan) -> TierState:
     """Put a manifest there, create-only: where the name is taken, nothing comes of it."""
     is_taken = form.generation in {copy.generation for copy in state.copies}
-    return state if is_taken else state._replace(copies=state.copies | {Form(form.generation, form.pack)})
+    return state if is_taken else state._replace(copies=state.copies | {StoragePlan(form.generation, form.pack)})
 
 
-def with_lower_moved(state: TierState, form: Form) -> TierState:
+def with_lower_moved(state: TierState, form: StoragePlan) -> TierState:
     """Move what lies below a generation here to the trash, where it names its pack."""
     if form not in state.here:
         return state
@@ -116,7 +116,7 @@ def with_lower_moved(state: TierState, form: Form) -> TierState:
     return state._replace(here=state.here - lower, trash=state.trash | lower)
 
 
-def settled(state: TierState, form: Form) -> TierState:
+def settled(state: TierState, form: StoragePlan) -> TierState:
     """See the pack of what was published, and withdraw it, or let it take the place of what is below."""
     if form not in state.here or state.is_whole(form):
         return with_lower_moved(state, form)
@@ -141,7 +141,7 @@ def rewriter_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
         case "copy":
             yield to("publish", state._replace(packs=state.packs | {me.pack}))
         case "publish":
-            target = Form(me.seen.generation + 1, me.pack)
+            target = StoragePlan(me.seen.generation + 1, me.pack)
             if home == me.seen:
                 yield to("see", state._replace(here=state.here | {target}), seen=target)
             else:
@@ -152,7 +152,7 @@ def rewriter_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
         case "look at copies":
             follows = not home.is_local and state.highest.generation <= home.generation
             if follows and state.highest.pack != home.pack and home.pack in state.packs:
-                yield to("put", seen=Form(state.highest.generation + 1, home.pack))
+                yield to("put", seen=StoragePlan(state.highest.generation + 1, home.pack))
         case "put":
             yield to("ended", put(state, me.seen))
 
@@ -183,12 +183,12 @@ def mover_moves(state: TierState, rules: TierRules) -> Iterator[Move]:
             elif not rules.steps_over:
                 yield to("ended", state._replace(has_conflict=True))
             elif home == me.seen:
-                above = Form(max(home.generation, state.highest.generation) + 1, home.pack, is_local=True)
+                above = StoragePlan(max(home.generation, state.highest.generation) + 1, home.pack, is_local=True)
                 yield to("put pack", with_lower_moved(state._replace(here=state.here | {above}), above), seen=above)
             else:
                 yield ended(state)
         case "publish":
-            target = Form(me.seen.generation + 1, me.seen.pack, is_local=not me.seen.is_local)
+            target = StoragePlan(me.seen.generation + 1, me.seen.pack, is_local=not me.seen.is_local)
             if home == me.seen:
                 yield to("see", state._replace(here=state.here | {target}), seen=target)
             else:

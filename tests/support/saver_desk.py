@@ -128,7 +128,7 @@ def stage_storages(slot, captured, places, units=None):
     slot.marks[: -(-end // UNIT_NBYTES)] = 1
 
 
-class Handed:
+class InFlightCommit:
     """A ticket, and what became of it."""
 
     def __init__(self, desk, number, slot, captured, places):
@@ -220,7 +220,7 @@ class Desk:
             policy=policy,
             sample=sample,
         )
-        handed = Handed(self, self.ticket, room, captured, places)
+        handed = InFlightCommit(self, self.ticket, room, captured, places)
         self.saver.begin(self.ticket, slot, place, nbytes, callbacks(handed.callbacks()), **words)
         return handed
 

@@ -17,7 +17,7 @@ from ckstore import Policy
 from ckstore.background import commits, device_copy, staging
 from ckstore.background.arena import Arena
 from ckstore.background.arena_layout import DEVICE_LAZY, LAZY
-from ckstore.background.copying import Crew
+from ckstore.background.copying import CopyPool
 from support.fake_device import Lying, PlayedDevice, SlowDevice
 from support.fake_saver import HeldCrew, PretendSaver
 from support.interrupts import Witness
@@ -59,7 +59,7 @@ def arena():
 @pytest.fixture
 def crew():
     """Two threads that copy."""
-    made = Crew(2)
+    made = CopyPool(2)
     yield made
     made.close()
 

@@ -20,7 +20,7 @@ from ckstore.background import protocol
 from ckstore.background.arena import STAGED, Arena
 from ckstore.background.protocol import error_of
 from ckstore.background.saver.server import Server
-from ckstore.concurrency import Headcount
+from ckstore.concurrency import ThreadLimit
 from ckstore.processes import process_started
 from support.saver_desk import SECONDS_MAX, lay_out, stage_storages, until
 
@@ -30,15 +30,15 @@ LONG_MS = int(20e3 * SECONDS_MAX)
 NICE = 7
 
 
-class AskedHeadcount(Headcount):
+class AskedHeadcount(ThreadLimit):
     """A headcount that also asks a test whether a thread may begin, while not all may."""
 
     def __init__(self):
         super().__init__()
         self.is_due = lambda index: True
 
-    def admits(self, thread_index):
-        return super().admits(thread_index) and (self.most is None or self.is_due(thread_index))
+    def allows(self, thread_index):
+        return super().allows(thread_index) and (self.most is None or self.is_due(thread_index))
 
 
 class Levels:
@@ -208,21 +208,25 @@ class ServedSaver:
     def ring(self):
         os.eventfd_write(self.bell, 1)
 
-    def begin(self, state, step, *, slot=0, parent=None, parent_ticket=0, may_keep=False, hold_ms=0, lease="", **head):
+    def begin(
+        self, state, step, *, slot=0, parent=None, parent_ticket=0, may_keep=False, start_delay_ms=0, lease="", **head
+    ):
         """Begin a ticket of which nothing is staged but its head."""
         self.ticket += 1
         room, captured, places, place, nbytes = lay_out(self.arena, self.ticket, state, step, slot=slot, **head)
-        self.say(protocol.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_keep, hold_ms, lease))
+        self.say(
+            protocol.Begin(self.ticket, slot, place, nbytes, parent, parent_ticket, may_keep, start_delay_ms, lease)
+        )
         return Begun(self, self.ticket, room, captured, places)
 
-    def begin_nonsense(self, *, slot=0, hold_ms=0):
+    def begin_nonsense(self, *, slot=0, start_delay_ms=0):
         """Begin a ticket whose head means nothing."""
         self.ticket += 1
         room = self.arena.slots[slot]
         room.reserve(100)
         room.start(self.ticket, 100)
         room.view(0, 100)[:] = b"\xff" * 100
-        self.say(protocol.Begin(self.ticket, slot, 0, 100, None, 0, False, hold_ms))
+        self.say(protocol.Begin(self.ticket, slot, 0, 100, None, 0, False, start_delay_ms))
         return Begun(self, self.ticket, room, None, ())
 
     def commit(self, state, step, **options):

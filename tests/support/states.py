@@ -23,7 +23,7 @@ import numpy as np
 from ckstore.format.tensors import StorageSpec, TensorSpec
 from ckstore.format.tree import Node
 from ckstore.state.capture import Captured, capture
-from ckstore.state.placement import Placement, prepare_restore
+from ckstore.state.placement import RestoreTargets, prepare_restore
 from ckstore.state.tensors import LeafAdapter
 
 
@@ -53,13 +53,13 @@ class Kept:
         only: str | Sequence[str] | None = None,
         device: object = None,
         adapters: Sequence[LeafAdapter] = (),
-    ) -> Placement:
+    ) -> RestoreTargets:
         """Prepare a restore of it."""
         return prepare_restore(
             self.tree, self.tensors, self.storages, into=into, only=only, device=device, adapters=adapters
         )
 
-    def fill(self, placement: Placement) -> Any:
+    def fill(self, placement: RestoreTargets) -> Any:
         """Do the restore, last storage first."""
         for storage in reversed(placement.storages):
             placement.destination(storage)[:] = self.contents[storage]

@@ -98,7 +98,7 @@ def test_an_error_that_is_made_anew_says_the_same_and_holds_no_frame():
             raise BackendError("it failed", where="here", todo="wait", is_transient=True, nbytes=7) from error
     except BackendError as error:
         old = error
-    new = errors.anew(old)
+    new = errors.copy_error(old)
     assert new is not old
     assert (str(new), new.is_transient, new.nbytes) == (str(old), True, 7)
     assert (new.__traceback__, new.__cause__.__traceback__) == (None, None)
@@ -117,4 +117,4 @@ def test_an_error_that_cannot_be_copied_is_kept_as_it_is():
             super().__init__(one)
 
     for error in (Told("a"), Picky(1, 2)):
-        assert errors.anew(error) is error
+        assert errors.copy_error(error) is error

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from ckstore.concurrency import Pool, ask_at_once
+from ckstore.concurrency import Pool, map_in_threads
 
 NAME = "ckstore-test-pool"
 SECONDS_MAX = 30.0
@@ -28,7 +28,7 @@ def no_thread_left():
 
 
 def asked(ask, items, count_max=3, **more):
-    return ask_at_once(ask, items, count_max=count_max, name=NAME, **more)
+    return map_in_threads(ask, items, count_max=count_max, name=NAME, **more)
 
 
 # A pool

@@ -9,21 +9,21 @@ import weakref
 import pytest
 
 from ckstore import concurrency
-from ckstore.background.copying import Crew
-from ckstore.concurrency import Headcount, Turns, begin, run_aside, run_in_turns
+from ckstore.background.copying import CopyPool
+from ckstore.concurrency import ThreadLimit, Turns, begin, run_in_turns, run_uninterrupted
 
 SECONDS_MAX = 20
 
 
 def admitting(most):
-    headcount = Headcount()
+    headcount = ThreadLimit()
     headcount.most = most
     return headcount
 
 
 @pytest.mark.parametrize(("most", "admitted"), [(None, [0, 1, 2]), (2, [0, 1]), (1, [0]), (0, [0]), (-3, [0])])
 def test_threads_beyond_the_headcount_may_not_begin_and_the_first_always_may(most, admitted):
-    assert [index for index in range(3) if admitting(most).admits(index)] == admitted
+    assert [index for index in range(3) if admitting(most).allows(index)] == admitted
 
 
 def test_no_thread_beyond_the_headcount_takes_a_step():
@@ -34,7 +34,7 @@ def test_no_thread_beyond_the_headcount_takes_a_step():
         lambda index, thread: seen.append((index, thread)),
         Turns(),
         on_failure=lambda: None,
-        may_begin=admitting(1).admits,
+        may_begin=admitting(1).allows,
     )
     assert seen == [(index, 0) for index in range(40)]
 
@@ -51,7 +51,7 @@ def test_threads_join_in_as_soon_as_they_may():
             # Passes only when two threads work at the same time.
             both.wait(SECONDS_MAX)
 
-    run_in_turns(4, 2, step, Turns(), on_failure=both.abort, may_begin=headcount.admits)
+    run_in_turns(4, 2, step, Turns(), on_failure=both.abort, may_begin=headcount.allows)
     assert threads == {0, 1}
 
 
@@ -66,7 +66,7 @@ def test_threads_that_may_not_begin_do_not_outlast_a_failure():
 
     before = threading.active_count()
     with pytest.raises(OSError, match="no space"):
-        run_in_turns(5, 3, step, Turns(), on_failure=fail, may_begin=admitting(1).admits)
+        run_in_turns(5, 3, step, Turns(), on_failure=fail, may_begin=admitting(1).allows)
     assert failures == ["told"]
     assert threading.active_count() == before
 
@@ -83,12 +83,12 @@ def test_a_thread_that_must_stop_halfway_through_the_work_lets_those_end_who_wai
         with turns.turn(index):
             order.append(index)
 
-    run_in_turns(10, 2, step, turns, on_failure=begun.abort, may_begin=headcount.admits)
+    run_in_turns(10, 2, step, turns, on_failure=begun.abort, may_begin=headcount.allows)
     assert order == list(range(10))
 
 
 def aside(step):
-    run_aside(step, on_interrupt=lambda error: None)
+    run_uninterrupted(step, on_interrupt=lambda error: None)
 
 
 def in_turns(step):
@@ -120,9 +120,9 @@ def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
 
 
 def test_a_step_aside_runs_on_the_thread_that_start_thread_gives_it(monkeypatch):
-    assert run_aside(threading.get_ident, on_interrupt=lambda error: None) != threading.get_ident()
+    assert run_uninterrupted(threading.get_ident, on_interrupt=lambda error: None) != threading.get_ident()
     monkeypatch.setattr(concurrency, "start_thread", lambda work: work())
-    assert run_aside(threading.get_ident, on_interrupt=lambda error: None) == threading.get_ident()
+    assert run_uninterrupted(threading.get_ident, on_interrupt=lambda error: None) == threading.get_ident()
 
 
 def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thread_begins(monkeypatch):
@@ -134,11 +134,11 @@ def test_ctrl_c_is_raised_as_what_it_is_whatever_python_makes_of_it_while_a_thre
             threading.Lock().release()
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    crew = Crew(1)
+    crew = CopyPool(1)
     calls = [
         lambda: crew.send(lambda: None),
         lambda: crew.see_through_here(lambda: None),
-        lambda: run_aside(int, on_interrupt=lambda error: None),
+        lambda: run_uninterrupted(int, on_interrupt=lambda error: None),
     ]
     for call in calls:
         with pytest.raises(KeyboardInterrupt):
@@ -162,5 +162,5 @@ def test_no_room_for_a_thread_is_an_error_of_its_own(monkeypatch):
         # Python makes what is being handled the context of whatever is raised: that is no Ctrl-C.
         with pytest.raises(RuntimeError, match="start new thread"):
             begin(threading.Thread())
-        Crew(1).send(lambda: called.append("here"))
+        CopyPool(1).send(lambda: called.append("here"))
     assert called == ["here"]

@@ -181,7 +181,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stowage:
+class ArenaLayout:
     """Where everything lies.
 
     Args:
@@ -199,7 +199,7 @@ class Stowage:
 
 def stow(
     storages: Sequence[StorageShape], kinds: Sequence[int], sampled: Iterable[Sampled], pitches: Sequence[int] = ()
-) -> Stowage:
+) -> ArenaLayout:
     """Lay out a state.
 
     Args:
@@ -208,7 +208,7 @@ def stow(
         sampled: The chunks that a commit samples before it codes.
         pitches: How long a row of each storage is, in bytes; without it no row is looked at by itself.
     """
-    loader = _Loader(storages, kinds)
+    loader = _LayoutBuilder(storages, kinds)
     apart: dict[int, list[Sampled]] = {NOW: [], LAZY: []}
     for each in sampled:
         if each[2] > SAMPLE_NBYTES and kinds[each[0]] in apart:
@@ -235,7 +235,7 @@ def stow(
     lazy = [index for index, its in enumerate(kinds) if its == LAZY]
     spots = spots_of({index: (storages[index].nbytes, pitches[index]) for index in lazy if index < len(pitches)})
     sections[LAZY] = replace(sections[LAZY], words=_words_of(sections[LAZY], spots, places))
-    return Stowage(places, tuple(loader.samples), tuple(sections), loader.end)
+    return ArenaLayout(places, tuple(loader.samples), tuple(sections), loader.end)
 
 
 def _words_of(section: Section, spots: NDArray[np.int64], places: Sequence[int]) -> NDArray[np.int64]:
@@ -264,7 +264,7 @@ def _table_of(rows: NDArray[np.int64], starts: NDArray[np.uint64], address: int)
     return table
 
 
-class _Loader:
+class _LayoutBuilder:
     """Lays things down one after another."""
 
     def __init__(self, storages: Sequence[StorageShape], kinds: Sequence[int]) -> None:

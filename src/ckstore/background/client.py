@@ -314,7 +314,7 @@ class Saver:
         parent: int | None = None,
         parent_ticket: int = 0,
         may_keep: bool = False,
-        hold_ms: int = 0,
+        start_delay_ms: int = 0,
     ) -> None:
         """Hand over a slot that is being staged; its head (``head.HeadWriter``) is there.
 
@@ -327,7 +327,7 @@ class Saver:
             parent: The seq that the state comes from.
             parent_ticket: The ticket that it comes from, whose seq is not known yet; it wins if it is published.
             may_keep: Whether the saver may go on to read the slot for the next ticket, and give it back later.
-            hold_ms: For how long it is to leave all processors to those who copy.
+            start_delay_ms: For how long it is to leave all processors to those who copy.
 
         Raises:
             SaverError: The saver is dead, or about to end; nothing will be called.
@@ -337,7 +337,7 @@ class Saver:
         if not self._tickets.add(ticket, callbacks):
             raise self._death()
         try:
-            whose = parent, parent_ticket, may_keep, hold_ms, self.lease or ""
+            whose = parent, parent_ticket, may_keep, start_delay_ms, self.lease or ""
             self._say(protocol.Begin(ticket, slot, head_place, head_nbytes, *whose))
         except BaseException:
             self._tickets.remove(ticket)
@@ -539,7 +539,7 @@ class Saver:
             code = self._process.wait()
         is_busy = self._tickets.untold > 0
         if self._why is None:
-            self._why = death_of(self.pid, code, is_busy=is_busy, was_asked=self._is_leaving)
+            self._why = death_of(self.pid, code, is_busy=is_busy, error_was_raised=self._is_leaving)
         self._dead.set()
         self._watch.close()
         with self._speaking:

@@ -30,14 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.background.arena import FREE, UNIT_NBYTES, Slot, units_of
-from ckstore.background.arena_layout import Stowage
+from ckstore.background.arena_layout import ArenaLayout
 from ckstore.background.client import Callbacks, Saver
 from ckstore.background.device_copy import Span
-from ckstore.background.pending import Pending, as_failure, left_out_error, skipped, told_later
+from ckstore.background.pending import Pending, as_failure, deferred_error, left_out_error, skipped
 from ckstore.background.saver.staged_state import HeadWriter
-from ckstore.background.staging import Dock, Staging
+from ckstore.background.staging import Staging, StagingArea
 from ckstore.commit.write_buffers import threads_and_blocks
-from ckstore.concurrency import Latch, run_aside, tell
+from ckstore.concurrency import Latch, run_uninterrupted, tell
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError
 from ckstore.io.local import LocalBackend
@@ -45,7 +45,7 @@ from ckstore.results import Receipt
 from ckstore.state.capture import Captured
 from ckstore.store.lease import Lease
 from ckstore.store.orphans import note_abandoned
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 ASK_AGAIN_SECONDS = 30.0
 """Until a saver that has not given a slot back, or a ticket up, is asked once more."""
@@ -73,7 +73,7 @@ class Order:
 
 
 @dataclass(slots=True, eq=False)
-class Handed:
+class InFlightCommit:
     """A state in a slot."""
 
     ticket: int
@@ -82,7 +82,7 @@ class Handed:
     saver: Saver
     may_keep: bool
     """Whether the saver may keep the slot, for the next commit to be coded against."""
-    hold_ms: int
+    start_delay_ms: int
     """For how long the saver leaves every processor to those who copy."""
     staging: Staging = field(init=False)
     ended: Latch = field(default_factory=Latch)
@@ -111,7 +111,7 @@ class Handed:
         Where the crew wants every processor the saver would have none until all is copied, and the disk nothing to do.
         The half of it that copies behind a guard leaves some, and the saver begins at once (``async_wall``).
         """
-        is_shared = is_receipt_wanted and self.hold_ms > 0 and self.staging.leaves_processors
+        is_shared = is_receipt_wanted and self.start_delay_ms > 0 and self.staging.leaves_processors
         if is_shared:
             self.saver.hurry()
         self.staging.finish(is_rushed=not is_shared)
@@ -167,14 +167,14 @@ class Handed:
 _log = logging.getLogger("ckstore")
 
 
-class Outstanding:
+class InFlight:
     """What was handed over and still takes a slot; used by one thread at a time."""
 
-    def __init__(self, dock: Dock) -> None:
+    def __init__(self, dock: StagingArea) -> None:
         self._dock = dock
-        self.going: list[Handed] = []
+        self.going: list[InFlightCommit] = []
         """On their way, oldest first."""
-        self.kept: list[Handed] = []
+        self.kept: list[InFlightCommit] = []
         """Over, and still in their slots: the next one is coded against them."""
         self._has_waited = False
 
@@ -287,22 +287,22 @@ behind a guard (``stall_return`` in docs/BENCH.md) has returned. A thread of the
 the next tick of the scheduler, milliseconds, whoever else wants it."""
 
 
-class Handover:
+class BackgroundCommits:
     """The trainer's side of the background commits of one handle; one verb at a time, but for ``guard``."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
         self._owner = os.getpid()
-        self._dock = Dock(parts.limits)
+        self._dock = StagingArea(repository.limits)
         self._heads = HeadWriter()
         self._saver: Saver | None = None
         self._nice, self._ticket = 0, 0
-        self._lying = Outstanding(self._dock)
+        self._lying = InFlight(self._dock)
         self._published: int | None = None
         self._failed: list[Pending] = []
         self.parent: int | None = None
         """The seq that the next state comes from; whoever restores or commits otherwise sets it."""
-        _handovers.add(self)
+        _background_commits.add(self)
 
     @property
     def arena_nbytes(self) -> int:
@@ -325,7 +325,7 @@ class Handover:
         busy = self._wait_for_slot(order)
         if busy is not None:
             return busy
-        handed: Handed | None = None
+        handed: InFlightCommit | None = None
         try:
             handed = self._begin(order, stowage, starts)
             handed.staging.copy_now()
@@ -339,7 +339,7 @@ class Handover:
         """Give a commit up whose caller is told by an exception, unless it is staged already."""
         for handed in [each for each in self._lying.going if each.pending is pending]:
             # Whoever called may change from here on what was not copied yet.
-            pending.was_asked = True
+            pending.error_was_raised = True
             handed.staging.give_up(error)
 
     def prewarm(self, captured: Captured, guarded: Sequence[Span], policy: Policy) -> None:
@@ -351,7 +351,7 @@ class Handover:
         # opening the store is told by the commit.
         with contextlib.suppress(CkstoreError):
             if saver.wait_ready(_START_SECONDS) and not self._lying.going:
-                saver.warm(threads_and_blocks(policy, self._parts.limits)[1], stowage.end, _WARM_SECONDS)
+                saver.warm(threads_and_blocks(policy, self._repository.limits)[1], stowage.end, _WARM_SECONDS)
 
     def guard(self, *, is_host_waiting: bool = False) -> None:
         """Return when what guards protect may be changed; a device is waited for, or else held on this stream only."""
@@ -359,9 +359,9 @@ class Handover:
             return
         for handed in list(self._lying.going):
             if not handed.staging.is_over.is_set():
-                begun = self._parts.clock.monotonic()
+                begun = self._repository.clock.monotonic()
                 handed.staging.guard(is_host_waiting=is_host_waiting)
-                handed.pending.stall_seconds += self._parts.clock.monotonic() - begun
+                handed.pending.stall_seconds += self._repository.clock.monotonic() - begun
 
     def settle(self) -> None:
         """Wait until every commit has ended, one way or the other."""
@@ -390,12 +390,16 @@ class Handover:
             CkstoreError: Why it failed.
         """
         failed, self._failed = self._failed, []
-        told = [(pending, error) for pending in failed if not pending.was_asked and (error := pending.error_or_none())]
+        told = [
+            (pending, error)
+            for pending in failed
+            if not pending.error_was_raised and (error := pending.error_or_none())
+        ]
         for pending, _ in told:
-            pending.was_asked = True
+            pending.error_was_raised = True
         if told:
             pending, error = told[0]
-            raise told_later(pending.step, error, is_instead=is_instead) from error
+            raise deferred_error(pending.step, error, is_instead=is_instead) from error
 
     def close(self) -> None:
         """Wait for what is pending, and end the saver and all threads; who is interrupted has abandoned them."""
@@ -410,20 +414,20 @@ class Handover:
         except BaseException:
             self.abandon()
             raise
-        _handovers.discard(self)
+        _background_commits.discard(self)
 
     def abandon(self) -> None:
         """End everything without waiting; what has begun is carried through, by our threads and the saver."""
         is_idle = self._lying.is_idle
         if self._owner != os.getpid() or is_idle:
             # What is still on its way is waited for at exit.
-            _handovers.discard(self)
+            _background_commits.discard(self)
         if self._owner == os.getpid():
             if (saver := self._saver) is not None:
                 # Who opens the run next, here or in another process, must not resume what is older.
-                note_abandoned(saver.pid, None if is_idle else self._parts.lease.location)
+                note_abandoned(saver.pid, None if is_idle else self._repository.lease.location)
                 saver.quit(is_waited=False)
-                self._parts.lease.disown()
+                self._repository.lease.mark_trainer_dead()
             self._saver = None
             self._lying.leave()
             self._dock.close(is_waited=False)
@@ -452,7 +456,7 @@ class Handover:
             self._lying.sweep()
         return None
 
-    def _replace(self, waiting: Handed, order: Order, busy_step: int) -> bool:
+    def _replace(self, waiting: InFlightCommit, order: Order, busy_step: int) -> bool:
         """Leave out the state that waits for its turn; return False where that must not be."""
 
         def take_out() -> bool:
@@ -470,7 +474,7 @@ class Handover:
             _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
         return True
 
-    def _begin(self, order: Order, stowage: Stowage, starts: NDArray[np.uint64]) -> Handed:
+    def _begin(self, order: Order, stowage: ArenaLayout, starts: NDArray[np.uint64]) -> InFlightCommit:
         """Hand a slot with a head over to a saver, a new one if the last has died."""
         for is_again in (False, True):
             saver = self._living_saver(order.policy)
@@ -482,7 +486,7 @@ class Handover:
             except BaseException as error:
                 # Nobody has this pending commit: who called is told by the error. A saver that dies meanwhile may have
                 # ended it too.
-                handed.pending.was_asked = True
+                handed.pending.error_was_raised = True
                 handed.pending.note_failed(as_failure(error, order.step))
                 handed.staging.give_up(error)
                 if is_again or saver.takes_tickets or not isinstance(error, Exception):
@@ -491,7 +495,7 @@ class Handover:
                 _log.warning("%s; another saver is started", error)
         raise AssertionError("unreachable")
 
-    def _give(self, handed: Handed, head: bytes, place: int) -> None:
+    def _give(self, handed: InFlightCommit, head: bytes, place: int) -> None:
         """Begin a ticket with its head in its slot; the slot stays free if that fails."""
         slot = handed.slot
         slot.start(handed.ticket, place + len(head))
@@ -500,7 +504,7 @@ class Handover:
         # What it became is not known yet.
         going = (each.ticket for each in self._lying.going[::-1] if each.pending.error_or_none() is None)
         try:
-            handed.lend(self._parts.lease)
+            handed.lend(self._repository.lease)
             handed.saver.begin(
                 handed.ticket,
                 slot.index,
@@ -510,7 +514,7 @@ class Handover:
                 parent=self.parent,
                 parent_ticket=next(going, 0),
                 may_keep=handed.may_keep,
-                hold_ms=handed.hold_ms,
+                start_delay_ms=handed.start_delay_ms,
             )
         except BaseException:
             slot.state = FREE
@@ -519,8 +523,8 @@ class Handover:
         self._lying.going.append(handed)
 
     def _prepare(
-        self, order: Order, stowage: Stowage, starts: NDArray[np.uint64], saver: Saver
-    ) -> tuple[Handed, bytes]:
+        self, order: Order, stowage: ArenaLayout, starts: NDArray[np.uint64], saver: Saver
+    ) -> tuple[InFlightCommit, bytes]:
         """Find a free slot for the commit, and take memory for its head; return that head too."""
         # Without memory for a second state there is none for copies of one on the saver's heap either.
         policy = replace(order.policy, base_cache="none") if self._dock.is_short else order.policy
@@ -540,7 +544,7 @@ class Handover:
         pending = Pending(order.step, finish=lambda *wanted: handed.finish_copying(*wanted), wait=saver.wait)
         is_crowded = policy.staging_thread_count >= len(os.sched_getaffinity(0))
         may_keep = self._dock.may_keep(stowage.end, policy)
-        handed = Handed(self._ticket, pending, slot, saver, may_keep, _HOLD_MS if is_crowded else 0)
+        handed = InFlightCommit(self._ticket, pending, slot, saver, may_keep, _HOLD_MS if is_crowded else 0)
         handed.staging = Staging(
             order.captured,
             stowage,
@@ -554,7 +558,7 @@ class Handover:
         )
         return handed, head
 
-    def _callbacks(self, handed: Handed) -> Callbacks:
+    def _callbacks(self, handed: InFlightCommit) -> Callbacks:
         def on_done(receipt: Receipt) -> None:
             self.parent = self._published = receipt.seq
             handed.pending.note_done(receipt)
@@ -567,7 +571,7 @@ class Handover:
 
         return handed.callbacks(on_done, on_failed)
 
-    def _give_up(self, handed: Handed, error: BaseException) -> None:
+    def _give_up(self, handed: InFlightCommit, error: BaseException) -> None:
         """Staging has failed: tell the saver, and whoever waits."""
         self._note_failed(handed.pending, as_failure(error, handed.pending.step))
         if handed.is_begun:
@@ -591,37 +595,37 @@ class Handover:
         if saver is not None:
             # Two at a time would both want the lease.
             saver.quit()
-        backend = self._parts.backend
+        backend = self._repository.backend
         if not isinstance(backend, LocalBackend):
             raise UsageError(
                 "another process cannot open this store", where=backend.root, todo="use commit, or a store in a folder"
             )
-        engine: EngineName = "pwrite" if self._parts.engine_name == "pwrite" else "auto"
-        place, run, arena, clock = backend.root, self._parts.run, self._dock.arena, self._parts.clock
+        engine: EngineName = "pwrite" if self._repository.engine_name == "pwrite" else "auto"
+        place, run, arena, clock = backend.root, self._repository.run, self._dock.arena, self._repository.clock
         self._nice = policy.saver_nice
         # What does not answer is told by the commit.
         with contextlib.suppress(BackendError, CapacityError):
-            self._parts.wait_for_orphan()
+            self._repository.wait_for_orphan()
 
-        retention = self._parts.retention
+        retention = self._repository.retention
 
         def start() -> Saver:
-            store_id = self._parts.store_id.hex()
+            store_id = self._repository.store_id.hex()
             self._saver = Saver.start(
                 place, run, arena, nice=self._nice, engine=engine, retention=retention, clock=clock, store_id=store_id
             )
             return self._saver
 
         # Ctrl-C must not leave a process that nobody knows of.
-        return run_aside(start, on_interrupt=lambda error: None)
+        return run_uninterrupted(start, on_interrupt=lambda error: None)
 
 
-_handovers: weakref.WeakSet[Handover] = weakref.WeakSet()
+_background_commits: weakref.WeakSet[BackgroundCommits] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    for handover in list(_handovers):
+    for handover in list(_background_commits):
         try:
             handover.close()
         except Exception:

@@ -31,7 +31,7 @@ from ckstore.background.arena_layout import Section
 from ckstore.background.spot_checks import WORD_NBYTES
 from ckstore.codec import kernels
 from ckstore.codec.kernels import copy_units as gather
-from ckstore.concurrency import Latch, Result, begin, run_aside, tell
+from ckstore.concurrency import Latch, Result, begin, run_uninterrupted, tell
 from ckstore.errors import CkstoreError
 from ckstore.format.wire import xxh3_64
 from ckstore.state.tensors import HostStorage
@@ -105,7 +105,7 @@ _processor_now: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
 """Which one the caller is on; the GIL is kept, so that this is still so when it returns."""
 
 
-class Crew:
+class CopyPool:
     """Threads that copy; they are started when first needed, and sleep in between.
 
     Args:
@@ -120,15 +120,15 @@ class Crew:
         self._changing = threading.RLock()
         """Held while these two are exchanged, or threads started: one counted here must serve what is sent here."""
         self.count = count
-        self._waiters: Crew | None = None
-        self._near: Crew | None = None
+        self._waiters: CopyPool | None = None
+        self._near: CopyPool | None = None
         self._is_closed = False
 
     @property
-    def waiters(self) -> Crew:
+    def waiters(self) -> CopyPool:
         """One thread more, for what waits for devices: whoever copies must not wait behind it."""
         if self._waiters is None:
-            self._waiters = Crew(1)
+            self._waiters = CopyPool(1)
         return self._waiters
 
     def send(self, work: Callable[[], object], count: int | None = None) -> None:
@@ -159,7 +159,7 @@ class Crew:
 
     def see_through(self, step: Callable[[], Result]) -> Result:
         """Let one thread call this, and wait: Ctrl-C comes before it or after it, and never in its middle."""
-        return run_aside(step, on_interrupt=lambda error: None, start=self.send_one)
+        return run_uninterrupted(step, on_interrupt=lambda error: None, start=self.send_one)
 
     def see_through_here(self, step: Callable[[], Result]) -> Result:
         """As ``see_through``, by a thread of its own, on the processor that the caller leaves to wait.
@@ -169,7 +169,7 @@ class Crew:
         until the next tick of the scheduler, milliseconds (seen in traces).
         """
         if self._near is None:
-            self._near = Crew(1, "ckstore-near")
+            self._near = CopyPool(1, "ckstore-near")
         near = self._near
 
         def start(work: Callable[[], None]) -> None:
@@ -195,7 +195,7 @@ class Crew:
                 # Nobody would end its thread.
                 near.close(is_waited=False)
 
-        return run_aside(step, on_interrupt=lambda error: None, start=start)
+        return run_uninterrupted(step, on_interrupt=lambda error: None, start=start)
 
     def start(self, count: int | None = None) -> None:
         """Start as many threads now."""
@@ -266,10 +266,10 @@ def looked(
         return look()
     except caught as error:
         # Whoever is told of it keeps it, and its frames have the state.
-        return without_frames(error)
+        return strip_traceback(error)
 
 
-def without_frames(error: BaseException) -> BaseException:
+def strip_traceback(error: BaseException) -> BaseException:
     """Return an error that does not know where it was raised, nor does what it came from: frames hold their callers."""
     each: BaseException | None = error
     while each is not None:
@@ -345,23 +345,23 @@ class HostCopy:
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, CkstoreError):
                 tell(_log, logging.ERROR, "a state could not be copied", exc_info=True)
-            self.stop(without_frames(error))
+            self.stop(strip_traceback(error))
         self._leave()
 
-    def send(self, crew: Crew, count: int) -> None:
+    def send(self, crew: CopyPool, count: int) -> None:
         """Let threads of the crew copy; no more of them than there are units, and one where there is none."""
         if not self.is_over.is_set():
             crew.send(self.work, min(count, max(1, self.section.unit_count)))
             # Not before: Ctrl-C in between must not leave nobody who copies.
             self._is_sent = True
 
-    def join(self, crew: Crew) -> None:
+    def join(self, crew: CopyPool) -> None:
         """Send the whole crew, and wait; whoever interrupts the wait does not end the copying."""
         self.is_rushed = True
         self.send(crew, crew.count)
         self.is_over.wait()
 
-    def wait(self, crew: Crew, count: int) -> None:
+    def wait(self, crew: CopyPool, count: int) -> None:
         """Wait for those who copy already; where nobody was sent, send so many of the crew."""
         if not self._is_sent:
             self.send(crew, count)

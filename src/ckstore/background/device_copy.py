@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ckstore.background.arena import UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
-from ckstore.background.copying import Checksums, Place, ignore, looked, without_frames
+from ckstore.background.copying import Checksums, Place, ignore, looked, strip_traceback
 from ckstore.codec import kernels
 from ckstore.concurrency import tell
 from ckstore.errors import BackendError, CkstoreError
@@ -313,7 +313,7 @@ class DeviceCopy:
                     if isinstance(problem, Exception) and not isinstance(problem, CkstoreError):
                         tell(_log, logging.ERROR, "a device could not be told what to copy", exc_info=True)
                     # Whoever is told may keep it, and with its frames the state and the arena.
-                    self._problem = without_frames(problem)
+                    self._problem = strip_traceback(problem)
                     if not isinstance(problem, Exception):
                         raise
             return self._problem
@@ -383,7 +383,7 @@ class DeviceCopy:
                 if self.is_launched:
                     self._copies.wait(self._mark)
             except BaseException as problem:
-                error = error or without_frames(problem)
+                error = error or strip_traceback(problem)
             self._copies.forget()
             if error is None and not self._marks.all():
                 error = BackendError("a device has sent less than it was asked for", todo="report this: it is a bug")

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.concurrency import Latch, tell
-from ckstore.errors import CkstoreError, SaverError, UsageError, anew
+from ckstore.errors import CkstoreError, SaverError, UsageError, copy_error
 from ckstore.results import Receipt
 
 _log = logging.getLogger("ckstore")
@@ -51,7 +51,7 @@ class Pending:
         self._owner = os.getpid()
         self.stall_seconds = 0.0
         self.progress: tuple[str, int, int] | None = None
-        self.was_asked = False
+        self.error_was_raised = False
         """Whether somebody has been told how it ended."""
         self._finish = finish or _nothing
         self._wait = wait
@@ -134,11 +134,11 @@ class Pending:
             self._finish_copying(is_receipt_wanted=timeout is None)
         if not self._wait(self._done, timeout, f"finish the commit of step {self.step}", is_urgent=True):
             raise TimeoutError(f"the commit of step {self.step} is not durable after {timeout:.3g} s")
-        self.was_asked = True
+        self.error_was_raised = True
         if self._error is not None:
             # With where it went wrong, if that is known; and not the one that is kept here: it would keep the frames
             # of who is told, and all that those have.
-            raise anew(self._error).with_traceback(self._origin)
+            raise copy_error(self._error).with_traceback(self._origin)
         assert self._receipt is not None
         return self._receipt
 
@@ -179,7 +179,7 @@ class Pending:
     def note_done(self, receipt: Receipt) -> None:
         """Say that it is durable; also of one that was to be left out, when the saver heard of that too late."""
         with self._lock:
-            if self._is_skipped and not self.was_asked:
+            if self._is_skipped and not self.error_was_raised:
                 self._receipt, self._error, self._origin, self._is_skipped = receipt, None, None, False
                 return
         self._end(receipt, None)
@@ -230,7 +230,7 @@ def skipped(step: int, busy_step: int) -> Pending:
     """Return a commit that was left out because another one is still being written."""
     pending = Pending(step)
     pending.note_failed(left_out_error(step, busy_step), is_skipped=True)
-    pending.was_asked = True
+    pending.error_was_raised = True
     return pending
 
 
@@ -247,11 +247,11 @@ def left_out_error(step: int, busy_step: int) -> SaverError:
 def as_failure(error: BaseException, step: int) -> Exception:
     """Return why a commit failed, to be kept: an interruption of the trainer is no error of the commit's."""
     if isinstance(error, Exception):
-        return anew(error)
+        return copy_error(error)
     return SaverError(f"the commit of step {step} was interrupted", todo="commit again")
 
 
-def told_later(step: int, error: Exception, *, is_instead: bool) -> CkstoreError:
+def deferred_error(step: int, error: Exception, *, is_instead: bool) -> CkstoreError:
     """Return the error of a commit as it is raised to who did not ask for it: instead of what was called, or after."""
     what, todo = f"the commit of step {step} failed in the background", getattr(error, "todo", None)
     if is_instead:

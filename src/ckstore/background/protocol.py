@@ -57,7 +57,7 @@ class Begin(NamedTuple):
 
     The parent is what ``parent_ticket`` became, where that is not 0 and was published; else ``parent``, a seq.
     Where its slot may be kept, the saver may go on to read it for the next commit, which is coded against it.
-    For ``hold_ms`` copies want every processor: until then, or until something else is said, it does nothing about it.
+    The saver does not start it for ``start_delay_ms``, since copies need every processor until then.
     A ``lease`` is the token of one that was the saver's before this was said: a trainer that is started again finds it.
     """
 
@@ -68,7 +68,7 @@ class Begin(NamedTuple):
     parent: Count | None
     parent_ticket: Count
     may_keep: bool = False
-    hold_ms: Count = 0
+    start_delay_ms: Count = 0
     lease: ShortText = ""
 
 

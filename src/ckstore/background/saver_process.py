@@ -103,9 +103,9 @@ def hello_to(
     )
 
 
-def death_of(pid: int, code: int, *, is_busy: bool, was_asked: bool) -> SaverError:
+def death_of(pid: int, code: int, *, is_busy: bool, error_was_raised: bool) -> SaverError:
     """Return the error of a saver that has ended: with or without something left to do, asked by a signal or not."""
-    how = "was told by a signal to end" if was_asked and code == 0 else how_ended(code)
+    how = "was told by a signal to end" if error_was_raised and code == 0 else how_ended(code)
     return SaverError(
         f"the saver (pid {pid}) {how}" + (" before the commit was acknowledged" if is_busy else ""),
         todo="commit again: that starts a new one; earlier checkpoints are intact",

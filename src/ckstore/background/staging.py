@@ -25,14 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckstore.background.arena import FREE, SLOTS_MAX, STAGED, Arena, Slot
-from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Stowage, stow
-from ckstore.background.copying import Crew, HostCopy, Place, ignore, looked, without_frames
+from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, ArenaLayout, stow
+from ckstore.background.copying import CopyPool, HostCopy, Place, ignore, looked, strip_traceback
 from ckstore.background.device_copy import DeviceCopy, Span, codebooks_of, kinds_of, pin, starts_of, versions_of
 from ckstore.background.saver.staged_state import places_to_sample
 from ckstore.background.spot_checks import pitches_of
 from ckstore.concurrency import Latch, tell
 from ckstore.config import Limits, Policy
-from ckstore.errors import CapacityError, CorruptError, anew
+from ckstore.errors import CapacityError, CorruptError, copy_error
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import place_of
 from ckstore.state.capture import Captured
@@ -58,10 +58,10 @@ class Staging:
     def __init__(
         self,
         captured: Captured,
-        stowage: Stowage,
+        stowage: ArenaLayout,
         starts: NDArray[np.uint64],
         slot: Slot,
-        crew: Crew,
+        crew: CopyPool,
         *,
         bell: int,
         is_checked: bool,
@@ -107,7 +107,7 @@ class Staging:
         self._left = len(self._host) + len(self._device_now) + len(self._device_lazy)
 
     def _from_device(
-        self, kind: int, stowage: Stowage, captured: Captured, *, bell: int, is_checked: bool
+        self, kind: int, stowage: ArenaLayout, captured: Captured, *, bell: int, is_checked: bool
     ) -> DeviceCopy:
         return DeviceCopy(
             stowage.sections[kind],
@@ -148,7 +148,7 @@ class Staging:
             # Before anything is waited for: else the device would have nothing to do meanwhile.
             for copy in self._device_now:
                 if (error := copy.launch()) is not None:
-                    raise anew(error)
+                    raise copy_error(error)
             if now.section.unit_count <= 1:
                 # As behind a guard, where it holds little: the call waits for one thread only.
                 self._crew.see_through_here(now.work)
@@ -159,7 +159,7 @@ class Staging:
                     self._crew.send_one(other.launch)
                 self._crew.waiters.see_through(copy.wait)
             if (error := self._error or now.error) is not None:
-                raise anew(error)
+                raise copy_error(error)
             # What a guard protects must be copied as it is now.
             for copy in self._device_lazy:
                 copy.note()
@@ -229,7 +229,7 @@ class Staging:
         if self.is_over.is_set():
             return
         # What was raised has the frames of who called, and those the state.
-        error = anew(error)
+        error = copy_error(error)
         with self._lock:
             self._error = self._error or error
         for copy in self._host:
@@ -303,7 +303,7 @@ class Staging:
             self._check()
         except BaseException as error:
             # Nobody would hear of it, and a saver would wait for what is never staged.
-            self.cancel(without_frames(error))
+            self.cancel(strip_traceback(error))
 
     def _compare(self) -> None:
         """Compare checksums, where they were taken and were not compared yet."""
@@ -385,7 +385,7 @@ class _Stowed:
     tensors: Sequence[TensorSpec]
     guarded: tuple[Span, ...]
     starts: NDArray[np.uint64]
-    stowage: Stowage
+    stowage: ArenaLayout
 
     def is_for(self, captured: Captured, guarded: Sequence[Span], starts: NDArray[np.uint64]) -> bool:
         """Whether this state would be stowed in the same way."""
@@ -403,14 +403,14 @@ class _Shapes:
     codebooks: frozenset[int]
 
 
-class Dock:
+class StagingArea:
     """The memory and the threads of one handle; both are taken when they are first needed."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._arena: Arena | None = None
-        self._crew: Crew | None = None
-        self._stowed: dict[object, Stowage] = {}
+        self._crew: CopyPool | None = None
+        self._stowed: dict[object, ArenaLayout] = {}
         self._last: _Stowed | None = None
         self._shapes: _Shapes | None = None
         self.is_short = False
@@ -438,16 +438,16 @@ class Dock:
         """Give the memory of all other free slots back to the system; return how many bytes."""
         return sum(each.give_back() for each in self.free_slots() if each is not slot)
 
-    def crew(self, policy: Policy) -> Crew:
+    def crew(self, policy: Policy) -> CopyPool:
         """Return the threads that copy."""
         if self._crew is not None and self._crew.count != policy.staging_thread_count:
             self._crew.close()
             self._crew = None
         if self._crew is None:
-            self._crew = Crew(policy.staging_thread_count)
+            self._crew = CopyPool(policy.staging_thread_count)
         return self._crew
 
-    def stow(self, captured: Captured, guarded: Sequence[Span]) -> tuple[Stowage, NDArray[np.uint64]]:
+    def stow(self, captured: Captured, guarded: Sequence[Span]) -> tuple[ArenaLayout, NDArray[np.uint64]]:
         """Say where a state goes in a slot, and where each of its storages lies now."""
         starts, last = starts_of(captured.storages), self._last
         if last is not None and last.is_for(captured, guarded, starts):

@@ -20,7 +20,7 @@ from ckstore.commit.chunking import ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import ByteSource
 from ckstore.commit.rounding_pairs import masters_of
 from ckstore.config import Limits, Policy
-from ckstore.delta.base_cache import Bases, base_frame, first_paths, read_nbytes
+from ckstore.delta.base_cache import BaseCache, base_frame, first_paths, read_nbytes
 from ckstore.delta.cost_model import VIEWS, AgainstBase, Estimate, Verdict, View, decide
 from ckstore.format.choices import (
     DELTA,
@@ -38,7 +38,7 @@ from ckstore.format.tree import Path
 from ckstore.hashing import ChunkId
 from ckstore.quant.planning import Candidates, LossyPlan, plan_lossy
 from ckstore.state.capture import Captured
-from ckstore.store.chunk_index import Known, KnownFrame
+from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
 if TYPE_CHECKING:
     from ckstore.commit.chunk_writer import Stored
@@ -62,7 +62,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
+class SampledUnit:
     """A unit, its estimate, the frames it may be coded against, and the samples that were taken of it.
 
     Args:
@@ -73,7 +73,7 @@ class Surveyed:
 
     unit: Unit
     estimate: Estimate
-    frames: dict[View, dict[int, KnownFrame]]
+    frames: dict[View, dict[int, LocatedFrame]]
     samples: dict[int, bytes]
     is_guess: bool
 
@@ -99,8 +99,8 @@ class Surveyor:
         plan: CommitPlan,
         storages: Sequence[ByteSource],
         paths: dict[int, Path],
-        known: Known,
-        bases: Bases,
+        known: ChunkIndex,
+        bases: BaseCache,
         chunk_nbytes_max: int,
     ) -> None:
         self._plan = plan
@@ -111,9 +111,9 @@ class Surveyor:
         self._scratch = forms.Scratch(chunk_nbytes_max)
         self._sample = memoryview(bytearray(forms.SAMPLE_NBYTES))
 
-    def survey(self, unit: Unit) -> Surveyed:
+    def survey(self, unit: Unit) -> SampledUnit:
         """Sample a unit and estimate what it costs."""
-        frames: dict[View, dict[int, KnownFrame]] = {"previous": {}, "keyframe": {}}
+        frames: dict[View, dict[int, LocatedFrame]] = {"previous": {}, "keyframe": {}}
         previous: dict[int, ChunkId] = {}
         for index in unit.chunks:
             chunk_id = self._previous(index)
@@ -126,7 +126,7 @@ class Surveyor:
                     frames[view][index] = frame
         samples = {index: self._take(self._plan.chunks[index]) for index in sampled_of(unit)}
         estimate, is_guess = self._estimate(unit, frames, previous, samples)
-        return Surveyed(unit, estimate, frames, samples, is_guess)
+        return SampledUnit(unit, estimate, frames, samples, is_guess)
 
     def _previous(self, index: int) -> ChunkId | None:
         chunk = self._plan.chunks[index]
@@ -157,7 +157,7 @@ class Surveyor:
     def _estimate(
         self,
         unit: Unit,
-        frames: dict[View, dict[int, KnownFrame]],
+        frames: dict[View, dict[int, LocatedFrame]],
         previous: dict[int, ChunkId],
         samples: dict[int, bytes],
     ) -> tuple[Estimate, bool]:
@@ -212,7 +212,7 @@ class Surveyor:
         return full_bits * UNKNOWN_SHARE if bits is None else bits
 
 
-def _against(frames: Iterable[KnownFrame], bits: float) -> AgainstBase:
+def _against(frames: Iterable[LocatedFrame], bits: float) -> AgainstBase:
     frames = list(frames)
     return AgainstBase(bits, sum(map(read_nbytes, frames)), max(frame.frame.depth for frame in frames))
 
@@ -229,7 +229,7 @@ def sampled_of(unit: Unit) -> Sequence[int]:
     return [chunks[index * len(chunks) // count] for index in range(count)]
 
 
-def storage_choice(surveyed: Surveyed, base: View | None, mode: int, came_out: float | None = None) -> StorageChoice:
+def storage_choice(surveyed: SampledUnit, base: View | None, mode: int, came_out: float | None = None) -> StorageChoice:
     """Return what the manifest says of a storage that was stored in this mode.
 
     Args:
@@ -252,7 +252,7 @@ def storage_choice(surveyed: Surveyed, base: View | None, mode: int, came_out: f
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StoragePlan:
     """How a chunk is to be stored, if it is not known already.
 
     Args:
@@ -262,17 +262,17 @@ class Form:
         is_held: Its plain bytes will be wanted as a base.
     """
 
-    base: KnownFrame | None = None
+    base: LocatedFrame | None = None
     is_tried: bool = False
     master: int | None = None
     is_held: bool = False
 
 
-WHOLE = Form()
+WHOLE = StoragePlan()
 
 
 @dataclass(frozen=True, slots=True)
-class Basing:
+class BaseSelection:
     """What was decided for one commit.
 
     Args:
@@ -283,13 +283,13 @@ class Basing:
         lossy: What is stored with a loss; None: nothing.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[StoragePlan, ...]
     verdict: Verdict
-    surveyed: tuple[Surveyed, ...] = ()
+    surveyed: tuple[SampledUnit, ...] = ()
     seqs: dict[View, int | None] = field(default_factory=dict)
     lossy: LossyPlan | None = None
 
-    def remember(self, bases: Bases, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
+    def remember(self, bases: BaseCache, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
         """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
         for surveyed in self.surveyed:
             for index, sample in surveyed.samples.items():
@@ -306,7 +306,7 @@ class Basing:
                 modes.append(RESIDUAL)
             elif not new:
                 modes.append(IDENTICAL)
-            elif any(stored.is_derived[chunk] for chunk in new):
+            elif any(stored.is_rounding[chunk] for chunk in new):
                 modes.append(DERIVED)
             elif any(stored.frames[chunk].base is not None for chunk in new):
                 modes.append(DELTA)
@@ -344,12 +344,12 @@ class Basing:
 def choose_forms(
     captured: Captured,
     plan: CommitPlan,
-    known: Known,
-    bases: Bases,
+    known: ChunkIndex,
+    bases: BaseCache,
     policy: Policy,
     limits: Limits,
     candidates: Candidates | None = None,
-) -> Basing:
+) -> BaseSelection:
     """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store.
 
     Args:
@@ -379,7 +379,7 @@ def choose_forms(
     if policy.compression == "none" or not policy.delta:
         reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
         verdict = Verdict((), reason)
-        return Basing(_forms(plan, [], verdict, masters, is_held=frozenset()), verdict, lossy=lossy)
+        return BaseSelection(_forms(plan, [], verdict, masters, is_held=frozenset()), verdict, lossy=lossy)
     surveyor = Surveyor(plan, captured.storages, paths, known, bases, limits.chunk_nbytes_max)
     surveyed = [
         surveyor.survey(unit)
@@ -395,7 +395,9 @@ def choose_forms(
     forms = _forms(plan, surveyed, verdict, masters, is_held=is_held)
     if lossy is not None:
         forms = _with_bases(forms, lossy, is_held=policy.base_cache == "memory")
-    return Basing(forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy)
+    return BaseSelection(
+        forms, verdict, tuple(surveyed), {"previous": bases.seq, "keyframe": bases.keyframe_seq}, lossy
+    )
 
 
 def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
@@ -405,32 +407,32 @@ def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Ca
     return frozenset(chunk for chunk, storage in storage_of.items() if storage in kept)
 
 
-def _with_bases(forms: tuple[Form, ...], lossy: LossyPlan, *, is_held: bool) -> tuple[Form, ...]:
+def _with_bases(forms: tuple[StoragePlan, ...], lossy: LossyPlan, *, is_held: bool) -> tuple[StoragePlan, ...]:
     """Return forms by which weights are stored if they are exact after all, and held if they are not."""
     found = list(forms)
     for task in lossy.tasks:
         if task.weight >= 0:
-            found[task.weight] = Form(task.base, is_tried=True, is_held=is_held)
+            found[task.weight] = StoragePlan(task.base, is_tried=True, is_held=is_held)
     return tuple(found)
 
 
 def _forms(
     plan: CommitPlan,
-    surveyed: Sequence[Surveyed],
+    surveyed: Sequence[SampledUnit],
     verdict: Verdict,
     masters: dict[int, int],
     *,
     is_held: frozenset[int],
-) -> tuple[Form, ...]:
-    forms = [Form(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
+) -> tuple[StoragePlan, ...]:
+    forms = [StoragePlan(master=masters.get(index), is_held=index in is_held) for index in range(len(plan.chunks))]
     for each, view in zip(surveyed, verdict.views, strict=True):
         for index, frame in each.frames[view].items() if view is not None else ():
             if index not in masters:
-                forms[index] = Form(frame, each.is_guess, None, index in is_held)
+                forms[index] = StoragePlan(frame, each.is_guess, None, index in is_held)
     return tuple(forms)
 
 
-def _held(surveyed: Sequence[Surveyed], verdict: Verdict) -> list[int]:
+def _held(surveyed: Sequence[SampledUnit], verdict: Verdict) -> list[int]:
     """Return the chunks that the next commit will want as bases, as far as this one can tell."""
     found: list[int] = []
     for each, view in zip(surveyed, verdict.views, strict=True):

@@ -17,22 +17,22 @@ import numpy as np
 from ckstore.codec import chunk_codec as forms
 from ckstore.codec import kernels
 from ckstore.codec.chunk_codec import Encoded
-from ckstore.commit.base_selection import Form
+from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import ByteSource, ChunkWorker, identity_and_checksum, require_identity
 from ckstore.commit.write_buffers import CodingThread, WriteBlocks, thread_nbytes, threads_and_blocks
-from ckstore.concurrency import Headcount, Step, Turns, run_in_turns
+from ckstore.concurrency import Step, ThreadLimit, Turns, run_in_turns
 from ckstore.config import Policy
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, CorruptError, UnsupportedError
 from ckstore.format.frame import FrameHeader
 from ckstore.format.manifest import FrameRef, Loss, PackRef
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
-from ckstore.store.chunk_index import KnownFrame
-from ckstore.store.pack_writer import FramePlace, Packer
-from ckstore.store.repository import Parts
+from ckstore.store.chunk_index import LocatedFrame
+from ckstore.store.pack_writer import FrameSlot, Packer
+from ckstore.store.repository import Repository
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class Stored:
         losses: What is not stored as it was.
     """
 
-    frames: list[KnownFrame]
+    frames: list[LocatedFrame]
     is_new: list[bool]
-    is_derived: list[bool]
+    is_rounding: list[bool]
     chunks_new: int
     chunks_delta: int
     chunks_derived: int
@@ -64,24 +64,24 @@ class Stored:
 
 
 @dataclass(slots=True, eq=False)
-class NewFrame:
+class PendingFrame:
     """A frame that this commit writes, and the one that it needs as base."""
 
-    place: FramePlace
+    place: FrameSlot
     chunk_id: ChunkId
-    base: KnownFrame | NewFrame | None
-    is_derived: bool
+    base: LocatedFrame | PendingFrame | None
+    is_rounding: bool
     is_lossy: bool
 
 
 @dataclass(slots=True)
-class Coded:
+class EncodedChunk:
     """An encoded chunk with the base that it needs: its frame, and its plain bytes for the check."""
 
     encoded: Encoded
-    base: KnownFrame | NewFrame | None = None
+    base: LocatedFrame | PendingFrame | None = None
     base_plain: memoryview | None = None
-    is_derived: bool = False
+    is_rounding: bool = False
     is_lossy: bool = False
     plain_checksum: int | None = None
     """Of the very bytes that were hashed, where nobody can change those."""
@@ -92,19 +92,19 @@ class Coded:
         return NO_BASE if self.base is None else frame_id(self.base)
 
 
-def frame_id(frame: KnownFrame | NewFrame) -> ChunkId:
+def frame_id(frame: LocatedFrame | PendingFrame) -> ChunkId:
     """Return the chunk that a frame holds."""
-    return frame.chunk_id if isinstance(frame, NewFrame) else frame.frame.chunk_id
+    return frame.chunk_id if isinstance(frame, PendingFrame) else frame.frame.chunk_id
 
 
-def depth_of(frame: KnownFrame | NewFrame) -> int:
+def depth_of(frame: LocatedFrame | PendingFrame) -> int:
     """Return how many bases a frame needs."""
-    if isinstance(frame, KnownFrame):
+    if isinstance(frame, LocatedFrame):
         return frame.frame.depth
     return 0 if frame.base is None else depth_of(frame.base) + 1
 
 
-def located(frame: NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, KnownFrame]) -> KnownFrame:
+def located(frame: PendingFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, LocatedFrame]) -> LocatedFrame:
     """Return where a frame lies, and its bases with it, once every pack is written.
 
     Args:
@@ -114,7 +114,7 @@ def located(frame: NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, Kn
     """
     if frame.chunk_id in done:
         return done[frame.chunk_id]
-    base = located(frame.base, refs, done) if isinstance(frame.base, NewFrame) else frame.base
+    base = located(frame.base, refs, done) if isinstance(frame.base, PendingFrame) else frame.base
     # The numbers of the pack and of the base are given when the manifest is put together.
     ref = FrameRef(
         frame.chunk_id,
@@ -124,7 +124,7 @@ def located(frame: NewFrame, refs: dict[PackId, PackRef], done: dict[ChunkId, Kn
         base=-1,
         depth=0 if base is None else base.frame.depth + 1,
     )
-    found = done[frame.chunk_id] = KnownFrame(ref, refs[frame.place.pack.pack_id], base)
+    found = done[frame.chunk_id] = LocatedFrame(ref, refs[frame.place.pack.pack_id], base)
     return found
 
 
@@ -136,22 +136,22 @@ ROUNDING_NBYTES = 1
 class ChunkWriter:
     """Hashes all chunks of a plan, and encodes and writes those that are not known."""
 
-    parts: Parts
+    repository: Repository
     plan: CommitPlan
     storages: Sequence[ByteSource]
     policy: Policy
-    forms: Sequence[Form]
-    bases: Bases
-    is_steady: bool = field(default=False, kw_only=True)
+    forms: Sequence[StoragePlan]
+    bases: BaseCache
+    source_is_immutable: bool = field(default=False, kw_only=True)
     """Nobody changes the storages meanwhile: they lie in an arena."""
-    kept_ticket: int | None = field(default=None, kw_only=True)
+    retained_slot: int | None = field(default=None, kw_only=True)
     """The ticket of that arena's slot, where it stays as it is for as long as ``bases`` hold some of it."""
-    headcount: Headcount = field(default_factory=Headcount, kw_only=True)
+    headcount: ThreadLimit = field(default_factory=ThreadLimit, kw_only=True)
     """How many threads may begin chunks, at any time."""
     blocks: WriteBlocks = field(default_factory=WriteBlocks, kw_only=True)
     """Where the blocks come from that packs are written through."""
-    _results: list[KnownFrame | NewFrame | None] = field(init=False)
-    _placed: dict[ChunkId, NewFrame] = field(init=False, default_factory=dict)
+    _results: list[LocatedFrame | PendingFrame | None] = field(init=False)
+    _placed: dict[ChunkId, PendingFrame] = field(init=False, default_factory=dict)
     _workers: list[CodingThread | None] = field(init=False)
     _thread_count: int = field(init=False)
     _waiting_count: int = field(init=False)
@@ -166,7 +166,7 @@ class ChunkWriter:
         self._waiting_count = int(has_bases and policy.threads is None and policy.base_cache == "none")
         self._thread_count, block_count = threads_and_blocks(
             policy,
-            self.parts.limits,
+            self.repository.limits,
             spare_threads=self._waiting_count,
             nbytes_a_thread=self._thread_nbytes(has_bases=has_bases),
         )
@@ -174,16 +174,16 @@ class ChunkWriter:
         self._workers = [None] * self._thread_count
         self._pool = self.blocks.take(block_count)
         self._packer = Packer(
-            self.parts.backend,
+            self.repository.backend,
             self._pool,
-            store_id=self.parts.store_id,
-            nbytes_expected=self.parts.nbytes_expected(self.plan.nbytes),
+            store_id=self.repository.store_id,
+            nbytes_expected=self.repository.nbytes_expected(self.plan.nbytes),
             copy=kernels.copy_bytes,
         )
 
     def _thread_nbytes(self, *, has_bases: bool) -> int:
         """Return the memory that one thread may use."""
-        return thread_nbytes(self.parts.limits, has_bases=has_bases)
+        return thread_nbytes(self.repository.limits, has_bases=has_bases)
 
     def run(self) -> None:
         """Hash, encode, check and write every chunk."""
@@ -213,7 +213,7 @@ class ChunkWriter:
         """Run a step for every index below ``count``, on as many threads as there are and as may begin."""
 
         def may_begin(thread_index: int) -> bool:
-            return self.headcount.admits(thread_index - self._waiting_count)
+            return self.headcount.allows(thread_index - self._waiting_count)
 
         run_in_turns(count, self._thread_count, step, turns, on_failure=self._packer.fail, may_begin=may_begin)
 
@@ -221,22 +221,22 @@ class ChunkWriter:
         """Make the packs durable; return where every chunk lies."""
         refs = {ref.pack_id: ref for ref in self._packer.finish()}
         self.blocks.give_back(self._pool)
-        new: dict[ChunkId, KnownFrame] = {}
-        frames, is_new, is_derived = [], [], []
+        new: dict[ChunkId, LocatedFrame] = {}
+        frames, is_new, is_rounding = [], [], []
         for result in self._results:
             assert result is not None, "a chunk was neither found nor written"
-            frames.append(located(result, refs, new) if isinstance(result, NewFrame) else result)
-            is_new.append(isinstance(result, NewFrame))
-            is_derived.append(isinstance(result, NewFrame) and result.is_derived)
+            frames.append(located(result, refs, new) if isinstance(result, PendingFrame) else result)
+            is_new.append(isinstance(result, PendingFrame))
+            is_rounding.append(isinstance(result, PendingFrame) and result.is_rounding)
         # What nobody refers to stays in its pack, unseen: codes of a tensor that is stored exactly after all.
         placed = [frame for chunk_id, frame in self._placed.items() if chunk_id in new]
         return Stored(
             frames=frames,
             is_new=is_new,
-            is_derived=is_derived,
+            is_rounding=is_rounding,
             chunks_new=len(placed),
-            chunks_delta=sum(frame.base is not None and not (frame.is_derived or frame.is_lossy) for frame in placed),
-            chunks_derived=sum(frame.is_derived for frame in placed),
+            chunks_delta=sum(frame.base is not None and not (frame.is_rounding or frame.is_lossy) for frame in placed),
+            chunks_derived=sum(frame.is_rounding for frame in placed),
             chunks_lossy=sum(frame.is_lossy for frame in placed),
             payload_nbytes=sum(frame.place.stored_nbytes for frame in placed),
             nbytes_written=sum(ref.nbytes for ref in refs.values()),
@@ -254,18 +254,18 @@ class ChunkWriter:
         chunk, form, worker = self.plan.chunks[index], self.forms[index], thread.worker
         plain = worker.gather(chunk, self.storages, private=self._private(chunk, form, worker))
         # At once where the checksum is wanted, while the bytes are in the cache.
-        chunk_id, checksum = identity_and_checksum(plain) if self.is_steady else (chunk_id_of(plain), None)
+        chunk_id, checksum = identity_and_checksum(plain) if self.source_is_immutable else (chunk_id_of(plain), None)
         if checksum is not None:
             self.bases.keep_checksum(chunk_id, checksum)
         self._hold(chunk, form, chunk_id, plain, checksum)
-        known = self.parts.known.find(chunk_id)
+        known = self.repository.known.find(chunk_id)
         is_outlived = known is not None and self._is_outlived(known, form)
         if (known is not None and not is_outlived) or chunk_id in self._placed:
             with turn:
                 self._results[index] = self._placed.get(chunk_id) or known
             return
         coded = self._encode(plain, chunk, form, thread)
-        if is_outlived and not coded.is_derived:
+        if is_outlived and not coded.is_rounding:
             with turn:
                 self._results[index] = known
             return
@@ -275,37 +275,39 @@ class ChunkWriter:
         if is_first:
             self._fill(frame, coded, worker, chunk)
 
-    def _hold(self, chunk: ChunkPlan, form: Form, chunk_id: ChunkId, plain: memoryview, checksum: int | None) -> None:
+    def _hold(
+        self, chunk: ChunkPlan, form: StoragePlan, chunk_id: ChunkId, plain: memoryview, checksum: int | None
+    ) -> None:
         """Keep a chunk for the next commit if it is wanted, where it lies if it may stay there."""
         stays = self._stays(chunk)
         # What has not changed moves on to the newer slot, so that the older one can be given back.
         if form.is_held or (stays and self.bases.is_staged(chunk_id)):
-            self.bases.hold(chunk_id, plain, checksum=checksum, ticket=self.kept_ticket if stays else None)
+            self.bases.hold(chunk_id, plain, checksum=checksum, ticket=self.retained_slot if stays else None)
 
     def _stays(self, chunk: ChunkPlan) -> bool:
         """Whether the bytes of a chunk lie in one piece where they stay for as long as they are held."""
-        return self.kept_ticket is not None and len(chunk.sources) == 1
+        return self.retained_slot is not None and len(chunk.sources) == 1
 
     def _thread(self, index: int) -> CodingThread:
         """Return what one thread has of its own; made when it is first wanted."""
         thread = self._workers[index]
         if thread is None:
-            thread = self._workers[index] = CodingThread.of(self.parts)
+            thread = self._workers[index] = CodingThread.of(self.repository)
         return thread
 
-    def _take_place(self, index: int, chunk_id: ChunkId, coded: Coded) -> tuple[NewFrame, bool]:
+    def _take_place(self, index: int, chunk_id: ChunkId, coded: EncodedChunk) -> tuple[PendingFrame, bool]:
         """Give a chunk, whose turn it is, its place; say whether it is the first with these bytes."""
         # An earlier chunk with the same bytes may have been placed while this one was encoded.
         frame = self._placed.get(chunk_id)
         is_first = frame is None
         if frame is None:
             place = self._packer.place(coded.encoded.nbytes)
-            frame = NewFrame(place, chunk_id, coded.base, coded.is_derived, coded.is_lossy)
+            frame = PendingFrame(place, chunk_id, coded.base, coded.is_rounding, coded.is_lossy)
             self._placed[chunk_id] = frame
         self._results[index] = frame
         return frame, is_first
 
-    def _is_outlived(self, known: KnownFrame, form: Form) -> bool:
+    def _is_outlived(self, known: LocatedFrame, form: StoragePlan) -> bool:
         """Whether a rounding is stored of a master that is no part of this state any more.
 
         It would keep that master alive, and have every restore read it beside the new one; a byte says the same of
@@ -316,7 +318,7 @@ class ChunkWriter:
             return False
         return known.frame.stored_nbytes == ROUNDING_NBYTES and known.base.frame.chunk_id != frame_id(master)
 
-    def _private(self, chunk: ChunkPlan, form: Form, worker: ChunkWorker) -> memoryview | None:
+    def _private(self, chunk: ChunkPlan, form: StoragePlan, worker: ChunkWorker) -> memoryview | None:
         """Return where a chunk is copied to before it is hashed, or None where the trainer's memory will do.
 
         A frame that will not be decoded again must be coded from the very bytes that were hashed: a source that
@@ -325,12 +327,12 @@ class ChunkWriter:
         """
         if form.is_held and not self._stays(chunk):
             return np.empty(chunk.nbytes, np.uint8).data
-        is_sure = self.policy.verify_encoded or self.is_steady
+        is_sure = self.policy.verify_encoded or self.source_is_immutable
         return None if is_sure else worker.buffer("gathered")
 
-    def _encode(self, plain: memoryview, chunk: ChunkPlan, form: Form, thread: CodingThread) -> Coded:
+    def _encode(self, plain: memoryview, chunk: ChunkPlan, form: StoragePlan, thread: CodingThread) -> EncodedChunk:
         worker, compression = thread.worker, self.policy.compression
-        coded: Coded | None = None
+        coded: EncodedChunk | None = None
         if form.master is not None:
             coded = self._encode_rounded(plain, form.master, worker)
         elif form.base is not None:
@@ -339,12 +341,12 @@ class ChunkWriter:
             base_plain = self._base_plain(form.base, chunk.nbytes, thread, is_lasting=is_lasting)
             if base_plain is not None and (not form.is_tried or worker.prefers_delta(plain, base_plain, chunk)):
                 encoded = worker.encode_delta(plain, base_plain, chunk, compression)
-                coded = None if encoded is None else Coded(encoded, form.base, base_plain)
-        return coded or Coded(worker.encode(plain, chunk, compression))
+                coded = None if encoded is None else EncodedChunk(encoded, form.base, base_plain)
+        return coded or EncodedChunk(worker.encode(plain, chunk, compression))
 
-    def _encode_rounded(self, plain: memoryview, master: int, worker: ChunkWorker) -> Coded | None:
+    def _encode_rounded(self, plain: memoryview, master: int, worker: ChunkWorker) -> EncodedChunk | None:
         frame = self._results[master]
-        if frame is None or depth_of(frame) >= self.parts.limits.depth_max:
+        if frame is None or depth_of(frame) >= self.repository.limits.depth_max:
             return None
         # A copy, whose identity is compared: the frame must decode from what is stored of the master.
         master_chunk = self.plan.chunks[master]
@@ -353,10 +355,10 @@ class ChunkWriter:
         if encoded is None:
             return None
         require_identity(chunk_id_of(base_plain), frame_id(frame))
-        return Coded(encoded, frame, base_plain, is_derived=True)
+        return EncodedChunk(encoded, frame, base_plain, is_rounding=True)
 
     def _base_plain(
-        self, base: KnownFrame, nbytes: int, thread: CodingThread, *, is_lasting: bool = False
+        self, base: LocatedFrame, nbytes: int, thread: CodingThread, *, is_lasting: bool = False
     ) -> memoryview | None:
         """Return the plain bytes of a base: from memory if they are held there, else from the store.
 
@@ -379,7 +381,7 @@ class ChunkWriter:
             self.bases.hold_read(base.frame.chunk_id, destination)
         return destination
 
-    def _fill(self, frame: NewFrame, coded: Coded, worker: ChunkWorker, chunk: ChunkPlan) -> None:
+    def _fill(self, frame: PendingFrame, coded: EncodedChunk, worker: ChunkWorker, chunk: ChunkPlan) -> None:
         encoded = coded.encoded
         header = FrameHeader(
             chunk_id=frame.chunk_id,

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ckstore.commit.base_selection import Basing, choose_forms
+from ckstore.commit.base_selection import BaseSelection, choose_forms
 from ckstore.commit.chunk_writer import ChunkWriter, Stored
 from ckstore.commit.chunking import CommitPlan, plan_commit
 from ckstore.commit.stale_model import Fingerprint, stale_warnings
 from ckstore.commit.write_buffers import WriteBlocks
-from ckstore.concurrency import Headcount, run_aside
+from ckstore.concurrency import ThreadLimit, run_uninterrupted
 from ckstore.config import Policy
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
@@ -27,7 +27,7 @@ from ckstore.quant.planning import Candidates
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import locate
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
@@ -41,14 +41,14 @@ class Request:
     policy: Policy
     parent: int | None
     metrics: Mapping[str, float]
-    bases: Bases
+    bases: BaseCache
     fingerprint: Fingerprint | None = None
     """What the handle's previous commit looked like."""
-    is_steady: bool = False
+    source_is_immutable: bool = False
     """Nobody changes the state until this returns: it lies in an arena."""
-    kept_ticket: int | None = None
+    retained_slot: int | None = None
     """The ticket of that state where its bytes stay as they are for as long as ``bases`` hold some of them."""
-    headcount: Headcount = field(default_factory=Headcount)
+    headcount: ThreadLimit = field(default_factory=ThreadLimit)
     """How many threads may hash and code, at any time."""
     blocks: WriteBlocks = field(default_factory=WriteBlocks)
     """Where the blocks come from that packs are written through."""
@@ -64,7 +64,7 @@ class Committed:
     fingerprint: Fingerprint | None
 
 
-def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
+def commit(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
     """Write one checkpoint; it exists when this returns and not before.
 
     Raises:
@@ -75,13 +75,13 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
         BoundError: The policy allows no loss that fits into its bounds, and nothing exact instead.
     """
     try:
-        return _try(parts, request, watch)
+        return _try(repository, request, watch)
     except CapacityError as error:
         from ckstore.ops.full_disk import room_after
 
-        given_up = room_after(parts, request.captured.nbytes, error)
+        given_up = room_after(repository, request.captured.nbytes, error)
     try:
-        committed = _try(parts, request, watch)
+        committed = _try(repository, request, watch)
     except CapacityError as error:
         raise CapacityError(
             f"{error.what}, although the disk was full before and what could go was given up: {given_up}",
@@ -94,54 +94,56 @@ def commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
     return replace(committed, receipt=receipt)
 
 
-def _try(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
-    parts.prepare_run()
-    parts.lease.take()  # 1
+def _try(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
+    repository.prepare_run()
+    repository.lease.take()  # 1
     request.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
     try:
-        return _commit(parts, request, watch)
+        return _commit(repository, request, watch)
     finally:
         request.bases.forget_drafts()
 
 
-def _commit(parts: Parts, request: Request, watch: Stopwatch) -> Committed:
-    parts.known.forget_packs(parts.packs_gone(parts.known.packs()))
-    if request.bases.seq is None and parts.newest is not None:
-        request.bases.follow(parts.newest)
+def _commit(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
+    repository.known.forget_packs(repository.packs_gone(repository.known.packs()))
+    if request.bases.seq is None and repository.newest is not None:
+        request.bases.follow(repository.newest)
     for _ in range(2):  # again at most once, without the packs that were collected
         with watch("plan"):
-            plan, basing = _planned(parts, request)  # 2
-        stored = _store_chunks_durably(parts, plan, basing, request, watch)  # 3-7
-        name, manifest = _publish(parts, Drafted(plan, basing, stored), request, watch)  # 8
+            plan, basing = _planned(repository, request)  # 2
+        stored = _store_chunks_durably(repository, plan, basing, request, watch)  # 3-7
+        name, manifest = _publish(repository, Drafted(plan, basing, stored), request, watch)  # 8
         with watch("verify"):
-            packs_gone = parts.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
+            packs_gone = repository.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
-            parts.manifests.note_published(name.seq)
-            parts.note_committed(manifest)
+            repository.manifests.note_published(name.seq)
+            repository.note_committed(manifest)
             basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
-            request.bases.leave_slots(request.kept_ticket)
-            parts.keep_young(manifest.packs)
-            return _acknowledge(parts, request, manifest, stored, watch)  # 10
-        parts.manifests.withdraw(name)
-        parts.known.forget_packs(packs_gone)
+            request.bases.leave_slots(request.retained_slot)
+            repository.keep_young(manifest.packs)
+            return _acknowledge(repository, request, manifest, stored, watch)  # 10
+        repository.manifests.withdraw(name)
+        repository.known.forget_packs(packs_gone)
         _log.warning("packs vanished under a commit of step %d; writing it again without them", request.step)
     raise ConflictError(
         "packs vanished twice under one commit",
-        where=parts.backend.root,
+        where=repository.backend.root,
         todo="find out who removes files from the store, then commit again",
         pack_ids=sorted(pack_id.hex() for pack_id in packs_gone),
     )
 
 
-def _planned(parts: Parts, request: Request) -> tuple[CommitPlan, Basing]:
+def _planned(repository: Repository, request: Request) -> tuple[CommitPlan, BaseSelection]:
     captured, policy = request.captured, request.policy
     candidates = None if policy.residual is None else Candidates(captured, policy.residual)
     apart = frozenset[int]() if candidates is None else candidates.apart
-    plan = plan_commit(captured.storages, parts.limits, apart=apart)
-    return plan, choose_forms(captured, plan, parts.known, request.bases, policy, parts.limits, candidates)
+    plan = plan_commit(captured.storages, repository.limits, apart=apart)
+    return plan, choose_forms(captured, plan, repository.known, request.bases, policy, repository.limits, candidates)
 
 
-def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Stored, watch: Stopwatch) -> Committed:
+def _acknowledge(
+    repository: Repository, request: Request, manifest: Manifest, stored: Stored, watch: Stopwatch
+) -> Committed:
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
     try:
@@ -155,7 +157,7 @@ def _acknowledge(parts: Parts, request: Request, manifest: Manifest, stored: Sto
     receipt = Receipt.of(
         manifest,
         watch,
-        engine=parts.engine_name,
+        engine=repository.engine_name,
         warnings=warnings,
         chunks_delta=stored.chunks_delta,
         chunks_derived=stored.chunks_derived,
@@ -178,15 +180,17 @@ def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[s
     return [*rules, *vain, *diverged_warnings(request.captured, looked_at, stored.warnings)]
 
 
-def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, request: Request, watch: Stopwatch) -> Stored:
+def _store_chunks_durably(
+    repository: Repository, plan: CommitPlan, basing: BaseSelection, request: Request, watch: Stopwatch
+) -> Stored:
     """Write what is not known yet into packs that survive a power cut when this returns."""
     for attempt in range(2):
-        writer = _writer(parts, plan, basing, request)
+        writer = _writer(repository, plan, basing, request)
         try:
             with watch("write"):
                 writer.run()
             with watch("flush"):
-                return run_aside(writer.flush, on_interrupt=lambda error: None)
+                return run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
         except BackendError as error:
             # The pack is never synced again: the kernel may have dropped its bytes and say nothing the
             # second time. Everything is still in memory, so it is written anew, once.
@@ -200,8 +204,8 @@ def _store_chunks_durably(parts: Parts, plan: CommitPlan, basing: Basing, reques
     raise AssertionError("unreachable")
 
 
-def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) -> ChunkWriter:
-    what = (parts, plan, request.captured.storages, request.policy, basing.forms, request.bases)
+def _writer(repository: Repository, plan: CommitPlan, basing: BaseSelection, request: Request) -> ChunkWriter:
+    what = (repository, plan, request.captured.storages, request.policy, basing.forms, request.bases)
     make: Callable[..., ChunkWriter] = ChunkWriter
     if basing.lossy is not None and basing.lossy.tasks:
         # Quantizers are wanted by those who lose something only.
@@ -210,8 +214,8 @@ def _writer(parts: Parts, plan: CommitPlan, basing: Basing, request: Request) ->
         make = partial(LossyChunkWriter, lossy=basing.lossy)
     return make(
         *what,
-        is_steady=request.is_steady,
-        kept_ticket=request.kept_ticket,
+        source_is_immutable=request.source_is_immutable,
+        retained_slot=request.retained_slot,
         headcount=request.headcount,
         blocks=request.blocks,
     )
@@ -222,46 +226,50 @@ class Drafted:
     """What a manifest is made of."""
 
     plan: CommitPlan
-    basing: Basing
+    basing: BaseSelection
     stored: Stored
 
 
-def _publish(parts: Parts, drafted: Drafted, request: Request, watch: Stopwatch) -> tuple[ManifestName, Manifest]:
+def _publish(
+    repository: Repository, drafted: Drafted, request: Request, watch: Stopwatch
+) -> tuple[ManifestName, Manifest]:
     with watch("publish"):
         seq: int | None = None
         try:
-            parts.lease.check()
-            seq = parts.manifests.claim(parts.seq_next())  # 8a
-            parts.note_seq(seq)
-            manifest = _manifest_of(parts, drafted, request, seq)
-            return parts.manifests.publish(manifest), manifest  # 8b-8d: the commit point
+            repository.lease.check()
+            seq = repository.manifests.claim(repository.seq_next())  # 8a
+            repository.note_seq(seq)
+            manifest = _manifest_of(repository, drafted, request, seq)
+            return repository.manifests.publish(manifest), manifest  # 8b-8d: the commit point
         except BaseException as error:
             # A server that gave no answer may still make the manifest appear; then its packs are needed.
             if seq is None or not (isinstance(error, BackendError) and error.facts.get("is_uncertain")):
-                _remove_unpublished(parts, drafted.stored, seq)
+                _remove_unpublished(repository, drafted.stored, seq)
             raise
 
 
-def _remove_unpublished(parts: Parts, stored: Stored, seq: int | None) -> None:
+def _remove_unpublished(repository: Repository, stored: Stored, seq: int | None) -> None:
     """Free the packs of a commit that did not get published; on a full disk every byte counts."""
     try:
         # Publishing may have failed after the manifest became visible: then its packs are needed.
-        if seq is None or not parts.manifests.is_visible(seq):
+        if seq is None or not repository.manifests.is_visible(seq):
             for pack_name in stored.pack_names:
-                parts.backend.unlink(pack_name)
+                repository.backend.unlink(pack_name)
     except (CkstoreError, OSError) as error:
         _log.warning("packs of an unpublished commit are left for gc: %s", error)
 
 
-def _manifest_of(parts: Parts, drafted: Drafted, request: Request, seq: int) -> Manifest:
+def _manifest_of(repository: Repository, drafted: Drafted, request: Request, seq: int) -> Manifest:
     plan, stored = drafted.plan, drafted.stored
     packs, frames = locate(stored.frames)
     return build_manifest(
-        store_id=parts.store_id,
-        run=parts.run,
+        store_id=repository.store_id,
+        run=repository.run,
         seq=seq,
         step=request.step,
-        time_ns=parts.clock.now_ns() if request.time_ns is None else min(request.time_ns, parts.clock.now_ns()),
+        time_ns=repository.clock.now_ns()
+        if request.time_ns is None
+        else min(request.time_ns, repository.clock.now_ns()),
         parent=request.parent,
         origin_id=None,
         is_archival=False,

@@ -23,7 +23,7 @@ from ckstore.config import MIB, Limits, Policy, fit_memory
 from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.io.buffers import BufferPool, map_block
 from ckstore.io.syscalls import PAGE_NBYTES
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class CodingThread:
     reader: ChainReader
 
     @classmethod
-    def of(cls, parts: Parts) -> CodingThread:
+    def of(cls, repository: Repository) -> CodingThread:
         """Make it; memory is taken when it is first needed."""
-        worker = ChunkWorker(parts.limits.chunk_nbytes_max)
+        worker = ChunkWorker(repository.limits.chunk_nbytes_max)
         # Bases are read before their chunk is coded, so that both can use the same scratch.
-        decoder = FrameDecoder(parts.limits.chunk_nbytes_max, worker.scratch)
-        return cls(worker, ChainReader(parts, decoder))
+        decoder = FrameDecoder(repository.limits.chunk_nbytes_max, worker.scratch)
+        return cls(worker, ChainReader(repository, decoder))
 
 
 def thread_nbytes(limits: Limits, *, has_bases: bool) -> int:

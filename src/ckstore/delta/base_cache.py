@@ -22,7 +22,7 @@ from ckstore.format.manifest import Manifest
 from ckstore.format.tree import Node, Path, TensorNode, leaves_of
 from ckstore.format.wire import xxh3_64
 from ckstore.hashing import ChunkId, chunk_id_of
-from ckstore.store.chunk_index import Known, KnownFrame
+from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
 Place = tuple[Path, int]
 """A storage, by the path of the first tensor that views it, and a byte offset in it."""
@@ -51,7 +51,7 @@ class _Held:
         return len(self.plain) if self.ticket is None else 0
 
 
-class Bases:
+class BaseCache:
     """What one handle remembers from one commit to the next; thread-safe where threads of one commit meet."""
 
     def __init__(self) -> None:
@@ -280,13 +280,13 @@ def _copy_of(plain: memoryview) -> memoryview | None:
         return None
 
 
-def base_frame(known: Known, bases: Bases, previous: ChunkId, view: View) -> KnownFrame | None:
+def base_frame(known: ChunkIndex, bases: BaseCache, previous: ChunkId, view: View) -> LocatedFrame | None:
     """Return the frame that a chunk is coded against in a view, if it is still in place."""
     chunk_id = previous if view == "previous" else bases.root_of(previous)
     return None if chunk_id is None else known.find(chunk_id)
 
 
-def read_nbytes(known: KnownFrame) -> int:
+def read_nbytes(known: LocatedFrame) -> int:
     """Return the stored bytes of a frame and of all that it needs."""
     return sum(link.frame.frame_nbytes for link in known.closure())
 

@@ -22,7 +22,7 @@ from ckstore.io.backend import ReadFile, ReadResult
 from ckstore.io.buffers import BufferPool, untouched
 from ckstore.store.damage import checkpoints_with, shortened
 from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 Chain = Sequence[tuple[PackRef, FrameRef]]
 """A frame and the bases it needs, deepest base first, each with its pack."""
@@ -37,7 +37,7 @@ class ChainReader:
     """Reads chunks whose frames need bases; belongs to one thread at a time, like its decoder.
 
     Args:
-        parts: The store.
+        repository: The store.
         decoder: What decodes the frames; its memory aside is used for roundings of roundings.
         pool: Read buffers to borrow one of at a time; None: it has its own.
         files: Packs that are open and stay so; others are opened here when they are needed.
@@ -45,13 +45,13 @@ class ChainReader:
 
     def __init__(
         self,
-        parts: Parts,
+        repository: Repository,
         decoder: FrameDecoder,
         *,
         pool: BufferPool | None = None,
         files: Mapping[PackId, ReadFile] | None = None,
     ) -> None:
-        self._parts = parts
+        self._repository = repository
         self._decoder = decoder
         self._pool = pool
         self._lent = {} if files is None else files
@@ -119,7 +119,7 @@ class ChainReader:
                     f"{error.what}, although each frame of its chain is right when it is read again",
                     todo="test the memory and the disk of this machine",
                 )
-        return at_frame(fault, self._parts, chain, index)
+        return at_frame(fault, self._repository, chain, index)
 
     def _find_fault(self, chain: Chain, expected_nbytes: int) -> tuple[int, CkstoreError | None]:
         index = 0
@@ -137,7 +137,7 @@ class ChainReader:
     def _check_stored(self, pack: PackRef, frame: FrameRef, base_id: ChunkId) -> None:
         result = self._fetch(pack, frame)
         try:
-            header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+            header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=self._repository.limits)
             payload = result.view[FRAME_HEADER_NBYTES:]
             check_header(header, Expected(frame.chunk_id, header.plain_nbytes, base_id), len(payload))
             check_payload(header, payload)
@@ -153,7 +153,7 @@ class ChainReader:
             yield index
             result = self._fetch(pack, frame)
             try:
-                header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+                header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=self._repository.limits)
                 target = self._target(header, plain, destination)
                 is_last = index == len(chain) - 1
                 # The last one ends in the destination, and has its length, or it is not what is expected.
@@ -174,7 +174,7 @@ class ChainReader:
             return base
         if nbytes == len(destination):
             return destination
-        chunk_nbytes_max = self._parts.limits.chunk_nbytes_max
+        chunk_nbytes_max = self._repository.limits.chunk_nbytes_max
         if self._spare is None:
             self._spare = untouched(chunk_nbytes_max)
         if base is not None and base.obj is self._spare.obj:
@@ -185,10 +185,10 @@ class ChainReader:
     def _fetch(self, pack: PackRef, frame: FrameRef) -> ReadResult:
         file = self._lent.get(pack.pack_id) or self._files.get(pack.pack_id)
         if file is None:
-            file = self._files[pack.pack_id] = open_pack(self._parts, pack)
+            file = self._files[pack.pack_id] = open_pack(self._repository, pack)
         if self._pool is None:
-            self._pool = BufferPool(read_buffer_nbytes(self._parts.limits), 1)
-        return read_frame(self._parts.backend, file, frame.offset, frame.frame_nbytes, self._pool)
+            self._pool = BufferPool(read_buffer_nbytes(self._repository.limits), 1)
+        return read_frame(self._repository.backend, file, frame.offset, frame.frame_nbytes, self._pool)
 
 
 def base_of(chain: Chain, index: int) -> ChunkId:
@@ -196,11 +196,11 @@ def base_of(chain: Chain, index: int) -> ChunkId:
     return chain[index - 1][1].chunk_id if index else NO_BASE
 
 
-def at_frame(error: CkstoreError, parts: Parts, chain: Chain, index: int) -> CkstoreError:
+def at_frame(error: CkstoreError, repository: Repository, chain: Chain, index: int) -> CkstoreError:
     """Return the error with the place of a frame in it, the chain it belongs to, and the checkpoints that need it."""
     pack, frame = chain[index]
     names = [link.chunk_id.hex() for _, link in reversed(chain)]
-    checkpoints = checkpoints_with(parts, pack.pack_id, frame)
+    checkpoints = checkpoints_with(repository, pack.pack_id, frame)
     places = [f"pack {pack.pack_id.hex()}, offset {frame.offset}, chunk {frame.chunk_id.hex()[:16]}"]
     if len(chain) > 1:
         places.append("of the chain chunk " + " -> base ".join(name[:16] for name in names))

@@ -24,12 +24,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from ckstore.commit.base_selection import Basing, choose_forms
+from ckstore.commit.base_selection import BaseSelection, choose_forms
 from ckstore.commit.chunk_writer import Stored
 from ckstore.commit.chunking import CommitPlan, plan_commit
-from ckstore.concurrency import run_aside
+from ckstore.concurrency import run_uninterrupted
 from ckstore.config import GIB, MIB, DemotePolicy, Policy, Residual
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import (
     BackendError,
     BoundError,
@@ -50,18 +50,18 @@ from ckstore.format.paths import ManifestName
 from ckstore.hashing import ChunkId
 from ckstore.io.backend import Backend, Distant
 from ckstore.io.discard import Nowhere
-from ckstore.ops.repack import Aside
+from ckstore.ops.repack import IsolatedRepository
 from ckstore.ops.stored_checkpoint import reader_nbytes, stored_state
 from ckstore.quant.bounds import fidelity_of
 from ckstore.quant.planning import Candidates
 from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_words
 from ckstore.quant.writer import LossyChunkWriter, lossy_thread_nbytes
 from ckstore.state.capture import Captured
-from ckstore.store.chunk_index import LOST_TIER, Known, locate
+from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.manifests import DroppedError, EmptyRunError
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.replacement import finish_replacements, settle
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 DemoteAction = Literal["demote", "keep"]
 
@@ -123,25 +123,25 @@ class DemoteReport:
     fidelity: str = ""
 
 
-def plan_warnings(parts: Parts, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:
+def plan_warnings(repository: Repository, residual: Residual, entries: Sequence[DemoteEntry]) -> tuple[str, ...]:
     """Return a warning for each rule that names nothing in any checkpoint that is to be demoted."""
     paths: dict[str, None] = {}
     for entry in entries if residual.rules else ():
         if entry.action == "demote":
             # One that was dropped since has nothing that could be named.
             with contextlib.suppress(NotFoundError):
-                tree = load_whole(parts, resolve(parts, f"seq:{entry.seq}")).tree
+                tree = load_whole(repository, resolve(repository, f"seq:{entry.seq}")).tree
                 paths |= dict.fromkeys(tensor_words(tree))
     return tuple(named_nothing(residual, list(paths))) if paths else ()
 
 
 def plan_demotion(
-    parts: Parts, wanted: DemotePolicy, refs: Sequence[Reference] = (), passed_over: Collection[int] = ()
+    repository: Repository, wanted: DemotePolicy, refs: Sequence[Reference] = (), passed_over: Collection[int] = ()
 ) -> list[DemoteEntry]:
     """Choose what is to be demoted; the newest checkpoint comes first.
 
     Args:
-        parts: The store.
+        repository: The store.
         wanted: Which checkpoints stay exact.
         refs: Demote these, whatever the rules say, and no others; even the newest one.
         passed_over: Seqs that were tried before in vain.
@@ -150,11 +150,15 @@ def plan_demotion(
         NotFoundError: One of these is not there.
         ConflictError: One of these carries a tag.
     """
-    named = {resolve(parts, ref).seq for ref in refs}
+    named = {resolve(repository, ref).seq for ref in refs}
     tags: dict[int, list[str]] = {}
-    for tag, record in parts.tags.all().items():
+    for tag, record in repository.tags.all().items():
         tags.setdefault(record.seq, []).append(tag)
-    headers = [header for name in parts.manifests.listing().names if (header := header_or_none(parts.manifests, name))]
+    headers = [
+        header
+        for name in repository.manifests.listing().names
+        if (header := header_or_none(repository.manifests, name))
+    ]
     newest = [header.seq for header in reversed(headers) if not header.is_archival]
     entries = []
     for header in reversed(headers):
@@ -162,8 +166,8 @@ def plan_demotion(
         if not reason and header.seq in passed_over:
             reason = "it was tried before"
         if header.seq in named and header.seq in tags:
-            raise _tagged(parts, header.seq, header.step, tags[header.seq])
-        manifest = load_whole(parts, header.name)
+            raise _tagged(repository, header.seq, header.step, tags[header.seq])
+        manifest = load_whole(repository, header.name)
         stored = own_nbytes(manifest)
         action: DemoteAction = "keep" if reason else "demote"
         why = reason or (
@@ -199,22 +203,22 @@ def own_nbytes(manifest: Manifest) -> int:
     return sum(frame.frame_nbytes for frame in manifest.frames if frame.chunk_id in own)
 
 
-def packs_nbytes(parts: Parts) -> int:
+def packs_nbytes(repository: Repository) -> int:
     """Return the bytes of all packs that the checkpoints of the run need."""
     packs: dict[bytes, int] = {}
-    for name in parts.manifests.listing().names:
+    for name in repository.manifests.listing().names:
         try:
-            manifest = load_whole(parts, name)
+            manifest = load_whole(repository, name)
         except DroppedError:
             continue
         packs.update({pack.pack_id: pack.nbytes for pack in manifest.packs})
     return sum(packs.values())
 
 
-def _tagged(parts: Parts, seq: int, step: int, tags: Sequence[str]) -> ConflictError:
+def _tagged(repository: Repository, seq: int, step: int, tags: Sequence[str]) -> ConflictError:
     return ConflictError(
         f"seq {seq} (step {step}) carries the tag {tags[0]!r}, and what carries one stays exact",
-        where=parts.backend.root,
+        where=repository.backend.root,
         todo="`ckstore untag` it first if it is to be demoted",
         tags=list(tags),
     )
@@ -227,7 +231,7 @@ _MEMORY_NBYTES_MIN = 56 * MIB
 
 
 def demote(
-    parts: Parts,
+    repository: Repository,
     wanted: DemotePolicy,
     policy: Policy,
     *,
@@ -239,7 +243,7 @@ def demote(
     """Choose, and unless it is a dry run, act.
 
     Args:
-        parts: The store.
+        repository: The store.
         wanted: Which checkpoints stay exact, and how the others are stored.
         policy: Threads and memory.
         refs: Demote these and no others.
@@ -255,29 +259,29 @@ def demote(
     """
     tell = on_progress or (lambda done, total: None)
     if dry_run:
-        return _dry_run(parts, wanted, policy, plan_demotion(parts, wanted, refs, passed_over), tell)
-    parts.prepare_run()
-    if isinstance(parts.backend, Distant) or names_newest(parts, refs):
+        return _dry_run(repository, wanted, policy, plan_demotion(repository, wanted, refs, passed_over), tell)
+    repository.prepare_run()
+    if isinstance(repository.backend, Distant) or names_newest(repository, refs):
         # A writer in a bucket may take back what was seen whole; and who makes the newest one lossy resumes from it.
-        parts.lease.take()
-    finish_replacements(parts)
-    entries = plan_demotion(parts, wanted, refs, passed_over)
-    told = plan_warnings(parts, wanted.fidelity, entries)
+        repository.lease.take()
+    finish_replacements(repository)
+    entries = plan_demotion(repository, wanted, refs, passed_over)
+    told = plan_warnings(repository, wanted.fidelity, entries)
     for warning in told:
         _log.warning("%s", warning)
-    before = packs_nbytes(parts)
-    demoter = _Demoter(parts, wanted, policy, is_named=bool(refs))
+    before = packs_nbytes(repository)
+    demoter = _Demoter(repository, wanted, policy, is_named=bool(refs))
     try:
         done = demoter.run(entries, tell)
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
-        parts.look_again()
+        repository.look_again()
     return DemoteReport(
-        run=parts.run,
+        run=repository.run,
         is_dry_run=False,
         entries=tuple(done),
         packs_before=before,
-        packs_after=packs_nbytes(parts),
+        packs_after=packs_nbytes(repository),
         bytes_written=demoter.written_nbytes,
         warnings=(*told, *demoter.warnings),
         fidelity=wanted.fidelity.name,
@@ -285,26 +289,32 @@ def demote(
 
 
 def _dry_run(
-    parts: Parts, wanted: DemotePolicy, policy: Policy, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]
+    repository: Repository,
+    wanted: DemotePolicy,
+    policy: Policy,
+    entries: Sequence[DemoteEntry],
+    tell: Callable[[int, int], None],
 ) -> DemoteReport:
     """Code as the act would, write it nowhere, and report what to expect."""
-    packs = packs_nbytes(parts)
-    nowhere = Parts(cast(Backend, Nowhere(parts.backend)), parts.record, parts.run, clock=parts.clock)
+    packs = packs_nbytes(repository)
+    nowhere = Repository(
+        cast(Backend, Nowhere(repository.backend)), repository.record, repository.run, clock=repository.clock
+    )
     estimator = _Demoter(nowhere, wanted, policy, is_named=False)
     expected = tuple(estimator.estimate(entries, tell))
-    warnings = (*plan_warnings(parts, wanted.fidelity, entries), *estimator.warnings)
-    return DemoteReport(parts.run, True, expected, packs, packs, 0, warnings, wanted.fidelity.name)
+    warnings = (*plan_warnings(repository, wanted.fidelity, entries), *estimator.warnings)
+    return DemoteReport(repository.run, True, expected, packs, packs, 0, warnings, wanted.fidelity.name)
 
 
-def names_newest(parts: Parts, refs: Sequence[Reference]) -> bool:
+def names_newest(repository: Repository, refs: Sequence[Reference]) -> bool:
     """Whether one of these is the newest checkpoint of the run."""
     if not refs:
         return False
     try:
-        newest = resolve(parts, "latest").seq
+        newest = resolve(repository, "latest").seq
     except EmptyRunError:
         return False
-    return any(resolve(parts, ref).seq == newest for ref in refs)
+    return any(resolve(repository, ref).seq == newest for ref in refs)
 
 
 _NEWEST = "it is the newest by now"
@@ -322,7 +332,7 @@ class _Drafted:
     """A checkpoint in its new form, before it is published."""
 
     plan: CommitPlan
-    basing: Basing
+    basing: BaseSelection
     stored: Stored
 
 
@@ -333,16 +343,16 @@ class _OutrunError(Exception):
 class _Demoter:
     """Demotes checkpoint by checkpoint."""
 
-    def __init__(self, parts: Parts, wanted: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
+    def __init__(self, repository: Repository, wanted: DemotePolicy, policy: Policy, *, is_named: bool) -> None:
         self.written_nbytes = 0
         self.warnings: list[str] = []
         self._is_named = is_named
-        self._parts = parts
+        self._repository = repository
         self._wanted = wanted
         # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
         spare = policy.memory_nbytes_max
-        coding = lossy_thread_nbytes(parts.limits, is_private=False)
-        per_thread = reader_nbytes(parts.limits) + coding
+        coding = lossy_thread_nbytes(repository.limits, is_private=False)
+        per_thread = reader_nbytes(repository.limits) + coding
         threads = max(1, min(policy.thread_count, spare // per_thread))
         self._policy = replace(
             policy,
@@ -350,7 +360,7 @@ class _Demoter:
             fidelity=wanted.fidelity,
             base_cache="none",
             threads=threads,
-            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(parts.limits)),
+            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(repository.limits)),
             read_amplification_max=max(policy.read_amplification_max, _READ_AMPLIFICATION_MAX),
             verify_encoded=True,
         )
@@ -367,7 +377,9 @@ class _Demoter:
                 count += 1
                 tell(count, total)
             done.append(entry)
-            before = next((name for name in self._parts.manifests.listing().names if name.seq == entry.seq), before)
+            before = next(
+                (name for name in self._repository.manifests.listing().names if name.seq == entry.seq), before
+            )
         return done[::-1]
 
     def estimate(self, entries: Sequence[DemoteEntry], tell: Callable[[int, int], None]) -> list[DemoteEntry]:
@@ -380,7 +392,7 @@ class _Demoter:
         coded: list[DemoteEntry] = []
         before: ManifestName | None = None
         for entry in reversed(entries):
-            name = resolve(self._parts, f"seq:{entry.seq}")
+            name = resolve(self._repository, f"seq:{entry.seq}")
             if entry.action == "demote":
                 if nbytes_coded < _ESTIMATE_NBYTES or len(coded) < _ESTIMATES_MIN:
                     entry = self._estimated(entry, name, before, hops)
@@ -390,7 +402,7 @@ class _Demoter:
                     entry = _like(entry, coded)
                 count += 1
                 tell(count, total)
-            hops = hops + 1 if entry.action == "demote" else _hops_of(load_whole(self._parts, name))
+            hops = hops + 1 if entry.action == "demote" else _hops_of(load_whole(self._repository, name))
             done.append(entry)
             before = name
         return done[::-1]
@@ -398,9 +410,9 @@ class _Demoter:
     def _estimated(self, entry: DemoteEntry, name: ManifestName, before: ManifestName | None, hops: int) -> DemoteEntry:
         if before is not None and 1 + hops >= self._wanted.fidelity.keyframe_every:
             return replace(entry, action="keep", reason=_end_of_chain(self._wanted.fidelity.keyframe_every))
-        manifest = load_whole(self._parts, name)
+        manifest = load_whole(self._repository, name)
         try:
-            stored = self._stored(manifest, None if before is None else load_whole(self._parts, before)).stored
+            stored = self._stored(manifest, None if before is None else load_whole(self._repository, before)).stored
         except BoundError as error:
             return replace(entry, action="keep", reason=f"{error.what}")
         after = stored.payload_nbytes + FRAME_HEADER_NBYTES * stored.chunks_new
@@ -420,11 +432,11 @@ class _Demoter:
         return "it would not become smaller" if after > (1 - self._wanted.saving_min) * entry.stored_before else ""
 
     def _demote(self, entry: DemoteEntry, before: ManifestName | None) -> DemoteEntry:
-        parts = self._parts
-        intent = parts.tags.declare(entry.seq, "demote")
+        repository = self._repository
+        intent = repository.tags.declare(entry.seq, "demote")
         try:
             # Read after the intent is durable: a tag set meanwhile is seen here, a later one is refused.
-            tags = parts.tags.names_of(entry.seq, is_strict=True)
+            tags = repository.tags.names_of(entry.seq, is_strict=True)
             if tags:
                 return replace(entry, action="keep", reason=f"it carries the tag {tags[0]!r}")
             if self._is_newest(entry):
@@ -436,17 +448,17 @@ class _Demoter:
         except _OutrunError as outrun:
             return replace(entry, action="keep", reason=str(outrun))
         finally:
-            parts.tags.retract(intent)
+            repository.tags.retract(intent)
 
     def _coded(self, entry: DemoteEntry, before: ManifestName | None, intent: str) -> DemoteEntry:
         """Store it anew; again where it or its base was replaced, and the old packs freed, while they were read."""
-        parts = self._parts
+        repository = self._repository
         last: tuple[int, int | None] | None = None
         while True:
-            manifest = load_whole(parts, resolve(parts, f"seq:{entry.seq}"))
+            manifest = load_whole(repository, resolve(repository, f"seq:{entry.seq}"))
             if manifest.losses:
                 return replace(entry, action="keep", reason="another process has demoted it")
-            base = None if before is None else load_whole(parts, before)
+            base = None if before is None else load_whole(repository, before)
             every = self._wanted.fidelity.keyframe_every
             if base is not None and 1 + _hops_of(base) >= every:
                 return replace(entry, action="keep", reason=_end_of_chain(every))
@@ -463,16 +475,16 @@ class _Demoter:
 
         To be asked while the intent stands: a drop declares its own first and looks for this one second.
         """
-        parts = self._parts
+        repository = self._repository
         if self._is_named:
             return False
         # What a writer has published and not synced yet could vanish in a power cut after this one was replaced.
-        parts.backend.sync_folder(layout.manifests_folder(parts.run))
-        for name in reversed(parts.manifests.listing().names):
+        repository.backend.sync_folder(layout.manifests_folder(repository.run))
+        for name in reversed(repository.manifests.listing().names):
             if name.seq <= entry.seq:
                 break
-            header = header_or_none(parts.manifests, name)
-            if header is None or header.is_archival or parts.tags.intents_on(name.seq):
+            header = header_or_none(repository.manifests, name)
+            if header is None or header.is_archival or repository.tags.intents_on(name.seq):
                 continue
             if self._is_whole(name):
                 return False
@@ -481,10 +493,10 @@ class _Demoter:
     def _is_whole(self, name: ManifestName) -> bool:
         """Whether every pack of a checkpoint is where it says; its writer, who looks later, withdraws nothing then."""
         try:
-            manifest = load_whole(self._parts, name)
+            manifest = load_whole(self._repository, name)
             if any(pack.tier == LOST_TIER for pack in manifest.packs):
                 return False
-            return not self._parts.lost_packs(manifest.packs)
+            return not self._repository.lost_packs(manifest.packs)
         except (BackendError, CapacityError, CorruptError, NotFoundError, UsageError) as error:
             # Whatever is wrong with it, or the tier that it lies in: it is not what makes another one old.
             _log.warning("seq %d does not count as newer: %s", name.seq, error)
@@ -516,27 +528,27 @@ class _Demoter:
 
     def _stored(self, manifest: Manifest, base: Manifest | None) -> _Drafted:
         """Code the state anew, and make the packs durable."""
-        parts, residual = self._parts, self._wanted.fidelity
-        known, bases = Known(1), Bases()
+        repository, residual = self._repository, self._wanted.fidelity
+        known, bases = ChunkIndex(1), BaseCache()
         if base is not None:
             # What lies in packs of its own exact form must not be shared: it would keep all of that alive.
             known.add(base)
             bases.follow(base)
-        aside = Aside(parts, known)
+        aside = IsolatedRepository(repository, known)
         aside.nbytes_planned = own_nbytes(manifest) // 2
-        with stored_state(parts, manifest) as state:
+        with stored_state(repository, manifest) as state:
             captured = state.captured()
             # What is asked to be small loses what it can, even where its weights begin a chain.
             candidates = Candidates(captured, residual, is_first_exact=False)
-            plan = plan_commit(captured.storages, parts.limits, apart=candidates.apart)
-            basing = choose_forms(captured, plan, known, bases, self._policy, parts.limits, candidates)
+            plan = plan_commit(captured.storages, repository.limits, apart=candidates.apart)
+            basing = choose_forms(captured, plan, known, bases, self._policy, repository.limits, candidates)
             assert basing.lossy is not None
             writer = LossyChunkWriter(
                 aside, plan, state.storages, self._policy, basing.forms, bases, lossy=basing.lossy
             )
             try:
                 writer.run()
-                stored = run_aside(writer.flush, on_interrupt=lambda error: None)
+                stored = run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
             except BaseException:
                 writer.abandon()
                 raise
@@ -556,16 +568,16 @@ class _Demoter:
             self.warnings.append(f"step {step}: {warning}")
 
     def _publish(self, manifest: Manifest, drafted: _Drafted, intent: str) -> Manifest:
-        parts = self._parts
+        repository = self._repository
         try:
-            if parts.lease.is_held:
-                parts.lease.check()
+            if repository.lease.is_held:
+                repository.lease.check()
             replacement = _replacement(manifest, drafted, self._wanted)
         except BaseException:
             self._remove_unpublished(manifest, drafted.stored)
             raise
         try:
-            name = parts.manifests.publish(replacement)
+            name = repository.manifests.publish(replacement)
         except (ConflictError, FileNotFoundError) as error:
             # The name has, or had, another one's bytes, so nothing names these packs.
             self._unlink(drafted.stored)
@@ -574,7 +586,7 @@ class _Demoter:
             self._remove_unpublished(manifest, drafted.stored)
             raise
         try:
-            settle(parts, replacement, name, intent=intent)
+            settle(repository, replacement, name, intent=intent)
         except ConflictError as error:
             _log.warning("%s", error)
             raise _OutrunError(error.what) from error
@@ -586,7 +598,7 @@ class _Demoter:
         name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
         try:
             # Publishing may have failed after the manifest became visible: then its packs are needed.
-            if self._parts.backend.stat(name.path) is None:
+            if self._repository.backend.stat(name.path) is None:
                 self._unlink(stored)
         except (CkstoreError, OSError) as error:
             _log.warning("packs of a checkpoint that was not demoted are left for gc: %s", error)
@@ -595,7 +607,7 @@ class _Demoter:
         for pack_name in stored.pack_names:
             # A collector without grace may have taken what nobody named.
             with contextlib.suppress(FileNotFoundError):
-                self._parts.backend.unlink(pack_name)
+                self._repository.backend.unlink(pack_name)
 
 
 def _hops_of(manifest: Manifest) -> int:

@@ -15,7 +15,7 @@ from ckstore.errors import UsageError
 from ckstore.format.paths import CONFIG_FILE
 from ckstore.format.records import ConfigRecord
 from ckstore.store.config_file import change_config, read_config
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _RULES = tuple(field.name for field in dataclasses.fields(DemotePolicy))
 _FIDELITY = "fidelity"
@@ -74,23 +74,23 @@ def demotion_given(policy: object) -> DemotePolicy | None:
     )
 
 
-def stored_demotion(parts: Parts) -> DemotePolicy | None:
+def stored_demotion(repository: Repository) -> DemotePolicy | None:
     """Return the policy in ``config.json``; None where there is none.
 
     Raises:
         UsageError: It has a rule that is none, or a value that cannot be.
         CorruptError: The file is damaged.
     """
-    rules = read_config(parts.backend).policy.get(_KEY)
+    rules = read_config(repository.backend).policy.get(_KEY)
     if rules is None:
         return None
-    where = parts.backend.location_of(CONFIG_FILE)
+    where = repository.backend.location_of(CONFIG_FILE)
     if not isinstance(rules, Mapping):
         raise UsageError("a policy of demotion is an object of rules", where=where)
     return policy_of_rules(rules, where=where)
 
 
-def set_stored_demotion(parts: Parts, policy: DemotePolicy | None) -> None:
+def set_stored_demotion(repository: Repository, policy: DemotePolicy | None) -> None:
     """Write the policy into ``config.json``, durably; None removes it."""
     rules = None if policy is None else rules_of(policy)
 
@@ -99,4 +99,4 @@ def set_stored_demotion(parts: Parts, policy: DemotePolicy | None) -> None:
         others = {name: value for name, value in record.policy.items() if name != _KEY}
         return ConfigRecord(**{**kept, "policy": others if rules is None else {**others, _KEY: rules}})
 
-    change_config(parts.backend, change)
+    change_config(repository.backend, change)

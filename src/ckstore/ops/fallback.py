@@ -19,7 +19,7 @@ from ckstore.format.paths import ManifestName
 from ckstore.ops.verify import verify
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.refs import load_whole
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
@@ -30,20 +30,20 @@ def is_damage(error: CkstoreError) -> bool:
     return is_unreadable or isinstance(error, CorruptError)
 
 
-def candidates(parts: Parts, damaged: int | None, error: CkstoreError) -> Iterator[Manifest]:
+def candidates(repository: Repository, damaged: int | None, error: CkstoreError) -> Iterator[Manifest]:
     """Yield the checkpoints that ``restore()`` may go back to, the newest first: whole as far as manifests tell.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         damaged: The seq of the checkpoint that was damaged; None: that is not known.
         error: What was met there. A checkpoint that needs the same frame is left out.
     """
     place = (error.facts.get("pack_id"), error.facts.get("offset"))
-    for name in reversed(parts.manifests.listing().names):
+    for name in reversed(repository.manifests.listing().names):
         if name.seq == damaged:
             continue
         try:
-            manifest = load_whole(parts, name)
+            manifest = load_whole(repository, name)
         except CkstoreError as problem:
             _log.warning("seq %d (step %d) was passed over: %s", name.seq, name.step, problem)
             continue
@@ -58,16 +58,18 @@ def _needs(manifest: Manifest, place: tuple[object, object]) -> bool:
     return any(frame.pack in packs and frame.offset == offset for frame in manifest.frames)
 
 
-def newest_readable(parts: Parts, policy: Policy, damaged: int | None, error: CkstoreError) -> ManifestName | None:
+def newest_readable(
+    repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError
+) -> ManifestName | None:
     """Return the newest other checkpoint of which everything can be read; None where there is none."""
-    chunk_nbytes_max = parts.limits.chunk_nbytes_max
-    for manifest in candidates(parts, damaged, error):
+    chunk_nbytes_max = repository.limits.chunk_nbytes_max
+    for manifest in candidates(repository, damaged, error):
         name = manifest.header.name
         try:
             report = verify(
-                parts,
+                repository,
                 "decode",
-                [(parts.run, name)],
+                [(repository.run, name)],
                 make_check=lambda: FrameDecoder(chunk_nbytes_max).check_frame,
                 check_nbytes=decoder_nbytes(chunk_nbytes_max),
                 policy=policy,
@@ -81,17 +83,17 @@ def newest_readable(parts: Parts, policy: Policy, damaged: int | None, error: Ck
     return None
 
 
-def with_way_out(parts: Parts, policy: Policy, damaged: int | None, error: CkstoreError) -> CkstoreError:
+def with_way_out(repository: Repository, policy: Policy, damaged: int | None, error: CkstoreError) -> CkstoreError:
     """Return the error of a damaged checkpoint with what can be done: repair, or the newest that reads whole."""
     what = "a checkpoint" if damaged is None else f"seq {damaged}"
     _log.warning("%s is damaged (%s); looking for the newest other checkpoint that reads whole", what, error.what)
-    repair = f"run `ckstore repair {parts.backend.root}`, which says what can be made whole again"
+    repair = f"run `ckstore repair {repository.backend.root}`, which says what can be made whole again"
     try:
-        found = newest_readable(parts, policy, damaged, error)
+        found = newest_readable(repository, policy, damaged, error)
     except CkstoreError as problem:
         return _with_todo(error, f"{repair}; looking for another checkpoint that reads whole failed: {problem.what}")
     if found is None:
-        return _with_todo(error, f"{repair}; no other checkpoint of run {parts.run} reads whole")
+        return _with_todo(error, f"{repair}; no other checkpoint of run {repository.run} reads whole")
     way = f'the newest other checkpoint that reads whole is step {found.step}: restore("seq:{found.seq}")'
     is_older = damaged is None or found.seq < damaged
     by_itself = ", or restore(fallback=True), which goes there by itself" if is_older else ""

@@ -18,7 +18,7 @@ from ckstore.ops.gc.collect import purge
 from ckstore.ops.gc.policy import Retention
 from ckstore.ops.gc.run import GcLimits, collect_store
 from ckstore.store.reachability import Marker
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
@@ -50,7 +50,7 @@ class Room:
         return f"{folders} ({self.nbytes / MIB:.1f} MiB) emptied{drops}"
 
 
-def room_after(parts: Parts, nbytes: int, error: CapacityError) -> Room:
+def room_after(repository: Repository, nbytes: int, error: CapacityError) -> Room:
     """Make room after a write has failed, for a commit of a state of so many bytes.
 
     Raises:
@@ -58,7 +58,7 @@ def room_after(parts: Parts, nbytes: int, error: CapacityError) -> Room:
     """
     if not is_disk_full(error):
         raise error
-    room = make_room(parts, nbytes)
+    room = make_room(repository, nbytes)
     if room.nbytes:
         return room
     raise CapacityError(
@@ -69,37 +69,37 @@ def room_after(parts: Parts, nbytes: int, error: CapacityError) -> Room:
     ) from error
 
 
-def make_room(parts: Parts, nbytes: int) -> Room:
+def make_room(repository: Repository, nbytes: int) -> Room:
     """Free space in the store, for a commit of a state of so many bytes.
 
     Twice the state is freed where there is as much: a commit that frees what it needs and no more would leave the
     next one a full disk again.
     """
     room = Room()
-    if isinstance(parts.backend, Distant):
+    if isinstance(repository.backend, Distant):
         # Packs in a bucket do not go through the trash, and its quota is not this disk's.
         return room
     wanted = 2 * nbytes + _RESERVE_NBYTES
     try:
-        _empty_trash(parts, wanted, room)
-        if room.nbytes < wanted and parts.retention:
-            _drop_by_rules(parts, room)
-            _empty_trash(parts, wanted, room)
+        _empty_trash(repository, wanted, room)
+        if room.nbytes < wanted and repository.retention:
+            _drop_by_rules(repository, room)
+            _empty_trash(repository, wanted, room)
     except CkstoreError as error:
         _log.warning("making room on a full disk stopped: %s", error)
     return room
 
 
-def _empty_trash(parts: Parts, wanted: int, room: Room) -> None:
+def _empty_trash(repository: Repository, wanted: int, room: Room) -> None:
     """Free folders of the trash until there is enough, the oldest first."""
     # No lock: a collection beside this one may be at work for long, and safety rests on no lock.
-    marker = Marker(parts)
-    for folder in parts.trash.contents():
+    marker = Marker(repository)
+    for folder in repository.trash.contents():
         if room.nbytes >= wanted:
             return
         if not folder.packs and not folder.manifests:
             continue
-        purged = purge(parts, marker, (folder.gc_id,))
+        purged = purge(repository, marker, (folder.gc_id,))
         if purged.look.unreadable:
             problem = purged.look.unreadable[0]
             _log.warning("nothing of the trash was freed: %s cannot be read: %s", problem.path, problem.problem)
@@ -108,13 +108,13 @@ def _empty_trash(parts: Parts, wanted: int, room: Room) -> None:
         room.folders += bool(purged.files)
 
 
-def _drop_by_rules(parts: Parts, room: Room) -> None:
+def _drop_by_rules(repository: Repository, room: Room) -> None:
     """Collect as the handle would have done after its next commits."""
-    own = Parts(parts.backend, parts.record, parts.run, clock=parts.clock)
+    own = Repository(repository.backend, repository.record, repository.run, clock=repository.clock)
     report = collect_store(
         own,
-        Retention.of(parts.retention),
-        runs=(parts.run,),
+        Retention.of(repository.retention),
+        runs=(repository.run,),
         # What is rewritten takes space before it frees any.
         limits=GcLimits(repack_nbytes_max=0),
         dry_run=False,

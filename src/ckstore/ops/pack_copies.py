@@ -39,7 +39,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.store.damage import Place
 from ckstore.store.manifests import quarantine_manifest, quarantine_pack
 from ckstore.store.pack_reader import read_buffer_nbytes, read_frame
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 READ_BUFFERS = 6
 
@@ -80,24 +80,24 @@ class FoundFrame:
     header: FrameHeader
 
 
-class Shelf:
+class PackCopies:
     """All copies of packs that can be reached.
 
     Args:
-        parts: The store.
+        repository: The store.
         sources: Other places where packs of this store may lie under the same names: a mirror, a bucket.
     """
 
-    def __init__(self, parts: Parts, sources: Sequence[Backend] = ()) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, sources: Sequence[Backend] = ()) -> None:
+        self._repository = repository
         self._sources = sources
         self._broken: dict[str, PackLook] = {}
 
     def copies_of(self, pack_id: PackId) -> Iterator[PackCopy]:
         """Yield the files that may hold a pack, the one in place first."""
-        backend, name = self._parts.backend, paths.pack_name(pack_id)
+        backend, name = self._repository.backend, paths.pack_name(pack_id)
         is_found = False
-        for path in self._parts.trash.paths_of(pack_id):
+        for path in self._repository.trash.paths_of(pack_id):
             if path == name and is_found:
                 # All of the trash was looked at, too.
                 break
@@ -113,9 +113,9 @@ class Shelf:
 
     def all_copies(self, named: Iterable[PackId]) -> Iterator[PackCopy]:
         """Yield every file that holds a pack, whoever names it; of copies elsewhere, those of packs that are named."""
-        backend = self._parts.backend
+        backend = self._repository.backend
         folders: list[tuple[str, CopyKind]] = [(folder, "place") for folder in paths.pack_folders()]
-        folders += [(paths.trash_packs_folder(gc_id), "trash") for gc_id in self._parts.trash.folders()]
+        folders += [(paths.trash_packs_folder(gc_id), "trash") for gc_id in self._repository.trash.folders()]
         folders.append((paths.quarantine_packs_folder(), "quarantine"))
         for folder, kind in folders:
             for file in backend.list_names(folder):
@@ -146,7 +146,7 @@ class Shelf:
         return found
 
     def _by_directory(self, file: ReadFile, pack_id: PackId) -> PackLook:
-        store_id, limits = self._parts.store_id, self._parts.limits
+        store_id, limits = self._repository.store_id, self._repository.limits
         decode_superheader(file.read_at(0, SUPERHEADER_NBYTES), store_id=store_id, pack_id=pack_id)
         tail = decode_tail(
             file.read_at(max(0, file.nbytes - TAIL_NBYTES), TAIL_NBYTES),
@@ -163,7 +163,7 @@ class Shelf:
 
     def _by_scan(self, file: ReadFile) -> Iterator[DirectoryEntry]:
         try:
-            for offset, header in scan_frames(file.read_at, file.nbytes, limits=self._parts.limits):
+            for offset, header in scan_frames(file.read_at, file.nbytes, limits=self._repository.limits):
                 yield DirectoryEntry.of(header, offset=offset)
         except BackendError:
             # The medium gives nothing beyond this; what was found before may still be of use.
@@ -181,14 +181,14 @@ class Shelf:
             content = file.read_at(offset, FRAME_HEADER_NBYTES + stored_nbytes)
         finally:
             file.close()
-        header = decode_frame_header(content[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+        header = decode_frame_header(content[:FRAME_HEADER_NBYTES], limits=self._repository.limits)
         payload = content[FRAME_HEADER_NBYTES:]
         check_payload(header, payload)
         return header, payload
 
     def check(self, copy: PackCopy, places: Iterable[Place]) -> dict[Place, FrameHeader | None]:
         """Read frames where manifests say that they lie; return the header of each that is sound, None for others."""
-        limits = self._parts.limits
+        limits = self._repository.limits
         ordered = sorted(places, key=lambda place: place[1])
         found: dict[Place, FrameHeader | None] = dict.fromkeys(ordered)
         file = copy.backend.open_read(copy.path)
@@ -220,7 +220,7 @@ class Shelf:
         except CkstoreError:
             return None
         try:
-            return _sound(result.view, place, self._parts.limits)
+            return _sound(result.view, place, self._repository.limits)
         finally:
             result.release()
 
@@ -259,13 +259,13 @@ class QuarantineReport:
     left: tuple[str, ...]
 
 
-def put_aside(parts: Parts, *, dry_run: bool) -> QuarantineReport:
+def quarantine_damaged(repository: Repository, *, dry_run: bool) -> QuarantineReport:
     """Find what is damaged, and unless it is a dry run, move it to quarantine."""
     manifests: dict[ManifestName, str] = {}
     named: set[PackId] = set()
     left: list[str] = []
-    for run in parts.runs():
-        there = parts.manifests_of(run)
+    for run in repository.runs():
+        there = repository.manifests_of(run)
         listing = there.listing()
         for name in (*listing.names, *listing.lower):
             try:
@@ -277,12 +277,12 @@ def put_aside(parts: Parts, *, dry_run: bool) -> QuarantineReport:
                 left.append(str(error))
             except CorruptError as error:
                 manifests[name] = error.what
-    packs = {} if manifests or left else _torn_packs(parts, named)
+    packs = {} if manifests or left else _torn_packs(repository, named)
     if not dry_run:
         for name in manifests:
-            quarantine_manifest(parts.backend, name)
+            quarantine_manifest(repository.backend, name)
         for pack_id in packs:
-            quarantine_pack(parts.backend, paths.pack_name(pack_id), pack_id)
+            quarantine_pack(repository.backend, paths.pack_name(pack_id), pack_id)
     return QuarantineReport(
         dry_run,
         {name.path: problem for name, problem in manifests.items()},
@@ -291,17 +291,17 @@ def put_aside(parts: Parts, *, dry_run: bool) -> QuarantineReport:
     )
 
 
-def _torn_packs(parts: Parts, named: set[PackId]) -> dict[PackId, str]:
-    shelf, now_ns = Shelf(parts), parts.clock.now_ns()
+def _torn_packs(repository: Repository, named: set[PackId]) -> dict[PackId, str]:
+    shelf, now_ns = PackCopies(repository), repository.clock.now_ns()
     found: dict[PackId, str] = {}
     for folder in paths.pack_folders():
-        for file in parts.backend.list_names(folder):
+        for file in repository.backend.list_names(folder):
             pack_id = paths.parse_pack_file(file)
-            info = parts.backend.stat(f"{folder}/{file}")
+            info = repository.backend.stat(f"{folder}/{file}")
             if pack_id is None or info is None or pack_id in named or now_ns - info.modified_ns < AGE_NS_MIN:
                 continue
             try:
-                look = shelf.look_into(PackCopy(pack_id, parts.backend, f"{folder}/{file}", "place"))
+                look = shelf.look_into(PackCopy(pack_id, repository.backend, f"{folder}/{file}", "place"))
             except FileNotFoundError:
                 continue
             if look.problem:

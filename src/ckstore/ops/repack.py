@@ -14,23 +14,23 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ckstore.commit.base_selection import Form
+from ckstore.commit.base_selection import StoragePlan
 from ckstore.commit.chunk_writer import ChunkWriter, Stored
 from ckstore.commit.write_buffers import thread_nbytes
-from ckstore.concurrency import run_aside
+from ckstore.concurrency import run_uninterrupted
 from ckstore.config import MIB, Policy, RepackPolicy
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CkstoreError, ConflictError
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.manifest import Manifest, relocated
 from ckstore.format.paths import ManifestName
-from ckstore.ops.repack_plan import Action, Member, Placed, RepackPlan, Rewrite, plan_repack, roots_of
+from ckstore.ops.repack_plan import Action, Member, PlannedIndex, RepackPlan, Rewrite, plan_repack, roots_of
 from ckstore.ops.stored_checkpoint import plan_of, reader_nbytes, stored_state
-from ckstore.store.chunk_index import Known, locate
+from ckstore.store.chunk_index import ChunkIndex, locate
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import load_whole
 from ckstore.store.replacement import finish_replacements, settle
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
@@ -95,7 +95,7 @@ class RepackReport:
 
 
 def repack(
-    parts: Parts,
+    repository: Repository,
     wanted: RepackPolicy,
     policy: Policy,
     *,
@@ -105,7 +105,7 @@ def repack(
     """Plan, and unless it is a dry run, act.
 
     Args:
-        parts: The store.
+        repository: The store.
         wanted: What the checkpoints shall become.
         policy: Threads and memory.
         dry_run: Only plan.
@@ -117,17 +117,19 @@ def repack(
         CapacityError: The disk is full. Whatever is raised, each checkpoint is in its old or its new form.
     """
     if dry_run:
-        return _report(parts, plan_repack(parts, wanted, policy, on_progress=on_progress), {}, is_dry_run=True)
-    parts.prepare_run()
-    parts.lease.take()
-    superseded_count = finish_replacements(parts)
-    plan = plan_repack(parts, wanted, policy, on_progress=on_progress)
+        return _report(
+            repository, plan_repack(repository, wanted, policy, on_progress=on_progress), {}, is_dry_run=True
+        )
+    repository.prepare_run()
+    repository.lease.take()
+    superseded_count = finish_replacements(repository)
+    plan = plan_repack(repository, wanted, policy, on_progress=on_progress)
     try:
-        done = _Repacker(parts, wanted, policy, plan).run(on_progress or (lambda done, total: None))
+        done = _Repacker(repository, wanted, policy, plan).run(on_progress or (lambda done, total: None))
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
-        parts.look_again()
-    return replace(_report(parts, plan, done, is_dry_run=False), superseded_count=superseded_count)
+        repository.look_again()
+    return replace(_report(repository, plan, done, is_dry_run=False), superseded_count=superseded_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class _Done:
     read: int
 
 
-def _report(parts: Parts, plan: RepackPlan, done: dict[int, _Done], *, is_dry_run: bool) -> RepackReport:
+def _report(repository: Repository, plan: RepackPlan, done: dict[int, _Done], *, is_dry_run: bool) -> RepackReport:
     entries = tuple(
         RepackEntry(
             seq=member.name.seq,
@@ -159,14 +161,14 @@ def _report(parts: Parts, plan: RepackPlan, done: dict[int, _Done], *, is_dry_ru
     planned = plan.written_nbytes
     written = planned if is_dry_run else sum(each.written for each in done.values())
     after = plan.packs_after - planned + written
-    return RepackReport(parts.run, is_dry_run, entries, plan.packs_before, after, written)
+    return RepackReport(repository.run, is_dry_run, entries, plan.packs_before, after, written)
 
 
-class Aside(Parts):
+class IsolatedRepository(Repository):
     """The same store with frames of its own to know, so that the handle's are left alone."""
 
-    def __init__(self, parts: Parts, known: Known) -> None:
-        super().__init__(parts.backend, parts.record, parts.run, clock=parts.clock)
+    def __init__(self, repository: Repository, known: ChunkIndex) -> None:
+        super().__init__(repository.backend, repository.record, repository.run, clock=repository.clock)
         self.known = known
         self.nbytes_planned = 0
 
@@ -178,20 +180,20 @@ class Aside(Parts):
 class _Repacker:
     """Carries out a plan."""
 
-    def __init__(self, parts: Parts, wanted: RepackPolicy, policy: Policy, plan: RepackPlan) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, wanted: RepackPolicy, policy: Policy, plan: RepackPlan) -> None:
+        self._repository = repository
         self._plan = plan
-        self._placed = Placed()
-        self._aside = Aside(parts, self._placed)
+        self._placed = PlannedIndex()
+        self._aside = IsolatedRepository(repository, self._placed)
         # A thread reads a chunk and its bases before it codes it: what reading takes comes off the bound.
         spare = policy.memory_nbytes_max
-        per_thread = reader_nbytes(parts.limits) + thread_nbytes(parts.limits, has_bases=True)
+        per_thread = reader_nbytes(repository.limits) + thread_nbytes(repository.limits, has_bases=True)
         threads = max(1, min(policy.thread_count, spare // per_thread))
         self._policy = replace(
             policy,
             compression=wanted.compression,
             threads=threads,
-            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(parts.limits)),
+            memory_nbytes_max=max(_MEMORY_NBYTES_MIN, spare - threads * reader_nbytes(repository.limits)),
             verify_encoded=True,
         )
 
@@ -201,12 +203,12 @@ class _Repacker:
         total = sum(member.rewrite is not None for member in self._plan.members)
         for member in self._plan.members:
             try:
-                manifest = load_whole(self._parts, member.name)
+                manifest = load_whole(self._repository, member.name)
             except DroppedError:
                 # It was dropped since, and its drop stands; nothing depends on its frames but what names them.
                 continue
             if manifest.header.generation != member.name.generation:
-                raise _replaced_meanwhile(self._parts, member)
+                raise _replaced_meanwhile(self._repository, member)
             if member.rewrite is None:
                 self._placed.put(roots_of(manifest))
                 continue
@@ -222,7 +224,7 @@ class _Repacker:
         stored = self._store_chunks(manifest, member, rewrite)
         replacement, name = self._publish(manifest, rewrite, stored)
         try:
-            settle(self._parts, replacement, name)
+            settle(self._repository, replacement, name)
         except DroppedError as error:
             _log.warning("%s; its drop stands", error.what)
             self._placed.back_to(mark)
@@ -234,9 +236,9 @@ class _Repacker:
 
     def _publish(self, manifest: Manifest, rewrite: Rewrite, stored: Stored) -> tuple[Manifest, ManifestName]:
         try:
-            self._parts.lease.check()
+            self._repository.lease.check()
             replacement = _replacement(manifest, rewrite, stored)
-            return replacement, self._parts.manifests.publish(replacement)
+            return replacement, self._repository.manifests.publish(replacement)
         except BaseException:
             self._remove_unpublished(manifest, stored)
             raise
@@ -244,15 +246,15 @@ class _Repacker:
     def _store_chunks(self, manifest: Manifest, member: Member, rewrite: Rewrite) -> Stored:
         """Code every chunk that is not placed, and make the packs durable."""
         forms = [
-            Form(None if form.base is None else self._placed.find(form.base), form.is_tried, form.master)
+            StoragePlan(None if form.base is None else self._placed.find(form.base), form.is_tried, form.master)
             for form in rewrite.forms
         ]
         self._aside.nbytes_planned = member.written_nbytes
-        with stored_state(self._parts, manifest) as state:
-            writer = ChunkWriter(self._aside, plan_of(manifest), state.storages, self._policy, forms, Bases())
+        with stored_state(self._repository, manifest) as state:
+            writer = ChunkWriter(self._aside, plan_of(manifest), state.storages, self._policy, forms, BaseCache())
             try:
                 writer.run()
-                return run_aside(writer.flush, on_interrupt=lambda error: None)
+                return run_uninterrupted(writer.flush, on_interrupt=lambda error: None)
             except BaseException:
                 writer.abandon()
                 raise
@@ -263,9 +265,9 @@ class _Repacker:
         name = ManifestName(header.run, header.seq, header.step, header.generation + 1)
         try:
             # Publishing may have failed after the manifest became visible: then its packs are needed.
-            if self._parts.backend.stat(name.path) is None:
+            if self._repository.backend.stat(name.path) is None:
                 for pack_name in stored.pack_names:
-                    self._parts.backend.unlink(pack_name)
+                    self._repository.backend.unlink(pack_name)
         except (CkstoreError, OSError) as error:
             _log.warning("packs of a checkpoint that was not replaced are left for gc: %s", error)
 
@@ -288,9 +290,9 @@ def _replacement(manifest: Manifest, rewrite: Rewrite, stored: Stored) -> Manife
     )
 
 
-def _replaced_meanwhile(parts: Parts, member: Member) -> ConflictError:
+def _replaced_meanwhile(repository: Repository, member: Member) -> ConflictError:
     return ConflictError(
         f"seq {member.name.seq} was replaced by another process after it was planned",
-        where=parts.backend.root,
+        where=repository.backend.root,
         todo="repack again",
     )

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from ckstore.commit.base_selection import Basing, choose_forms
+from ckstore.commit.base_selection import BaseSelection, choose_forms
 from ckstore.commit.chunking import CommitPlan
 from ckstore.config import Policy, RepackPolicy
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.delta.cost_model import Verdict
 from ckstore.errors import ConflictError
 from ckstore.format.choices import UNSAMPLED, Choices
@@ -32,9 +32,9 @@ from ckstore.format.paths import ManifestName
 from ckstore.format.wire import align_up
 from ckstore.hashing import ChunkId, PackId
 from ckstore.ops.stored_checkpoint import plan_of, stored_state
-from ckstore.store.chunk_index import LOCAL_TIER, Known, KnownFrame, locate
+from ckstore.store.chunk_index import LOCAL_TIER, ChunkIndex, LocatedFrame, locate
 from ckstore.store.refs import load_whole
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 Key = tuple[PackId, int]
 """A frame, by its place."""
@@ -57,11 +57,11 @@ class Ledger:
         self._packs_of: list[set[PackId]] = []
 
     @classmethod
-    def of(cls, parts: Parts, names: Sequence[ManifestName]) -> Ledger:
+    def of(cls, repository: Repository, names: Sequence[ManifestName]) -> Ledger:
         """Read every manifest of the store.
 
         Args:
-            parts: The store.
+            repository: The store.
             names: The run's manifests, the newest first.
 
         Raises:
@@ -69,10 +69,10 @@ class Ledger:
         """
         ledger = cls()
         for rank, name in enumerate(names):
-            ledger._add(rank, load_whole(parts, name))
-        for run in parts.runs():
-            manifests = parts.manifests_of(run)
-            for name in manifests.listing().names if run != parts.run else ():
+            ledger._add(rank, load_whole(repository, name))
+        for run in repository.runs():
+            manifests = repository.manifests_of(run)
+            for name in manifests.listing().names if run != repository.run else ():
                 try:
                     keys = sizes_of(manifests.load(name))
                 except FileNotFoundError:
@@ -125,19 +125,19 @@ _PLANNED_PACK = PackRef(PackId(bytes(16)), 0, bytes(32))
 """Stands for packs that are not written yet."""
 
 
-class Placed(Known):
+class PlannedIndex(ChunkIndex):
     """Frames that older checkpoints may share or be coded against, written or planned so far."""
 
     def __init__(self) -> None:
         super().__init__(manifests_max=1)
-        self._frames: dict[ChunkId, KnownFrame] = {}
+        self._frames: dict[ChunkId, LocatedFrame] = {}
         self._added: list[ChunkId] = []
 
-    def find(self, chunk_id: ChunkId) -> KnownFrame | None:
+    def find(self, chunk_id: ChunkId) -> LocatedFrame | None:
         """Return the frame of a chunk."""
         return self._frames.get(chunk_id)
 
-    def put(self, frames: Iterable[KnownFrame]) -> None:
+    def put(self, frames: Iterable[LocatedFrame]) -> None:
         """Remember frames; the first one of a chunk stays."""
         for known in frames:
             if known.frame.chunk_id not in self._frames:
@@ -155,13 +155,13 @@ class Placed(Known):
         del self._added[mark:]
 
 
-def roots_of(manifest: Manifest) -> list[KnownFrame]:
+def roots_of(manifest: Manifest) -> list[LocatedFrame]:
     """Return the local frames of a manifest that need no base.
 
     Of a checkpoint that stays, only these may serve older ones: the bases of the others may yet be coded anew.
     """
     return [
-        KnownFrame(frame, manifest.packs[frame.pack], None)
+        LocatedFrame(frame, manifest.packs[frame.pack], None)
         for frame in manifest.frames
         if frame.base < 0 and manifest.packs[frame.pack].tier == LOCAL_TIER
     ]
@@ -187,25 +187,25 @@ class Sketch:
 
     manifest: Manifest
     plan: CommitPlan
-    basing: Basing
-    in_place: dict[ChunkId, KnownFrame]
-    frames: list[KnownFrame] = field(init=False, default_factory=list)
+    basing: BaseSelection
+    in_place: dict[ChunkId, LocatedFrame]
+    frames: list[LocatedFrame] = field(init=False, default_factory=list)
     is_new: list[bool] = field(init=False, default_factory=list)
     _frame_of: dict[ChunkId, FrameRef] = field(init=False)
 
     def __post_init__(self) -> None:
         self._frame_of = {frame.chunk_id: frame for frame in self.manifest.frames}
 
-    def leaving(self, in_place: dict[ChunkId, KnownFrame], placed: Known) -> Sketch:
+    def leaving(self, in_place: dict[ChunkId, LocatedFrame], placed: ChunkIndex) -> Sketch:
         """Return the same form with other frames that stay where they are."""
         other = Sketch(self.manifest, self.plan, self.basing, in_place)
         other.place(placed)
         return other
 
-    def place(self, placed: Known) -> None:
+    def place(self, placed: ChunkIndex) -> None:
         """Give every chunk a frame: one that is placed, or stays, or is new."""
         bits = self._bits()
-        found: dict[int, KnownFrame] = {}
+        found: dict[int, LocatedFrame] = {}
         new: set[int] = set()
         forms = self.basing.forms
         for index in sorted(range(len(forms)), key=lambda index: forms[index].master is not None):
@@ -219,12 +219,12 @@ class Sketch:
                 stored_nbytes = 1 if form.master is not None else max(1, min(chunk.nbytes, round(estimate)))
                 stored_nbytes = self._stored_so(chunk_id, base, chunk.nbytes) or stored_nbytes
                 depth = 0 if base is None else base.frame.depth + 1
-                known = KnownFrame(FrameRef(chunk_id, 0, 0, stored_nbytes, -1, depth), _PLANNED_PACK, base)
+                known = LocatedFrame(FrameRef(chunk_id, 0, 0, stored_nbytes, -1, depth), _PLANNED_PACK, base)
             found[index] = known
         self.frames = [found[index] for index in range(len(forms))]
         self.is_new = [index in new for index in range(len(forms))]
 
-    def _stored_so(self, chunk_id: ChunkId, base: KnownFrame | None, nbytes: int) -> int | None:
+    def _stored_so(self, chunk_id: ChunkId, base: LocatedFrame | None, nbytes: int) -> int | None:
         """Return what a chunk takes that is coded already against this base: better than any estimate."""
         frame = self._frame_of[chunk_id]
         base_id = self.manifest.frames[frame.base].chunk_id if frame.base >= 0 else None
@@ -305,25 +305,25 @@ class Sketch:
         """Return the manifest as it is; for those that are coded after it, a keyframe."""
         return replace(self.manifest, choices=None)
 
-    def follow(self, bases: Bases, manifest: Manifest) -> None:
+    def follow(self, bases: BaseCache, manifest: Manifest) -> None:
         """Let the next older checkpoint be coded against this one."""
         self.basing.remember(bases, manifest, [ChunkId(chunk.chunk_id) for chunk in self.manifest.chunks])
 
 
 def sketch(
-    parts: Parts,
+    repository: Repository,
     manifest: Manifest,
-    placed: Known,
-    bases: Bases,
+    placed: ChunkIndex,
+    bases: BaseCache,
     policy: Policy,
     *,
     is_keyframe: bool,
-    in_place: dict[ChunkId, KnownFrame],
+    in_place: dict[ChunkId, LocatedFrame],
 ) -> Sketch:
     """Read samples of a checkpoint and plan its form.
 
     Args:
-        parts: The store.
+        repository: The store.
         manifest: The checkpoint.
         placed: Frames that it may share, or be coded against.
         bases: The next newer checkpoint, and the keyframe that goes with it.
@@ -336,8 +336,8 @@ def sketch(
         UnsupportedError: Its tensors do not cover its chunks.
     """
     plan = plan_of(manifest)
-    with stored_state(parts, manifest) as state:
-        basing = choose_forms(state.captured(), plan, placed, bases, policy, parts.limits)
+    with stored_state(repository, manifest) as state:
+        basing = choose_forms(state.captured(), plan, placed, bases, policy, repository.limits)
     if is_keyframe:
         whole = tuple(replace(form, base=None, is_tried=False) for form in basing.forms)
         verdict = Verdict((None,) * len(basing.surveyed), "keyframe: among the newest, for fast restores")
@@ -364,7 +364,7 @@ class Rewrite:
 
     forms: tuple[ChunkForm, ...]
     in_place: frozenset[ChunkId]
-    basing: Basing
+    basing: BaseSelection
 
     @classmethod
     def of(cls, sketch: Sketch) -> Rewrite:
@@ -423,12 +423,16 @@ class RepackPlan:
 
 
 def plan_repack(
-    parts: Parts, wanted: RepackPolicy, policy: Policy, *, on_progress: Callable[[int, int], None] | None = None
+    repository: Repository,
+    wanted: RepackPolicy,
+    policy: Policy,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> RepackPlan:
     """Look at every checkpoint of the run, read samples of it, and decide.
 
     Args:
-        parts: The store.
+        repository: The store.
         wanted: What the newest and the older ones shall become.
         policy: Threads and memory.
         on_progress: Called with checkpoints looked at and checkpoints in all.
@@ -437,9 +441,9 @@ def plan_repack(
         CorruptError: A checkpoint of the run is damaged: it must be repaired or deleted first.
         ConflictError: Another has replaced one meanwhile.
     """
-    names = list(reversed(parts.manifests.listing().names))
-    ledger = Ledger.of(parts, names)
-    planner = _Planner(parts, wanted, policy, ledger, on_progress or (lambda done, total: None), len(names))
+    names = list(reversed(repository.manifests.listing().names))
+    ledger = Ledger.of(repository, names)
+    planner = _Planner(repository, wanted, policy, ledger, on_progress or (lambda done, total: None), len(names))
     members: list[Member] = []
     for first, last in ledger.groups():
         members += planner.group(names[first : last + 1], first)
@@ -498,7 +502,7 @@ class _Planner:
 
     def __init__(
         self,
-        parts: Parts,
+        repository: Repository,
         wanted: RepackPolicy,
         policy: Policy,
         ledger: Ledger,
@@ -506,7 +510,7 @@ class _Planner:
         count: int,
     ) -> None:
         self.packs_in_place: set[PackId] = set()
-        self._parts = parts
+        self._repository = repository
         self._wanted = wanted
         self._policy = replace(
             policy,
@@ -518,8 +522,8 @@ class _Planner:
         self._ledger = ledger
         self._tell = tell
         self._count = count
-        self._placed = Placed()
-        self._bases = Bases()
+        self._placed = PlannedIndex()
+        self._bases = BaseCache()
         self._last: Sketch | None = None
         self._keyframes_left = wanted.keyframes
 
@@ -546,7 +550,7 @@ class _Planner:
         return [outcome.member for outcome in outcomes]
 
     def _load(self, name: ManifestName) -> Manifest:
-        manifest = load_whole(self._parts, name)
+        manifest = load_whole(self._repository, name)
         if manifest.header.generation != name.generation:
             raise ConflictError(f"seq {name.seq} was replaced while it was looked at", todo="plan again")
         return manifest
@@ -576,10 +580,16 @@ class _Planner:
     def _sketch(self, manifest: Manifest, live: _Live, *, is_forced: bool) -> Sketch:
         in_place = self._in_place(manifest, live.first, live.last)
         return sketch(
-            self._parts, manifest, self._placed, self._bases, self._policy, is_keyframe=is_forced, in_place=in_place
+            self._repository,
+            manifest,
+            self._placed,
+            self._bases,
+            self._policy,
+            is_keyframe=is_forced,
+            in_place=in_place,
         )
 
-    def _in_place(self, manifest: Manifest, first: int, last: int) -> dict[ChunkId, KnownFrame]:
+    def _in_place(self, manifest: Manifest, first: int, last: int) -> dict[ChunkId, LocatedFrame]:
         """Return frames of a checkpoint's own chunks that are needed where they are outside of a range of ranks."""
         own = {chunk.chunk_id for chunk in manifest.chunks}
         return {
@@ -610,7 +620,7 @@ class _Planner:
         for outcome in outcomes:
             frames = outcome.sketch.frames if outcome.sketch else roots_of(self._load(outcome.member.name))
             self._placed.put(frames)
-        self._bases = Bases()
+        self._bases = BaseCache()
         last = outcomes[-1].sketch
         self._last.follow(self._bases, self._last.unchanged() if last is None else last.planned())
 

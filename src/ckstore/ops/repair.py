@@ -49,12 +49,12 @@ from ckstore.io.buffers import BufferPool
 from ckstore.ops.pack_copies import PackCopy
 from ckstore.ops.repair_plan import Mend, Pick, RepairPlan, plan_repair
 from ckstore.ops.verify_packs import FrameCheck
-from ckstore.store.chunk_index import KnownFrame, locate
+from ckstore.store.chunk_index import LocatedFrame, locate
 from ckstore.store.damage import lost_frames
 from ckstore.store.manifests import DroppedError, quarantine_manifest, quarantine_pack, quarantined_names
-from ckstore.store.pack_writer import FramePlace, Packer
+from ckstore.store.pack_writer import FrameSlot, Packer
 from ckstore.store.replacement import settle
-from ckstore.store.repository import Parts, read_store_record
+from ckstore.store.repository import Repository, read_store_record
 
 BLOCK_NBYTES = 8 << 20
 BLOCKS = 3
@@ -73,11 +73,11 @@ class _Source:
 class Copies:
     """Frames that are to lie in sound packs that manifests may name."""
 
-    def __init__(self, parts: Parts, plan: RepairPlan) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, plan: RepairPlan) -> None:
+        self._repository = repository
         self._search = plan.search
         self._headers: dict[_Source, FrameHeader] = {}
-        self._places: dict[_Source, FramePlace] = {}
+        self._places: dict[_Source, FrameSlot] = {}
         self._refs: dict[PackId, PackRef] = {}
         for mend in plan.mends:
             if mend.picks:
@@ -137,9 +137,9 @@ class Copies:
     def _write_packs(self, rows: Sequence[tuple[_Source, FrameHeader]]) -> None:
         with BufferPool(BLOCK_NBYTES, BLOCKS) as pool:
             packer = Packer(
-                self._parts.backend,
+                self._repository.backend,
                 pool,
-                store_id=self._parts.store_id,
+                store_id=self._repository.store_id,
                 nbytes_expected=sum(FRAME_HEADER_NBYTES + header.stored_nbytes for _, header in rows),
                 copy=kernels.copy_bytes,
             )
@@ -177,12 +177,12 @@ class Copies:
             todo="repair again",
         )
 
-    def located(self, manifest: Manifest, picks: Iterable[Pick]) -> list[KnownFrame]:
+    def located(self, manifest: Manifest, picks: Iterable[Pick]) -> list[LocatedFrame]:
         """Return where the frames of a manifest lie, once what is to be copied was copied."""
-        made: dict[ChunkId, KnownFrame] = {}
+        made: dict[ChunkId, LocatedFrame] = {}
         return [self._located(manifest, pick, made) for pick in picks]
 
-    def _located(self, manifest: Manifest, pick: Pick, made: dict[ChunkId, KnownFrame]) -> KnownFrame:
+    def _located(self, manifest: Manifest, pick: Pick, made: dict[ChunkId, LocatedFrame]) -> LocatedFrame:
         # Chains may be longer than Python calls itself.
         chain: list[Pick] = []
         below: Pick | None = pick
@@ -194,14 +194,14 @@ class Copies:
             made[each.chunk_id] = self._known(manifest, each, base)
         return made[pick.chunk_id]
 
-    def _known(self, manifest: Manifest, pick: Pick, base: KnownFrame | None) -> KnownFrame:
+    def _known(self, manifest: Manifest, pick: Pick, base: LocatedFrame | None) -> LocatedFrame:
         source = self._source_of(manifest, pick)
         if source is None:
             frame = manifest.frames[pick.index]
-            return KnownFrame(frame, manifest.packs[frame.pack], base)
+            return LocatedFrame(frame, manifest.packs[frame.pack], base)
         place = self._places[source]
         ref = FrameRef(pick.chunk_id, 0, place.offset, place.stored_nbytes)
-        return KnownFrame(ref, self._refs[place.pack.pack_id], base)
+        return LocatedFrame(ref, self._refs[place.pack.pack_id], base)
 
 
 _log = logging.getLogger("ckstore")
@@ -271,7 +271,7 @@ class RepairReport:
 
 
 def repair(
-    parts: Parts,
+    repository: Repository,
     make_check: Callable[[], FrameCheck],
     *,
     dry_run: bool,
@@ -281,7 +281,7 @@ def repair(
     """Plan, and unless it is a dry run, act.
 
     Args:
-        parts: The store.
+        repository: The store.
         make_check: Makes what decodes a frame.
         dry_run: Only plan.
         sources: Other places where files of this store may lie under the same names.
@@ -291,15 +291,15 @@ def repair(
         ConflictError: Another live process writes a run that has to be mended, or has replaced a checkpoint meanwhile.
         CapacityError: The disk is full; each checkpoint is as it was, or mended.
     """
-    plan = plan_repair(parts, make_check, sources=sources, on_progress=on_progress)
-    copies = Copies(parts, plan)
+    plan = plan_repair(repository, make_check, sources=sources, on_progress=on_progress)
+    copies = Copies(repository, plan)
     if not dry_run:
-        _act(parts, plan, copies)
+        _act(repository, plan, copies)
     report = _report(plan, copies, dry_run=dry_run)
     if not any(entry.is_done and entry.action in ("revive", "bring back") for entry in report.entries):
         return report
     # What these name was not looked at yet.
-    again = repair(parts, make_check, dry_run=False, sources=sources, on_progress=on_progress)
+    again = repair(repository, make_check, dry_run=False, sources=sources, on_progress=on_progress)
     return replace(
         again,
         entries=(*report.entries, *again.entries),
@@ -328,35 +328,35 @@ def _report(plan: RepairPlan, copies: Copies, *, dry_run: bool) -> RepairReport:
     )
 
 
-def _act(parts: Parts, plan: RepairPlan, copies: Copies) -> None:
+def _act(repository: Repository, plan: RepairPlan, copies: Copies) -> None:
     for run in {run for run, _ in plan.claims}:
-        parts.of_run(run).make_folders()
+        repository.of_run(run).make_folders()
     for run, seq in plan.claims:
         with contextlib.suppress(FileExistsError):
-            parts.backend.create(paths.claim_name(run, seq), b"", sync=False)
-        parts.backend.sync_folder(paths.claims_folder(run))
+            repository.backend.create(paths.claim_name(run, seq), b"", sync=False)
+        repository.backend.sync_folder(paths.claims_folder(run))
     for pack_id in plan.in_trash:
-        parts.trash.rescue_pack(pack_id)
+        repository.trash.rescue_pack(pack_id)
     copies.write()
     for run in sorted({mend.name.run for mend in plan.mends}):
-        with _writing(parts, run) as there:
+        with _writing(repository, run) as there:
             _mend_run(there, [mend for mend in plan.mends if mend.name.run == run], plan, copies)
-    _put_packs_aside(parts, plan)
+    _put_packs_aside(repository, plan)
 
 
 @contextlib.contextmanager
-def _writing(parts: Parts, run: str) -> Iterator[Parts]:
+def _writing(repository: Repository, run: str) -> Iterator[Repository]:
     """Hold the lease of a run while its manifests are changed."""
-    if run == parts.run:
-        parts.prepare_run()
-        parts.lease.take()
+    if run == repository.run:
+        repository.prepare_run()
+        repository.lease.take()
         try:
-            yield parts
+            yield repository
         finally:
             # The next commit must not follow what was replaced.
-            parts.look_again()
+            repository.look_again()
         return
-    other = parts.of_run(run)
+    other = repository.of_run(run)
     try:
         other.prepare_run()
         other.lease.take()
@@ -365,46 +365,48 @@ def _writing(parts: Parts, run: str) -> Iterator[Parts]:
         other.lease.release()
 
 
-def _mend_run(parts: Parts, mends: Sequence[Mend], plan: RepairPlan, copies: Copies) -> None:
+def _mend_run(repository: Repository, mends: Sequence[Mend], plan: RepairPlan, copies: Copies) -> None:
     # What takes a place comes before what has it is put aside, so that a crash leaves too much and never too little.
     for mend in mends:
         if mend.action == "revive" and mend.source is not None:
-            mend.is_done = parts.trash.put_back(mend.source[1], mend.name.path)
+            mend.is_done = repository.trash.put_back(mend.source[1], mend.name.path)
     for mend in mends:
         if mend.action == "quarantine":
-            mend.is_done = quarantine_manifest(parts.backend, mend.name) is not None
+            mend.is_done = quarantine_manifest(repository.backend, mend.name) is not None
     for mend in mends:
         if mend.action in ("heal", "partial"):
-            mend.is_done = _replace(parts, mend, plan, copies)
+            mend.is_done = _replace(repository, mend, plan, copies)
         elif mend.action == "bring back" and mend.source is not None:
-            mend.is_done = _bring_back(parts, mend.name, *mend.source[:2])
+            mend.is_done = _bring_back(repository, mend.name, *mend.source[:2])
 
 
-def _replace(parts: Parts, mend: Mend, plan: RepairPlan, copies: Copies) -> bool:
+def _replace(repository: Repository, mend: Mend, plan: RepairPlan, copies: Copies) -> bool:
     """Publish the next generation of a manifest, which names only what is sound."""
     name = mend.name
     manifest = plan.search.load(name)
-    if any(other.seq == name.seq and other.generation > name.generation for other in parts.manifests.listing().names):
+    if any(
+        other.seq == name.seq and other.generation > name.generation for other in repository.manifests.listing().names
+    ):
         raise ConflictError(
             f"seq {name.seq} was replaced by another process after it was planned",
-            where=parts.backend.root,
+            where=repository.backend.root,
             todo="repair again",
         )
-    parts.lease.check()
+    repository.lease.check()
     # The name of one that was put aside is not used again.
-    aside = [other.generation for other in quarantined_names(parts.backend, name.run) if other.seq == name.seq]
+    aside = [other.generation for other in quarantined_names(repository.backend, name.run) if other.seq == name.seq]
     frames = [*copies.located(manifest, mend.picks), *lost_frames(mend.lost)]
     replacement = _next_generation(manifest, frames, max(name.generation, *aside, 0) + 1)
-    published = parts.manifests.publish(replacement)
+    published = repository.manifests.publish(replacement)
     try:
-        settle(parts, replacement, published)
+        settle(repository, replacement, published)
     except DroppedError as error:
         _log.warning("%s; its drop stands", error.what)
         return False
     return True
 
 
-def _next_generation(manifest: Manifest, known: Sequence[KnownFrame], generation: int) -> Manifest:
+def _next_generation(manifest: Manifest, known: Sequence[LocatedFrame], generation: int) -> Manifest:
     header = manifest.header
     packs, frames = locate(known)
     replacement = relocated(
@@ -420,27 +422,27 @@ def _next_generation(manifest: Manifest, known: Sequence[KnownFrame], generation
     return replace(replacement, header=counts)
 
 
-def _bring_back(parts: Parts, name: ManifestName, source: Backend, path: str) -> bool:
+def _bring_back(repository: Repository, name: ManifestName, source: Backend, path: str) -> bool:
     """Copy a manifest from another place; it was read and checked there."""
-    content = source.read_bytes(path, nbytes_max=parts.limits.manifest_nbytes_max)
+    content = source.read_bytes(path, nbytes_max=repository.limits.manifest_nbytes_max)
     draft = paths.draft_name(new_token())
-    parts.backend.create(draft, content, sync=True)
+    repository.backend.create(draft, content, sync=True)
     is_back = True
     try:
-        parts.backend.link(draft, name.path)
+        repository.backend.link(draft, name.path)
     except FileExistsError:
         is_back = False
-    parts.backend.sync_folder(paths.manifests_folder(name.run))
+    repository.backend.sync_folder(paths.manifests_folder(name.run))
     with contextlib.suppress(FileNotFoundError):
-        parts.backend.unlink(draft)
+        repository.backend.unlink(draft)
     return is_back
 
 
-def _put_packs_aside(parts: Parts, plan: RepairPlan) -> None:
+def _put_packs_aside(repository: Repository, plan: RepairPlan) -> None:
     """Move spoiled packs into quarantine that no manifest in place names any more."""
     named: set[PackId] = set()
-    for run in parts.runs():
-        manifests = parts.manifests_of(run)
+    for run in repository.runs():
+        manifests = repository.manifests_of(run)
         listing = manifests.listing()
         for name in (*listing.names, *listing.lower):
             try:
@@ -452,9 +454,9 @@ def _put_packs_aside(parts: Parts, plan: RepairPlan) -> None:
                 return
     for pack_id in sorted(set(plan.spoiled) - named):
         # A commit that reuses a frame of it at this moment looks for it after it was published, and withdraws.
-        quarantine_pack(parts.backend, paths.pack_name(pack_id), pack_id)
-        for path in list(parts.trash.find_pack(pack_id)):
-            quarantine_pack(parts.backend, path, pack_id)
+        quarantine_pack(repository.backend, paths.pack_name(pack_id), pack_id)
+        for path in list(repository.trash.find_pack(pack_id)):
+            quarantine_pack(repository.backend, path, pack_id)
 
 
 def record_or_remade(backend: Backend, clock: Clock, sources: Sequence[Backend] = ()) -> tuple[StoreRecord, bool]:

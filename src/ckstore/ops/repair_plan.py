@@ -25,12 +25,12 @@ from ckstore.format.manifest import Manifest, decode_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.backend import Backend
-from ckstore.ops.pack_copies import FoundFrame, PackCopy, PackLook, Shelf
+from ckstore.ops.pack_copies import FoundFrame, PackCopies, PackCopy, PackLook
 from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.damage import Place, Uses, lost_chunks, tensor_paths
 from ckstore.store.manifests import quarantined_names
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Search:
     """Looks at all that manifests name, and elsewhere for what is lost.
 
     Args:
-        parts: The store.
+        repository: The store.
         make_check: Makes what decodes a frame and compares its identity.
         sources: Other places where packs of this store may lie.
         on_progress: Called with packs looked at and packs in all.
@@ -65,13 +65,13 @@ class Search:
 
     def __init__(
         self,
-        parts: Parts,
+        repository: Repository,
         make_check: Callable[[], FrameCheck],
         sources: Sequence[Backend] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._parts = parts
-        self.shelf = Shelf(parts, sources)
+        self._repository = repository
+        self.shelf = PackCopies(repository, sources)
         self._check = make_check()
         self._tell = on_progress or (lambda done, total: None)
         self.states: dict[PackId, PackState] = {}
@@ -98,7 +98,7 @@ class Search:
 
     def load(self, name: ManifestName) -> Manifest:
         """Read a manifest."""
-        return self._parts.manifests_of(name.run).load(name)
+        return self._repository.manifests_of(name.run).load(name)
 
     def sound_chains(self, manifest: Manifest) -> list[bool]:
         """Return for every frame of a manifest whether it, and every base of it, is sound where it is named."""
@@ -312,7 +312,7 @@ class RepairPlan:
 
 
 def plan_repair(
-    parts: Parts,
+    repository: Repository,
     make_check: Callable[[], FrameCheck],
     *,
     sources: Sequence[Backend] = (),
@@ -321,18 +321,18 @@ def plan_repair(
     """Look at a whole store, and decide.
 
     Args:
-        parts: The store.
+        repository: The store.
         make_check: Makes what decodes a frame.
         sources: Other places where files of this store may lie under the same names.
         on_progress: Called with packs looked at and packs in all.
     """
-    plan = RepairPlan(Search(parts, make_check, sources, on_progress))
+    plan = RepairPlan(Search(repository, make_check, sources, on_progress))
     readable: list[ManifestName] = []
-    for run in parts.runs():
-        readable += _look_at_run(parts, run, plan, sources)
+    for run in repository.runs():
+        readable += _look_at_run(repository, run, plan, sources)
     plan.search.look(readable)
     for name in readable:
-        mend = _mend_of(plan.search, name, parts.limits.depth_max)
+        mend = _mend_of(plan.search, name, repository.limits.depth_max)
         if mend is not None:
             plan.mends.append(mend)
     for pack_id, state in sorted(plan.search.states.items()):
@@ -343,9 +343,11 @@ def plan_repair(
     return plan
 
 
-def _look_at_run(parts: Parts, run: str, plan: RepairPlan, sources: Sequence[Backend]) -> Iterator[ManifestName]:
+def _look_at_run(
+    repository: Repository, run: str, plan: RepairPlan, sources: Sequence[Backend]
+) -> Iterator[ManifestName]:
     """Yield the manifests of a run that can be read; note what is to be done for the others."""
-    manifests = parts.manifests_of(run)
+    manifests = repository.manifests_of(run)
     listing = manifests.listing()
     torn: dict[int, list[tuple[ManifestName, str]]] = {}
     whole: dict[int, ManifestName] = {}
@@ -366,7 +368,7 @@ def _look_at_run(parts: Parts, run: str, plan: RepairPlan, sources: Sequence[Bac
                 whole[name.seq] = name
     claimed = {
         claim.seq
-        for file in parts.backend.list_names(paths.claims_folder(run))
+        for file in repository.backend.list_names(paths.claims_folder(run))
         if (claim := paths.parse_claim_file(file)) is not None and claim.kind == "claim"
     }
     plan.claims += [(run, seq) for seq in sorted({*whole, *torn} - claimed)]
@@ -374,19 +376,19 @@ def _look_at_run(parts: Parts, run: str, plan: RepairPlan, sources: Sequence[Bac
         for name, problem in rows:
             plan.mends.append(Mend(name, "quarantine", problem))
         if seq not in whole:
-            plan.mends += _revived(parts, rows[0][0], sources)
+            plan.mends += _revived(repository, rows[0][0], sources)
     # Put aside before, by a repair that was interrupted or an operator: an earlier generation may still be found.
-    aside = {name.seq for name in quarantined_names(parts.backend, run)}
+    aside = {name.seq for name in quarantined_names(repository.backend, run)}
     for seq in sorted(aside - set(whole) - set(torn) - listing.dropped):
-        plan.mends += _revived(parts, ManifestName(run, seq, 0), sources)
+        plan.mends += _revived(repository, ManifestName(run, seq, 0), sources)
     yield from sorted(whole.values(), reverse=True)
 
 
-def _revived(parts: Parts, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
+def _revived(repository: Repository, name: ManifestName, sources: Sequence[Backend]) -> list[Mend]:
     """Return how another manifest of a seq can take its place, or nothing."""
     homes: list[tuple[Backend, str, ManifestName]] = [
-        (parts.backend, trashed.path, trashed.name)
-        for folder in parts.trash.contents()
+        (repository.backend, trashed.path, trashed.name)
+        for folder in repository.trash.contents()
         for trashed in folder.manifests
         if (trashed.name.run, trashed.name.seq) == (name.run, name.seq)
     ]
@@ -397,13 +399,13 @@ def _revived(parts: Parts, name: ManifestName, sources: Sequence[Backend]) -> li
                 homes.append((source, found.path, found))
     for backend, path, found in sorted(homes, key=lambda home: -home[2].generation):
         try:
-            content = backend.read_bytes(path, nbytes_max=parts.limits.manifest_nbytes_max)
-            manifest = decode_manifest(content, limits=parts.limits, expect=found, where=path)
+            content = backend.read_bytes(path, nbytes_max=repository.limits.manifest_nbytes_max)
+            manifest = decode_manifest(content, limits=repository.limits, expect=found, where=path)
         except (CorruptError, UnsupportedError, BackendError, FileNotFoundError):
             continue
-        if manifest.header.store_id != parts.store_id:
+        if manifest.header.store_id != repository.store_id:
             continue
-        is_trash = backend is parts.backend
+        is_trash = backend is repository.backend
         reason = f"generation {found.generation} lies in {'the trash' if is_trash else backend.root}"
         return [Mend(found, "revive" if is_trash else "bring back", reason, source=(backend, path, found))]
     return []

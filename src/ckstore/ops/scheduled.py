@@ -33,9 +33,9 @@ from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
 from ckstore.ops.demote_config import policy_of_rules, rules_of, stored_demotion
 from ckstore.ops.gc.policy import Retention, span_words
-from ckstore.ops.gc.run import GcLimits, collect_store, stored_trash_seconds, why_not_ours
+from ckstore.ops.gc.run import GcLimits, collect_store, collection_obstacle, stored_trash_seconds
 from ckstore.processes import start
-from ckstore.store.repository import Parts, read_store_record
+from ckstore.store.repository import Repository, read_store_record
 
 _log = logging.getLogger("ckstore")
 
@@ -57,7 +57,7 @@ class AfterCommits(ABC):
     """Starts work on one run after every so many commits; kinds of work are its subclasses.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         every: Commits of the run from one time to the next.
 
     Raises:
@@ -75,12 +75,12 @@ class AfterCommits(ABC):
     quiet_codes: ClassVar[tuple[int, ...]] = (0, LockHeldError.exit_code)
     """Exit codes that are no failure."""
 
-    def __init__(self, parts: Parts, every: int = 1) -> None:
+    def __init__(self, repository: Repository, every: int = 1) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UsageError(f"{self.option} is a number of commits, from 1 up", where=f"{self.option}={every!r}")
-        self._parts = parts
+        self._repository = repository
         self._every = every
-        listing = parts.manifests.listing()
+        listing = repository.manifests.listing()
         newest = max((*(name.seq for name in listing.names), *listing.dropped), default=0)
         # The newest counts as not worked on after: who made it may have been killed before it could see to that.
         self._taken = newest // every
@@ -143,7 +143,7 @@ class AfterCommits(ABC):
     # The child
 
     def _start(self) -> None:
-        backend = self._parts.backend
+        backend = self._repository.backend
         if not isinstance(backend, (LocalBackend, Distant)):
             try:
                 self.work_here()
@@ -193,7 +193,7 @@ class AutomaticGc(AfterCommits):
     """Starts a collection of one run after every so many commits.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         policy: What is kept.
         every: Commits of the run from one collection to the next.
         trash_seconds: How long what is dropped can be brought back; None: as is stored with the store, else a day.
@@ -206,13 +206,15 @@ class AutomaticGc(AfterCommits):
     option: ClassVar[str] = "gc_every"
     nice: ClassVar[int] = 15
 
-    def __init__(self, parts: Parts, policy: Retention, every: int = 1, *, trash_seconds: float | None = None) -> None:
-        super().__init__(parts, every)
+    def __init__(
+        self, repository: Repository, policy: Retention, every: int = 1, *, trash_seconds: float | None = None
+    ) -> None:
+        super().__init__(repository, every)
         self._policy = policy
         self._trash_seconds = trash_seconds
-        problem = why_not_ours(parts)
+        problem = collection_obstacle(repository)
         if problem:
-            raise UsageError(problem, where=parts.backend.root, todo="open it without retention=")
+            raise UsageError(problem, where=repository.backend.root, todo="open it without retention=")
 
     def command(self, root: str) -> tuple[str, Sequence[str], bytes]:
         """Return the program of a child, and the arguments of the command that it is."""
@@ -224,14 +226,16 @@ class AutomaticGc(AfterCommits):
         if self._trash_seconds is not None:
             rules.append(f"--trash-for={span_words(self._trash_seconds) if self._trash_seconds else 0}")
         # Whoever opened the store has accepted its folder.
-        return _GC_PROGRAM, ["gc", root, "--run", self._parts.run, "--json", "--allow-shared-folder", *rules], b""
+        return _GC_PROGRAM, ["gc", root, "--run", self._repository.run, "--json", "--allow-shared-folder", *rules], b""
 
     def work_here(self) -> None:
         """Collect in this process."""
-        parts = Parts(self._parts.backend, self._parts.record, self._parts.run, clock=self._parts.clock)
-        seconds = stored_trash_seconds(parts) if self._trash_seconds is None else self._trash_seconds
+        repository = Repository(
+            self._repository.backend, self._repository.record, self._repository.run, clock=self._repository.clock
+        )
+        seconds = stored_trash_seconds(repository) if self._trash_seconds is None else self._trash_seconds
         limits = GcLimits() if seconds is None else GcLimits(trash_seconds=seconds)
-        collect_store(parts, self._policy, runs=(parts.run,), limits=limits, dry_run=False)
+        collect_store(repository, self._policy, runs=(repository.run,), limits=limits, dry_run=False)
 
 
 _DEMOTION_PROGRAM = "from ckstore.ops.scheduled import work; work()"
@@ -243,7 +247,7 @@ class AutomaticDemotion(AfterCommits):
     """Demotes what has aged in one run after every so many commits.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         wanted: Which stay exact; ``"stored"``: as the store says at that time, and without that nothing is demoted.
         policy: Threads and memory.
         every: Commits of the run from one demotion to the next.
@@ -257,12 +261,12 @@ class AutomaticDemotion(AfterCommits):
     tells: ClassVar[bool] = True
     nice: ClassVar[int] = 19
 
-    def __init__(self, parts: Parts, wanted: Wanted, policy: Policy, every: int = 1) -> None:
-        super().__init__(parts, every)
-        if isinstance(parts.backend, Distant):
+    def __init__(self, repository: Repository, wanted: Wanted, policy: Policy, every: int = 1) -> None:
+        super().__init__(repository, every)
+        if isinstance(repository.backend, Distant):
             raise UsageError(
                 "nothing is demoted in a bucket while it is written to",
-                where=parts.backend.root,
+                where=repository.backend.root,
                 todo="open it without demotion=, and run `ckstore demote` when no trainer runs",
             )
         self._wanted = wanted
@@ -273,7 +277,7 @@ class AutomaticDemotion(AfterCommits):
         """Return the program of a child, and the store, the rules and the seqs to pass over as JSON."""
         asked = {
             "root": root,
-            "run": self._parts.run,
+            "run": self._repository.run,
             "rules": None if isinstance(self._wanted, str) else rules_of(self._wanted),
             "policy": policy_row(self._policy),
             "tried": sorted(self._tried),
@@ -282,9 +286,11 @@ class AutomaticDemotion(AfterCommits):
 
     def work_here(self) -> None:
         """Demote in this process."""
-        parts = Parts(self._parts.backend, self._parts.record, self._parts.run, clock=self._parts.clock)
-        wanted = stored_demotion(parts) if isinstance(self._wanted, str) else self._wanted
-        self._tried |= set(_demoted(parts, wanted, self._policy, self._tried))
+        repository = Repository(
+            self._repository.backend, self._repository.record, self._repository.run, clock=self._repository.clock
+        )
+        wanted = stored_demotion(repository) if isinstance(self._wanted, str) else self._wanted
+        self._tried |= set(_demoted(repository, wanted, self._policy, self._tried))
 
     def note(self, told: IO[bytes]) -> None:
         """Remember which seqs a child has tried in vain."""
@@ -297,22 +303,22 @@ def work() -> None:
     try:
         # Whoever opened the store has accepted its folder.
         backend = backend_for(asked["root"], allow_shared_folder=True)
-        parts = Parts(backend, read_store_record(backend), asked["run"])
+        repository = Repository(backend, read_store_record(backend), asked["run"])
         rules = asked["rules"]
-        wanted = stored_demotion(parts) if rules is None else policy_of_rules(rules)
-        tried = _demoted(parts, wanted, policy_of(asked["policy"]), set(asked["tried"]))
-        parts.close()
+        wanted = stored_demotion(repository) if rules is None else policy_of_rules(rules)
+        tried = _demoted(repository, wanted, policy_of(asked["policy"]), set(asked["tried"]))
+        repository.close()
     except CkstoreError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
     json.dump({"tried": tried}, sys.stdout)
 
 
-def _demoted(parts: Parts, wanted: DemotePolicy | None, policy: Policy, tried: set[int]) -> list[int]:
+def _demoted(repository: Repository, wanted: DemotePolicy | None, policy: Policy, tried: set[int]) -> list[int]:
     """Demote; return the seqs for which that came to nothing, and would again."""
     if wanted is None:
         return []
     from ckstore.ops.demote import demote
 
-    report = demote(parts, wanted, policy, passed_over=tried, dry_run=False)
+    report = demote(repository, wanted, policy, passed_over=tried, dry_run=False)
     return [entry.seq for entry in report.entries if entry.is_final]

@@ -22,7 +22,7 @@ from ckstore.format.tensors import StorageSpec
 from ckstore.hashing import ChunkId
 from ckstore.io.buffers import untouched
 from ckstore.state.capture import Captured
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 HELD_COUNT = 2
 """Chunks that a thread holds: one that is coded, and the master whose rounding it may be."""
@@ -36,9 +36,9 @@ def reader_nbytes(limits: Limits) -> int:
 class StoredState:
     """The state of one checkpoint, read chunk by chunk, from any number of threads; ``close`` lets go of its packs."""
 
-    def __init__(self, parts: Parts, manifest: Manifest) -> None:
+    def __init__(self, repository: Repository, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._parts = parts
+        self._repository = repository
         self._frame_of = {frame.chunk_id: index for index, frame in enumerate(manifest.frames)}
         self._threads: list[_Thread] = []
         self._local = threading.local()
@@ -84,7 +84,7 @@ class StoredState:
     def _held(self, key: int, chain: list[tuple[PackRef, FrameRef]], nbytes: int) -> memoryview:
         thread = getattr(self._local, "thread", None)
         if thread is None:
-            thread = self._local.thread = _Thread(self._parts)
+            thread = self._local.thread = _Thread(self._repository)
             self._threads.append(thread)
         if key not in thread.held:
             buffer = thread.room()
@@ -97,9 +97,9 @@ class StoredState:
 
 
 @contextmanager
-def stored_state(parts: Parts, manifest: Manifest) -> Iterator[StoredState]:
+def stored_state(repository: Repository, manifest: Manifest) -> Iterator[StoredState]:
     """Open the state of a checkpoint for reading."""
-    state = StoredState(parts, manifest)
+    state = StoredState(repository, manifest)
     try:
         yield state
     finally:
@@ -109,9 +109,9 @@ def stored_state(parts: Parts, manifest: Manifest) -> Iterator[StoredState]:
 class _Thread:
     """What one thread reads with, and the chunks it holds, the one used last at the end."""
 
-    def __init__(self, parts: Parts) -> None:
-        chunk_nbytes_max = parts.limits.chunk_nbytes_max
-        self.reader = ChainReader(parts, FrameDecoder(chunk_nbytes_max))
+    def __init__(self, repository: Repository) -> None:
+        chunk_nbytes_max = repository.limits.chunk_nbytes_max
+        self.reader = ChainReader(repository, FrameDecoder(chunk_nbytes_max))
         self.held: dict[int, memoryview] = {}
         self._chunk_nbytes_max = chunk_nbytes_max
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ckstore.concurrency import run_aside
+from ckstore.concurrency import run_uninterrupted
 from ckstore.config import Policy, is_name
 from ckstore.errors import BackendError, CkstoreError, CorruptError, NotFoundError, UnsupportedError, UsageError
 from ckstore.format import paths
@@ -29,7 +29,7 @@ from ckstore.ops.verify_chains import ChainAudit
 from ckstore.ops.verify_packs import Audit, FrameCheck, PackAudit
 from ckstore.store.damage import Damage, Report, Uses, label_of
 from ckstore.store.manifests import Manifests, missing_sentence
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 
 __all__ = ["LEVELS", "Damage", "FrameCheck", "Report", "verify"]
@@ -47,7 +47,7 @@ _COPIED_AFTER_NS = 10 * 10**9
 
 
 def verify(
-    parts: Parts,
+    repository: Repository,
     level: str,
     names: Iterable[tuple[str, ManifestName]] | None,
     *,
@@ -60,7 +60,7 @@ def verify(
     """Check the manifests given, or all of the store, and what they need.
 
     Args:
-        parts: The store.
+        repository: The store.
         level: One of LEVELS.
         names: Run and name of each manifest; None: all runs.
         make_check: Makes, for each thread, what decodes a frame.
@@ -72,12 +72,12 @@ def verify(
     if level not in LEVELS:
         raise UsageError(f"level must be one of {', '.join(LEVELS)}", where=f"level={level!r}")
     report = Report(level)
-    parts.require_same_store()
+    repository.require_same_store()
     is_partial = names is not None
     if names is None:
-        names = list(_all_names(parts, report))
-        _check_records(parts, report)
-    uses = _uses_of(parts, names, report, is_remote=is_remote)
+        names = list(_all_names(repository, report))
+        _check_records(repository, report)
+    uses = _uses_of(repository, names, report, is_remote=is_remote)
     chains = ChainAudit(uses) if level == "decode" else None
     total = sum(next(iter(pack.refs.values())).nbytes for pack in uses.packs.values())
     total += chains.nbytes if chains is not None else 0
@@ -86,7 +86,7 @@ def verify(
         if on_progress is not None:
             on_progress(report.bytes_read, total)
 
-    audit = Audit(parts, uses, report, make_check, check_nbytes, policy, tell, is_partial, is_remote)
+    audit = Audit(repository, uses, report, make_check, check_nbytes, policy, tell, is_partial, is_remote)
 
     def audit_all() -> None:
         for pack_id in sorted(uses.packs):
@@ -97,36 +97,38 @@ def verify(
         if chains is not None:
             chains.run(audit)
 
-    run_aside(audit_all, on_interrupt=audit.stop.note)
+    run_uninterrupted(audit_all, on_interrupt=audit.stop.note)
     if audit.stop.error is not None:
         raise audit.stop.error
     if report.files_torn:
-        report.copied_ns = _copied_ns(parts)
+        report.copied_ns = _copied_ns(repository)
     return report
 
 
-def _uses_of(parts: Parts, names: Iterable[tuple[str, ManifestName]], report: Report, *, is_remote: bool) -> Uses:
+def _uses_of(
+    repository: Repository, names: Iterable[tuple[str, ManifestName]], report: Report, *, is_remote: bool
+) -> Uses:
     """Check manifests, and return what they need of what can be reached."""
-    reach = TierReach(parts, is_remote=is_remote)
+    reach = TierReach(repository, is_remote=is_remote)
     uses = Uses(is_remote=is_remote, reaches=reach)
     for run, name in names:
-        _check_manifest(parts.manifests_of(run), name, uses, report)
+        _check_manifest(repository.manifests_of(run), name, uses, report)
     report.packs_elsewhere = uses.elsewhere_count
     report.unreachable += reach.problems(uses)
     return uses
 
 
-def _copied_ns(parts: Parts) -> int | None:
+def _copied_ns(repository: Repository) -> int | None:
     """Return when the store was copied to this place; None where the times of its files do not say that it was."""
     found: list[int] = []
-    if not isinstance(parts.backend, Ageing):
+    if not isinstance(repository.backend, Ageing):
         return None
-    for run in parts.runs():
-        manifests = parts.manifests_of(run)
+    for run in repository.runs():
+        manifests = repository.manifests_of(run)
         names = [name for name in manifests.listing().names if name.generation == 0]
         for name in names[:_NAMES_DATED_MAX]:
             try:
-                written_ns, arrived_ns = manifests.header(name).time_ns, parts.backend.arrived_ns(name.path)
+                written_ns, arrived_ns = manifests.header(name).time_ns, repository.backend.arrived_ns(name.path)
             except (CkstoreError, FileNotFoundError):
                 continue
             if arrived_ns is None or arrived_ns - written_ns < _COPIED_AFTER_NS:
@@ -139,12 +141,12 @@ class TierReach:
     """Says whether tiers can be reached, and why not; asks each once.
 
     Args:
-        parts: The store.
+        repository: The store.
         is_remote: Ask buckets, too; otherwise only whether ``config.json`` says where they are.
     """
 
-    def __init__(self, parts: Parts, *, is_remote: bool) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, *, is_remote: bool) -> None:
+        self._repository = repository
         self._is_remote = is_remote
         self._found: dict[str, CkstoreError | None] = {}
 
@@ -155,7 +157,7 @@ class TierReach:
         return self._found[tier] is None
 
     def _problem_of(self, tier: str) -> CkstoreError | None:
-        tiers = self._parts.tiers
+        tiers = self._repository.tiers
         try:
             # Without a server's answer this says whether it is configured, which costs nothing.
             if self._is_remote or not is_bucket_address(tiers.addresses().get(tier, "")):
@@ -169,36 +171,36 @@ class TierReach:
         for tier, problem in sorted(self._found.items()):
             if problem is not None:
                 labels = tuple(label_of(uses.names[index]) for index in uses.in_tiers.get(tier, ()))
-                yield Damage(problem.what, problem.where or self._parts.backend.root, labels)
+                yield Damage(problem.what, problem.where or self._repository.backend.root, labels)
 
 
-def _all_names(parts: Parts, report: Report) -> Iterator[tuple[str, ManifestName]]:
-    for run in parts.runs_ever():
-        manifests = parts.manifests_of(run)
+def _all_names(repository: Repository, report: Report) -> Iterator[tuple[str, ManifestName]]:
+    for run in repository.runs_ever():
+        manifests = repository.manifests_of(run)
         listing = manifests.listing()
         if listing.missing:
-            where = parts.backend.location_of(paths.manifests_folder(run))
+            where = repository.backend.location_of(paths.manifests_folder(run))
             report.damage.append(Damage(missing_sentence(run, listing.missing), where))
         claims = {
             claim.seq
-            for file in parts.backend.list_names(paths.claims_folder(run))
+            for file in repository.backend.list_names(paths.claims_folder(run))
             if (claim := paths.parse_claim_file(file)) is not None and claim.kind == "claim"
         }
         for name in (*listing.names, *listing.lower):
             if name.seq in listing.dropped:
                 continue
             if name.seq not in claims:
-                where = parts.backend.location_of(paths.claim_name(run, name.seq))
+                where = repository.backend.location_of(paths.claim_name(run, name.seq))
                 report.files_torn += 1
                 report.damage.append(Damage("the claim of a published seq is missing", where, (label_of(name),)))
             yield run, name
-        _check_tags(parts, run, {name.seq for name in listing.names}, report)
+        _check_tags(repository, run, {name.seq for name in listing.names}, report)
 
 
-def _check_tags(parts: Parts, run: str, seqs: set[int], report: Report) -> None:
-    tags = Tags(parts.backend, run, parts.clock)
-    for file in parts.backend.list_names(paths.tags_folder(run)):
-        where = parts.backend.location_of(f"{paths.tags_folder(run)}/{file}")
+def _check_tags(repository: Repository, run: str, seqs: set[int], report: Report) -> None:
+    tags = Tags(repository.backend, run, repository.clock)
+    for file in repository.backend.list_names(paths.tags_folder(run)):
+        where = repository.backend.location_of(f"{paths.tags_folder(run)}/{file}")
         if not is_name(file):
             continue
         try:
@@ -213,14 +215,14 @@ def _check_tags(parts: Parts, run: str, seqs: set[int], report: Report) -> None:
             report.damage.append(Damage(f"the tag points to seq {record.seq}, which is not in place", where))
 
 
-def _check_records(parts: Parts, report: Report) -> None:
+def _check_records(repository: Repository, report: Report) -> None:
     for file, kind in _RECORDS.items():
         try:
-            decode_record(parts.backend.read_bytes(file, nbytes_max=RECORD_NBYTES_MAX), kind)
+            decode_record(repository.backend.read_bytes(file, nbytes_max=RECORD_NBYTES_MAX), kind)
         except FileNotFoundError:
             continue
         except CkstoreError as error:
-            report.add(Damage(error.what, parts.backend.location_of(file)), error)
+            report.add(Damage(error.what, repository.backend.location_of(file)), error)
 
 
 def _check_manifest(manifests: Manifests, name: ManifestName, uses: Uses, report: Report) -> None:

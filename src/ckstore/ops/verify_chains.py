@@ -60,7 +60,7 @@ class ChainAudit:
 
     def run(self, audit: Audit) -> None:
         """Decode every frame of every tree, and add what is wrong to the report."""
-        limits = audit.parts.limits
+        limits = audit.repository.limits
         walk_nbytes = audit.check_nbytes + (COPIES_MAX + 1) * limits.chunk_nbytes_max + read_buffer_nbytes(limits)
         thread_count, _ = audit.fit(read_buffer_nbytes(limits), check_nbytes=walk_nbytes)
         inbox: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ class ChainAudit:
 
     def _work(self, audit: Audit, inbox: queue.SimpleQueue[Node | None]) -> None:
         try:
-            with BufferPool(read_buffer_nbytes(audit.parts.limits), 1) as pool:
+            with BufferPool(read_buffer_nbytes(audit.repository.limits), 1) as pool:
                 walk = _Walk(self, audit, pool)
                 try:
                     while audit.stop.error is None and (root := inbox.get()) is not None:
@@ -118,7 +118,7 @@ class _Walk:
         self._audit = audit
         self._pool = pool
         self._check = audit.make_check()
-        self._chunk_nbytes_max = audit.parts.limits.chunk_nbytes_max
+        self._chunk_nbytes_max = audit.repository.limits.chunk_nbytes_max
         self._room = self._new_room()
         self._copies: list[memoryview] | None = None
         self._files: dict[PackId, ReadFile] = {}
@@ -192,11 +192,11 @@ class _Walk:
 
     def _read(self, node: Node, base: memoryview | None) -> memoryview:
         pack_id, (_, offset, stored_nbytes) = node
-        parts = self._audit.parts
+        repository = self._audit.repository
         nbytes = FRAME_HEADER_NBYTES + stored_nbytes
-        result = read_frame(parts.backend, self._file(pack_id), offset, nbytes, self._pool)
+        result = read_frame(repository.backend, self._file(pack_id), offset, nbytes, self._pool)
         try:
-            header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=parts.limits)
+            header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=repository.limits)
             self._check_ids(header, node)
             plain = self._check(header, result.view[FRAME_HEADER_NBYTES:], base)
         finally:
@@ -217,7 +217,7 @@ class _Walk:
             if len(self._files) >= OPEN_MAX:
                 self._files.pop(next(iter(self._files))).close()
             ref = next(iter(self._audit.uses.packs[pack_id].refs.values()))
-            file = self._files[pack_id] = open_pack(self._audit.parts, ref)
+            file = self._files[pack_id] = open_pack(self._audit.repository, ref)
         return file
 
     def _new_room(self) -> memoryview:

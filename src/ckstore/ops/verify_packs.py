@@ -34,7 +34,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.damage import Damage, PackUses, Place, Report, Sufferers, Uses, label_of
 from ckstore.store.pack_reader import read_ranges, readable_from
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
 class FrameCheck(Protocol):
@@ -61,7 +61,7 @@ class Audit:
     """One verify.
 
     Args:
-        parts: The store.
+        repository: The store.
         uses: What the manifests need.
         report: What is found.
         make_check: Makes, for each thread, what decodes a frame.
@@ -72,7 +72,7 @@ class Audit:
         is_remote: Packs of other tiers are looked at, where they lie there and not here.
     """
 
-    parts: Parts
+    repository: Repository
     uses: Uses
     report: Report
     make_check: Callable[[], FrameCheck]
@@ -87,7 +87,7 @@ class Audit:
     _sufferers: Sufferers = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sufferers = Sufferers(self.parts)
+        self._sufferers = Sufferers(self.repository)
 
     def fit(self, buffer_nbytes: int, *, check_nbytes: int | None = None) -> tuple[int, int]:
         """Return how many threads and buffers the policy's memory holds."""
@@ -128,8 +128,8 @@ class Audit:
         """Return where a pack lies as manifests say: here, if one of them says so."""
         tiers = {ref.tier for ref in self.uses.packs[pack_id].refs.values()}
         if tiers & {LOCAL_TIER, LOST_TIER}:
-            return self.parts.backend
-        return self.parts.tiers.open(min(tiers))
+            return self.repository.backend
+        return self.repository.tiers.open(min(tiers))
 
     def is_damaged(self, pack_id: PackId, place: Place) -> bool:
         """Whether damage of this frame was found already."""
@@ -163,7 +163,7 @@ class PackAudit:
 
     def __init__(self, audit: Audit, pack_id: PackId) -> None:
         self._audit = audit
-        self._parts = audit.parts
+        self._repository = audit.repository
         self._pack_id = pack_id
         self._uses: PackUses = audit.uses.packs[pack_id]
         self._report = audit.report
@@ -205,19 +205,19 @@ class PackAudit:
             self._check_frames(file, tail, directory)
 
     def _open(self) -> ReadFile | None:
-        for name in self._parts.trash.paths_of(self._pack_id):
+        for name in self._repository.trash.paths_of(self._pack_id):
             try:
-                return self._parts.backend.open_read(name)
+                return self._repository.backend.open_read(name)
             except FileNotFoundError:
                 continue
         home = self._audit.home_of(self._pack_id)
-        if home is not self._parts.backend:
+        if home is not self._repository.backend:
             with contextlib.suppress(FileNotFoundError):
-                return readable_from(self._parts.backend, home, home.open_read(paths.pack_name(self._pack_id)))
+                return readable_from(self._repository.backend, home, home.open_read(paths.pack_name(self._pack_id)))
         return None
 
     def _check_ends(self, file: ReadFile) -> tuple[PackTail, PackDirectory]:
-        store_id, limits = self._parts.store_id, self._parts.limits
+        store_id, limits = self._repository.store_id, self._repository.limits
         decode_superheader(file.read_at(0, SUPERHEADER_NBYTES), store_id=store_id, pack_id=self._pack_id)
         tail = decode_tail(
             file.read_at(max(0, file.nbytes - TAIL_NBYTES), TAIL_NBYTES),
@@ -263,7 +263,7 @@ class PackAudit:
                 thread.start()
             requests = (ReadRequest(file, span.offset, span.nbytes, tag) for tag, span in enumerate(spans))
             try:
-                for result in read_ranges(self._parts.backend, requests, pool):
+                for result in read_ranges(self._repository.backend, requests, pool):
                     self._report.bytes_read += len(result.view)
                     inbox.put(result)
                     self._audit.tell()
@@ -279,7 +279,7 @@ class PackAudit:
 
     def _spans(self, tail: PackTail, directory: PackDirectory) -> Iterator[_Span]:
         """Cut the frames into reads; each span ends where the next begins, so that no byte is left out."""
-        span_nbytes_max = self._parts.limits.chunk_nbytes_max + BLOCK_NBYTES
+        span_nbytes_max = self._repository.limits.chunk_nbytes_max + BLOCK_NBYTES
         begins = [entry.offset for entry in directory.entries]
         ends = [*begins[1:], tail.directory_offset]
         group: list[DirectoryEntry] = []
@@ -319,7 +319,7 @@ class PackAudit:
             begin = entry.offset - span.offset
             frame = view[begin : begin + FRAME_HEADER_NBYTES + entry.stored_nbytes]
             try:
-                header = decode_frame_header(frame[:FRAME_HEADER_NBYTES], limits=self._parts.limits)
+                header = decode_frame_header(frame[:FRAME_HEADER_NBYTES], limits=self._repository.limits)
                 check_entry(entry, header)
                 payload = frame[FRAME_HEADER_NBYTES:]
                 check_payload(header, payload)

@@ -26,7 +26,7 @@ from ckstore.quant.error_stats import Distance
 from ckstore.quant.lowrank import RANK_MAX
 from ckstore.quant.planning import LossyTensor, Task
 from ckstore.quant.quantize_task import Desk, TaskCoder
-from ckstore.store.chunk_index import KnownFrame
+from ckstore.store.chunk_index import LocatedFrame
 
 FINEST, COARSEST = -3.0, 4.0
 """Powers of two that steps are scaled by, at most."""
@@ -164,7 +164,7 @@ class Trial:
         """Return the plain bytes of a chunk."""
         return self.desk.gather_for(index, purpose, thread)
 
-    def base_plain_of(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
+    def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
         """Return the plain bytes of a base; None where they cannot be read."""
         return self.desk.base_plain_of(base, nbytes, thread)
 

@@ -41,7 +41,7 @@ _SLACK = 1.001
 
 
 @dataclass(slots=True)
-class Fate:
+class TensorOutcome:
     """Errors of one storage, over all chunks so far.
 
     Args:
@@ -191,7 +191,7 @@ def clip_max(constants: AdamConstants) -> float:
 
 
 def judge(
-    fates: Mapping[int, Fate],
+    fates: Mapping[int, TensorOutcome],
     pairs: Mapping[int, int],
     groups: Mapping[int, int],
     masters: Mapping[int, int],
@@ -250,7 +250,7 @@ def _told_of_partner(failure: str, name: str) -> str:
     return f"its {name} moment's {rest}" if subject == "its" else failure
 
 
-def _judge_one(fate: Fate, blamed: Fate, residual: Residual, whose: str = "its ") -> None:
+def _judge_one(fate: TensorOutcome, blamed: TensorOutcome, residual: Residual, whose: str = "its ") -> None:
     tensor = blamed.tensor
     assert tensor is not None
     relative, greatest = residual.max_rel_rms, residual.max_abs
@@ -261,11 +261,11 @@ def _judge_one(fate: Fate, blamed: Fate, residual: Residual, whose: str = "its "
 
 
 def _judge_bits(
-    fates: Mapping[int, Fate], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual
+    fates: Mapping[int, TensorOutcome], pairs: Mapping[int, int], groups: Mapping[int, int], residual: Residual
 ) -> None:
     if residual.bits_per_parameter is None:
         return
-    members: dict[int, list[Fate]] = {}
+    members: dict[int, list[TensorOutcome]] = {}
     for storage, fate in fates.items():
         if fate.tensor is not None:
             members.setdefault(groups.get(storage, pairs.get(storage, storage)), []).append(fate)
@@ -276,7 +276,7 @@ def _judge_bits(
             fate.fail(why, is_bound=True)
 
 
-def _judge_step(first: Fate, second: Fate) -> None:
+def _judge_step(first: TensorOutcome, second: TensorOutcome) -> None:
     assert first.tensor is not None
     constants = first.tensor.constants
     if first.max_abs == second.max_abs == 0:

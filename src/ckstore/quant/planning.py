@@ -28,13 +28,13 @@ import numpy as np
 
 from ckstore.commit.chunking import CommitPlan
 from ckstore.config import EXACT, FirstMomentSettings, Limits, Residual, SecondMomentSettings, WeightSettings
-from ckstore.delta.base_cache import Bases, read_nbytes
+from ckstore.delta.base_cache import BaseCache, read_nbytes
 from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of
 from ckstore.format.tree import Path, format_path
 from ckstore.quant.roles import FLOAT_NAMES, AdamConstants, Pairing, Role, pair
 from ckstore.state.capture import Captured
 from ckstore.state.tensors import HostStorage
-from ckstore.store.chunk_index import Known, KnownFrame
+from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
 _COUNT_WORD = re.compile(
     r"(?i)(\w+_)?(counts?|counters?|hist(ogram)?s?|usages?|confusion(_?mat(rix)?)?|cluster_sizes?|frequenc(y|ies))"
@@ -93,7 +93,7 @@ class Task:
     """
 
     weight: int = -1
-    base: KnownFrame | None = None
+    base: LocatedFrame | None = None
     rounded: tuple[int, ...] = ()
     second: int = -1
     first: int = -1
@@ -293,8 +293,8 @@ def plan_lossy(
     plan: CommitPlan,
     paths: Mapping[int, Path],
     masters: Mapping[int, int],
-    known: Known,
-    bases: Bases,
+    known: ChunkIndex,
+    bases: BaseCache,
     limits: Limits,
     *,
     read_amplification_max: float,
@@ -379,9 +379,9 @@ class _Planner:
         weights = sum(storages[index].nbytes for index, each in candidates.tensors.items() if each.role == "weight")
         return sum(nbytes.values()) / max(1, weights), sum(nbytes[storage] for storage in exact) / max(1, weights)
 
-    def bases_of(self, storage: int, path: Path, known: Known, bases: Bases) -> dict[int, KnownFrame]:
+    def bases_of(self, storage: int, path: Path, known: ChunkIndex, bases: BaseCache) -> dict[int, LocatedFrame]:
         """Return the frame of the base of each chunk of a storage; nothing where one has none."""
-        found: dict[int, KnownFrame] = {}
+        found: dict[int, LocatedFrame] = {}
         for index in self._chunks.get(storage, ()):
             chunk = self._plan.chunks[index]
             place = (path, chunk.sources[0].offset)
@@ -392,7 +392,7 @@ class _Planner:
             found[index] = frame
         return found
 
-    def add_weight(self, tensor: LossyTensor, frames: Mapping[int, KnownFrame]) -> None:
+    def add_weight(self, tensor: LossyTensor, frames: Mapping[int, LocatedFrame]) -> None:
         """Add the tasks of a weight."""
         rounded: dict[int, list[int]] = {}
         for chunk, master in self._masters.items():

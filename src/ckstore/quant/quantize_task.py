@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.chunk_codec import Encoded
-from ckstore.commit.chunk_writer import Coded
+from ckstore.commit.chunk_writer import EncodedChunk
 from ckstore.commit.chunking import ChunkPlan, CommitPlan
 from ckstore.commit.pipeline import BufferPurpose
 from ckstore.commit.write_buffers import CodingThread
@@ -32,7 +32,7 @@ from ckstore.quant.bounds import clip_max
 from ckstore.quant.chunk_codec import EXACT_METHOD, ROUNDED_METHOD, ChunkShape, Errors, Made, method_of
 from ckstore.quant.error_stats import Distance, distance_of, floats_of, is_finite
 from ckstore.quant.planning import LossyTensor, Task
-from ckstore.store.chunk_index import KnownFrame
+from ckstore.store.chunk_index import LocatedFrame
 
 _TINY = 2.0**-128
 """A second moment below this may be told as more than four times what it is: forms know none below 2 ** -126."""
@@ -85,7 +85,7 @@ class Draft:
 
     index: int
     chunk_id: ChunkId
-    coded: Coded
+    coded: EncodedChunk
     beside: int = -1
 
 
@@ -106,7 +106,7 @@ class Desk(Protocol):
         """Return the plain bytes of a chunk."""
         ...
 
-    def base_plain_of(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
+    def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
         """Return the plain bytes of a base; None where they cannot be read."""
         ...
 
@@ -199,7 +199,7 @@ class TaskCoder:
         name = "bfloat16" if kind == 1 else "float16"
         distance = distance_of(floats_of(rounded, name), floats_of(again, name))
         desk.note(index, distance, method=ROUNDED_METHOD)
-        coded = Coded(_kept(encoded), None, became, is_derived=True)
+        coded = EncodedChunk(_kept(encoded), None, became, is_rounding=True)
         return [Draft(index, chunk_id_of(again), coded, beside=self._task.weight)]
 
     # Moments
@@ -272,13 +272,13 @@ class TaskCoder:
         offset = self._desk.plan.chunks[index].sources[0].offset // thread_width(tensor)
         return ChunkShape.of(tensor.memory_shape, tensor.dtype, offset)
 
-    def _draft(self, index: int, made: Made, base: KnownFrame | None, base_plain: memoryview | None = None) -> Draft:
+    def _draft(self, index: int, made: Made, base: LocatedFrame | None, base_plain: memoryview | None = None) -> Draft:
         tensor = self._desk.tensor_of(index)
         assert not isinstance(tensor.settings, str), "what is exact is not quantized"
         nbytes, shape = len(made.reconstruction), self._shape(index, tensor)
         method = method_of(made.encoded.steps, tensor.settings, shape, nbytes)
         self._desk.note(index, made.errors, u_max=made.errors.u_max, method=method)
-        coded = Coded(_kept(made.encoded), base, base_plain, is_lossy=True)
+        coded = EncodedChunk(_kept(made.encoded), base, base_plain, is_lossy=True)
         return Draft(index, chunk_id_of(made.reconstruction), coded)
 
     def _exact(
@@ -286,7 +286,7 @@ class TaskCoder:
         index: int,
         plain: memoryview,
         tensor: LossyTensor,
-        base: KnownFrame | None = None,
+        base: LocatedFrame | None = None,
         base_plain: memoryview | None = None,
         *,
         u_max: float = 0.0,
@@ -300,8 +300,8 @@ class TaskCoder:
         if base_plain is not None:
             encoded = worker.encode_delta(plain, base_plain, chunk, compression)
             if encoded is not None:
-                return Draft(index, chunk_id_of(plain), Coded(_kept(encoded), base, base_plain))
-        return Draft(index, chunk_id_of(plain), Coded(_kept(worker.encode(plain, chunk, compression))))
+                return Draft(index, chunk_id_of(plain), EncodedChunk(_kept(encoded), base, base_plain))
+        return Draft(index, chunk_id_of(plain), EncodedChunk(_kept(worker.encode(plain, chunk, compression))))
 
 
 def thread_width(tensor: LossyTensor) -> int:

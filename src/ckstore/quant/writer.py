@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckstore.commit.base_selection import WHOLE
-from ckstore.commit.chunk_writer import ChunkWriter, Coded, NewFrame, Stored, depth_of
+from ckstore.commit.chunk_writer import ChunkWriter, EncodedChunk, PendingFrame, Stored, depth_of
 from ckstore.commit.chunking import ChunkPlan
 from ckstore.commit.pipeline import BufferPurpose
 from ckstore.commit.write_buffers import CodingThread, thread_nbytes
@@ -27,12 +27,12 @@ from ckstore.config import Limits
 from ckstore.format.manifest import Loss
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.quant.bitrate import sample_of, scaled, seek
-from ckstore.quant.bounds import Fate, judge
+from ckstore.quant.bounds import TensorOutcome, judge
 from ckstore.quant.chunk_codec import Errors, quantizing_nbytes
 from ckstore.quant.error_stats import Distance
 from ckstore.quant.planning import LossyPlan, LossyTensor, Task
 from ckstore.quant.quantize_task import Draft, TaskCoder
-from ckstore.store.chunk_index import KnownFrame
+from ckstore.store.chunk_index import LocatedFrame
 
 _BUFFERS = 2
 """Chunks that a thread holds besides what exact storing takes: the reconstructions of a task."""
@@ -59,7 +59,7 @@ class LossyChunkWriter(ChunkWriter):
     """A writer of chunks of which some are stored with a loss."""
 
     lossy: LossyPlan = field(kw_only=True)
-    _fates: dict[int, Fate] = field(init=False, default_factory=dict)
+    _fates: dict[int, TensorOutcome] = field(init=False, default_factory=dict)
     _leftover: list[int] = field(init=False, default_factory=list)
     _pairs: dict[int, int] = field(init=False, default_factory=dict)
     _groups: dict[int, int] = field(init=False, default_factory=dict)
@@ -68,10 +68,10 @@ class LossyChunkWriter(ChunkWriter):
 
     def __post_init__(self) -> None:
         super(LossyChunkWriter, self).__post_init__()
-        self._fates = {storage: Fate(tensor) for storage, tensor in self.lossy.tensors.items()}
+        self._fates = {storage: TensorOutcome(tensor) for storage, tensor in self.lossy.tensors.items()}
         for task in self.lossy.tasks:
             for index in task.rounded:
-                self._fates.setdefault(self._storage_of(index), Fate(None))
+                self._fates.setdefault(self._storage_of(index), TensorOutcome(None))
                 self._masters[self._storage_of(index)] = self._storage_of(task.weight)
             if task.second >= 0:
                 second, first = self._storage_of(task.second), self._storage_of(task.first)
@@ -79,7 +79,7 @@ class LossyChunkWriter(ChunkWriter):
         self._groups = {one: weight for one, weight in self.lossy.weight_of.items() if weight in self._fates}
 
     def _thread_nbytes(self, *, has_bases: bool) -> int:
-        return lossy_thread_nbytes(self.parts.limits, is_private=not self.policy.verify_encoded)
+        return lossy_thread_nbytes(self.repository.limits, is_private=not self.policy.verify_encoded)
 
     def _store(self, indices: Sequence[int]) -> None:
         chunks = self.lossy.chunks
@@ -181,12 +181,12 @@ class LossyChunkWriter(ChunkWriter):
     def _store_task(self, task: Task, turn: int, turns: Turns, thread_index: int) -> None:
         thread = self._thread(thread_index)
         drafts = TaskCoder(self, task, thread).drafts()
-        waiting: list[tuple[NewFrame, Coded, ChunkPlan]] = []
+        waiting: list[tuple[PendingFrame, EncodedChunk, ChunkPlan]] = []
         waiting_nbytes = 0
         with turns.turn(turn):
             for draft in drafts:
                 # So many bytes as one frame may have can wait to be filled; more could wait for each other.
-                if waiting_nbytes + draft.coded.encoded.nbytes > self.parts.limits.chunk_nbytes_max:
+                if waiting_nbytes + draft.coded.encoded.nbytes > self.repository.limits.chunk_nbytes_max:
                     self._fill_all(waiting, thread)
                     waiting, waiting_nbytes = [], 0
                 frame = self._put(draft)
@@ -195,9 +195,9 @@ class LossyChunkWriter(ChunkWriter):
                     waiting_nbytes += draft.coded.encoded.nbytes
         self._fill_all(waiting, thread)
 
-    def _put(self, draft: Draft) -> NewFrame | None:
+    def _put(self, draft: Draft) -> PendingFrame | None:
         """Give a chunk its place; None where it needs none."""
-        known = self.parts.known.find(draft.chunk_id)
+        known = self.repository.known.find(draft.chunk_id)
         fate = self._fates[self._storage_of(draft.index)]
         if draft.chunk_id not in self._placed and known is not None:
             # What a chunk that is there took then, this commit does not take again.
@@ -206,7 +206,7 @@ class LossyChunkWriter(ChunkWriter):
         if draft.beside >= 0:
             base = self._results[draft.beside]
             assert base is not None, "what a chunk is told in stands before it"
-            if depth_of(base) >= self.parts.limits.depth_max:
+            if depth_of(base) >= self.repository.limits.depth_max:
                 fate.fail("its chain of bases is too long")
                 return None
             draft.coded.base = base
@@ -214,7 +214,7 @@ class LossyChunkWriter(ChunkWriter):
         fate.stored_nbytes += frame.place.stored_nbytes
         return frame if is_first else None
 
-    def _fill_all(self, waiting: Sequence[tuple[NewFrame, Coded, ChunkPlan]], thread: CodingThread) -> None:
+    def _fill_all(self, waiting: Sequence[tuple[PendingFrame, EncodedChunk, ChunkPlan]], thread: CodingThread) -> None:
         for frame, coded, chunk in waiting:
             self._fill(frame, coded, thread.worker, chunk)
 
@@ -225,7 +225,7 @@ class LossyChunkWriter(ChunkWriter):
         private = None if self.policy.verify_encoded else thread.worker.buffer(purpose)
         return thread.worker.gather(self.plan.chunks[index], self.storages, private=private)
 
-    def base_plain_of(self, base: KnownFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
+    def base_plain_of(self, base: LocatedFrame, nbytes: int, thread: CodingThread) -> memoryview | None:
         """Return the plain bytes of a base; None where they cannot be read."""
         return self._base_plain(base, nbytes, thread)
 

@@ -97,7 +97,7 @@ class FrameGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class AsideRead:
+class BufferedRead:
     """A chunk that is read through all of its chain, beside the state, and then copied to where it goes."""
 
     frame: int
@@ -111,7 +111,7 @@ class RestorePlan:
     """Groups in the order in which they are fetched, and what is read aside after them."""
 
     groups: tuple[FrameGroup, ...]
-    asides: tuple[AsideRead, ...]
+    asides: tuple[BufferedRead, ...]
 
     @property
     def reads(self) -> list[FrameRead]:
@@ -217,7 +217,7 @@ class _Planner:
         self._manifest = manifest
         self._frames = manifest.frames
         self._wanted: dict[int, _Wanted] = {}
-        self.asides: list[AsideRead] = []
+        self.asides: list[BufferedRead] = []
 
     def want(self, storages: Iterable[int], wave_nbytes: int | None) -> None:
         """Note by frame which chunks are wanted, and where they go."""
@@ -290,7 +290,7 @@ class _Planner:
             if self._frames[index].base < 0:
                 needed.add(index)
             elif index not in needed:
-                self.asides.append(AsideRead(index, wanted.chunk, wanted.nbytes, tuple(wanted.targets)))
+                self.asides.append(BufferedRead(index, wanted.chunk, wanted.nbytes, tuple(wanted.targets)))
         self.asides.sort(key=lambda aside: (self._frames[aside.frame].pack, self._frames[aside.frame].offset))
         return needed
 

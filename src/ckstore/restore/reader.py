@@ -19,16 +19,16 @@ from functools import partial
 from typing import Protocol
 
 from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
-from ckstore.concurrency import Latch, run_aside, tell
+from ckstore.concurrency import Latch, run_uninterrupted, tell
 from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
 from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.errors import BackendError
 from ckstore.format.manifest import PackRef
 from ckstore.io.backend import Backend, Fetching, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
-from ckstore.restore.plan import AsideRead, FrameGroup, FrameRead, RestorePlan
+from ckstore.restore.plan import BufferedRead, FrameGroup, FrameRead, RestorePlan
 from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_in_halves, read_ranges
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
@@ -48,7 +48,7 @@ class Filler(Protocol):
         """Decode a frame, header included, whose bytes are gone when this returns; its base is in place."""
         ...
 
-    def fill_aside(self, aside: AsideRead, tools: Tools) -> None:
+    def fill_buffered(self, aside: BufferedRead, tools: Tools) -> None:
         """Read a chunk through its chain, and copy it to where it goes."""
         ...
 
@@ -81,7 +81,9 @@ def group_nbytes_max(limits: Limits) -> int:
 
 
 @contextmanager
-def open_packs(parts: Parts, packs: Sequence[PackRef], needed: Iterable[int]) -> Iterator[dict[int, ReadFile]]:
+def open_packs(
+    repository: Repository, packs: Sequence[PackRef], needed: Iterable[int]
+) -> Iterator[dict[int, ReadFile]]:
     """Open all needed packs before anything is read: an open file stays readable when gc moves its name.
 
     Raises:
@@ -90,7 +92,7 @@ def open_packs(parts: Parts, packs: Sequence[PackRef], needed: Iterable[int]) ->
     files: dict[int, ReadFile] = {}
     try:
         for index in sorted(set(needed)):
-            files[index] = open_pack(parts, packs[index])
+            files[index] = open_pack(repository, packs[index])
         yield files
     finally:
         for file in files.values():
@@ -137,14 +139,20 @@ class _Failure:
 
 
 def decode_all(
-    parts: Parts, plan: RestorePlan, packs: Sequence[PackRef], needed: Iterable[int], filler: Filler, *, policy: Policy
+    repository: Repository,
+    plan: RestorePlan,
+    packs: Sequence[PackRef],
+    needed: Iterable[int],
+    filler: Filler,
+    *,
+    policy: Policy,
 ) -> None:
     """Fetch every group of a plan and fill what it says, on as many threads as the policy and its memory allow.
 
     The first failure ends the work and is raised; nothing is in flight any more then.
 
     Args:
-        parts: The store.
+        repository: The store.
         plan: What is read.
         packs: What it numbers.
         needed: Which of them it reads from.
@@ -153,11 +161,13 @@ def decode_all(
     """
     if plan.groups or plan.asides:
         failure = _Failure()
-        run_aside(lambda: _decode_all(parts, plan, packs, needed, filler, policy, failure), on_interrupt=failure.note)
+        run_uninterrupted(
+            lambda: _decode_all(repository, plan, packs, needed, filler, policy, failure), on_interrupt=failure.note
+        )
 
 
 def _decode_all(
-    parts: Parts,
+    repository: Repository,
     plan: RestorePlan,
     packs: Sequence[PackRef],
     needed: Iterable[int],
@@ -165,19 +175,19 @@ def _decode_all(
     policy: Policy,
     failure: _Failure,
 ) -> None:
-    limits = parts.limits
+    limits = repository.limits
     thread_count, buffer_count = fit_reading(policy, limits)
     job_count = len(plan.groups) + len(plan.asides)
     with (
-        open_packs(parts, packs, needed) as files,
+        open_packs(repository, packs, needed) as files,
         BufferPool(read_buffer_nbytes(limits), min(buffer_count, job_count + 1)) as pool,
     ):
         by_id = {packs[index].pack_id: file for index, file in files.items()}
 
         decoders = [FrameDecoder(limits.chunk_nbytes_max) for _ in range(min(thread_count, job_count))]
-        tools = [Tools(decoder, ChainReader(parts, decoder, pool=pool, files=by_id)) for decoder in decoders]
+        tools = [Tools(decoder, ChainReader(repository, decoder, pool=pool, files=by_id)) for decoder in decoders]
         with _Decoders(plan, filler, tools, failure) as threads:
-            results = fetch(parts.backend, plan.groups, files, pool)
+            results = fetch(repository.backend, plan.groups, files, pool)
             try:
                 for result in results:
                     threads.put(result)
@@ -205,7 +215,7 @@ class _Decoders:
         self._plan = plan
         self._filler = filler
         self._failure = failure
-        self._inbox: queue.SimpleQueue[tuple[_Held, Sequence[FrameRead]] | AsideRead | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[_Held, Sequence[FrameRead]] | BufferedRead | None] = queue.SimpleQueue()
         # The lock guards what follows, and the counts of what is held.
         self._lock = threading.Lock()
         self._left = sum(len(group.reads) for group in plan.groups)
@@ -253,8 +263,8 @@ class _Decoders:
 
     def _work(self, tools: Tools) -> None:
         while (task := self._inbox.get()) is not None:
-            if isinstance(task, AsideRead):
-                self._guarded(partial(self._filler.fill_aside, task, tools))
+            if isinstance(task, BufferedRead):
+                self._guarded(partial(self._filler.fill_buffered, task, tools))
             else:
                 held, reads = task
                 for read in reads:

@@ -18,21 +18,21 @@ from ckstore.delta.chain_reader import ChainReader, at_frame
 from ckstore.errors import ChecksumError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.format.manifest import Manifest
 from ckstore.hashing import ChunkId
-from ckstore.restore.plan import AsideRead, FrameRead, Target, base_id_of, chain_of, packs_of, plan_restore
+from ckstore.restore.plan import BufferedRead, FrameRead, Target, base_id_of, chain_of, packs_of, plan_restore
 from ckstore.restore.reader import Tools, decode_all, group_nbytes_max
-from ckstore.state.placement import Placement
-from ckstore.store.damage import refuse_lost, tensor_paths
+from ckstore.state.placement import RestoreTargets
+from ckstore.store.damage import require_complete, tensor_paths
 from ckstore.store.pack_reader import distant_packs
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 WAVE_NBYTES = 256 * MIB
 """Host memory of what does not stay on the host: so much of the state is brought to its end before more is begun."""
 
 
 def restore(
-    parts: Parts,
+    repository: Repository,
     manifest: Manifest,
-    placement: Placement,
+    placement: RestoreTargets,
     policy: Policy,
     *,
     on_progress: Callable[[int, int], None] | None = None,
@@ -44,22 +44,22 @@ def restore(
         MissingChunkError: A pack is missing.
         UnsupportedError: A codec of a newer version is needed.
     """
-    refuse_lost(manifest, placement.storages)
+    require_complete(manifest, placement.storages)
     plan = plan_restore(
         manifest,
         placement.storages,
-        group_nbytes_max=group_nbytes_max(parts.limits),
+        group_nbytes_max=group_nbytes_max(repository.limits),
         wave_nbytes=None if placement.keeps_all else WAVE_NBYTES,
-        distant=distant_packs(parts, manifest.packs),
+        distant=distant_packs(repository, manifest.packs),
     )
-    filler = _Filler(parts, manifest, placement, policy.verify_restored, on_progress)
+    filler = _Filler(repository, manifest, placement, policy.verify_restored, on_progress)
     for read in plan.reads:
         if read.master is not None:
             filler.hold(read.master.storage)
     try:
-        decode_all(parts, plan, manifest.packs, packs_of(manifest, plan), filler, policy=policy)
+        decode_all(repository, plan, manifest.packs, packs_of(manifest, plan), filler, policy=policy)
     except CorruptError:
-        parts.tiers.forget_ranges(manifest.packs)
+        repository.tiers.forget_ranges(manifest.packs)
         raise
     return placement.finish()
 
@@ -69,13 +69,13 @@ class _Filler:
 
     def __init__(
         self,
-        parts: Parts,
+        repository: Repository,
         manifest: Manifest,
-        placement: Placement,
+        placement: RestoreTargets,
         check: Check,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._parts = parts
+        self._repository = repository
         self._manifest = manifest
         self._placement = placement
         self._check = check
@@ -109,7 +109,7 @@ class _Filler:
         if read.master is not None:
             self._count(read.master.storage, 1, state_nbytes=0)
 
-    def fill_aside(self, aside: AsideRead, tools: Tools) -> None:
+    def fill_buffered(self, aside: BufferedRead, tools: Tools) -> None:
         """Read a chunk through its chain, beside the state, and copy it to where it goes."""
         plain = tools.decoder.aside(aside.nbytes)
         try:
@@ -146,9 +146,9 @@ class _Filler:
         frame_of = {frame.chunk_id: index for index, frame in enumerate(self._manifest.frames)}
         chain = chain_of(self._manifest, frame_of[ChunkId(self._manifest.chunks[read.chunk].chunk_id)])
         if len(chain) == 1:
-            return self._located(at_frame(error, self._parts, chain, 0), read.chunk)
+            return self._located(at_frame(error, self._repository, chain, 0), read.chunk)
         # With a buffer of its own: those of the fetching may all be held until this one is given back.
-        with ChainReader(self._parts, tools.decoder) as reader:
+        with ChainReader(self._repository, tools.decoder) as reader:
             return self._located(reader.blame(chain, self._manifest.chunks[read.chunk].nbytes, error), read.chunk)
 
     def _located(self, error: CkstoreError, chunk: int) -> CkstoreError:
@@ -158,7 +158,7 @@ class _Filler:
         return type(error)(
             error.what,
             where=f"{error.where}, tensor {tensor}, step {header.step} (seq {header.seq}) of run {header.run!r} "
-            f"in {self._parts.backend.root}",
+            f"in {self._repository.backend.root}",
             todo=error.todo or "restore an older checkpoint or another copy; `ckstore verify` lists all damage",
             **{**error.facts, "tensor": tensor},
         )

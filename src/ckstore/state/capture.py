@@ -83,7 +83,7 @@ class Captured:
         return sum(storage.nbytes for storage in self.storages)
 
 
-class Asked:
+class StateDictCache:
     """What objects have answered when they were asked for their state, to be told again to a second walk.
 
     Asking may take long, or need other processes: a walk that is given up must not make it happen twice.
@@ -117,10 +117,10 @@ def capture(state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
         LeafTypeError: A leaf cannot be stored; the error names its path.
         UsageError: A container holds itself, is nested too deep, or has a key that cannot be stored.
     """
-    return Walk((NumpyAdapter(), *adapters), Asked()).captured(state)
+    return StateWalker((NumpyAdapter(), *adapters), StateDictCache()).captured(state)
 
 
-class Walk:
+class StateWalker:
     """One walk over a state; collects its tensors.
 
     Args:
@@ -129,7 +129,7 @@ class Walk:
         is_plain: Refuse tensors, and objects that have to be asked for their state.
     """
 
-    def __init__(self, adapters: Sequence[LeafAdapter], asked: Asked, *, is_plain: bool = False) -> None:
+    def __init__(self, adapters: Sequence[LeafAdapter], asked: StateDictCache, *, is_plain: bool = False) -> None:
         self.adapters = adapters
         self._asked = asked
         self._is_plain = is_plain
@@ -249,7 +249,7 @@ class Walk:
         """Return the node of an object's Python attributes; what is not plain is left out, and told."""
         nodes: dict[str, Node] = {}
         for name, value in held.items():
-            walk = Walk(self.adapters, Asked(), is_plain=True)
+            walk = StateWalker(self.adapters, StateDictCache(), is_plain=True)
             try:
                 if not _is_unicode(name):
                     raise UsageError("the name of an attribute is no text")
@@ -320,7 +320,7 @@ class Walk:
             ) from None
 
 
-def _sparse_views(walk: Walk, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
+def _sparse_views(walk: StateWalker, tensors: list[TensorSpec], storages: list[HostStorage]) -> Iterator[str]:
     users: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
         if storages[tensor.storage].nbytes >= _WASTE_NBYTES_MIN:
@@ -366,7 +366,7 @@ def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: 
         return int(key)
     if kind is str and _is_unicode(key):
         return str(key)
-    walk = Walk(adapters, Asked(), is_plain=True)
+    walk = StateWalker(adapters, StateDictCache(), is_plain=True)
     try:
         stored = OtherKey(walk.node_of(key, path))
     except CkstoreError:

@@ -27,9 +27,9 @@ from ckstore.state.capture import (
     FACTORY_NAMES,
     KINDS,
     LONG_NBYTES_MIN,
-    Asked,
     Captured,
-    Walk,
+    StateDictCache,
+    StateWalker,
     allocations_of,
     checked_value,
     has_state_dict,
@@ -40,7 +40,7 @@ from ckstore.state.memory_spans import Spans, SpanShape, fixed_starts_of
 from ckstore.state.named_types import is_found
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
 from ckstore.state.packed import COUNT, NUMBERS_MIN, PLAIN, pack_numbers, spelled
-from ckstore.state.tensors import LeafAdapter, Sights, TensorLeaf
+from ckstore.state.tensors import LeafAdapter, LeafBatch, TensorLeaf
 from ckstore.state.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
 
 _MOVED_MAX = 64
@@ -57,29 +57,29 @@ class _ChangedError(Exception):
     """The state is not made as the last one was."""
 
 
-class Recapture:
+class CaptureCache:
     """Takes states apart, one after the other; remembers the last one."""
 
     def __init__(self) -> None:
-        self._memo: _Memo | None = None
+        self._memo: _CachedCapture | None = None
 
     def capture(self, state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
         """Take a state apart; see ``capture.capture``."""
         libraries = (NumpyAdapter(), *adapters)
-        asked = Asked()
+        asked = StateDictCache()
         memo, self._memo = self._memo, None
         if memo is not None and memo.is_for(libraries):
             try:
-                captured = _Again(memo, libraries, asked).captured(state)
+                captured = _CachedWalker(memo, libraries, asked).captured(state)
             except Exception:
                 # Whatever is wrong with it, ``capture`` says it better, or has no problem with it.
                 captured = None
             if captured is not None:
                 self._memo = memo
                 return captured
-        walk = Walk(libraries, asked)
+        walk = StateWalker(libraries, asked)
         captured = walk.captured(state)
-        self._memo = _Memo.of(captured, walk)
+        self._memo = _CachedCapture.of(captured, walk)
         return captured
 
 
@@ -91,7 +91,7 @@ class _Pool:
     reader: int
 
 
-class _Memo:
+class _CachedCapture:
     """What a capture was, without the tensors.
 
     Args:
@@ -101,7 +101,7 @@ class _Memo:
         sights: What they have seen.
     """
 
-    def __init__(self, captured: Captured, walk: Walk, groups: Sequence[_Group], sights: Sights) -> None:
+    def __init__(self, captured: Captured, walk: StateWalker, groups: Sequence[_Group], sights: LeafBatch) -> None:
         self.tree = captured.tree
         self.paths, self.tensors = captured.paths, captured.tensors
         self.warnings = tuple(captured.warnings)
@@ -141,7 +141,7 @@ class _Memo:
         self.lengths = np.array(lengths, np.uint64)
 
     @classmethod
-    def of(cls, captured: Captured, walk: Walk) -> _Memo | None:
+    def of(cls, captured: Captured, walk: StateWalker) -> _CachedCapture | None:
         """Remember a capture; None where one cannot be told from another by looking."""
         if walk.warnings:
             # They tell of attributes, which the tree does not have.
@@ -151,7 +151,7 @@ class _Memo:
         return None if sights is None else cls(captured, walk, groups, sights)
 
     def _survey(self, node: Node) -> None:
-        """Note what lies below a node, in the order in which ``_Again`` walks."""
+        """Note what lies below a node, in the order in which ``_CachedWalker`` walks."""
         if isinstance(node, TensorNode):
             self.order.append(node.tensor)
         elif isinstance(node, ConvertedNode):
@@ -191,7 +191,7 @@ class _Memo:
             if start < end and _touching(self.spaces == self.spaces[number], starts, ends, start, end) != 1:
                 raise _ChangedError
 
-    def spans_of(self, sights: Sights) -> Spans:
+    def spans_of(self, sights: LeafBatch) -> Spans:
         """Return the storages of tensors that were seen just now, and are made as these were."""
         if self.is_simple:
             return Spans(self.shapes, self.span_starts, list(zip(sights.keeps, strict=True)), sights.readers)
@@ -219,7 +219,7 @@ def _pools_of(captured: Captured, leaves: Sequence[TensorLeaf]) -> list[_Pool]:
     return pools
 
 
-def _groups_of(walk: Walk) -> list[_Group]:
+def _groups_of(walk: StateWalker) -> list[_Group]:
     """Return each library with the numbers of its tensors."""
     adapters = {adapter.library: adapter for adapter in (*walk.adapters, BytesAdapter())}
     numbers: dict[str, list[int]] = {}
@@ -228,22 +228,22 @@ def _groups_of(walk: Walk) -> list[_Group]:
     return [(adapters[library], its) for library, its in numbers.items()]
 
 
-def _seen_by(groups: Sequence[_Group], items: Sequence[object]) -> Sights | None:
+def _seen_by(groups: Sequence[_Group], items: Sequence[object]) -> LeafBatch | None:
     """Return what libraries see of all tensors, in order; None where one of them is none of the usual."""
     if len(groups) == 1:
-        return groups[0][0].glances(items)
-    parts: list[list[Any]] = [[None] * len(items) for _ in Sights._fields]
+        return groups[0][0].describe_many(items)
+    parts: list[list[Any]] = [[None] * len(items) for _ in LeafBatch._fields]
     for adapter, numbers in groups:
-        sights = adapter.glances([items[number] for number in numbers])
+        sights = adapter.describe_many([items[number] for number in numbers])
         if sights is None:
             return None
         for part, found in zip(parts, sights, strict=True):
             for number, each in zip(numbers, found, strict=True):
                 part[number] = each
-    return Sights(*parts)
+    return LeafBatch(*parts)
 
 
-class _Again:
+class _CachedWalker:
     """One walk along the tree of the last capture.
 
     Args:
@@ -252,7 +252,7 @@ class _Again:
         asked: Keeps what objects answer.
     """
 
-    def __init__(self, memo: _Memo, libraries: Sequence[LeafAdapter], asked: Asked) -> None:
+    def __init__(self, memo: _CachedCapture, libraries: Sequence[LeafAdapter], asked: StateDictCache) -> None:
         self._memo = memo
         self._libraries = libraries
         self._asked = asked
@@ -416,7 +416,7 @@ class _Again:
         known = self._memo.contents.get(number)
         if known is not None and known[0] == text:
             return known[1]
-        walk = Walk(self._libraries, Asked())
+        walk = StateWalker(self._libraries, StateDictCache())
         node = walk.node_of(item, ("",))
         if not isinstance(node, ConvertedNode) or node.name != PLAIN or list(walk.left_out.sentences()):
             raise _ChangedError

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
 from ckstore.format.tensors import TensorSpec, extent_of
-from ckstore.state.tensors import KnownObject, Memory, Sights, TensorLeaf
+from ckstore.state.tensors import KnownObject, LeafBatch, Memory, TensorLeaf
 from ckstore.state.values import leaf_type_error
 
 if TYPE_CHECKING:
@@ -221,10 +221,10 @@ class NumpyAdapter:
             is_writable=leaf.flags.writeable,
         )
 
-    def glances(self, leaves: Sequence[object]) -> Sights | None:
+    def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
         """Describe them: there are few arrays in a state."""
         sights = [told.sight for leaf in leaves if (told := self.describe(leaf, ())) is not None]
-        return Sights(*zip(*sights, strict=True)) if len(sights) == len(leaves) else None
+        return LeafBatch(*zip(*sights, strict=True)) if len(sights) == len(leaves) else None
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
         """Return a scalar as its dtype and bytes."""

@@ -63,7 +63,7 @@ def prepare_restore(
     only: str | Sequence[str] | None = None,
     device: object = None,
     adapters: Sequence[LeafAdapter] = (),
-) -> Placement:
+) -> RestoreTargets:
     """Check everything and decide where every byte goes; nothing is written yet.
 
     Args:
@@ -93,7 +93,7 @@ def prepare_restore(
         builder.check_tensor(tensors[index], storages)
     builder.check_values(chosen)
     match = None if into is None else match_state(chosen, tensors, into, known, selection)
-    return Placement(chosen, storages, builder, match)
+    return RestoreTargets(chosen, storages, builder, match)
 
 
 class _Builder:
@@ -249,7 +249,7 @@ def _long_text(content: object) -> str:
     raise MalformedError("a long text is not UTF-8")
 
 
-class Placement:
+class RestoreTargets:
     """Destinations for the storages of one restore.
 
     For every index in ``storages``, in any order and from any thread, but one thread for one index: ask for

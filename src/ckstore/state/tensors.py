@@ -127,7 +127,7 @@ another address, every address in the description differs by as much.
 """
 
 
-class Sights(NamedTuple):
+class LeafBatch(NamedTuple):
     """What a look at some tensors tells, each part of a ``Sight`` in a list of its own; facts can be hashed."""
 
     facts: Sequence[tuple[object, ...]]
@@ -184,7 +184,7 @@ class LeafAdapter(Protocol):
         """
         ...
 
-    def glances(self, leaves: Sequence[object]) -> Sights | None:
+    def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
         """Say what tells whether ``describe`` would say of each the same as before; None: ask it, not all are usual."""
         ...
 

@@ -21,7 +21,7 @@ from ckstore.errors import BackendError, CapacityError, MalformedError, Unsuppor
 from ckstore.format.tensors import TensorSpec, extent_of
 from ckstore.format.tree import BUILT_IN
 from ckstore.state.named_types import StandIn
-from ckstore.state.tensors import KnownObject, Memory, Sights, TensorLeaf
+from ckstore.state.tensors import KnownObject, LeafBatch, Memory, TensorLeaf
 from ckstore.state.torch_objects import known_object
 from ckstore.state.values import leaf_type_error
 
@@ -115,7 +115,7 @@ class TorchAdapter:
             is_writable=not is_lazy,
         )
 
-    def glances(self, leaves: Sequence[object]) -> Sights | None:
+    def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
         """Look at plain tensors; what ``describe`` would refuse or copy is told of by it alone.
 
         A trainer waits for this: all of them are asked one thing after the other, by C and not by Python.
@@ -149,7 +149,7 @@ class TorchAdapter:
         # A graph is nobody's affair here; what has none need not leave it.
         wanting = compress(tensors, map(_LAST_OF, told))
         plain = tensors if all(map(_IS_LEAF_OF, wanting)) else list(map(torch.Tensor.detach, tensors))
-        return Sights(
+        return LeafBatch(
             list(zip(*facts, strict=True)),
             starts,
             list(zip(plain, storages, strict=True)),

@@ -26,22 +26,22 @@ LOST_TIER = "lost"
 
 
 @dataclass(frozen=True, slots=True)
-class KnownFrame:
+class LocatedFrame:
     """A frame that an acknowledged manifest locates, its pack, and the frame it needs as base."""
 
     frame: FrameRef
     pack: PackRef
-    base: KnownFrame | None
+    base: LocatedFrame | None
 
-    def closure(self) -> list[KnownFrame]:
+    def closure(self) -> list[LocatedFrame]:
         """Return the frame and its bases, deepest base first."""
-        chain: list[KnownFrame] = [self]
+        chain: list[LocatedFrame] = [self]
         while (base := chain[-1].base) is not None:
             chain.append(base)
         return chain[::-1]
 
 
-def locate(frames: Iterable[KnownFrame]) -> tuple[list[PackRef], list[FrameRef]]:
+def locate(frames: Iterable[LocatedFrame]) -> tuple[list[PackRef], list[FrameRef]]:
     """Return every frame once, bases included, and the packs they lie in, as a manifest lists them."""
     packs: dict[PackId, tuple[int, PackRef]] = {}
     index_of: dict[ChunkId, int] = {}
@@ -59,13 +59,13 @@ def locate(frames: Iterable[KnownFrame]) -> tuple[list[PackRef], list[FrameRef]]
     return [ref for _, ref in packs.values()], located
 
 
-class Known:
+class ChunkIndex:
     """Chunk id to frame, for the newest manifests only."""
 
     def __init__(self, manifests_max: int = MANIFESTS_KNOWN_MAX) -> None:
         self.manifests_max = manifests_max
-        self._pinned: dict[ChunkId, KnownFrame] = {}
-        self._generations: deque[dict[ChunkId, KnownFrame]] = deque(maxlen=manifests_max)
+        self._pinned: dict[ChunkId, LocatedFrame] = {}
+        self._generations: deque[dict[ChunkId, LocatedFrame]] = deque(maxlen=manifests_max)
 
     def __len__(self) -> int:
         return len({chunk_id for frames in self._tables() for chunk_id in frames})
@@ -78,11 +78,11 @@ class Known:
         """Remember a manifest until another one is pinned: what was restored is what training goes on from."""
         self._pinned = _frames_of(manifest)
 
-    def _tables(self) -> Iterator[dict[ChunkId, KnownFrame]]:
+    def _tables(self) -> Iterator[dict[ChunkId, LocatedFrame]]:
         yield from reversed(self._generations)
         yield self._pinned
 
-    def find(self, chunk_id: ChunkId) -> KnownFrame | None:
+    def find(self, chunk_id: ChunkId) -> LocatedFrame | None:
         """Return the newest known frame of a chunk."""
         for frames in self._tables():
             known = frames.get(chunk_id)
@@ -108,12 +108,12 @@ class Known:
                 del frames[chunk_id]
 
 
-def _frames_of(manifest: Manifest) -> dict[ChunkId, KnownFrame]:
-    frames: dict[int, KnownFrame] = {}
+def _frames_of(manifest: Manifest) -> dict[ChunkId, LocatedFrame]:
+    frames: dict[int, LocatedFrame] = {}
     for index, frame in enumerate(manifest.frames):
         pack = manifest.packs[frame.pack]
         base = frames.get(frame.base) if frame.base >= 0 else None
         if pack.tier != LOCAL_TIER or (frame.base >= 0 and base is None):
             continue
-        frames[index] = KnownFrame(frame, pack, base)
+        frames[index] = LocatedFrame(frame, pack, base)
     return {known.frame.chunk_id: known for known in frames.values()}

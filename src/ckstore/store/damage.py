@@ -27,8 +27,8 @@ from ckstore.format.paths import ManifestName
 from ckstore.format.tree import TensorNode, format_path, leaves_of
 from ckstore.format.wire import align_up
 from ckstore.hashing import DIGEST_NBYTES, ChunkId, PackId, new_pack_id
-from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER, KnownFrame
-from ckstore.store.repository import Parts
+from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER, LocatedFrame
+from ckstore.store.repository import Repository
 
 TENSORS_SHOWN_MAX = 3
 CHECKPOINTS_SHOWN_MAX = 8
@@ -171,19 +171,19 @@ def label_of(name: ManifestName) -> str:
     return f"{name.run}/{name.seq} (step {name.step})"
 
 
-def checkpoints_with(parts: Parts, pack_id: PackId, frame: FrameRef) -> tuple[str, ...]:
+def checkpoints_with(repository: Repository, pack_id: PackId, frame: FrameRef) -> tuple[str, ...]:
     """Return the checkpoints of the run that need a frame, newest first; only the newest ones are looked at."""
     try:
-        names = parts.manifests.listing().names[-CHECKPOINTS_LOOKED_AT_MAX:]
-        return tuple(label_of(name) for name in reversed(names) if _needs(parts, name, pack_id, frame))
+        names = repository.manifests.listing().names[-CHECKPOINTS_LOOKED_AT_MAX:]
+        return tuple(label_of(name) for name in reversed(names) if _needs(repository, name, pack_id, frame))
     except (CkstoreError, OSError):
         # Whose error this is for matters more than who else suffers.
         return ()
 
 
-def _needs(parts: Parts, name: ManifestName, pack_id: PackId, frame: FrameRef) -> bool:
+def _needs(repository: Repository, name: ManifestName, pack_id: PackId, frame: FrameRef) -> bool:
     try:
-        manifest = parts.manifests.load(name)
+        manifest = repository.manifests.load(name)
     except (CkstoreError, FileNotFoundError):
         return False
     numbers = [number for number, pack in enumerate(manifest.packs) if pack.pack_id == pack_id]
@@ -214,8 +214,8 @@ def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) 
 class Sufferers:
     """Finds the tensors that damage hits; holds what it needs of one manifest, the one asked for last."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
         self._name: ManifestName | None = None
         self._by_chunk: dict[ChunkId, list[str]] = {}
         self._by_pack: dict[PackId, tuple[str, ...]] = {}
@@ -235,7 +235,7 @@ class Sufferers:
             return
         self._name, self._by_chunk, self._by_pack = name, {}, {}
         try:
-            manifest = self._parts.manifests_of(name.run).load(name)
+            manifest = self._repository.manifests_of(name.run).load(name)
         except (CkstoreError, FileNotFoundError):
             # Dropped or damaged since it was read: which tensors suffer stays unknown.
             return
@@ -294,7 +294,7 @@ NAMES_SHOWN_MAX = 8
 _STORED_NBYTES = 1
 
 
-def lost_frames(chunk_ids: Sequence[ChunkId]) -> list[KnownFrame]:
+def lost_frames(chunk_ids: Sequence[ChunkId]) -> list[LocatedFrame]:
     """Return what a manifest says of lost chunks: places in a pack that is nowhere."""
     from ckstore.format.manifest import FrameRef, PackRef
 
@@ -303,7 +303,7 @@ def lost_frames(chunk_ids: Sequence[ChunkId]) -> list[KnownFrame]:
     frames_end = align_up(SUPERHEADER_NBYTES + extent * len(chunk_ids), PACK_ALIGN)
     pack = PackRef(new_pack_id(), frames_end + directory_nbytes + TAIL_NBYTES, bytes(DIGEST_NBYTES), LOST_TIER)
     return [
-        KnownFrame(FrameRef(chunk_id, 0, SUPERHEADER_NBYTES + extent * index, _STORED_NBYTES), pack, None)
+        LocatedFrame(FrameRef(chunk_id, 0, SUPERHEADER_NBYTES + extent * index, _STORED_NBYTES), pack, None)
         for index, chunk_id in enumerate(chunk_ids)
     ]
 
@@ -337,7 +337,7 @@ def lost_error(manifest: Manifest) -> MissingChunkError:
     )
 
 
-def refuse_lost(manifest: Manifest, storages: Iterable[int]) -> None:
+def require_complete(manifest: Manifest, storages: Iterable[int]) -> None:
     """Raise if any of these storages has lost bytes.
 
     Raises:

@@ -44,12 +44,12 @@ from ckstore.format.location import PackTable, decode_pack_table
 from ckstore.format.losses import EXACT_FIDELITY
 from ckstore.format.manifest import Manifest, decode_manifest, republished
 from ckstore.format.paths import ManifestName
-from ckstore.io.fan_out import do_each
+from ckstore.io.fan_out import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
 from ckstore.store.replacement import settle
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.trash import TrashedManifest
 
 BATCH_MAX = 256
@@ -70,12 +70,15 @@ class Dropped:
 
 
 def drop(
-    parts: Parts, names: Sequence[ManifestName], purpose: str, tell: Callable[[int], None] = lambda count: None
+    repository: Repository,
+    names: Sequence[ManifestName],
+    purpose: str,
+    tell: Callable[[int], None] = lambda count: None,
 ) -> Dropped:
-    """Drop checkpoints of the run of ``parts``, the oldest first.
+    """Drop checkpoints of the run of ``repository``, the oldest first.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         names: What is to go.
         purpose: Why, for people who find an intent.
         tell: Called with how many were dropped, now and then.
@@ -88,21 +91,21 @@ def drop(
     done, steps_kept = Dropped(), dict[int, str]()
     if names:
         # A purge of empty folders may have taken the ones that intents and drafts lie in.
-        parts.make_folders()
+        repository.make_folders()
     for batch in _batches(sorted(names)):
         try:
-            _drop_batch(parts, batch, purpose, done, steps_kept)
+            _drop_batch(repository, batch, purpose, done, steps_kept)
         except CapacityError as error:
             if not is_disk_full(error) or len(batch) == 1:
                 raise
-            if not _drop_one_by_one(parts, batch, purpose, done, steps_kept):
+            if not _drop_one_by_one(repository, batch, purpose, done, steps_kept):
                 break
         tell(len(done.names))
     return done
 
 
 def _drop_one_by_one(
-    parts: Parts, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
+    repository: Repository, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
 ) -> bool:
     """Drop what a full disk has room for, and spare the rest until that was freed; return whether all could go.
 
@@ -111,7 +114,7 @@ def _drop_one_by_one(
     """
     for name in batch:
         try:
-            _drop_batch(parts, [name], purpose, done, steps_kept)
+            _drop_batch(repository, [name], purpose, done, steps_kept)
         except CapacityError as error:
             if not is_disk_full(error) or not done.names:
                 raise
@@ -134,33 +137,33 @@ def _batches(names: Sequence[ManifestName]) -> Iterator[list[ManifestName]]:
         yield batch
 
 
-def newest_in_demotion(parts: Parts, names: Sequence[ManifestName]) -> int | None:
+def newest_in_demotion(repository: Repository, names: Sequence[ManifestName]) -> int | None:
     """Return the seq that would be the newest of the run without these, if someone demotes it now; else None.
 
     To be asked after intents on all of them are durable: who demotes declares first and looks for those second.
     """
     going = {name.seq for name in names}
-    for name in reversed(parts.manifests.listing().names):
+    for name in reversed(repository.manifests.listing().names):
         if name.seq in going:
             continue
         is_there = True
         with contextlib.suppress(CorruptError):
-            header = header_or_none(parts.manifests, name)
+            header = header_or_none(repository.manifests, name)
             is_there = header is not None and not header.is_archival
         if is_there:
-            return name.seq if name.seq < max(going) and parts.tags.intents_on(name.seq) else None
+            return name.seq if name.seq < max(going) and repository.tags.intents_on(name.seq) else None
     return None
 
 
 def _drop_batch(
-    parts: Parts, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
+    repository: Repository, batch: Sequence[ManifestName], purpose: str, done: Dropped, steps_kept: dict[int, str]
 ) -> None:
-    intents = parts.tags.declare_all([name.seq for name in batch], purpose)
+    intents = repository.tags.declare_all([name.seq for name in batch], purpose)
     try:
         # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
-        tags = {record.seq: tag for tag, record in parts.tags.all(is_strict=True).items()}
+        tags = {record.seq: tag for tag, record in repository.tags.all(is_strict=True).items()}
         doomed = []
-        left = newest_in_demotion(parts, batch)
+        left = newest_in_demotion(repository, batch)
         for name in batch:
             if left is not None and name.seq > left:
                 steps_kept[name.step] = f"seq {left}, which would be the newest, is being demoted"
@@ -172,40 +175,42 @@ def _drop_batch(
                 doomed.append(name)
         if doomed:
             paths = {name.seq: intent for name, intent in zip(batch, intents, strict=True)}
-            parts.manifests.mark_dropped({name.seq: paths[name.seq] for name in doomed})
-            parts.manifests.move_to_trash(frozenset(name.seq for name in doomed))
+            repository.manifests.mark_dropped({name.seq: paths[name.seq] for name in doomed})
+            repository.manifests.move_to_trash(frozenset(name.seq for name in doomed))
             done.names += doomed
     finally:
         # One that stays is removed by the next collection once this process has ended.
         with contextlib.suppress(CkstoreError):
-            do_each(parts.backend, parts.tags.retract, intents)
+            for_each_concurrent(repository.backend, repository.tags.retract, intents)
 
 
-def tag(parts: Parts, name: str, reference: Reference) -> ManifestName:
+def tag(repository: Repository, name: str, reference: Reference) -> ManifestName:
     """Point a tag at a checkpoint.
 
     Raises:
         NotFoundError: There is no such checkpoint.
         ConflictError: It is being dropped.
     """
-    target = resolve(parts, reference)
-    tag_seq(parts, name, target)
+    target = resolve(repository, reference)
+    tag_seq(repository, name, target)
     return target
 
 
-def tag_seq(parts: Parts, name: str, target: ManifestName) -> None:
+def tag_seq(repository: Repository, name: str, target: ManifestName) -> None:
     """Point a tag at the entry with this name; raises ConflictError when it is being dropped."""
-    header = header_or_none(parts.manifests, target)
+    header = header_or_none(repository.manifests, target)
     if header is None:
-        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=parts.backend.root)
+        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=repository.backend.root)
 
     def is_dropped(seq: int) -> bool:
-        return all(other.seq != seq for other in parts.manifests.listing().names)
+        return all(other.seq != seq for other in repository.manifests.listing().names)
 
-    parts.tags.put(name, seq=target.seq, step=target.step, checkpoint_id=header.checkpoint_id, is_dropped=is_dropped)
+    repository.tags.put(
+        name, seq=target.seq, step=target.step, checkpoint_id=header.checkpoint_id, is_dropped=is_dropped
+    )
 
 
-def rewind(parts: Parts, reference: Reference) -> Manifest:
+def rewind(repository: Repository, reference: Reference) -> Manifest:
     """Publish an entry again as the newest of its run; its chunks are shared, nothing is copied.
 
     Raises:
@@ -213,23 +218,23 @@ def rewind(parts: Parts, reference: Reference) -> Manifest:
         ConflictError: Another live writer has the run, or packs vanished meanwhile.
         CorruptError: The entry is torn, or a pack of it is missing.
     """
-    parts.prepare_run()
-    parts.lease.take()
-    entry = load_whole(parts, resolve(parts, reference))
-    parts.lease.check()
-    seq = parts.manifests.claim(parts.seq_next())
-    parts.note_seq(seq)
-    manifest = republished(entry, seq=seq, time_ns=parts.clock.now_ns(), is_archival=False)
-    name = parts.manifests.publish(manifest)
-    gone = parts.lost_packs(manifest.packs)
+    repository.prepare_run()
+    repository.lease.take()
+    entry = load_whole(repository, resolve(repository, reference))
+    repository.lease.check()
+    seq = repository.manifests.claim(repository.seq_next())
+    repository.note_seq(seq)
+    manifest = republished(entry, seq=seq, time_ns=repository.clock.now_ns(), is_archival=False)
+    name = repository.manifests.publish(manifest)
+    gone = repository.lost_packs(manifest.packs)
     if gone:
-        parts.manifests.withdraw(name)
+        repository.manifests.withdraw(name)
         raise ConflictError(
             f"{len(gone)} packs of seq {entry.header.seq} vanished while it was published again",
-            where=parts.backend.root,
+            where=repository.backend.root,
             todo="run `ckstore verify`",
         )
-    parts.manifests.note_published(seq)
+    repository.manifests.note_published(seq)
     return manifest
 
 
@@ -241,49 +246,49 @@ class Deleted:
     steps: tuple[int, ...]
 
 
-def delete(parts: Parts, reference: Reference) -> Deleted:
+def delete(repository: Repository, reference: Reference) -> Deleted:
     """Drop a checkpoint: every entry of a step, or one entry otherwise.
 
     Raises:
         NotFoundError: There is no such checkpoint.
         ConflictError: It carries a tag; untag it first.
     """
-    target = resolve(parts, reference)
+    target = resolve(repository, reference)
     is_step = isinstance(reference, int) or reference.isdigit()
     names = [
         name
-        for name in parts.manifests.listing().names
+        for name in repository.manifests.listing().names
         if name.seq == target.seq or (is_step and name.step == target.step)
     ]
     if not names:
-        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=parts.backend.root)
+        raise NotFoundError(f"seq {target.seq} was dropped meanwhile", where=repository.backend.root)
     intents: list[str] = []
     try:
         for name in names:
-            intents.append(parts.tags.declare(name.seq, "delete"))  # noqa: PERF401 - each must be retracted
+            intents.append(repository.tags.declare(name.seq, "delete"))  # noqa: PERF401 - each must be retracted
         # Read after the intents are durable: a tag set meanwhile is seen here, a later one is refused.
         for name in names:
-            tags = parts.tags.names_of(name.seq, is_strict=True)
+            tags = repository.tags.names_of(name.seq, is_strict=True)
             if tags:
                 raise ConflictError(
                     f"seq {name.seq} (step {name.step}) carries the tag {tags[0]!r}",
-                    where=parts.backend.root,
+                    where=repository.backend.root,
                     todo="`ckstore untag` it first if it is to go",
                     tags=tags,
                 )
-        left = newest_in_demotion(parts, names)
+        left = newest_in_demotion(repository, names)
         if left is not None:
             raise ConflictError(
                 f"seq {left}, which would be the newest checkpoint then, is being demoted or dropped",
-                where=parts.backend.root,
+                where=repository.backend.root,
                 todo="try again when that is done",
             )
         for name, intent in zip(names, intents, strict=True):
-            parts.manifests.mark_dropped({name.seq: intent})
-        parts.manifests.move_to_trash(frozenset(name.seq for name in names))
+            repository.manifests.mark_dropped({name.seq: intent})
+        repository.manifests.move_to_trash(frozenset(name.seq for name in names))
     finally:
         for intent in intents:
-            parts.tags.retract(intent)
+            repository.tags.retract(intent)
     return Deleted(tuple(name.seq for name in names), tuple(sorted({name.step for name in names})))
 
 
@@ -292,55 +297,57 @@ TrashKind = Literal["dropped", "demoted", "made exact", "pushed", "pulled", "rew
 before that (``replaced``: it cannot be read how). A stray belongs in place, and the next collection puts it there."""
 
 
-def dropped_in_trash(parts: Parts) -> list[TrashedManifest]:
+def dropped_in_trash(repository: Repository) -> list[TrashedManifest]:
     """Return the dropped checkpoints of the run that the trash still has, by seq, each by its highest generation."""
-    dropped = parts.manifests.listing().dropped
+    dropped = repository.manifests.listing().dropped
     found: dict[int, TrashedManifest] = {}
-    for folder in parts.trash.contents():
+    for folder in repository.trash.contents():
         for trashed in folder.manifests:
             name = trashed.name
-            if name.run == parts.run and name.seq in dropped:
+            if name.run == repository.run and name.seq in dropped:
                 other = found.get(name.seq)
                 if other is None or other.name.generation < name.generation:
                     found[name.seq] = trashed
     return [found[seq] for seq in sorted(found)]
 
 
-def exact_in_trash(parts: Parts) -> list[TrashedManifest]:
+def exact_in_trash(repository: Repository) -> list[TrashedManifest]:
     """Return the exact forms that the trash still has of checkpoints in place that were demoted, by seq."""
-    in_place = {name.seq: name for name in parts.manifests.listing().names}
+    in_place = {name.seq: name for name in repository.manifests.listing().names}
     found: dict[int, TrashedManifest] = {}
-    for folder in parts.trash.contents():
+    for folder in repository.trash.contents():
         for trashed in folder.manifests:
             name, there = trashed.name, in_place.get(trashed.name.seq)
-            if name.run == parts.run and there is not None and is_exact_form(parts, trashed, there):
+            if name.run == repository.run and there is not None and is_exact_form(repository, trashed, there):
                 other = found.get(name.seq)
                 if other is None or other.name.generation < name.generation:
                     found[name.seq] = trashed
     return [found[seq] for seq in sorted(found)]
 
 
-def is_exact_form(parts: Parts, trashed: TrashedManifest, there: ManifestName) -> bool:
+def is_exact_form(repository: Repository, trashed: TrashedManifest, there: ManifestName) -> bool:
     """Whether a manifest in the trash is the exact form of a checkpoint that is in place with a loss."""
     if trashed.name.generation >= there.generation:
         return False
     try:
-        if parts.manifests.header(there).fidelity == EXACT_FIDELITY:
+        if repository.manifests.header(there).fidelity == EXACT_FIDELITY:
             return False
     except (FileNotFoundError, *UNREADABLE):
         return False
-    table = table_of(parts, trashed)
+    table = table_of(repository, trashed)
     return table is not None and table.header.fidelity == EXACT_FIDELITY
 
 
-def find_in_trash(parts: Parts, reference: Reference) -> TrashedManifest:
+def find_in_trash(repository: Repository, reference: Reference) -> TrashedManifest:
     """Return the checkpoint that a step, ``seq:N`` or ``id:PREFIX`` means, dropped or demoted; of a step, the newest.
 
     Raises:
         NotFoundError: The trash has none such; the message names what it has.
         UsageError: It is no such reference.
     """
-    candidates = sorted([*dropped_in_trash(parts), *exact_in_trash(parts)], key=lambda trashed: trashed.name.seq)
+    candidates = sorted(
+        [*dropped_in_trash(repository), *exact_in_trash(repository)], key=lambda trashed: trashed.name.seq
+    )
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
         raise UsageError("a dropped checkpoint is named by a step, seq:N or id:PREFIX", where=repr(reference))
     kind, _, rest = str(reference).partition(":")
@@ -349,7 +356,7 @@ def find_in_trash(parts: Parts, reference: Reference) -> TrashedManifest:
     elif kind == "seq" and re.fullmatch(r"[0-9]{1,18}", rest):
         found = [trashed for trashed in candidates if trashed.name.seq == int(rest)]
     elif kind == "id" and re.fullmatch(r"[0-9a-f]{4,64}", rest):
-        found = [trashed for trashed in candidates if _id_of(parts, trashed).startswith(rest)]
+        found = [trashed for trashed in candidates if _id_of(repository, trashed).startswith(rest)]
         if len(found) > 1:
             raise UsageError(f"{len(found)} checkpoint ids begin with {rest}", todo="give more digits")
     else:
@@ -357,14 +364,14 @@ def find_in_trash(parts: Parts, reference: Reference) -> TrashedManifest:
     if not found:
         there = ", ".join(f"{trashed.name.step} (seq:{trashed.name.seq})" for trashed in candidates[-5:])
         raise NotFoundError(
-            f"the trash has neither a dropped checkpoint {reference} of run {parts.run!r} nor the exact form of one",
-            where=parts.backend.root,
+            f"the trash has neither a dropped checkpoint {reference} of run {repository.run!r} nor its exact form",
+            where=repository.backend.root,
             todo=f"it has {there}" if there else "it has none of this run",
         )
     return found[-1]
 
 
-def bring_back(parts: Parts, trashed: TrashedManifest) -> Manifest:
+def bring_back(repository: Repository, trashed: TrashedManifest) -> Manifest:
     """Bring back what ``find_in_trash`` has found: as a new entry, or as the exact form of the one in place.
 
     Raises:
@@ -373,11 +380,11 @@ def bring_back(parts: Parts, trashed: TrashedManifest) -> Manifest:
         CorruptError: Its manifest is damaged.
         ConflictError: Another process has replaced the checkpoint meanwhile.
     """
-    there = next((name for name in parts.manifests.listing().names if name.seq == trashed.name.seq), None)
-    return undelete(parts, trashed) if there is None else make_exact(parts, trashed, there)
+    there = next((name for name in repository.manifests.listing().names if name.seq == trashed.name.seq), None)
+    return undelete(repository, trashed) if there is None else make_exact(repository, trashed, there)
 
 
-def make_exact(parts: Parts, trashed: TrashedManifest, there: ManifestName) -> Manifest:
+def make_exact(repository: Repository, trashed: TrashedManifest, there: ManifestName) -> Manifest:
     """Replace a demoted checkpoint by its exact form, as the next generation; its seq and tags stay.
 
     Raises:
@@ -386,27 +393,27 @@ def make_exact(parts: Parts, trashed: TrashedManifest, there: ManifestName) -> M
         CorruptError: Its manifest is damaged.
         ConflictError: Another process has replaced the checkpoint meanwhile.
     """
-    entry = _entry_of(parts, trashed)
+    entry = _entry_of(repository, trashed)
     again = replace(entry, header=replace(entry.header, generation=there.generation + 1))
-    settle(parts, again, parts.manifests.publish(again))
+    settle(repository, again, repository.manifests.publish(again))
     return again
 
 
-def _entry_of(parts: Parts, trashed: TrashedManifest) -> Manifest:
+def _entry_of(repository: Repository, trashed: TrashedManifest) -> Manifest:
     """Read a manifest in the trash, and see that every pack that it needs is somewhere."""
-    where = parts.backend.location_of(trashed.path)
+    where = repository.backend.location_of(trashed.path)
     try:
-        content = parts.backend.read_bytes(trashed.path, nbytes_max=parts.limits.manifest_nbytes_max)
+        content = repository.backend.read_bytes(trashed.path, nbytes_max=repository.limits.manifest_nbytes_max)
     except FileNotFoundError:
         raise _emptied(trashed, where) from None
-    entry = decode_manifest(content, limits=parts.limits, expect=trashed.name, where=where)
-    if entry.header.store_id != parts.store_id:
+    entry = decode_manifest(content, limits=repository.limits, expect=trashed.name, where=where)
+    if entry.header.store_id != repository.store_id:
         raise CorruptError("the manifest belongs to another store", where=where)
-    parts.require_packs(entry)
+    repository.require_packs(entry)
     return entry
 
 
-def undelete(parts: Parts, trashed: TrashedManifest) -> Manifest:
+def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
     """Publish a dropped checkpoint again, as the next seq of its run.
 
     Raises:
@@ -414,20 +421,20 @@ def undelete(parts: Parts, trashed: TrashedManifest) -> Manifest:
         MissingChunkError: A pack that it needs was freed already.
         CorruptError: Its manifest is damaged.
     """
-    entry = _entry_of(parts, trashed)
-    manifests = parts.manifests
+    entry = _entry_of(repository, trashed)
+    manifests = repository.manifests
     manifests.make_folders()
     listing = manifests.listing()
     seqs: Iterable[int] = (name.seq for name in (*listing.names, *listing.lower))
     seq = manifests.claim(max([listing.claimed_max, *listing.dropped, *seqs]) + 1)
-    again = republished(entry, seq=seq, time_ns=parts.clock.now_ns(), is_archival=True)
+    again = republished(entry, seq=seq, time_ns=repository.clock.now_ns(), is_archival=True)
     name = manifests.publish(again)
-    gone = parts.lost_packs(again.packs)
+    gone = repository.lost_packs(again.packs)
     if gone:
         manifests.withdraw(name)
         raise MissingChunkError(
             f"{len(gone)} packs of the dropped checkpoint of step {name.step} were freed meanwhile",
-            where=parts.backend.root,
+            where=repository.backend.root,
             todo="nothing brings them back; undelete another one",
             pack_id=min(gone).hex(),
         )
@@ -435,32 +442,32 @@ def undelete(parts: Parts, trashed: TrashedManifest) -> Manifest:
     return again
 
 
-def _id_of(parts: Parts, trashed: TrashedManifest) -> str:
-    table = table_of(parts, trashed)
+def _id_of(repository: Repository, trashed: TrashedManifest) -> str:
+    table = table_of(repository, trashed)
     return "" if table is None else table.header.checkpoint_id.hex()
 
 
-def table_of(parts: Parts, trashed: TrashedManifest) -> PackTable | None:
+def table_of(repository: Repository, trashed: TrashedManifest) -> PackTable | None:
     """Return the header and packs of a manifest in the trash; None where it cannot be read."""
     try:
-        content = parts.backend.read_bytes(trashed.path, nbytes_max=parts.limits.manifest_nbytes_max)
-        return decode_pack_table(content, limits=parts.limits, expect=trashed.name)
+        content = repository.backend.read_bytes(trashed.path, nbytes_max=repository.limits.manifest_nbytes_max)
+        return decode_pack_table(content, limits=repository.limits, expect=trashed.name)
     except (FileNotFoundError, *UNREADABLE):
         return None
 
 
-def kind_in_trash(parts: Parts, trashed: TrashedManifest) -> TrashKind:
-    """Say why a manifest of the run of ``parts`` lies in the trash."""
-    name, listing = trashed.name, parts.manifests.listing()
+def kind_in_trash(repository: Repository, trashed: TrashedManifest) -> TrashKind:
+    """Say why a manifest of the run of ``repository`` lies in the trash."""
+    name, listing = trashed.name, repository.manifests.listing()
     if name.seq in listing.dropped:
         return "dropped"
     there = next((other for other in listing.names if other.seq == name.seq), None)
     if there is None:
         return "stray"
-    table = table_of(parts, trashed)
+    table = table_of(repository, trashed)
     try:
-        header = parts.manifests.header(there)
-        tiers = set(parts.manifests.tiers(header))
+        header = repository.manifests.header(there)
+        tiers = set(repository.manifests.tiers(header))
     except (FileNotFoundError, *UNREADABLE):
         return "replaced"
     if table is None:

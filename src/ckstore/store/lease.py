@@ -30,7 +30,7 @@ from ckstore.format.records import LeaseRecord, encode_record, with_changes
 from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
 from ckstore.processes import is_stopped, maker_is_running, maker_of, process_started
-from ckstore.store.orphans import GONE, Orphans, SaverPurpose, describe, read_lease
+from ckstore.store.orphans import TRAINER_DEAD, Orphans, SaverPurpose, describe, read_lease
 
 _log = logging.getLogger("ckstore")
 
@@ -155,7 +155,7 @@ class Lease:
             return None
         return holder if SaverPurpose.of(holder.purpose) else None
 
-    def disown(self) -> None:
+    def mark_trainer_dead(self) -> None:
         """Let a lease that was lent say that its trainer is gone, where the saver cannot say so now; never raises.
 
         It has not adopted it yet, or stands still.
@@ -166,7 +166,7 @@ class Lease:
             if holder is None or holder.token != self._lent or purpose is None:
                 return
             if holder.heartbeat_ns == holder.acquired_ns or is_stopped(holder.pid):
-                text = replace(purpose, trainer_started=GONE).text
+                text = replace(purpose, trainer_started=TRAINER_DEAD).text
                 self._backend.rename(self._draft(with_changes(holder, purpose=text)), self._path)
         except (CkstoreError, OSError) as error:
             tell(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)

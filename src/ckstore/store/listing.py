@@ -20,12 +20,12 @@ from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, FileInfo
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.io.url import backend_for
 from ckstore.results import Info
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.refs import header_or_none, tiers_of
-from ckstore.store.repository import Parts, read_store_record
+from ckstore.store.repository import Repository, read_store_record
 
 
 def manifests_in(backend: Backend) -> set[ManifestName]:
@@ -155,36 +155,36 @@ def log_of_store(
     record = read_store_record(backend)
     if run is not None:
         check_name(run, "run")
-    runs = Parts(backend, record, run or "main").runs_ever()
+    runs = Repository(backend, record, run or "main").runs_ever()
     if run is not None and run not in runs:
         known = f"runs there are: {', '.join(runs)}" if runs else "nothing was committed here yet"
         raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=known)
-    return [log_of_run(Parts(backend, record, name), limit=limit) for name in (runs if run is None else [run])]
+    return [log_of_run(Repository(backend, record, name), limit=limit) for name in (runs if run is None else [run])]
 
 
-def log_of_run(parts: Parts, *, limit: int | None = None) -> RunLog:
+def log_of_run(repository: Repository, *, limit: int | None = None) -> RunLog:
     """Return the newest ``limit`` entries of the run, or all; damage is told, not raised."""
-    tags, damaged_tags, refused_tags = _tags_by_seq(parts)
-    listing = parts.manifests.listing()
+    tags, damaged_tags, refused_tags = _tags_by_seq(repository)
+    listing = repository.manifests.listing()
     names = listing.names
-    missing = missing_sentence(parts.run, listing.missing) if listing.missing else ""
+    missing = missing_sentence(repository.run, listing.missing) if listing.missing else ""
     entries: list[Entry] = []
     # Far away, many are asked for at the same time, and a few more than are wanted.
-    for entry in ask_each(parts.backend, lambda name: _entry(parts, name, tags), names[::-1]):
+    for entry in map_concurrent(repository.backend, lambda name: _entry(repository, name, tags), names[::-1]):
         if entry is not None:
             entries.append(entry)
         if limit is not None and len(entries) >= limit:
             break
-    return RunLog(parts.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags), missing)
+    return RunLog(repository.run, len(names), tuple(entries), tuple(damaged_tags), tuple(refused_tags), missing)
 
 
-def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:
+def _entry(repository: Repository, name: ManifestName, tags: dict[int, list[str]]) -> Entry | None:
     """Return what is shown of an entry; None of one that was dropped meanwhile."""
     try:
-        header = header_or_none(parts.manifests, name)
+        header = header_or_none(repository.manifests, name)
         if header is None:
             return None
-        info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(parts.manifests, header))
+        info = Info.of(header, tags=sorted(tags.get(header.seq, ())), tiers=tiers_of(repository.manifests, header))
     except UNREADABLE as error:
         why = {"refused" if is_refused(error) else "damage": str(error)}
         return Entry(name.seq, name.step, None, **why)
@@ -194,15 +194,15 @@ def _entry(parts: Parts, name: ManifestName, tags: dict[int, list[str]]) -> Entr
 _Problems = list[tuple[str, str]]
 
 
-def _tags_by_seq(parts: Parts) -> tuple[dict[int, list[str]], _Problems, _Problems]:
+def _tags_by_seq(repository: Repository) -> tuple[dict[int, list[str]], _Problems, _Problems]:
     by_seq: dict[int, list[str]] = {}
     damaged: _Problems = []
     refused: _Problems = []
-    for name in parts.backend.list_names(paths.tags_folder(parts.run)):
+    for name in repository.backend.list_names(paths.tags_folder(repository.run)):
         if not is_name(name):
             continue
         try:
-            by_seq.setdefault(parts.tags.get(name).seq, []).append(name)
+            by_seq.setdefault(repository.tags.get(name).seq, []).append(name)
         except NotFoundError:
             # Removed since it was listed.
             continue

@@ -28,7 +28,7 @@ from ckstore.format.header import PREAMBLE_NBYTES, ManifestHeader, decode_header
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.identity import require_same_store
 from ckstore.store.intents import removed_meanwhile, require
@@ -381,7 +381,7 @@ class Manifests:
                 except FileNotFoundError:
                     raise removed_meanwhile(self.backend, intent) from None
 
-        for _ in ask_each(self.backend, mark, intents):
+        for _ in map_concurrent(self.backend, mark, intents):
             pass
         self.backend.sync_folder(paths.claims_folder(self.run))
 
@@ -409,7 +409,7 @@ class Manifests:
             # A collector that frees at once may take an empty folder of the trash at any moment; then it is made again.
             with contextlib.suppress(FileNotFoundError):
                 make_durable_folder(self.backend, folder)
-            count += sum(ask_each(self.backend, lambda name: self._is_moved(name, folder), doomed))
+            count += sum(map_concurrent(self.backend, lambda name: self._is_moved(name, folder), doomed))
             with contextlib.suppress(FileNotFoundError):
                 self.backend.sync_folder(folder)
             self.backend.sync_folder(paths.manifests_folder(self.run))

@@ -30,7 +30,7 @@ _log = logging.getLogger("ckstore")
 
 RECORD_NBYTES_MAX = 4096
 
-GONE = "gone"
+TRAINER_DEAD = "gone"
 """In place of a trainer's start time: that trainer has died, or has let go of its saver."""
 
 
@@ -227,7 +227,7 @@ def is_orphan(holder: LeaseRecord) -> bool:
     purpose = SaverPurpose.of(holder.purpose)
     if purpose is None or holder.pid == os.getpid() or not maker_is_running(holder):
         return False
-    if purpose.trainer_started == GONE or (holder.pid, holder.process_started) in _abandoned:
+    if purpose.trainer_started == TRAINER_DEAD or (holder.pid, holder.process_started) in _abandoned:
         return True
     return is_running(purpose.trainer_pid, purpose.trainer_started) is False
 
@@ -235,7 +235,7 @@ def is_orphan(holder: LeaseRecord) -> bool:
 def is_orphan_elsewhere(holder: LeaseRecord) -> bool:
     """Whether a lease is held by a saver that says that its trainer is gone, and of which only heartbeats tell here."""
     purpose = SaverPurpose.of(holder.purpose)
-    if purpose is None or purpose.trainer_started != GONE or maker_is_running(holder) is not None:
+    if purpose is None or purpose.trainer_started != TRAINER_DEAD or maker_is_running(holder) is not None:
         return False
     # Where the system says nothing of boots, a saver would wait for itself.
     mine = socket.gethostname(), os.getpid(), process_started(os.getpid()) or ""

@@ -18,10 +18,10 @@ from ckstore.io.backend import Backend, Distant, Fetching, ReadFile, ReadRequest
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.range_cache import CachedFile
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
-class ElsewhereFile:
+class ForeignFile:
     """A file that another place has opened, whose ranges that place fetches.
 
     Args:
@@ -64,18 +64,18 @@ def readable_from(home: Backend, place: Backend, file: ReadFile) -> ReadFile:
     """Return a file of a place in a form whose ranges ``store.packs.read_ranges`` fetches for this home."""
     if place is home or not isinstance(home, Distant) or isinstance(file, Fetching):
         return file
-    return ElsewhereFile(place, file)
+    return ForeignFile(place, file)
 
 
 def fetcher_of(file: ReadFile) -> int:
     """Return what has to fetch ranges of a file: 0 the store's backend, 1 a file of its kind, else one place's."""
-    if isinstance(file, ElsewhereFile):
+    if isinstance(file, ForeignFile):
         return id(file.place)
     return int(isinstance(file, Fetching))
 
 
 def _opened(file: ReadFile) -> ReadFile:
-    assert isinstance(file, ElsewhereFile), "requests are grouped by what fetches them"
+    assert isinstance(file, ForeignFile), "requests are grouped by what fetches them"
     return file.file
 
 
@@ -90,13 +90,13 @@ def read_buffer_nbytes(limits: Limits) -> int:
     return limits.chunk_nbytes_max + READ_SLACK_NBYTES
 
 
-def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> ReadFile:
+def open_pack(repository: Repository, pack: PackRef, *, keeps_ranges: bool = True) -> ReadFile:
     """Open a pack wherever it lies; an open file stays readable when gc moves its name.
 
     One of another tier is taken from here where it still, or again, lies here: its name stands for its bytes.
 
     Args:
-        parts: The store.
+        repository: The store.
         pack: The pack, and where it lies.
         keeps_ranges: Ranges that are fetched from afar are kept here for a while.
 
@@ -104,22 +104,22 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
         MissingChunkError: It is neither in place nor in the trash nor in its tier, or has another size.
         UnreachableError: Its tier cannot be reached.
     """
-    backend: Backend = parts.backend
+    backend: Backend = repository.backend
     place = paths.pack_name(pack.pack_id)
-    names = parts.trash.paths_of(pack.pack_id)
+    names = repository.trash.paths_of(pack.pack_id)
     if pack.tier != LOCAL_TIER:
         file = _open_if_whole(backend, place, pack)
         if file is not None:
             return file
-        backend, names = parts.tiers.open(pack.tier), iter((place,))
+        backend, names = repository.tiers.open(pack.tier), iter((place,))
     for name in names:
         try:
             file = backend.open_read(name)
         except FileNotFoundError:
             continue
         if file.nbytes == pack.nbytes:
-            file = readable_from(parts.backend, backend, file)
-            cache = parts.tiers.cache if keeps_ranges else None
+            file = readable_from(repository.backend, backend, file)
+            cache = repository.tiers.cache if keeps_ranges else None
             return file if cache is None or not _is_viewed(file) else CachedFile(file, pack.pack_id, cache)
         file.close()
         raise MissingChunkError(
@@ -129,7 +129,7 @@ def open_pack(parts: Parts, pack: PackRef, *, keeps_ranges: bool = True) -> Read
             pack_id=pack.pack_id.hex(),
         )
     if pack.tier != LOCAL_TIER:
-        parts.tiers.require_there(pack.tier)
+        repository.tiers.require_there(pack.tier)
     raise MissingChunkError(
         f"pack {pack.pack_id.hex()} is missing",
         where=backend.location_of(place),
@@ -153,9 +153,9 @@ def _open_if_whole(backend: Backend, name: str, pack: PackRef) -> ReadFile | Non
     return None
 
 
-def distant_packs(parts: Parts, packs: Sequence[PackRef]) -> frozenset[int]:
+def distant_packs(repository: Repository, packs: Sequence[PackRef]) -> frozenset[int]:
     """Return which packs, by their index, are far away, as those of a bucket are."""
-    is_home_distant = isinstance(parts.backend, Distant)
+    is_home_distant = isinstance(repository.backend, Distant)
     return frozenset(index for index, pack in enumerate(packs) if is_home_distant or pack.tier != LOCAL_TIER)
 
 

@@ -35,7 +35,7 @@ Check = Callable[[Sequence[memoryview]], None]
 
 
 @dataclass(slots=True)
-class FramePlace:
+class FrameSlot:
     """Where a frame will lie: its pack, and the offset of its header in it."""
 
     pack: OpenPack
@@ -87,7 +87,7 @@ class Packer:
         """Names of all packs begun, for cleaning up after a failure."""
         return [pack.name for pack in self._packs]
 
-    def place(self, stored_nbytes: int) -> FramePlace:
+    def place(self, stored_nbytes: int) -> FrameSlot:
         """Reserve the next place for a frame whose payload has this many bytes; callers take turns."""
         pack = self._packs[-1] if self._packs else None
         if pack is None or pack.stream.position >= self._pack_nbytes_target:
@@ -99,11 +99,11 @@ class Packer:
         with self._filled:
             pack.unfilled += 1
         self._nbytes_placed += frame_nbytes
-        return FramePlace(pack, place.offset, place, stored_nbytes)
+        return FrameSlot(pack, place.offset, place, stored_nbytes)
 
     def fill(
         self,
-        at: FramePlace,
+        at: FrameSlot,
         header: FrameHeader,
         parts: Sequence[memoryview],
         check: Check,

@@ -25,7 +25,7 @@ from ckstore.format import paths as layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.processes import maker_is_running, maker_of
 from ckstore.store.file_age import MAKER_AGE_SECONDS_MAX, is_older
 from ckstore.store.trash import make_durable_folder
@@ -121,7 +121,7 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
             removed.stop = "it took too long; collect again"
             break
         batch, left = left[:at_once], left[at_once:]
-        list(ask_each(backend, remove, batch))
+        list(map_concurrent(backend, remove, batch))
         removed.packs |= {pack_id: packs[pack_id] for pack_id in batch}
     return removed
 
@@ -146,7 +146,7 @@ def _may_be_there(backend: Backend, path: str) -> bool:
         return True
 
 
-def doomed_in(backend: Backend, packs: AbstractSet[PackId], clock: Clock) -> set[PackId]:
+def packs_pending_deletion(backend: Backend, packs: AbstractSet[PackId], clock: Clock) -> set[PackId]:
     """Return those of these packs that a collector may be about to remove.
 
     To be asked after what names them was published, and before the packs are looked at.
@@ -260,7 +260,7 @@ def put_whole(backend: Backend, names: Sequence[str], content: bytes, *, kind: s
     """
     if isinstance(backend, Distant):
         # An object appears whole by itself.
-        list(ask_each(backend, lambda name: backend.create(name, content, sync=True), names))
+        list(map_concurrent(backend, lambda name: backend.create(name, content, sync=True), names))
         return
     draft = layout.draft_name(new_token(), kind)
     backend.create(draft, content, sync=True)

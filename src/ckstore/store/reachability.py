@@ -25,10 +25,10 @@ from ckstore.format.location import PackRef, PackTable, decode_pack_row, decode_
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import DIGEST_NBYTES, PackId
 from ckstore.io.backend import Distant
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import manifests_in, marks_in
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 UNREADABLE = (CorruptError, UnsupportedError, BackendError, CapacityError)
 """What makes a manifest one that may name anything."""
@@ -119,8 +119,8 @@ class _Seen:
 class Marker:
     """Looks at all manifests of a store, again and again."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
         self._cache: dict[ManifestName, Marked] = {}
         self.numbers = PackNumbers()
 
@@ -131,12 +131,12 @@ class Marker:
             ConflictError: Another store has taken this one's place.
             UnreachableError: The store is not there any more.
         """
-        self._parts.require_same_store()
+        self._repository.require_same_store()
         seen = _Seen()
-        runs = self._look_far(seen) if isinstance(self._parts.backend, Distant) else self._look_here(seen)
+        runs = self._look_far(seen) if isinstance(self._repository.backend, Distant) else self._look_here(seen)
         self._cache = dict(seen.manifests)
         # Also of runs of which no manifest is in place any more: what of them lies in the trash is not to come back.
-        marks, published = marks_in(self._parts.backend)
+        marks, published = marks_in(self._repository.backend)
         dropped = dict.fromkeys((*runs, *published), frozenset[int]()) | marks
         refs = self.numbers.refs
         used = {number for marked in seen.manifests.values() for number in marked.packs}
@@ -158,7 +158,7 @@ class Marker:
             CorruptError: It is damaged.
             UnsupportedError: A newer ckstore wrote it.
         """
-        backend, limits = self._parts.backend, self._parts.limits
+        backend, limits = self._repository.backend, self._repository.limits
         where = backend.location_of(path)
         content = backend.read_bytes(path, nbytes_max=limits.manifest_nbytes_max)
         return self.decoded(name, content, where)
@@ -169,25 +169,25 @@ class Marker:
         def content_of(each: tuple[ManifestName, str]) -> tuple[ManifestName, str, bytes | Exception]:
             name, path = each
             try:
-                limit = self._parts.limits.manifest_nbytes_max
-                return name, path, self._parts.backend.read_bytes(path, nbytes_max=limit)
+                limit = self._repository.limits.manifest_nbytes_max
+                return name, path, self._repository.backend.read_bytes(path, nbytes_max=limit)
             except (FileNotFoundError, *UNREADABLE) as error:
                 return name, path, error
 
         # Numbers are given by one thread, whoever reads.
-        for name, path, content in ask_each(self._parts.backend, content_of, wanted):
+        for name, path, content in map_concurrent(self._repository.backend, content_of, wanted):
             if isinstance(content, Exception):
                 yield content
                 continue
             try:
-                yield self.decoded(name, content, self._parts.backend.location_of(path))
+                yield self.decoded(name, content, self._repository.backend.location_of(path))
             except UNREADABLE as error:
                 yield error
 
     def decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[Marked, PackTable]:
         """Return what ``read`` does of bytes that were read already."""
-        table = decode_pack_table(content, limits=self._parts.limits, expect=name, where=where)
-        if table.header.store_id != self._parts.store_id:
+        table = decode_pack_table(content, limits=self._repository.limits, expect=name, where=where)
+        if table.header.store_id != self._repository.store_id:
             rows = table.rows()
             packs = frozenset(decode_pack_row(row, table.tiers, where=where).pack_id for row in rows)
             raise _ForeignError("the manifest belongs to another store", where=where, packs=packs)
@@ -196,24 +196,24 @@ class Marker:
 
     def _look_here(self, seen: _Seen) -> list[str]:
         """Look at each run; return their names."""
-        parts = self._parts
-        runs = sorted({*parts.runs(), *parts.runs()})
+        repository = self._repository
+        runs = sorted({*repository.runs(), *repository.runs()})
         for run in runs:
             self._look_at_run(run, seen)
         # A run that was begun meanwhile is one more; its packs are young, and its writer looks for them.
-        for run in sorted(set(parts.runs()) - set(runs)):
+        for run in sorted(set(repository.runs()) - set(runs)):
             runs.append(run)
             self._look_at_run(run, seen)
         return runs
 
     def _look_far(self, seen: _Seen) -> list[str]:
         """Look at all runs at once, however many there are, and again at those that change; return their names."""
-        backend = self._parts.backend
+        backend = self._repository.backend
         names = manifests_in(backend) | manifests_in(backend)
         again = {name.run for name in self._read_those(names, seen)}
         if not names:
             # None in all of the store is believed only if another kind of request says so, too.
-            again = set(self._parts.runs())
+            again = set(self._repository.runs())
         for run in sorted(again):
             self._look_at_run(run, seen)
         return sorted({name.run for name in names} | again)
@@ -224,18 +224,18 @@ class Marker:
                 return
         raise CorruptError(
             f"manifests of run {run!r} vanish again and again while they are read",
-            where=self._parts.backend.location_of(paths.manifests_folder(run)),
+            where=self._repository.backend.location_of(paths.manifests_folder(run)),
             todo="find out who moves them, then collect again",
         )
 
     def _read_those(self, names: set[ManifestName], seen: _Seen) -> list[ManifestName]:
         """Read what was not read yet, or may have changed; return what is not there any more."""
         wanted = [name for name in sorted(names) if not self._is_marked(name, seen)]
-        contents = ask_each(self._parts.backend, self._content_of, wanted)
+        contents = map_concurrent(self._repository.backend, self._content_of, wanted)
         return [name for name, content in zip(wanted, contents, strict=True) if not self._mark(name, content, seen)]
 
     def _names_in_place(self, run: str) -> set[ManifestName]:
-        files = self._parts.backend.list_names(paths.manifests_folder(run))
+        files = self._repository.backend.list_names(paths.manifests_folder(run))
         return {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
 
     def _is_marked(self, name: ManifestName, seen: _Seen) -> bool:
@@ -249,7 +249,9 @@ class Marker:
 
     def _content_of(self, name: ManifestName) -> bytes | Exception:
         try:
-            return self._parts.backend.read_bytes(name.path, nbytes_max=self._parts.limits.manifest_nbytes_max)
+            return self._repository.backend.read_bytes(
+                name.path, nbytes_max=self._repository.limits.manifest_nbytes_max
+            )
         except (FileNotFoundError, *UNREADABLE) as error:
             return error
 
@@ -260,7 +262,7 @@ class Marker:
             if isinstance(content, Exception):
                 raise content
             if cached is None or content[-DIGEST_NBYTES:] != cached.digest or len(content) != cached.nbytes:
-                cached, _ = self.decoded(name, content, self._parts.backend.location_of(name.path))
+                cached, _ = self.decoded(name, content, self._repository.backend.location_of(name.path))
         except FileNotFoundError:
             return False
         except _ForeignError as error:
@@ -273,7 +275,7 @@ class Marker:
         return True
 
     def _quarantined(self, seen: _Seen) -> Iterator[bytes]:
-        backend, limits = self._parts.backend, self._parts.limits
+        backend, limits = self._repository.backend, self._repository.limits
         for run in backend.list_names(f"{paths.QUARANTINE_FOLDER}/manifests"):
             folder = f"{paths.QUARANTINE_FOLDER}/manifests/{run}"
             for file in backend.list_names(folder):
@@ -285,6 +287,6 @@ class Marker:
                     seen.unreadable[f"{folder}/{file}"] = Unreadable(run, f"{folder}/{file}", str(error))
 
 
-def missing_packs(parts: Parts, refs: Iterable[PackRef]) -> set[PackId]:
+def missing_packs(repository: Repository, refs: Iterable[PackRef]) -> set[PackId]:
     """Return the local packs that are neither in place with their size nor, under their name, in the trash."""
-    return parts.packs_nowhere({ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER})
+    return repository.packs_nowhere({ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER})

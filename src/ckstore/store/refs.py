@@ -29,10 +29,10 @@ from ckstore.errors import (
 )
 from ckstore.format.header import ManifestHeader
 from ckstore.format.paths import ManifestName
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.manifests import DroppedError, Manifests, missing_sentence, no_checkpoint
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
@@ -140,12 +140,12 @@ def looked_at(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[M
         except CkstoreError as error:
             return error
 
-    return ask_each(manifests.backend, look, names)
+    return map_concurrent(manifests.backend, look, names)
 
 
 def tiers_of_each(manifests: Manifests, headers: Sequence[ManifestHeader]) -> Iterator[tuple[str, ...]]:
     """Return for each header what ``tiers_of`` does; far away, many are read at the same time."""
-    return ask_each(manifests.backend, lambda header: tiers_of(manifests, header), headers)
+    return map_concurrent(manifests.backend, lambda header: tiers_of(manifests, header), headers)
 
 
 def tiers_of(manifests: Manifests, header: ManifestHeader) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def header_or_none(manifests: Manifests, name: ManifestName) -> ManifestHeader |
     raise ConflictError("a manifest is replaced again and again while it is read", where=manifests.path_of(name))
 
 
-def resolve(parts: Parts, reference: Reference) -> ManifestName:
+def resolve(repository: Repository, reference: Reference) -> ManifestName:
     """Return the manifest a reference means; damage in others is not looked for.
 
     Raises:
@@ -179,7 +179,7 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
         UnreachableError: The store is not there any more.
         ConflictError: Another store has taken its place.
     """
-    parts.require_same_store()
+    repository.require_same_store()
     if isinstance(reference, bool) or not isinstance(reference, (int, str)):
         raise UsageError(
             "a checkpoint is named by a step (int) or a string", where=shown_object(reference),
@@ -188,98 +188,102 @@ def resolve(parts: Parts, reference: Reference) -> ManifestName:
     if isinstance(reference, int) and abs(reference) > STEP_MAX:
         raise NotFoundError(f"no step lies beyond {STEP_MAX}", where=shown_object(reference))
     if isinstance(reference, int) or re.fullmatch(r"-?[0-9]{1,18}", reference):
-        return _by_step(parts, int(reference))
+        return _by_step(repository, int(reference))
     kind, separator, rest = reference.partition(":")
     if reference == "latest":
-        return _latest(parts)
+        return _latest(repository)
     if separator and kind == "seq":
-        return _by_seq(parts, rest)
+        return _by_seq(repository, rest)
     if separator and kind == "id":
-        return _by_id(parts, rest)
+        return _by_id(repository, rest)
     if separator and kind == "best":
-        return _best(parts, rest)
+        return _best(repository, rest)
     if separator:
         raise UsageError(
             f"{kind!r} is no way to name a checkpoint", where=repr(reference),
             todo="use a step, a tag, latest, best:metric, best:metric:max, seq:N or id:prefix",
         )  # fmt: skip
-    return _by_tag(parts, reference)
+    return _by_tag(repository, reference)
 
 
-def _names(parts: Parts) -> tuple[ManifestName, ...]:
-    names = parts.manifests.listing().names
+def _names(repository: Repository) -> tuple[ManifestName, ...]:
+    names = repository.manifests.listing().names
     if not names:
-        raise no_checkpoint(parts.run, parts.backend.root)
+        raise no_checkpoint(repository.run, repository.backend.root)
     return names
 
 
-def _latest(parts: Parts) -> ManifestName:
-    for name in reversed(_names(parts)):
-        header = header_or_none(parts.manifests, name)
+def _latest(repository: Repository) -> ManifestName:
+    for name in reversed(_names(repository)):
+        header = header_or_none(repository.manifests, name)
         if header is not None and not header.is_archival:
-            return ManifestName(parts.run, header.seq, header.step, header.generation)
-    raise no_checkpoint(parts.run, parts.backend.root)
+            return ManifestName(repository.run, header.seq, header.step, header.generation)
+    raise no_checkpoint(repository.run, repository.backend.root)
 
 
-def _by_step(parts: Parts, step: int) -> ManifestName:
-    names = _names(parts)
+def _by_step(repository: Repository, step: int) -> ManifestName:
+    names = _names(repository)
     found = [name for name in names if name.step == step]
     if not found:
         steps = sorted({name.step for name in names}, key=lambda other: (abs(other - step), other))[:3]
         near = ", ".join(str(other) for other in sorted(steps))
         raise NotFoundError(
-            f"run {parts.run!r} has no checkpoint of step {step}", where=parts.backend.root, todo=f"near it: {near}"
+            f"run {repository.run!r} has no checkpoint of step {step}",
+            where=repository.backend.root,
+            todo=f"near it: {near}",
         )
     return max(found, key=lambda name: name.seq)
 
 
-def _by_seq(parts: Parts, text: str) -> ManifestName:
+def _by_seq(repository: Repository, text: str) -> ManifestName:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise UsageError("a seq is a number", where=f"seq:{text}")
-    for name in _names(parts):
+    for name in _names(repository):
         if name.seq == int(text):
             return name
     raise NotFoundError(
-        f"run {parts.run!r} has no checkpoint with seq {text}", where=parts.backend.root, todo="see `ckstore ls`"
+        f"run {repository.run!r} has no checkpoint with seq {text}",
+        where=repository.backend.root,
+        todo="see `ckstore ls`",
     )
 
 
-def _by_id(parts: Parts, prefix: str) -> ManifestName:
+def _by_id(repository: Repository, prefix: str) -> ManifestName:
     if not re.fullmatch(r"[0-9a-f]{4,64}", prefix):
         raise UsageError("an id prefix is 4 to 64 lower-case hex digits", where=f"id:{prefix}")
-    headers = [h for h in headers_newest_first(parts.manifests) if h.checkpoint_id.hex().startswith(prefix)]
+    headers = [h for h in headers_newest_first(repository.manifests) if h.checkpoint_id.hex().startswith(prefix)]
     if not headers:
         raise NotFoundError(
-            f"run {parts.run!r} has no checkpoint whose id begins with {prefix}",
-            where=parts.backend.root,
+            f"run {repository.run!r} has no checkpoint whose id begins with {prefix}",
+            where=repository.backend.root,
             todo="see `ckstore ls`",
         )
     if len(headers) > 1:
         raise UsageError(f"{len(headers)} checkpoint ids begin with {prefix}", todo="give more digits")
-    return ManifestName(parts.run, headers[0].seq, headers[0].step, headers[0].generation)
+    return ManifestName(repository.run, headers[0].seq, headers[0].step, headers[0].generation)
 
 
-def _best(parts: Parts, rest: str) -> ManifestName:
+def _best(repository: Repository, rest: str) -> ManifestName:
     metric, _, order = rest.partition(":")
     if order not in {"", "min", "max"} or not metric:
         raise UsageError("best is written best:metric, best:metric:min or best:metric:max", where=f"best:{rest}")
-    headers = headers_newest_first(parts.manifests)
+    headers = headers_newest_first(repository.manifests)
     if not headers:
-        raise no_checkpoint(parts.run, parts.backend.root)
+        raise no_checkpoint(repository.run, repository.backend.root)
     # Newest first, and min and max take the first of equals: ties go to the newest.
     rated = [(h.metrics[metric], h) for h in headers if not math.isnan(h.metrics.get(metric, math.nan))]
     if not rated:
         names = sorted({name for header in headers for name in header.metrics})
         if metric in names:
             raise NotFoundError(
-                f"metric {metric!r} of run {parts.run!r} has only NaN, and none of them is the best",
-                where=parts.backend.root,
+                f"metric {metric!r} of run {repository.run!r} has only NaN, and none of them is the best",
+                where=repository.backend.root,
                 todo="name a step, a tag or another metric; `ckstore ls` shows them",
             )
         known = ", ".join(names) if names else "none was recorded; give metrics= to commit"
         raise NotFoundError(
-            f"no checkpoint of run {parts.run!r} has a metric {metric!r}",
-            where=parts.backend.root,
+            f"no checkpoint of run {repository.run!r} has a metric {metric!r}",
+            where=repository.backend.root,
             todo=f"metrics there are: {known}",
         )
     chosen = order or order_of(metric)
@@ -291,7 +295,7 @@ def _best(parts: Parts, rest: str) -> ManifestName:
         )
     choose = max if chosen == "max" else min
     header = choose(rated, key=lambda pair: pair[0])[1]
-    return ManifestName(parts.run, header.seq, header.step, header.generation)
+    return ManifestName(repository.run, header.seq, header.step, header.generation)
 
 
 def words_of(reference: Reference) -> str:
@@ -302,24 +306,24 @@ def words_of(reference: Reference) -> str:
     return f"the {WORDS[chosen]} {metric}" if kind == "best" and metric and chosen else ""
 
 
-def _by_tag(parts: Parts, name: str) -> ManifestName:
+def _by_tag(repository: Repository, name: str) -> ManifestName:
     check_name(name, "tag")
-    record = parts.tags.get(name)
-    for found in _names(parts):
+    record = repository.tags.get(name)
+    for found in _names(repository):
         if found.seq == record.seq:
             return found
     raise NotFoundError(
         f"tag {name!r} points to seq {record.seq}, which is not in place",
-        where=parts.backend.root,
+        where=repository.backend.root,
         todo="tag another checkpoint",
     )
 
 
-def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -> Manifest:
+def load_whole(repository: Repository, name: ManifestName, *, takes_lower: bool = False) -> Manifest:
     """Load a manifest whose packs are all there: the highest generation of its seq by now.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         name: The manifest, as it was listed.
         takes_lower: Where the highest is not whole, the highest that is will do: for who reads, and replaces nothing. A
             replacement whose maker has not looked for its packs yet, or was killed before that, may have lost them, and
@@ -335,8 +339,8 @@ def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -
         problem: CorruptError | None = None
         for candidate in candidates:
             try:
-                manifest = parts.manifests.load(candidate)
-                parts.require_packs(manifest)
+                manifest = repository.manifests.load(candidate)
+                repository.require_packs(manifest)
                 if problem is not None:
                     words = "seq %d: generation %d was passed over for generation %d: %s"
                     _log.warning(words, name.seq, candidates[0].generation, candidate.generation, problem)
@@ -349,14 +353,14 @@ def load_whole(parts: Parts, name: ManifestName, *, takes_lower: bool = False) -
         if problem is not None and not takes_lower and not isinstance(problem, MissingChunkError):
             raise problem
         # A pack that is missing may have been rewritten and freed since: then a higher generation names the new one.
-        there = generations_of(parts.manifests, name.seq)
+        there = generations_of(repository.manifests, name.seq)
         if not there:
-            raise DroppedError(f"seq {name.seq} was dropped while it was being read", where=parts.backend.root)
+            raise DroppedError(f"seq {name.seq} was dropped while it was being read", where=repository.backend.root)
         there = there if takes_lower else there[:1]
         if problem is not None and there == candidates:
             raise problem
         candidates = there
-    raise ConflictError("a manifest is replaced again and again while it is read", where=parts.backend.root)
+    raise ConflictError("a manifest is replaced again and again while it is read", where=repository.backend.root)
 
 
 def generations_of(manifests: Manifests, seq: int) -> list[ManifestName]:
@@ -368,7 +372,7 @@ def generations_of(manifests: Manifests, seq: int) -> list[ManifestName]:
     return sorted(found, key=lambda name: name.generation, reverse=True)
 
 
-def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
+def newest_whole(repository: Repository) -> tuple[Manifest, list[str]]:
     """Load the newest checkpoint that is whole; torn ones, and ones with missing packs, are passed over.
 
     Returns:
@@ -380,15 +384,15 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
         UnsupportedError: The newest was made by a newer ckstore; an older one is not taken silently.
         CorruptError: There are checkpoints, and none is whole.
     """
-    parts.require_same_store()
-    listing = parts.manifests.listing()
+    repository.require_same_store()
+    listing = repository.manifests.listing()
     passed_over: list[str] = []
     candidates = sorted((*listing.names, *listing.lower), key=lambda n: (n.seq, n.generation), reverse=True)
     for name in candidates:
         if name.seq in listing.dropped:
             continue
         try:
-            manifest = load_whole(parts, name, takes_lower=True)
+            manifest = load_whole(repository, name, takes_lower=True)
         except DroppedError:
             continue
         except BackendError as error:
@@ -403,16 +407,18 @@ def newest_whole(parts: Parts) -> tuple[Manifest, list[str]]:
             passed_over.append(f"seq {name.seq} (step {name.step}) was passed over: some of its tensors are lost")
             continue
         newer = {seq for seq in listing.missing if seq > name.seq}
-        return manifest, [*passed_over, *([missing_sentence(parts.run, newer)] if newer else [])]
+        return manifest, [*passed_over, *([missing_sentence(repository.run, newer)] if newer else [])]
     if not passed_over and not listing.missing:
-        raise no_checkpoint(parts.run, parts.backend.root)
+        raise no_checkpoint(repository.run, repository.backend.root)
     if not passed_over:
         raise CorruptError(
-            missing_sentence(parts.run, listing.missing), where=parts.backend.root, todo="run `ckstore verify`"
+            missing_sentence(repository.run, listing.missing),
+            where=repository.backend.root,
+            todo="run `ckstore verify`",
         )
     raise CorruptError(
-        f"none of the {len(passed_over)} checkpoints of run {parts.run!r} is whole; {passed_over[0]}",
-        where=parts.backend.root,
+        f"none of the {len(passed_over)} checkpoints of run {repository.run!r} is whole; {passed_over[0]}",
+        where=repository.backend.root,
         todo="run `ckstore repair`, which says what can be made whole again",
     )
 

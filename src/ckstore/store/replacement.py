@@ -16,14 +16,14 @@ from ckstore.format.paths import ManifestName
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.intents import require
 from ckstore.store.manifests import DroppedError
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
-def settle(parts: Parts, manifest: Manifest, name: ManifestName, *, intent: str | None = None) -> None:
+def settle(repository: Repository, manifest: Manifest, name: ManifestName, *, intent: str | None = None) -> None:
     """See every pack that a published replacement names, look for a drop, and move the lower generations to the trash.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         manifest: What was published.
         name: Its name.
         intent: The path of the intent that has kept tags away from it; None: it may carry tags.
@@ -32,67 +32,67 @@ def settle(parts: Parts, manifest: Manifest, name: ManifestName, *, intent: str 
         ConflictError: Packs or the intent vanished meanwhile; the replacement is withdrawn.
         DroppedError: The checkpoint was dropped meanwhile; its drop stands.
     """
-    header, manifests = manifest.header, parts.manifests
-    gone = parts.lost_packs(manifest.packs)
+    header, manifests = manifest.header, repository.manifests
+    gone = repository.lost_packs(manifest.packs)
     if gone:
-        _withdraw(parts, name)
+        _withdraw(repository, name)
         raise ConflictError(
             f"{len(gone)} packs of seq {header.seq} vanished while its manifest was replaced; it is as it was",
-            where=parts.backend.root,
+            where=repository.backend.root,
             todo="find out who removes files from the store, then plan again",
             pack_ids=sorted(pack_id.hex() for pack_id in gone),
         )
     if manifests.is_marked(header.seq):
         # Written first, looked at second: a drop that did not see this generation has left its mark by now.
         manifests.withdraw(name)
-        raise DroppedError(f"seq {header.seq} was dropped while it was replaced", where=parts.backend.root)
+        raise DroppedError(f"seq {header.seq} was dropped while it was replaced", where=repository.backend.root)
     if intent is not None:
         # As long as it was in place after the publication, every tag that was accepted has come after that too.
         try:
-            require(parts.backend, intent)
+            require(repository.backend, intent)
         except ConflictError:
-            _withdraw(parts, name)
+            _withdraw(repository, name)
             raise
     manifests.move_lower_to_trash(name)
 
 
-def _withdraw(parts: Parts, name: ManifestName) -> None:
+def _withdraw(repository: Repository, name: ManifestName) -> None:
     """Take back a replacement, if what it replaces is still in place."""
-    if any(lower.seq == name.seq for lower in parts.manifests.listing().lower):
+    if any(lower.seq == name.seq for lower in repository.manifests.listing().lower):
         # Without one it is all that there is of the checkpoint: gc has moved what it replaced.
-        parts.manifests.withdraw(name)
+        repository.manifests.withdraw(name)
 
 
-def finish_replacements(parts: Parts, waits: dict[str, str] | None = None) -> int:
+def finish_replacements(repository: Repository, waits: dict[str, str] | None = None) -> int:
     """Move lower generations that a replacement left in place when it was interrupted; return how many.
 
     Args:
-        parts: The store and its run.
+        repository: The store and its run.
         waits: Tiers that do not answer, and what they said. Given: what depends on such a tier stays as it is, and
             tiers that are found to be silent are added.
 
     Raises:
         BackendError: A tier does not answer, and ``waits`` was not given.
     """
-    listing = parts.manifests.listing()
+    listing = repository.manifests.listing()
     highest = {name.seq: name for name in listing.names}
     count = 0
     for seq in sorted({name.seq for name in listing.lower} & set(highest)):
         name = highest[seq]
         try:
-            manifest = parts.manifests.load(name)
+            manifest = repository.manifests.load(name)
         except FileNotFoundError:
             continue
         tiers = sorted({pack.tier for pack in manifest.packs} - {LOCAL_TIER})
         if waits is not None and not waits.keys().isdisjoint(tiers):
             continue
         try:
-            lost = parts.lost_packs(manifest.packs)
+            lost = repository.lost_packs(manifest.packs)
         except (BackendError, CapacityError, UsageError) as error:
             if waits is None or not tiers:
                 raise
             waits |= dict.fromkeys(tiers, str(error))
             continue
         if not lost:
-            count += parts.manifests.move_lower_to_trash(name)
+            count += repository.manifests.move_lower_to_trash(name)
     return count

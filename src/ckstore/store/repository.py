@@ -29,11 +29,11 @@ from ckstore.format.paths import ManifestName
 from ckstore.format.records import StoreRecord, decode_record, encode_record
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Ageing, Backend, Distant, Locking, Probing
-from ckstore.store.chunk_index import LOCAL_TIER, Known
+from ckstore.store.chunk_index import LOCAL_TIER, ChunkIndex
 from ckstore.store.identity import require_same_store
 from ckstore.store.lease import Lease
 from ckstore.store.manifests import Manifests
-from ckstore.store.pending_deletes import doomed_in
+from ckstore.store.pending_deletes import packs_pending_deletion
 from ckstore.store.reserve import fill_reserve
 from ckstore.store.tags import Tags
 from ckstore.store.tiers import Tiers, packs_gone
@@ -183,7 +183,7 @@ def _left_of_a_store(backend: Backend) -> str:
     return ""
 
 
-class Parts:
+class Repository:
     """A store's parts for one run, as one handle uses them."""
 
     def __init__(self, backend: Backend, record: StoreRecord, run: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -202,7 +202,7 @@ class Parts:
         self.tags = Tags(backend, run, clock)
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
-        self.known = Known()
+        self.known = ChunkIndex()
         self.tiers = Tiers(backend, self.store_id, clock)
         self.newest: Manifest | None = None
         """The newest whole checkpoint of the run, as the first commit found it."""
@@ -221,9 +221,9 @@ class Parts:
         """Return the manifests of any run of this store."""
         return Manifests(self.backend, run, store_id=self.store_id, limits=self.limits)
 
-    def of_run(self, run: str) -> Parts:
+    def of_run(self, run: str) -> Repository:
         """Return the parts for another run of this store; tiers that are open are shared."""
-        other = Parts(self.backend, self.record, run, clock=self.clock)
+        other = Repository(self.backend, self.record, run, clock=self.clock)
         other.tiers = self.tiers
         return other
 
@@ -376,7 +376,7 @@ class Parts:
 
     def look_again(self) -> None:
         """Forget what is known of the run; the next commit looks at it as the first one did."""
-        self.known = Known(self.known.manifests_max)
+        self.known = ChunkIndex(self.known.manifests_max)
         self.newest = None
         self._seq_highest = None
 
@@ -399,7 +399,7 @@ class Parts:
             Packs that are neither in place nor in the trash.
         """
         # In a bucket a collector writes down what it removes; and this store may be another one's tier.
-        doomed = doomed_in(self.backend, set(packs), self.clock)
+        doomed = packs_pending_deletion(self.backend, set(packs), self.clock)
         missing = self.packs_gone(packs)
         for pack_id in sorted(missing):
             self.trash.rescue_pack(pack_id)

@@ -25,7 +25,7 @@ from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
 from ckstore.store.config_file import replace_record
 from ckstore.store.pending_deletes import put_small, replace_small
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 TURNS_MAX = 16
 """Turns that a store remembers of each tier: as many pushes may run at the same time."""
@@ -44,16 +44,16 @@ def place_of(backend: Backend) -> str:
     return f"inode {info.inode}" if info is not None and info.inode else backend.root
 
 
-def require_owner(parts: Parts, tier: str, target: Backend) -> None:
+def require_owner(repository: Repository, tier: str, target: Backend) -> None:
     """Check that this folder owns a tier; one that nobody owns yet, as older versions left it, is anybody's.
 
     Raises:
         ConflictError: This folder is a copy, or was set back; or another one owns the tier.
         UnreachableError: Another copy of the store is where the tier was.
     """
-    home, owner = _home(parts.backend), _owner(target)
+    home, owner = _home(repository.backend), _owner(target)
     if home is not None:
-        _require_original(parts, home)
+        _require_original(repository, home)
         turns = home.tiers.get(tier)
         if turns is not None and (owner is None or owner.tier_id != turns.tier_id):
             raise UnreachableError(
@@ -72,21 +72,21 @@ def require_owner(parts: Parts, tier: str, target: Backend) -> None:
     if tier in home.tiers and owner.turn not in home.tiers[tier].turns:
         raise ConflictError(
             f"this store was set back to a state older than what is in the tier {tier!r}",
-            where=parts.backend.root,
+            where=repository.backend.root,
             todo=_ADOPT,
         )
 
 
-def begin_turn(parts: Parts, tier: str, target: Backend) -> None:
+def begin_turn(repository: Repository, tier: str, target: Backend) -> None:
     """Begin to change a tier: check that this folder owns it, and make it the owner where it has none.
 
     Raises:
         ConflictError: As by ``require_owner``.
         UnreachableError: As by ``require_owner``.
     """
-    require_owner(parts, tier, target)
-    made = HomeRecord(home_id=new_token(), place=place_of(parts.backend))
-    home = _change_home(parts.backend, lambda before: before or made)
+    require_owner(repository, tier, target)
+    made = HomeRecord(home_id=new_token(), place=place_of(repository.backend))
+    home = _change_home(repository.backend, lambda before: before or made)
     owner = _owner(target)
     if owner is None:
         owner = OwnerRecord(home_id=home.home_id, tier_id=new_token(), turn=new_token())
@@ -104,14 +104,14 @@ def begin_turn(parts: Parts, tier: str, target: Backend) -> None:
         noted = TierTurns(tier_id=tier_id, turns=(known_turn, *later, turn))
         return HomeRecord(home_id=known.home_id, place=known.place, tiers={**known.tiers, tier: noted})
 
-    _change_home(parts.backend, with_turn)
+    _change_home(repository.backend, with_turn)
     owner = OwnerRecord(home_id=home.home_id, tier_id=tier_id, turn=turn)
     replace_small(target, paths.OWNER_FILE, encode_record(owner))
 
 
-def forget_turns(parts: Parts, tier: str) -> None:
+def forget_turns(repository: Repository, tier: str) -> None:
     """Forget what is known of a tier that nothing is in, so that its name may get another place."""
-    home = _home(parts.backend)
+    home = _home(repository.backend)
     if home is None or tier not in home.tiers:
         return
     made = home
@@ -121,44 +121,44 @@ def forget_turns(parts: Parts, tier: str) -> None:
         kept = {name: turns for name, turns in known.tiers.items() if name != tier}
         return HomeRecord(home_id=known.home_id, place=known.place, tiers=kept)
 
-    _change_home(parts.backend, without)
+    _change_home(repository.backend, without)
 
 
-def adopt(parts: Parts, *, is_original: bool) -> dict[str, str]:
+def adopt(repository: Repository, *, is_original: bool) -> dict[str, str]:
     """Say which of two copies of a store this folder is; return the tiers that it owns now, and where they are.
 
     Args:
-        parts: The store.
+        repository: The store.
         is_original: It owns all tiers of ``config.json`` from now on, and any other folder none. False: it owns none of
             them; it can read from them as long as their owner keeps what is there, and push to other places.
 
     Raises:
         UnreachableError: A tier cannot be reached; nothing was changed.
     """
-    parts.require_same_store()
-    addresses = parts.tiers.addresses() if is_original else {}
-    places = {tier: parts.tiers.open(tier) for tier in addresses}
+    repository.require_same_store()
+    addresses = repository.tiers.addresses() if is_original else {}
+    places = {tier: repository.tiers.open(tier) for tier in addresses}
     for target in places.values():
-        _keep_what_is_unknown(parts, target)
+        _keep_what_is_unknown(repository, target)
     owners = {tier: _owner(target) for tier, target in places.items()}
     ids = {tier: new_token() if owner is None else owner.tier_id for tier, owner in owners.items()}
     turns = {tier: TierTurns(tier_id=tier_id, turns=(new_token(),)) for tier, tier_id in ids.items()}
-    home = HomeRecord(home_id=new_token(), place=place_of(parts.backend), tiers=turns)
-    _change_home(parts.backend, lambda before: home)
+    home = HomeRecord(home_id=new_token(), place=place_of(repository.backend), tiers=turns)
+    _change_home(repository.backend, lambda before: home)
     for tier, target in places.items():
         owner = OwnerRecord(home_id=home.home_id, tier_id=ids[tier], turn=turns[tier].turns[-1])
         replace_small(target, paths.OWNER_FILE, encode_record(owner))
     return addresses
 
 
-def _keep_what_is_unknown(parts: Parts, target: Backend) -> None:
+def _keep_what_is_unknown(repository: Repository, target: Backend) -> None:
     """See to it that what was pushed there, and is not known here as it is there, is never given away nor removed.
 
     Its seqs are claimed here, so that no commit takes them; and its claims there say no more that a push from here made
     them, so that a collection leaves them alone.
     """
     for run in filter(is_name, target.list_names(paths.CLAIMS_FOLDER)):
-        manifests = parts.manifests_of(run)
+        manifests = repository.manifests_of(run)
         here = {(name.seq, name.step) for name in manifests.listing().names}
         files = target.list_names(paths.manifests_folder(run))
         there = {name for file in files if (name := paths.parse_manifest_file(run, file)) is not None}
@@ -170,13 +170,13 @@ def _keep_what_is_unknown(parts: Parts, target: Backend) -> None:
             replace_small(target, paths.claim_name(run, seq), b"kept %d" % step)
 
 
-def _require_original(parts: Parts, home: HomeRecord) -> None:
-    place = place_of(parts.backend)
+def _require_original(repository: Repository, home: HomeRecord) -> None:
+    place = place_of(repository.backend)
     if home.place != place:
         raise ConflictError(
             "this folder is a copy of a store that has tiers, or was remounted or moved: "
             f"{home.place} before, {place} now; it may not change the tiers",
-            where=parts.backend.root,
+            where=repository.backend.root,
             todo=_ADOPT,
         )
 

@@ -22,10 +22,10 @@ from ckstore.format.pack import TAIL_NBYTES, decode_tail
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.reachability import Marked, Marker
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tier_owner import require_owner
 
 NOT_OURS = "someone else writes there: find out who, and remove what is not ours; nothing here was let go of"
@@ -48,7 +48,7 @@ class Unproven:
     is_damage: bool
 
 
-def see_pack(parts: Parts, target: Backend, pack: PackRef) -> None:
+def see_pack(repository: Repository, target: Backend, pack: PackRef) -> None:
     """See that a pack lies in a place, with its size and the digest of its directory.
 
     Raises:
@@ -64,9 +64,9 @@ def see_pack(parts: Parts, target: Backend, pack: PackRef) -> None:
         tail = decode_tail(
             file.read_at(file.nbytes - TAIL_NBYTES, TAIL_NBYTES),
             pack_nbytes=pack.nbytes,
-            store_id=parts.store_id,
+            store_id=repository.store_id,
             pack_id=pack.pack_id,
-            limits=parts.limits,
+            limits=repository.limits,
             where=where,
         )
         if tail.directory_digest != pack.directory_digest:
@@ -76,7 +76,7 @@ def see_pack(parts: Parts, target: Backend, pack: PackRef) -> None:
 
 
 def unproven_packs(
-    parts: Parts,
+    repository: Repository,
     marker: Marker,
     manifests: Iterable[Marked],
     pack_ids: Collection[PackId],
@@ -85,7 +85,7 @@ def unproven_packs(
     """Return those of these packs that manifests say are in a tier, and that cannot be seen there now.
 
     Args:
-        parts: The store.
+        repository: The store.
         marker: The one that has read the manifests.
         manifests: Those that stay.
         pack_ids: Packs whose bytes here are about to go.
@@ -101,7 +101,7 @@ def unproven_packs(
             named.setdefault(refs[number].tier, {}).setdefault(refs[number], set()).add(marked.name)
     found: dict[PackId, Unproven] = {}
     for tier, packs in sorted(named.items()):
-        for unproven in _unproven_in(parts, tier, packs, waits.get(tier)):
+        for unproven in _unproven_in(repository, tier, packs, waits.get(tier)):
             # What has answered says more than what has not.
             if unproven.pack_id not in found or unproven.is_damage:
                 found[unproven.pack_id] = unproven
@@ -125,21 +125,21 @@ def require_proof(unproven: Iterable[Unproven]) -> None:
 
 
 def _unproven_in(
-    parts: Parts, tier: str, packs: dict[PackRef, set[ManifestName]], silence: str | None
+    repository: Repository, tier: str, packs: dict[PackRef, set[ManifestName]], silence: str | None
 ) -> Iterable[Unproven]:
     if silence is not None:
         return [Unproven(pack.pack_id, tier, silence, is_damage=False) for pack in packs]
     try:
-        target = parts.tiers.open(tier)
+        target = repository.tiers.open(tier)
         # Its owner keeps there what it needs itself, and knows nothing of a copy's needs.
-        require_owner(parts, tier, target)
+        require_owner(repository, tier, target)
         gone = _manifests_gone(target, set().union(*packs.values()))
     except CkstoreError as error:
         return [Unproven(pack.pack_id, tier, str(error), is_damage=False) for pack in packs]
 
     def judge(pack: PackRef) -> Unproven | None:
         try:
-            see_pack(parts, target, pack)
+            see_pack(repository, target, pack)
         except (FileNotFoundError, MissingChunkError):
             problem = f"{target.location_of(paths.pack_name(pack.pack_id))} is gone"
             return Unproven(pack.pack_id, tier, problem, is_damage=True)
@@ -150,7 +150,7 @@ def _unproven_in(
             return Unproven(pack.pack_id, tier, problem, is_damage=True)
         return None
 
-    return [unproven for unproven in ask_each(target, judge, packs) if unproven is not None]
+    return [unproven for unproven in map_concurrent(target, judge, packs) if unproven is not None]
 
 
 def _manifests_gone(target: Backend, names: Collection[ManifestName]) -> set[ManifestName]:

@@ -21,13 +21,13 @@ from ckstore.format import paths
 from ckstore.format.records import ConfigRecord
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.io.remote.options import check_address, is_bucket_address
 from ckstore.io.url import backend_for
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.identity import store_id_at
-from ckstore.store.pending_deletes import doomed_in
+from ckstore.store.pending_deletes import packs_pending_deletion
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import PackRef
@@ -224,7 +224,7 @@ class Tiers:
             if pack.tier not in (LOCAL_TIER, LOST_TIER):
                 by_tier.setdefault(pack.tier, set()).add(pack.pack_id)
         for tier, wanted in by_tier.items():
-            doomed |= doomed_in(self.open(tier), wanted, self._clock)
+            doomed |= packs_pending_deletion(self.open(tier), wanted, self._clock)
         return doomed
 
     def forget_ranges(self, packs: Iterable[PackRef]) -> None:
@@ -248,7 +248,7 @@ def packs_gone(backend: Backend, packs: Mapping[PackId, int]) -> set[PackId]:
         info = backend.stat(paths.pack_name(pack_id))
         return info is None or info.nbytes != packs[pack_id]
 
-    return {pack_id for pack_id, gone in zip(packs, ask_each(backend, is_gone, packs), strict=True) if gone}
+    return {pack_id for pack_id, gone in zip(packs, map_concurrent(backend, is_gone, packs), strict=True) if gone}
 
 
 def _unreachable(tier: str, error: CkstoreError) -> UnreachableError:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from ckstore.concurrency import Latch, ask_at_once
+from ckstore.concurrency import Latch, map_in_threads
 from ckstore.config import MIB
 from ckstore.errors import (
     BackendError,
@@ -52,7 +52,7 @@ from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.pack_reader import open_pack, read_ranges, readable_from
 from ckstore.store.pending_deletes import put_small, replace_small
 from ckstore.store.reachability import UNREADABLE, Marker
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tier_owner import forget_turns
 from ckstore.store.tier_proof import NOT_OURS, see_pack
 from ckstore.store.trash import make_durable_folder
@@ -81,7 +81,7 @@ def send_spans(file: Streaming, nbytes: int, sink: PackSink, pool: BufferPool, *
         _send_span(file.stream_at(begin, count, piece_nbytes=BLOCK_NBYTES), begin, sink, pool, stop)
 
     begins = range(0, nbytes, SPAN_NBYTES)
-    for _ in ask_at_once(send, begins, count_max=at_once, name="ckstore-copy", on_stop=stop.set):
+    for _ in map_in_threads(send, begins, count_max=at_once, name="ckstore-copy", on_stop=stop.set):
         pass
 
 
@@ -110,11 +110,11 @@ def _send_span(pieces: Iterable[memoryview], offset: int, sink: PackSink, pool: 
             block.release()
 
 
-def forget_tier(parts: Parts, tier: str) -> str:
+def forget_tier(repository: Repository, tier: str) -> str:
     """Forget a tier, and return where it was; what lies there stays.
 
     Args:
-        parts: The store.
+        repository: The store.
         tier: Its name.
 
     Raises:
@@ -122,35 +122,35 @@ def forget_tier(parts: Parts, tier: str) -> str:
         UsageError: Manifests name it.
         ConflictError: A manifest cannot be read, and may name it; or one names it since it was looked for.
     """
-    address, where = parts.tiers.addresses().get(tier), parts.backend.location_of(paths.CONFIG_FILE)
+    address, where = repository.tiers.addresses().get(tier), repository.backend.location_of(paths.CONFIG_FILE)
     if address is None:
-        known = ", ".join(parts.tiers.addresses()) or "none"
+        known = ", ".join(repository.tiers.addresses()) or "none"
         raise NotFoundError(f"there is no tier {tier!r}", where=where, todo=f"tiers there are: {known}")
-    user = next(_users(parts, tier), None)
+    user = next(_users(repository, tier), None)
     if user is not None:
         raise UsageError(
             f"{user} names the tier {tier!r}",
             where=address,
             todo="`ckstore pull` brings checkpoints back from there, and `ckstore trash purge` frees what was replaced",
         )
-    parts.tiers.forget(tier)
-    user = next(_users(parts, tier), None)
+    repository.tiers.forget(tier)
+    user = next(_users(repository, tier), None)
     if user is not None:
-        parts.tiers.name_for(address, name=tier)
+        repository.tiers.name_for(address, name=tier)
         raise ConflictError(f"{user} has come to name the tier {tier!r}, which stays", where=address, todo="try again")
-    forget_turns(parts, tier)
+    forget_turns(repository, tier)
     return address
 
 
-def require_unused(parts: Parts, place: Backend) -> None:
+def require_unused(repository: Repository, place: Backend) -> None:
     """Check, of a place where nothing is, that no checkpoint is said to be there; then it may be made anew.
 
     Raises:
         UnreachableError: One is; a new store there would pass for the one that holds it.
         ConflictError: A manifest cannot be read, and may say so.
     """
-    tier = parts.tiers.name_at(place.root)
-    user = None if tier is None else next(_users(parts, tier), None)
+    tier = repository.tiers.name_at(place.root)
+    user = None if tier is None else next(_users(repository, tier), None)
     if user is not None:
         raise UnreachableError(
             f"{user} is in the tier {tier!r}, and nothing is there",
@@ -158,18 +158,18 @@ def require_unused(parts: Parts, place: Backend) -> None:
             todo="mount its file system, or bring back what was there; then try again",
         )
     if tier is not None:
-        forget_turns(parts, tier)
+        forget_turns(repository, tier)
 
 
-def _users(parts: Parts, tier: str) -> Iterator[str]:
+def _users(repository: Repository, tier: str) -> Iterator[str]:
     """Yield what names a tier, in words; manifests in the trash can be brought back, and count."""
-    marker = Marker(parts)
+    marker = Marker(repository)
     look = marker.look()
     if look.unreadable:
         bad = look.unreadable[0]
         raise ConflictError(
             f"a manifest cannot be read, and may name the tier {tier!r}: {bad.problem}",
-            where=parts.backend.location_of(bad.path),
+            where=repository.backend.location_of(bad.path),
             todo="`ckstore verify` tells more",
         )
     for marked in look.manifests.values():
@@ -177,7 +177,7 @@ def _users(parts: Parts, tier: str) -> Iterator[str]:
             yield f"seq {marked.name.seq} (step {marked.name.step}) of run {marked.name.run!r}"
     if any(tier.encode() in content for content in look.quarantined):
         yield "a manifest in quarantine"
-    for folder in parts.trash.contents():
+    for folder in repository.trash.contents():
         for trashed in folder.manifests:
             try:
                 marked, _ = marker.read(trashed.name, trashed.path)
@@ -214,7 +214,7 @@ class PackCopy:
     """Copies packs to one place, several at once, each once.
 
     Args:
-        parts: The store that they belong to.
+        repository: The store that they belong to.
         target: Where they go.
         reads_back: Read every pack there whole, and compare.
         check: Checks a pack by itself before it gets its name there, and one that lies there already; for places where
@@ -225,7 +225,7 @@ class PackCopy:
 
     def __init__(
         self,
-        parts: Parts,
+        repository: Repository,
         target: Backend,
         *,
         reads_back: bool = False,
@@ -233,7 +233,7 @@ class PackCopy:
         check_new: PackCheck | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
-        self._parts = parts
+        self._repository = repository
         self._target = target
         self._reads_back = reads_back
         self._check = check
@@ -253,7 +253,7 @@ class PackCopy:
             BackendError: It does not answer.
         """
         wanted = [pack for pack in packs if pack.pack_id not in self._seen]
-        for _ in ask_at_once(self._copy, wanted, count_max=PACKS_AT_ONCE, name="ckstore-copy"):
+        for _ in map_in_threads(self._copy, wanted, count_max=PACKS_AT_ONCE, name="ckstore-copy"):
             pass
 
     def _copy(self, pack: PackRef) -> None:
@@ -290,7 +290,7 @@ class PackCopy:
 
     def _write(self, pack: PackRef) -> None:
         for number in range(_TRIES):
-            file = open_pack(self._parts, pack, keeps_ranges=False)
+            file = open_pack(self._repository, pack, keeps_ranges=False)
             try:
                 self._write_once(pack, file)
                 return
@@ -323,7 +323,7 @@ class PackCopy:
                 target.unlink(draft)
 
     def _check_file(self, check: PackCheck, pack: PackRef, name: str, *, is_new: bool) -> None:
-        file = readable_from(self._parts.backend, self._target, self._target.open_read(name))
+        file = readable_from(self._repository.backend, self._target, self._target.open_read(name))
         try:
             check(pack, file, is_new=is_new)
         finally:
@@ -344,7 +344,7 @@ class PackCopy:
             sink.close()
 
     def _send_blocks(self, file: ReadFile, pack: PackRef, sink: PackSink, pool: BufferPool) -> None:
-        results = read_ranges(self._parts.backend, _blocks(file, pack.nbytes), pool)
+        results = read_ranges(self._repository.backend, _blocks(file, pack.nbytes), pool)
         try:
             for result in results:
                 if len(result.view) != min(BLOCK_NBYTES, pack.nbytes - result.tag):
@@ -379,12 +379,12 @@ class PackCopy:
             FileNotFoundError: There is none.
             CorruptError: It is another one.
         """
-        see_pack(self._parts, self._target, pack)
+        see_pack(self._repository, self._target, pack)
 
     def _read_back(self, pack: PackRef) -> None:
         """Compare every byte there with what lies here."""
         name = paths.pack_name(pack.pack_id)
-        here, there = open_pack(self._parts, pack, keeps_ranges=False), self._target.open_read(name)
+        here, there = open_pack(self._repository, pack, keeps_ranges=False), self._target.open_read(name)
         try:
             with BufferPool(BLOCK_NBYTES, BLOCKS_PER_PACK) as pool:
                 for result in read_ranges(self._target, _blocks(there, pack.nbytes), pool):
@@ -412,12 +412,12 @@ class StoreCopy:
     """The store that a copy of this store's checkpoints is.
 
     Args:
-        parts: This store.
+        repository: This store.
         target: Where the copy is.
     """
 
-    def __init__(self, parts: Parts, target: Backend) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, target: Backend) -> None:
+        self._repository = repository
         self._target = target
 
     def prepare(self) -> None:
@@ -432,14 +432,14 @@ class StoreCopy:
         except FileNotFoundError:
             found = self._make()
         record = decode_record(found, StoreRecord, where=self._target.location_of(paths.STORE_FILE))
-        if bytes.fromhex(record.store_id) != self._parts.store_id:
+        if bytes.fromhex(record.store_id) != self._repository.store_id:
             raise UsageError(
                 "another store lies there", where=self._target.root, todo="name another bucket, prefix or folder"
             )
 
     def _make(self) -> bytes:
         target = self._target
-        require_unused(self._parts, target)
+        require_unused(self._repository, target)
         target.make_folder("")
         # Another push may have begun meanwhile.
         ours = (*paths.TOP_FOLDERS, paths.STORE_FILE, "lost+found")
@@ -452,7 +452,7 @@ class StoreCopy:
             )
         for folder in paths.TOP_FOLDERS:
             target.make_folder(folder)
-        content = self._parts.backend.read_bytes(paths.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
+        content = self._repository.backend.read_bytes(paths.STORE_FILE, nbytes_max=RECORD_NBYTES_MAX)
         # Two who push at once: the first one's stays, and both have the same.
         return self._ensure(paths.STORE_FILE, content, nbytes_max=RECORD_NBYTES_MAX)
 
@@ -479,14 +479,14 @@ class StoreCopy:
         """
         header = manifest.header
         there = replace(manifest, packs=tuple(replace(pack, tier=LOCAL_TIER) for pack in manifest.packs))
-        encoded = encode_manifest(there, limits=self._parts.limits)
+        encoded = encode_manifest(there, limits=self._repository.limits)
         name = header.name
         where = self._target.location_of(name.path)
-        found = self._ensure(name.path, encoded, nbytes_max=self._parts.limits.manifest_nbytes_max)
+        found = self._ensure(name.path, encoded, nbytes_max=self._repository.limits.manifest_nbytes_max)
         if found == encoded:
             return
         # Another version of this program may have put the same in other bytes.
-        other = decode_manifest(found, limits=self._parts.limits, expect=name, where=where)
+        other = decode_manifest(found, limits=self._repository.limits, expect=name, where=where)
         if (other.checkpoint_id, other.packs, other.frames) != (there.checkpoint_id, there.packs, there.frames):
             kind = RelocatedError if other.checkpoint_id == there.checkpoint_id else ConflictError
             raise kind(

@@ -40,7 +40,7 @@ from ckstore.format.location import decode_pack_row, decode_pack_table
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend
-from ckstore.io.fan_out import ask_each, do_each
+from ckstore.io.fan_out import for_each_concurrent, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, PackRewrite, worthwhile_rewrites
 from ckstore.ops.gc.rewrite_packs import Repacked, repack
 from ckstore.ops.gc.run import collector_lock
@@ -49,7 +49,7 @@ from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import manifests_in, packs_in
 from ckstore.store.pending_deletes import put_small, remove_dead_lists, remove_packs
 from ckstore.store.reachability import UNREADABLE, Look, Marked, Marker, missing_packs
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tier_owner import begin_turn, require_owner
 from ckstore.store.tiers import packs_gone
 from ckstore.tiers.copy import StoreCopy
@@ -84,11 +84,11 @@ class TierMarker:
         here: Looks at those of the store.
     """
 
-    def __init__(self, parts: Parts, target: Backend) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, target: Backend) -> None:
+        self._repository = repository
         self._target = target
         self._tables: dict[ManifestName, frozenset[PackId]] = {}
-        self.here = Marker(parts)
+        self.here = Marker(repository)
 
     def seqs_here(self) -> set[tuple[str, int]]:
         """Return run and seq of every manifest in place here or in the trash, looked for there on both sides."""
@@ -108,13 +108,13 @@ class TierMarker:
         """
         there = list(there)
         unread = [name for name in there if name not in self._tables]
-        self._tables |= zip(unread, ask_each(self._target, self._table_there, unread), strict=True)
+        self._tables |= zip(unread, map_concurrent(self._target, self._table_there, unread), strict=True)
         trashed = self._trashed()
         look = self.here.look()
         if look.unreadable:
             raise BackendError("a manifest cannot be read", where=look.unreadable[0].path)
-        for sentence in missing_in(self._parts, look).values():
-            raise CorruptError(sentence, where=self._parts.backend.root)
+        for sentence in missing_in(self._repository, look).values():
+            raise CorruptError(sentence, where=self._repository.backend.root)
         held = set[PackId]()
         packs = [pack_id for pack_id, _ in packs_in(self._target)] if look.quarantined else []
         for content in look.quarantined:
@@ -131,16 +131,16 @@ class TierMarker:
         return Named({name: self._tables[name] for name in there}, look, here, frozenset(held))
 
     def _trashed(self) -> list[tuple[ManifestName, str]]:
-        folders = self._parts.trash.contents()
+        folders = self._repository.trash.contents()
         return [(trashed.name, trashed.path) for folder in folders for trashed in folder.manifests]
 
     def _table_there(self, name: ManifestName) -> frozenset[PackId]:
         where = self._target.location_of(name.path)
         try:
-            content = self._target.read_bytes(name.path, nbytes_max=self._parts.limits.manifest_nbytes_max)
+            content = self._target.read_bytes(name.path, nbytes_max=self._repository.limits.manifest_nbytes_max)
         except FileNotFoundError:
             return frozenset()
-        table = decode_pack_table(content, limits=self._parts.limits, expect=name, where=where)
+        table = decode_pack_table(content, limits=self._repository.limits, expect=name, where=where)
         return frozenset(decode_pack_row(row, table.tiers, where=where).pack_id for row in table.rows())
 
 
@@ -182,7 +182,7 @@ def outdated_copies(tier: str, named: Named, marker: Marker) -> list[tuple[Marke
 
 
 def plan_rewrites(
-    parts: Parts,
+    repository: Repository,
     tier: str,
     named: Named,
     marker: Marker,
@@ -193,7 +193,7 @@ def plan_rewrites(
     """Choose the packs of a tier that are worth rewriting.
 
     Args:
-        parts: The store whose tier it is.
+        repository: The store whose tier it is.
         tier: Its name.
         named: What manifests name, here and there.
         marker: The one that has looked at those here.
@@ -211,7 +211,7 @@ def plan_rewrites(
 
     pairs, refs = _Pairs(tier, named, marker), marker.numbers.refs
     current = list(pairs.home.values())
-    barred = named.held | _barred_here(parts, tier, named, pairs, stored)
+    barred = named.held | _barred_here(repository, tier, named, pairs, stored)
     naming: dict[PackId, list[ManifestName]] = {}
     for name, packs in named.there.items():
         if pairs.follower(name) is None:
@@ -227,19 +227,19 @@ def plan_rewrites(
             uses.append(use)
 
     def may_rewrite(pack_id: PackId) -> bool:
-        return not _lies_here(parts, pack_id) and are_ours(naming.get(pack_id, ()))
+        return not _lies_here(repository, pack_id) and are_ours(naming.get(pack_id, ()))
 
     # Each manifest is written here, and there.
     return list(worthwhile_rewrites(uses, marker, staying, limits, manifest_copies=2, may_rewrite=may_rewrite))
 
 
 def _barred_here(
-    parts: Parts, tier: str, named: Named, pairs: _Pairs, stored: Mapping[PackId, int]
+    repository: Repository, tier: str, named: Named, pairs: _Pairs, stored: Mapping[PackId, int]
 ) -> frozenset[PackId]:
     """Return the packs of manifests here that cannot be replaced, or that would still name them after that."""
     marker, barred = pairs.marker, set[PackId]()
     wanted = {ref for marked in named.look.manifests.values() for ref in marker.packs_of(marked)}
-    missing = missing_packs(parts, wanted)
+    missing = missing_packs(repository, wanted)
     for marked in named.look.manifests.values():
         refs = list(marker.packs_of(marked))
         # A lower generation that an interrupted replacement has left is for the next collection here; and who replaces
@@ -254,13 +254,13 @@ def _barred_here(
     return frozenset(barred)
 
 
-def _lies_here(parts: Parts, pack_id: PackId) -> bool:
+def _lies_here(repository: Repository, pack_id: PackId) -> bool:
     """Whether a pack lies here too: what frees it looks for it in the tier, by the manifests that say so."""
-    return any(parts.backend.stat(path) is not None for path in parts.trash.paths_of(pack_id))
+    return any(repository.backend.stat(path) is not None for path in repository.trash.paths_of(pack_id))
 
 
 def renew_copies(
-    parts: Parts, target: Backend, outdated: Iterable[tuple[Marked, ManifestName]], troubles: list[str]
+    repository: Repository, target: Backend, outdated: Iterable[tuple[Marked, ManifestName]], troubles: list[str]
 ) -> int:
     """Put manifests to a tier whose copies there name other packs; return how many; what cannot be is told.
 
@@ -271,7 +271,7 @@ def renew_copies(
     count = 0
     for marked, copy in outdated:
         name = marked.name
-        run = parts.of_run(name.run)
+        run = repository.of_run(name.run)
         try:
             manifest = run.manifests.load(name)
             if run.lost_packs(manifest.packs):
@@ -341,11 +341,13 @@ class TierGc:
         return sum(rewrite.packed_nbytes for rewrite in self.rewrites)
 
 
-def collect_tier(parts: Parts, tier: str, limits: GcLimits, *, dry_run: bool, clear_lists: bool = False) -> TierGc:
+def collect_tier(
+    repository: Repository, tier: str, limits: GcLimits, *, dry_run: bool, clear_lists: bool = False
+) -> TierGc:
     """Remove from a tier what nobody needs.
 
     Args:
-        parts: The store whose tier it is; any run of it.
+        repository: The store whose tier it is; any run of it.
         tier: Its name.
         limits: Ages and budgets; packs that no manifest names are left alone until they are old: someone may be
             pushing. Nothing lies in a trash there.
@@ -360,9 +362,9 @@ def collect_tier(parts: Parts, tier: str, limits: GcLimits, *, dry_run: bool, cl
         BackendError: It does not answer; what was removed so far is gone, and nothing that is needed.
     """
     # Of a name that was mistyped, before what is in the tier is thought of.
-    parts.tiers.address_of(tier)
-    collector = _Collector(parts, tier, limits)
-    with collector_lock(parts.backend, parts.clock):
+    repository.tiers.address_of(tier)
+    collector = _Collector(repository, tier, limits)
+    with collector_lock(repository.backend, repository.clock):
         return collector.run(dry_run=dry_run, clear_lists=clear_lists)
 
 
@@ -370,19 +372,19 @@ _CLAIM_NBYTES_MAX = 4096
 
 
 class _Collector:
-    def __init__(self, parts: Parts, tier: str, limits: GcLimits) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, tier: str, limits: GcLimits) -> None:
+        self._repository = repository
         self._tier = tier
         self._limits = limits
-        self._target = parts.tiers.open(tier)
-        self._marker = TierMarker(parts, self._target)
+        self._target = repository.tiers.open(tier)
+        self._marker = TierMarker(repository, self._target)
 
     def run(self, *, dry_run: bool, clear_lists: bool = False) -> TierGc:
-        found = TierGc(self._tier, self._parts.tiers.address_of(self._tier), dry_run)
+        found = TierGc(self._tier, self._repository.tiers.address_of(self._tier), dry_run)
         check = require_owner if dry_run else begin_turn
-        check(self._parts, self._tier, self._target)
+        check(self._repository, self._tier, self._target)
         if not dry_run:
-            found.lists = remove_dead_lists(self._target, self._parts.clock, everyone=clear_lists)
+            found.lists = remove_dead_lists(self._target, self._repository.clock, everyone=clear_lists)
         there = manifests_in(self._target)
         kept = self._marker.seqs_here()
         gone = [name for name in sorted(there) if (name.run, name.seq) not in kept and self._is_dropped(name)]
@@ -412,10 +414,10 @@ class _Collector:
 
     def _is_dropped(self, name: ManifestName) -> bool:
         """Whether the mark lies here: that a manifest is not here any more would not be enough."""
-        return self._parts.backend.stat(paths.drop_mark_name(name.run, name.seq)) is not None
+        return self._repository.backend.stat(paths.drop_mark_name(name.run, name.seq)) is not None
 
     def _ours(self, names: Iterable[ManifestName]) -> list[bool]:
-        return list(ask_each(self._target, self._is_ours, names))
+        return list(map_concurrent(self._target, self._is_ours, names))
 
     def _is_ours(self, name: ManifestName) -> bool:
         """Whether a push put it there: the claim of a copy says of which commit; that of a commit there is empty."""
@@ -437,8 +439,8 @@ class _Collector:
 
     def _is_whole(self, name: ManifestName) -> bool:
         try:
-            content = self._target.read_bytes(name.path, nbytes_max=self._parts.limits.manifest_nbytes_max)
-            table = decode_pack_table(content, limits=self._parts.limits, expect=name)
+            content = self._target.read_bytes(name.path, nbytes_max=self._repository.limits.manifest_nbytes_max)
+            table = decode_pack_table(content, limits=self._repository.limits, expect=name)
             refs = [decode_pack_row(row, table.tiers) for row in table.rows()]
             return not packs_gone(self._target, {ref.pack_id: ref.nbytes for ref in refs})
         except (FileNotFoundError, *UNREADABLE):
@@ -447,8 +449,8 @@ class _Collector:
     def _remove_manifests(self, names: Iterable[ManifestName]) -> None:
         names = sorted(names)
         marked = {(name.run, name.seq) for name in names if self._is_dropped(name)}
-        do_each(self._target, self._mark, sorted(marked))
-        do_each(self._target, self._unlink, names)
+        for_each_concurrent(self._target, self._mark, sorted(marked))
+        for_each_concurrent(self._target, self._unlink, names)
 
     def _mark(self, dropped: tuple[str, int]) -> None:
         with contextlib.suppress(FileExistsError):
@@ -462,7 +464,7 @@ class _Collector:
 
     def _choose_packs(self, found: TierGc, named: Named) -> dict[PackId, int]:
         """Choose what nobody names; return the packs that lie there, and their sizes."""
-        packs, now_ns, stored = named.packs, self._parts.clock.now_ns(), dict[PackId, int]()
+        packs, now_ns, stored = named.packs, self._repository.clock.now_ns(), dict[PackId, int]()
         for pack_id, info in packs_in(self._target):
             stored[pack_id] = info.nbytes
             if pack_id in packs:
@@ -481,18 +483,18 @@ class _Collector:
         # Another replaces or drops checkpoints just now: what is wasted is for the next collection to find.
         with contextlib.suppress(FileNotFoundError):
             here, limits = self._marker.here, self._limits
-            found.rewrites = plan_rewrites(self._parts, self._tier, named, here, stored, are_ours, limits)
+            found.rewrites = plan_rewrites(self._repository, self._tier, named, here, stored, are_ours, limits)
 
     def _carry_out(self, found: TierGc) -> None:
-        target, clock, marker = self._target, self._parts.clock, self._marker
+        target, clock, marker = self._target, self._repository.clock, self._marker
         if found.packs:
             removed = remove_packs(target, clock, found.packs, lambda: marker.named(manifests_in(target)).packs)
             found.packs, found.stop = removed.packs, removed.stop
         if found.stop:
             return
-        found.repacked = repack(self._parts, marker.here, found.rewrites, tier=self._tier)
+        found.repacked = repack(self._repository, marker.here, found.rewrites, tier=self._tier)
         outdated = self._outdated(marker.named(manifests_in(target)))
-        found.renewed = renew_copies(self._parts, target, outdated, found.repacked.troubles)
+        found.renewed = renew_copies(self._repository, target, outdated, found.repacked.troubles)
 
     def _outdated(self, named: Named) -> list[tuple[Marked, ManifestName]]:
         found = outdated_copies(self._tier, named, self._marker.here)

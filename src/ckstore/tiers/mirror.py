@@ -27,10 +27,10 @@ from ckstore.io.url import backend_for
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import load_whole
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 from ckstore.tiers.copy import PackCopy, StoreCopy
-from ckstore.tiers.verify_copy import Arrivals, damaged_error
+from ckstore.tiers.verify_copy import IncomingPackCheck, partial_copy_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class MirrorReport:
 
 
 def mirror(
-    parts: Parts,
+    repository: Repository,
     address: str,
     *,
     read_back: bool = False,
@@ -88,7 +88,7 @@ def mirror(
     """Copy what is not there.
 
     Args:
-        parts: The store; any run of it.
+        repository: The store; any run of it.
         address: Where the copy is: a bucket, or a folder.
         read_back: Read every pack that is copied back, and compare.
         dry_run: Only count.
@@ -103,12 +103,12 @@ def mirror(
             the same facts. Without a ``report``, it is the address of the copy that cannot be reached.
         BackendError: The place does not answer.
     """
-    parts.require_same_store()
+    repository.require_same_store()
     target = backend_for(address)
-    if target.root == parts.backend.root:
+    if target.root == repository.backend.root:
         raise UsageError("a store is no copy of itself", where=target.root, todo="name another place")
     try:
-        return _Mirror(parts, target, read_back=read_back).run(dry_run=dry_run, on_progress=on_progress)
+        return _Mirror(repository, target, read_back=read_back).run(dry_run=dry_run, on_progress=on_progress)
     finally:
         target.close()
 
@@ -116,21 +116,21 @@ def mirror(
 class _Mirror:
     """One run of a mirror."""
 
-    def __init__(self, parts: Parts, target: Backend, *, read_back: bool) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, target: Backend, *, read_back: bool) -> None:
+        self._repository = repository
         self._target = target
-        self._store = StoreCopy(parts, target)
-        self._packs = PackCopy(parts, target, reads_back=read_back, check=self._check)
-        self._arrivals: Arrivals | None = None
+        self._store = StoreCopy(repository, target)
+        self._packs = PackCopy(repository, target, reads_back=read_back, check=self._check)
+        self._arrivals: IncomingPackCheck | None = None
         self._damaged: dict[ManifestName, CorruptError | UnreachableError] = {}
         self._left_out: set[tuple[str, int]] = set()
 
     def run(self, *, dry_run: bool, on_progress: Callable[[int, int], None] | None) -> MirrorReport:
         tell = on_progress or (lambda done, total: None)
-        runs = self._parts.runs()
+        runs = self._repository.runs()
         if not dry_run:
             self._store.prepare()
-        here = {run: self._parts.manifests_of(run).listing().names for run in runs}
+        here = {run: self._repository.manifests_of(run).listing().names for run in runs}
         there = {run: self._names_there(run) for run in runs}
         total = sum(len(names) for names in here.values())
         done, reports = 0, []
@@ -152,7 +152,7 @@ class _Mirror:
         copies = self._packs.copied
         report = MirrorReport(self._target.root, dry_run, tuple(reports), sum(copies.values()), len(copies))
         if self._damaged:
-            raise damaged_error("copied", self._damaged, report)
+            raise partial_copy_error("copied", self._damaged, report)
         return report
 
     def _counts(self, run: str) -> tuple[int, int]:
@@ -171,7 +171,7 @@ class _Mirror:
             if any(pack.tier == LOST_TIER for pack in manifest.packs):
                 return False
             self._store.claim(manifest.header)
-            self._arrivals = Arrivals(self._parts, manifest.header.name, manifest, copy=self._target)
+            self._arrivals = IncomingPackCheck(self._repository, manifest.header.name, manifest, copy=self._target)
             self._packs.run(manifest.packs)
             self._store.put_manifest(manifest)
         except DroppedError:
@@ -186,14 +186,14 @@ class _Mirror:
         self._arrivals.check(pack, file, is_new=is_new)
 
     def _loaded(self, name: ManifestName) -> Manifest:
-        if name.run == self._parts.run:
-            return load_whole(self._parts, name)
-        return load_whole(self._parts.of_run(name.run), name)
+        if name.run == self._repository.run:
+            return load_whole(self._repository, name)
+        return load_whole(self._repository.of_run(name.run), name)
 
     def _copy_tags(self, run: str) -> Iterator[bool]:
         """Set each tag there that is not as it is here; yield whether it was set."""
-        there = Tags(self._target, run, self._parts.clock)
-        for name, record in sorted(Tags(self._parts.backend, run, self._parts.clock).all().items()):
+        there = Tags(self._target, run, self._repository.clock)
+        for name, record in sorted(Tags(self._repository.backend, run, self._repository.clock).all().items()):
             if (run, record.seq) in self._left_out:
                 # It would point to nothing there.
                 continue

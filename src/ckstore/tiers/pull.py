@@ -24,9 +24,9 @@ from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import Reference, load_whole, resolve
 from ckstore.store.replacement import settle
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.tiers.copy import PackCopy
-from ckstore.tiers.verify_copy import Arrivals, damaged_error
+from ckstore.tiers.verify_copy import IncomingPackCheck, partial_copy_error
 
 _TRIES = 5
 
@@ -74,7 +74,7 @@ class PullReport:
 
 
 def pull(
-    parts: Parts,
+    repository: Repository,
     refs: Sequence[Reference] | None,
     *,
     dry_run: bool = False,
@@ -83,7 +83,7 @@ def pull(
     """Plan, and unless it is a dry run, act.
 
     Args:
-        parts: The store.
+        repository: The store.
         refs: Which checkpoints; None: all of the run.
         dry_run: Only plan.
         on_progress: Called with bytes of packs done, and in all.
@@ -96,15 +96,15 @@ def pull(
         CapacityError: The disk is full; what was brought back so far is here.
         BackendError: A server does not answer.
     """
-    parts.require_same_store()
-    listed = parts.manifests.listing().names
-    names = list(listed) if refs is None else [resolve(parts, ref) for ref in refs]
+    repository.require_same_store()
+    listed = repository.manifests.listing().names
+    names = list(listed) if refs is None else [resolve(repository, ref) for ref in refs]
     away: dict[ManifestName, dict[PackId, int]] = {}
     tiers: dict[ManifestName, tuple[str, ...]] = {}
     damaged: dict[ManifestName, CorruptError] = {}
     for name in sorted(set(names), reverse=True):
         try:
-            manifest = _loaded(parts, name, is_asked_for=refs is not None)
+            manifest = _loaded(repository, name, is_asked_for=refs is not None)
         except CorruptError as error:
             damaged[name] = error
             continue
@@ -113,7 +113,7 @@ def pull(
             away[name] = {pack.pack_id: pack.nbytes for pack in packs}
             tiers[name] = tuple(sorted({pack.tier for pack in packs}))
     total = sum({pack_id: nbytes for packs in away.values() for pack_id, nbytes in packs.items()}.values())
-    puller = _Puller(parts, on_progress, total)
+    puller = _Puller(repository, on_progress, total)
     entries = []
     for name, packs_away in away.items():
         is_done = False
@@ -124,20 +124,20 @@ def pull(
         problem = str(damaged[name]) if name in damaged else ""
         entries.append(PullEntry(name.seq, name.step, tiers[name], sum(packs_away.values()), is_done, problem))
     copied = puller.copied
-    report = PullReport(parts.run, dry_run, tuple(entries), total, sum(copied.values()), len(copied))
+    report = PullReport(repository.run, dry_run, tuple(entries), total, sum(copied.values()), len(copied))
     if damaged:
-        raise damaged_error("pulled", damaged, report)
+        raise partial_copy_error("pulled", damaged, report)
     return report
 
 
-def _loaded(parts: Parts, name: ManifestName, *, is_asked_for: bool) -> Manifest | None:
+def _loaded(repository: Repository, name: ManifestName, *, is_asked_for: bool) -> Manifest | None:
     try:
-        return parts.manifests.load(name)
+        return repository.manifests.load(name)
     except FileNotFoundError:
         if is_asked_for:
             raise NotFoundError(
                 f"seq {name.seq} was dropped or replaced while it was read",
-                where=parts.backend.root,
+                where=repository.backend.root,
                 todo="look again",
             ) from None
         return None
@@ -150,13 +150,15 @@ def _is_away(tier: str) -> bool:
 class _Puller:
     """Brings checkpoints back."""
 
-    def __init__(self, parts: Parts, on_progress: Callable[[int, int], None] | None, total_nbytes: int) -> None:
-        self._parts = parts
+    def __init__(
+        self, repository: Repository, on_progress: Callable[[int, int], None] | None, total_nbytes: int
+    ) -> None:
+        self._repository = repository
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
         self._tell = on_progress or (lambda done, total: None)
-        self._packs = PackCopy(parts, parts.backend, check=self._check, on_bytes=self._on_bytes)
-        self._arrivals: Arrivals | None = None
+        self._packs = PackCopy(repository, repository.backend, check=self._check, on_bytes=self._on_bytes)
+        self._arrivals: IncomingPackCheck | None = None
 
     @property
     def copied(self) -> dict[PackId, int]:
@@ -173,17 +175,17 @@ class _Puller:
                 return False
         raise ConflictError(
             f"seq {name.seq} is replaced again and again while it is pulled",
-            where=self._parts.backend.root,
+            where=self._repository.backend.root,
             todo="wait until a repack or a push has ended",
         )
 
     def _pull_once(self, name: ManifestName) -> bool:
         """Bring one back; return False where someone else has replaced it meanwhile."""
-        manifest = load_whole(self._parts, name)
+        manifest = load_whole(self._repository, name)
         away = [pack for pack in manifest.packs if _is_away(pack.tier)]
         if not away:
             return True
-        self._arrivals = Arrivals(self._parts, name, manifest)
+        self._arrivals = IncomingPackCheck(self._repository, name, manifest)
         self._packs.run(away)
         header = manifest.header
         replacement = replace(
@@ -192,10 +194,10 @@ class _Puller:
             packs=tuple(replace(pack, tier=LOCAL_TIER) if _is_away(pack.tier) else pack for pack in manifest.packs),
         )
         try:
-            published = self._parts.manifests.publish(replacement)
+            published = self._repository.manifests.publish(replacement)
         except ConflictError:
             return False
-        settle(self._parts, replacement, published)
+        settle(self._repository, replacement, published)
         return True
 
     def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:

@@ -28,10 +28,10 @@ from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import load_whole
 from ckstore.store.replacement import settle
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tier_owner import begin_turn
 from ckstore.tiers.copy import PackCopy, RelocatedError, StoreCopy
-from ckstore.tiers.verify_copy import Arrivals
+from ckstore.tiers.verify_copy import IncomingPackCheck
 
 _log = logging.getLogger("ckstore")
 
@@ -126,7 +126,7 @@ class _Member:
 
 
 def push(
-    parts: Parts,
+    repository: Repository,
     address: str,
     policy: PushPolicy,
     *,
@@ -137,7 +137,7 @@ def push(
     """Plan, and unless it is a dry run, act.
 
     Args:
-        parts: The store.
+        repository: The store.
         address: Where checkpoints go: a bucket, or an absolute path.
         policy: Which of them.
         tier: What that place is called, if it has no name yet.
@@ -152,54 +152,54 @@ def push(
         CorruptError: A pack here is damaged, or one there is not ours.
         BackendError: The place does not answer. Whatever is raised, every checkpoint is whole, here or there.
     """
-    parts.require_same_store()
-    members = _members(parts, policy)
+    repository.require_same_store()
+    members = _members(repository, policy)
     total = _nbytes_of([member for member in members if member.action == "push"])
     if dry_run:
-        known = {place: name for name, place in parts.tiers.addresses().items()}
-        return _report(parts, known.get(address, tier or ""), address, members, {}, is_dry_run=True)
-    name = _name_of_place(parts, address, tier)
-    pusher = _Pusher(parts, name, policy, on_progress, total)
+        known = {place: name for name, place in repository.tiers.addresses().items()}
+        return _report(repository, known.get(address, tier or ""), address, members, {}, is_dry_run=True)
+    name = _name_of_place(repository, address, tier)
+    pusher = _Pusher(repository, name, policy, on_progress, total)
     done = pusher.run([member.name for member in members if member.action == "push"])
-    report = _report(parts, name, parts.tiers.address_of(name), members, done, is_dry_run=False)
+    report = _report(repository, name, repository.tiers.address_of(name), members, done, is_dry_run=False)
     copied = pusher.copied
     return replace(report, bytes_copied=sum(copied.values()), packs_copied=len(copied))
 
 
-def _name_of_place(parts: Parts, address: str, tier: str | None) -> str:
+def _name_of_place(repository: Repository, address: str, tier: str | None) -> str:
     """Return the name of the tier at an address; a new one gets it only when it was reached, and is or may be ours."""
-    place = parts.tiers.new_place(address, name=tier) or backend_for(address)
+    place = repository.tiers.new_place(address, name=tier) or backend_for(address)
     try:
-        StoreCopy(parts, place).prepare()
+        StoreCopy(repository, place).prepare()
     finally:
         place.close()
-    return parts.tiers.name_for(address, name=tier)
+    return repository.tiers.name_for(address, name=tier)
 
 
-def _members(parts: Parts, policy: PushPolicy) -> list[_Member]:
+def _members(repository: Repository, policy: PushPolicy) -> list[_Member]:
     """Decide what goes: the newest stay, and what is too young."""
-    names = parts.manifests.listing().names
+    names = repository.manifests.listing().names
     kept = {name.seq for name in names[max(0, len(names) - policy.keep_local) :]} if policy.keep_local else set()
     members = []
     for name in names:
         try:
             if name.seq in kept:
                 members.append(_Member(name, "keep", f"one of the newest {policy.keep_local}", {}))
-            elif _is_young(parts, name, policy):
+            elif _is_young(repository, name, policy):
                 members.append(_Member(name, "keep", "too young", {}))
             else:
-                members.append(_judged(name, parts.manifests.load(name)))
+                members.append(_judged(name, repository.manifests.load(name)))
         except FileNotFoundError:
             # Dropped or replaced since it was listed; the next push sees it.
             continue
     return members
 
 
-def _is_young(parts: Parts, name: ManifestName, policy: PushPolicy) -> bool:
+def _is_young(repository: Repository, name: ManifestName, policy: PushPolicy) -> bool:
     if policy.older_than_seconds is None:
         return False
     # One of the future is young, too: a clock that jumped is no reason to let go of anything.
-    return parts.clock.now_ns() - parts.manifests.header(name).time_ns < policy.older_than_seconds * 1e9
+    return repository.clock.now_ns() - repository.manifests.header(name).time_ns < policy.older_than_seconds * 1e9
 
 
 def _judged(name: ManifestName, manifest: Manifest) -> _Member:
@@ -222,7 +222,7 @@ def _nbytes_of(members: list[_Member]) -> int:
 
 
 def _report(
-    parts: Parts, tier: str, address: str, members: list[_Member], done: dict[int, bool], *, is_dry_run: bool
+    repository: Repository, tier: str, address: str, members: list[_Member], done: dict[int, bool], *, is_dry_run: bool
 ) -> PushReport:
     entries = tuple(
         PushEntry(
@@ -236,7 +236,7 @@ def _report(
         for member in members
     )
     to_push = _nbytes_of([member for member in members if member.action == "push"])
-    return PushReport(parts.run, tier, address, is_dry_run, entries, to_push, 0, 0)
+    return PushReport(repository.run, tier, address, is_dry_run, entries, to_push, 0, 0)
 
 
 class _Pusher:
@@ -244,24 +244,24 @@ class _Pusher:
 
     def __init__(
         self,
-        parts: Parts,
+        repository: Repository,
         tier: str,
         policy: PushPolicy,
         on_progress: Callable[[int, int], None] | None,
         total_nbytes: int,
     ) -> None:
-        self._parts = parts
+        self._repository = repository
         self._tier = tier
-        self._address = parts.tiers.address_of(tier)
-        self._target = target = parts.tiers.open(tier)
-        self._store = StoreCopy(parts, target)
+        self._address = repository.tiers.address_of(tier)
+        self._target = target = repository.tiers.open(tier)
+        self._store = StoreCopy(repository, target)
         self._done_nbytes = 0
         self._total_nbytes = total_nbytes
         self._tell = on_progress or (lambda done, total: None)
         self._target = target
-        self._arrivals: Arrivals | None = None
+        self._arrivals: IncomingPackCheck | None = None
         self._packs = PackCopy(
-            parts, target, reads_back=policy.read_back, check_new=self._check, on_bytes=self._on_bytes
+            repository, target, reads_back=policy.read_back, check_new=self._check, on_bytes=self._on_bytes
         )
 
     @property
@@ -273,15 +273,15 @@ class _Pusher:
         """Push these checkpoints; return which were, by seq."""
         if not names:
             return {}
-        self._parts.manifests.make_folders()
-        begin_turn(self._parts, self._tier, self._target)
+        self._repository.manifests.make_folders()
+        begin_turn(self._repository, self._tier, self._target)
         return {name.seq: self._push(name) for name in names}
 
     def _push(self, name: ManifestName) -> bool:
         for _ in range(_TRIES):
             try:
                 # Of whatever generation it is by now.
-                manifest = load_whole(self._parts, name)
+                manifest = load_whole(self._repository, name)
                 if all(pack.tier != LOCAL_TIER for pack in manifest.packs):
                     return True
                 self._copy(manifest)
@@ -291,7 +291,7 @@ class _Pusher:
                 self._step_over(manifest)
             except FileNotFoundError:
                 # A folder is made before anything is put into it: this one went away with its file system.
-                self._parts.tiers.require_there(self._tier)
+                self._repository.tiers.require_there(self._tier)
                 raise
             except DroppedError as error:
                 _log.warning("seq %d was dropped while it was pushed: %s", name.seq, error.what)
@@ -300,13 +300,13 @@ class _Pusher:
                 continue
         raise ConflictError(
             f"seq {name.seq} is replaced again and again while it is pushed",
-            where=self._parts.backend.root,
+            where=self._repository.backend.root,
             todo="wait until a repack or another push has ended",
         )
 
     def _copy(self, manifest: Manifest) -> None:
         self._store.claim(manifest.header)
-        self._arrivals = Arrivals(self._parts, manifest.header.name, manifest, copy=self._target)
+        self._arrivals = IncomingPackCheck(self._repository, manifest.header.name, manifest, copy=self._target)
         self._packs.run(manifest.packs)
         self._store.put_manifest(manifest)
 
@@ -321,18 +321,18 @@ class _Pusher:
         replacement = replace(manifest, header=replace(header, generation=generation))
         # If another was first, it is looked at again.
         with contextlib.suppress(ConflictError):
-            settle(self._parts, replacement, self._parts.manifests.publish(replacement))
+            settle(self._repository, replacement, self._repository.manifests.publish(replacement))
 
     def _replace(self, manifest: Manifest) -> None:
         """Say here where the checkpoint lies now; from then on nothing here is needed for it."""
-        if self._parts.tiers.address_of(self._tier) != self._address:
+        if self._repository.tiers.address_of(self._tier) != self._address:
             raise ConflictError(
                 f"the tier {self._tier!r} was given another address meanwhile",
-                where=self._parts.backend.root,
+                where=self._repository.backend.root,
                 todo="see config.json; nothing here was let go of",
             )
         # What was copied after its file system went away lies in a bare mount point.
-        self._parts.tiers.require_there(self._tier)
+        self._repository.tiers.require_there(self._tier)
         header = manifest.header
         replacement = replace(
             manifest,
@@ -340,12 +340,12 @@ class _Pusher:
             packs=tuple(replace(pack, tier=self._tier) for pack in manifest.packs),
         )
         try:
-            name = self._parts.manifests.publish(replacement)
+            name = self._repository.manifests.publish(replacement)
         except ConflictError as error:
             raise _ReplacedError from error
         # One who has forgotten the tier meanwhile may not have seen this.
-        self._parts.tiers.name_for(self._address, name=self._tier)
-        settle(self._parts, replacement, name)
+        self._repository.tiers.name_for(self._address, name=self._tier)
+        settle(self._repository, replacement, name)
 
     def _on_bytes(self, nbytes: int) -> None:
         self._done_nbytes += nbytes

@@ -23,24 +23,26 @@ from ckstore.io.backend import Backend, ReadFile
 from ckstore.ops.verify_packs import Audit, FrameCheck, PackAudit
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.damage import Report, Uses
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 # Several packs arrive at once, and checksums keep up with a network on one thread.
 _POLICY = Policy(threads=1, memory_nbytes_max=64 * MIB)
 
 
-class Arrivals:
+class IncomingPackCheck:
     """Checks the packs of one checkpoint that come from other tiers, or go to a copy of the store.
 
     Args:
-        parts: The store.
+        repository: The store.
         name: The checkpoint's manifest.
         manifest: What it says.
         copy: Where they go, if that is not the store itself.
     """
 
-    def __init__(self, parts: Parts, name: ManifestName, manifest: Manifest, *, copy: Backend | None = None) -> None:
-        self._parts = parts
+    def __init__(
+        self, repository: Repository, name: ManifestName, manifest: Manifest, *, copy: Backend | None = None
+    ) -> None:
+        self._repository = repository
         self._copy = copy
         here = replace(manifest, packs=tuple(replace(pack, tier=LOCAL_TIER) for pack in manifest.packs))
         self._uses_there, self._uses_here = Uses(), Uses()
@@ -59,9 +61,9 @@ class Arrivals:
             CorruptError: They are not what the pack was made of; it names the pack where they came from, or the one
                 that lay there already.
         """
-        parts, report = self._parts, Report("read")
+        repository, report = self._repository, Report("read")
         uses = self._uses_there if is_new else self._uses_here
-        audit = Audit(parts, uses, report, _never, 1, _POLICY, lambda: None, is_partial=False)
+        audit = Audit(repository, uses, report, _never, 1, _POLICY, lambda: None, is_partial=False)
         name = paths.pack_name(pack.pack_id)
         source = audit.home_of(pack.pack_id).location_of(name)
         where = source if self._copy is None or is_new else self._copy.location_of(name)
@@ -99,7 +101,7 @@ def _never() -> FrameCheck:
 _NAMED_MAX = 10
 
 
-def damaged_error(
+def partial_copy_error(
     what_was_not: str, damaged: Mapping[ManifestName, CorruptError | UnreachableError], report: object
 ) -> CorruptError | UnreachableError:
     """Return one error that names every checkpoint, and says of the first what is wrong with it.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from ckstore.config import check_policy
 from ckstore.errors import UsageError
 from ckstore.interval import Costs
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.verbs.reading import Handle
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Advising(Handle):
     """A run of a store that knows what its commits cost."""
 
-    def __init__(self, parts: Parts, policy: Policy) -> None:
-        super().__init__(parts, policy)
-        self._costs = Costs(parts.clock)
+    def __init__(self, repository: Repository, policy: Policy) -> None:
+        super().__init__(repository, policy)
+        self._costs = Costs(repository.clock)
         self._last_commits: list[weakref.ref[LastCommit]] = []
 
     @property
@@ -54,7 +54,7 @@ class Advising(Handle):
         if measured is None:
             raise UsageError(
                 "no commit of this handle has become durable yet, and nobody knows what one costs",
-                where=self._parts.backend.root,
+                where=self._repository.backend.root,
                 todo="commit once, wait for the result, and ask again",
             )
         return advice_for(measured, step_seconds, overhead=overhead, failures_per_day=failures_per_day)

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from ckstore.config import Policy, check_metrics, check_policy, check_step, check_tags
 from ckstore.errors import CkstoreError
 from ckstore.store.refs import load_whole, resolve
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.verbs.advising import Advising
 
 if TYPE_CHECKING:
-    from ckstore.background.commits import Handover
+    from ckstore.background.commits import BackgroundCommits
     from ckstore.background.optimizer_guard import Guarded
     from ckstore.background.pending import Pending
     from ckstore.commit.stale_model import Fingerprint
-    from ckstore.delta.base_cache import Bases
+    from ckstore.delta.base_cache import BaseCache
     from ckstore.results import Receipt
     from ckstore.state.capture import Captured
-    from ckstore.state.capture_cache import Recapture
+    from ckstore.state.capture_cache import CaptureCache
     from ckstore.state.tensors import LeafAdapter
 
 
@@ -41,14 +41,14 @@ _log = logging.getLogger("ckstore")
 class Background(Advising):
     """A run of a store, with commits in the background."""
 
-    def __init__(self, parts: Parts, policy: Policy) -> None:
-        super().__init__(parts, policy)
+    def __init__(self, repository: Repository, policy: Policy) -> None:
+        super().__init__(repository, policy)
         self._parent: int | None = None
         self._fingerprint: Fingerprint | None = None
-        self._bases: Bases | None = None
-        self._handover: Handover | None = None
+        self._bases: BaseCache | None = None
+        self._background: BackgroundCommits | None = None
         self._guarded: Guarded | None = None
-        self._recapture: Recapture | None = None
+        self._recapture: CaptureCache | None = None
         self._published: int | None = None
         self._durable: deque[Receipt | None] = deque()
         self._owner = os.getpid()
@@ -93,8 +93,8 @@ class Background(Advising):
         check_policy(policy)
         with self._lock:
             self._check_open()
-            begun = self._parts.clock.monotonic()
-            (handover := self._handovers()).raise_unasked(is_instead=True)
+            begun = self._repository.clock.monotonic()
+            (handover := self._background_commits()).raise_unasked(is_instead=True)
             order = Order(
                 captured=self._captured(state),
                 step=number,
@@ -106,7 +106,7 @@ class Background(Advising):
             with self._costs.trying():
                 pending = handover.hand_over(order)
             try:
-                pending.stall_seconds += self._parts.clock.monotonic() - begun
+                pending.stall_seconds += self._repository.clock.monotonic() - begun
                 self._costs.watch(pending)
                 self._tell_durable()
                 durable = self._durable
@@ -133,7 +133,7 @@ class Background(Advising):
         """
         with self._lock:
             self._check_open()
-            self._handovers().prewarm(self._captured(state), self._spans(), policy or self._policy)
+            self._background_commits().prewarm(self._captured(state), self._spans(), policy or self._policy)
 
     def attach(self, optimizer: Any) -> None:
         """Let what an optimizer owns be copied while training goes on; its step waits for what is left.
@@ -165,7 +165,7 @@ class Background(Advising):
         with self._lock:
             self._check_open()
             if self._guarded is None:
-                self._guarded = Guarded(self._handovers().guard)
+                self._guarded = Guarded(self._background_commits().guard)
             self._guarded.attach(optimizer)
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class Background(Advising):
         with self._lock:
             self._guards_open += 1
         try:
-            self._handovers().guard(is_host_waiting=True)
+            self._background_commits().guard(is_host_waiting=True)
             yield
         finally:
             with self._lock:
@@ -197,15 +197,15 @@ class Background(Advising):
         """
         with self._lock:
             self._check_open()
-            if self._handover is not None:
-                self._handover.settle()
-                self._absorb()
-                self._handover.raise_unasked(is_instead=False)
+            if self._background is not None:
+                self._background.settle()
+                self._apply_results()
+                self._background.raise_unasked(is_instead=False)
 
     @property
     def arena_nbytes(self) -> int:
         """Shared memory that is held for states on their way, in bytes."""
-        return 0 if self._handover is None else self._handover.arena_nbytes
+        return 0 if self._background is None else self._background.arena_nbytes
 
     def close(self) -> None:
         """Wait for what is pending, end the saver, and let go of everything; repeated calls do nothing.
@@ -214,7 +214,7 @@ class Background(Advising):
             CkstoreError: A commit failed in the background, and nobody has asked for its result.
         """
         with self._lock:
-            handover, self._handover = self._handover, None
+            handover, self._background = self._background, None
             guarded, self._guarded = self._guarded, None
             try:
                 if handover is not None:
@@ -245,54 +245,54 @@ class Background(Advising):
             # A forked child: the saver, and the arena that is mapped in its parent only, are the parent's affair. They
             # are kept unused, since letting go of them would unmap what the child may have put there.
             self._owner = os.getpid()
-            self._inherited = self._handover, self._guarded
-            self._handover = self._guarded = None
+            self._inherited = self._background, self._guarded
+            self._background = self._guarded = None
 
     # For the verbs that do not go into the background
 
     def _settle(self) -> None:
         """Wait for the commits in the background, and know what they made: for verbs that look at the newest."""
-        if self._handover is not None:
-            self._handover.settle()
-            self._absorb()
+        if self._background is not None:
+            self._background.settle()
+            self._apply_results()
 
-    def _come_home(self) -> None:
+    def _reclaim_lease(self) -> None:
         """Take the run back from the saver, for verbs that write it in this process.
 
         Raises:
             CkstoreError: A commit failed in the background, and nobody has asked for its result.
         """
-        if self._handover is not None:
-            self._handover.release()
-            self._absorb()
+        if self._background is not None:
+            self._background.release()
+            self._apply_results()
             seq, self._published = self._published, None
             if seq is not None:
                 self._follow(seq)
-            self._handover.raise_unasked(is_instead=True)
+            self._background.raise_unasked(is_instead=True)
 
     def _follow(self, seq: int) -> None:
         """Take what the saver has published last as what the next commit of this process follows."""
-        self._parts.prepare_run()
-        self._parts.note_seq(seq)
+        self._repository.prepare_run()
+        self._repository.note_seq(seq)
         try:
-            manifest = load_whole(self._parts, resolve(self._parts, f"seq:{seq}"))
+            manifest = load_whole(self._repository, resolve(self._repository, f"seq:{seq}"))
         except CkstoreError as error:
             # It may have been dropped meanwhile; without a base the next commit is larger, and no less right.
             _log.warning("seq %d cannot be followed: %s", seq, error)
             return
-        self._parts.known.pin(manifest)
+        self._repository.known.pin(manifest)
         self._known_bases().follow(manifest)
 
-    def _went_on(self) -> None:
+    def _update_parent(self) -> None:
         """Let the next background commit follow what this process has restored or committed."""
-        if self._handover is not None:
-            self._handover.parent = self._parent
+        if self._background is not None:
+            self._background.parent = self._parent
             self._published = None
 
-    def _absorb(self) -> None:
+    def _apply_results(self) -> None:
         """Learn what the saver has published since the last call."""
-        assert self._handover is not None
-        seq = self._handover.take_published()
+        assert self._background is not None
+        seq = self._background.take_published()
         if seq is not None:
             self._parent = self._published = seq
             self._fingerprint = None
@@ -308,36 +308,36 @@ class Background(Advising):
         if seqs:
             self._committed(max(seqs))
 
-    def _known_bases(self) -> Bases:
-        from ckstore.delta.base_cache import Bases
+    def _known_bases(self) -> BaseCache:
+        from ckstore.delta.base_cache import BaseCache
 
         if self._bases is None:
-            self._bases = Bases()
+            self._bases = BaseCache()
         return self._bases
 
-    def _handovers(self) -> Handover:
-        from ckstore.background.commits import Handover
+    def _background_commits(self) -> BackgroundCommits:
+        from ckstore.background.commits import BackgroundCommits
 
-        if self._handover is None:
-            self._handover = Handover(self._parts)
-            self._handover.parent = self._parent
+        if self._background is None:
+            self._background = BackgroundCommits(self._repository)
+            self._background.parent = self._parent
             # At exit it is waited for; a handle that is forgotten must not stop whoever collects it.
-            weakref.finalize(self, _abandon_garbage, self._handover).atexit = False
-        return self._handover
+            weakref.finalize(self, _abandon_garbage, self._background).atexit = False
+        return self._background
 
     def _spans(self) -> Sequence[tuple[int, int]]:
         """Return the memory that may be copied after ``commit_async`` has returned."""
         return () if self._guarded is None or self._guards_open else self._guarded.spans()
 
     def _captured(self, state: Any) -> Captured:
-        from ckstore.state.capture_cache import Recapture
+        from ckstore.state.capture_cache import CaptureCache
 
         if self._recapture is None:
-            self._recapture = Recapture()
+            self._recapture = CaptureCache()
         return self._recapture.capture(state, loaded_adapters())
 
 
-def _abandon_garbage(handover: Handover) -> None:
+def _abandon_garbage(handover: BackgroundCommits) -> None:
     """Abandon what a handle had that is garbage: what a finalizer raises, Ctrl-C too, is raised nowhere."""
     try:
         handover.abandon()

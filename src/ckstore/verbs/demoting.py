@@ -57,13 +57,13 @@ class Demoting(Background):
             self._check_open()
             self._settle()
             if not dry_run:
-                if names_newest(self._parts, refs):
-                    self._come_home()
+                if names_newest(self._repository, refs):
+                    self._reclaim_lease()
                 # What the next commit is coded against is looked up again.
                 self._bases = None
             return demote(
-                self._parts,
-                wanted or stored_demotion(self._parts) or DemotePolicy(),
+                self._repository,
+                wanted or stored_demotion(self._repository) or DemotePolicy(),
                 self._policy,
                 refs=refs,
                 dry_run=dry_run,
@@ -77,7 +77,7 @@ class Demoting(Background):
 
         with self._lock:
             self._check_open()
-            return stored_demotion(self._parts)
+            return stored_demotion(self._repository)
 
     def set_demotion(self, policy: DemotePolicy | Mapping[str, Any] | None) -> None:
         """Store a policy with the store, for demotions that are given none; None removes it.
@@ -90,7 +90,7 @@ class Demoting(Background):
         wanted = demotion_given(policy)
         with self._lock:
             self._check_open()
-            set_stored_demotion(self._parts, wanted)
+            set_stored_demotion(self._repository, wanted)
 
     def close(self) -> None:
         """Let go of a demotion that still runs, which ends by itself, and of everything else."""
@@ -108,7 +108,7 @@ class Demoting(Background):
         """Demote what has aged after every so many commits of this run, in a process of its own."""
         from ckstore.ops.scheduled import AutomaticDemotion
 
-        self._aging = AutomaticDemotion(self._parts, wanted, self._policy, every)
+        self._aging = AutomaticDemotion(self._repository, wanted, self._policy, every)
 
     def _committed(self, seq: int) -> None:
         """Take note of acknowledged commits, of which ``seq`` is the newest; never raises and never waits."""
@@ -143,7 +143,7 @@ class Demoting(Background):
             self._settle()
             manifests = self._manifest(first), self._manifest(second)
             infos = self._info(manifests[0].header), self._info(manifests[1].header)
-            return diff_of(self._parts, manifests, infos, only=only, on_progress=on_progress)
+            return diff_of(self._repository, manifests, infos, only=only, on_progress=on_progress)
 
 
 def demotion_asked(demotion: object) -> DemotePolicy | Literal["stored"] | None:

@@ -95,7 +95,7 @@ class Importing(Background):
             self._check_open()
             self._settle()
             there: dict[int, Info] = {}
-            for header in headers_newest_first(self._parts.manifests):
+            for header in headers_newest_first(self._repository.manifests):
                 there.setdefault(header.step, Info.of(header))
 
             def commit_one(captured: Captured, step: int, metrics: Mapping[str, float], time_ns: int) -> Receipt:
@@ -109,8 +109,8 @@ class Importing(Background):
         from ckstore.commit.commit import Request, commit
         from ckstore.results import Stopwatch
 
-        self._come_home()
-        self._parts.wait_for_orphan()
+        self._reclaim_lease()
+        self._repository.wait_for_orphan()
         request = Request(
             captured=captured,
             step=step,
@@ -120,7 +120,7 @@ class Importing(Background):
             bases=self._known_bases(),
             time_ns=time_ns,
         )
-        committed = commit(self._parts, request, Stopwatch(self._parts.clock))
+        committed = commit(self._repository, request, Stopwatch(self._repository.clock))
         self._parent, self._fingerprint = committed.receipt.seq, None
-        self._went_on()
+        self._update_parent()
         return committed.receipt

@@ -21,7 +21,7 @@ from ckstore.ops.gc.policy import Retention, span_seconds, span_words
 from ckstore.results import Info
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.refs import Reference
-from ckstore.store.repository import Parts, read_store_record
+from ckstore.store.repository import Repository, read_store_record
 from ckstore.store.trash import TrashedManifest, TrashFolder
 from ckstore.verbs.reading import Handle
 
@@ -147,8 +147,8 @@ class Keeping(Handle):
         with self._lock:
             self._look_at_newest()
             return collect_store(
-                self._parts,
-                rules_given(policy) or stored_policy(self._parts),
+                self._repository,
+                rules_given(policy) or stored_policy(self._repository),
                 runs=None if all_runs else self._runs_to_keep(),
                 limits=limits,
                 dry_run=dry_run,
@@ -167,9 +167,9 @@ class Keeping(Handle):
         found = {}
         with self._lock:
             self._look_at_newest()
-            self._parts.require_same_store()
-            for run in self._parts.runs_ever():
-                missing = self._parts.manifests_of(run).accept_missing()
+            self._repository.require_same_store()
+            for run in self._repository.runs_ever():
+                missing = self._repository.manifests_of(run).accept_missing()
                 if missing:
                     found[run] = tuple(sorted(missing))
                     _log.warning("%s; taken for lost from now on", missing_sentence(run, missing))
@@ -182,7 +182,7 @@ class Keeping(Handle):
 
         with self._lock:
             self._check_open()
-            return stored_policy(self._parts)
+            return stored_policy(self._repository)
 
     def set_retention(self, policy: Retention | Mapping[str, Any] | None) -> None:
         """Store a policy with the store, for collections that are given none; None removes it."""
@@ -191,7 +191,7 @@ class Keeping(Handle):
         rules = rules_given(policy)
         with self._lock:
             self._check_open()
-            set_stored_policy(self._parts, rules)
+            set_stored_policy(self._repository, rules)
 
     @property
     def trash_for(self) -> str | None:
@@ -200,7 +200,7 @@ class Keeping(Handle):
 
         with self._lock:
             self._check_open()
-            seconds = stored_trash_seconds(self._parts)
+            seconds = stored_trash_seconds(self._repository)
             return None if seconds is None else span_words(seconds)
 
     def set_trash_for(self, span: str | float | None) -> None:
@@ -214,7 +214,7 @@ class Keeping(Handle):
         seconds = trash_seconds_given(span)
         with self._lock:
             self._check_open()
-            set_stored_trash_seconds(self._parts, seconds)
+            set_stored_trash_seconds(self._repository, seconds)
 
     def trash(self) -> list[TrashEntry]:
         """Return what lies in the trash, the oldest first."""
@@ -223,9 +223,9 @@ class Keeping(Handle):
             from ckstore.store.history import kind_in_trash
 
             def kind_of(trashed: TrashedManifest) -> str:
-                return kind_in_trash(self._parts.of_run(trashed.name.run), trashed)
+                return kind_in_trash(self._repository.of_run(trashed.name.run), trashed)
 
-            folders = self._parts.trash.contents()
+            folders = self._repository.trash.contents()
             return [TrashEntry.of(folder, kind_of) for folder in folders if folder.packs or folder.manifests]
 
     def restore_from_trash(self, trash_id: str) -> TrashRestored:
@@ -246,20 +246,20 @@ class Keeping(Handle):
         with self._lock:
             self._look_at_newest()
             folder = self._trash_folder(trash_id)
-            packs = sum(self._parts.trash.rescue_pack(pack.pack_id) for pack in folder.packs)
+            packs = sum(self._repository.trash.rescue_pack(pack.pack_id) for pack in folder.packs)
             undeleted: list[Info] = []
             exact_again: list[Info] = []
             superseded, troubles = 0, []
             # By number, so that the highest generation of each is the one that counts.
             found = sorted(folder.manifests, key=lambda trashed: trashed.name)
             for trashed in {(trashed.name.run, trashed.name.seq): trashed for trashed in found}.values():
-                parts = self._parts.of_run(trashed.name.run)
-                kind = kind_in_trash(parts, trashed)
+                repository = self._repository.of_run(trashed.name.run)
+                kind = kind_in_trash(repository, trashed)
                 if kind not in ("dropped", "demoted"):
                     superseded += 1
                     continue
                 try:
-                    info = Info.of(bring_back(parts, trashed).header)
+                    info = Info.of(bring_back(repository, trashed).header)
                 except (NotFoundError, ConflictError, CorruptError) as error:
                     troubles.append(f"seq {trashed.name.seq} of run {trashed.name.run}: {error}")
                     continue
@@ -284,23 +284,23 @@ class Keeping(Handle):
 
         with self._lock:
             self._check_open()
-            with collector_lock(self._parts.backend, self._parts.clock):
-                trash = self._parts.trash
+            with collector_lock(self._repository.backend, self._repository.clock):
+                trash = self._repository.trash
                 chosen = trash.folders() if trash_id is None else [self._trash_folder(trash_id).gc_id]
-                purged = purge(self._parts, Marker(self._parts), chosen)
+                purged = purge(self._repository, Marker(self._repository), chosen)
             if purged.stop:
-                raise ConflictError(purged.stop, where=self._parts.backend.root, todo="nothing was freed")
+                raise ConflictError(purged.stop, where=self._repository.backend.root, todo="nothing was freed")
             unreadable = purged.look.unreadable
             if unreadable:
                 raise ConflictError(
                     f"a manifest cannot be read, and may name any pack: {unreadable[0].problem}",
-                    where=self._parts.backend.location_of(unreadable[0].path),
+                    where=self._repository.backend.location_of(unreadable[0].path),
                     todo="nothing was freed; `ckstore verify` tells more",
                 )
             require_proof(purged.unproven.values())
-            if isinstance(self._parts.backend, Distant):
+            if isinstance(self._repository.backend, Distant):
                 # Packs never lay in the trash there: they go now that nothing in it names them.
-                report = collect_store(self._parts, None, runs=None, limits=GcLimits(), dry_run=False)
+                report = collect_store(self._repository, None, runs=None, limits=GcLimits(), dry_run=False)
                 return purged.nbytes + report.freed_nbytes
             return purged.nbytes
 
@@ -322,7 +322,7 @@ class Keeping(Handle):
 
         with self._lock:
             self._look_at_newest()
-            return Info.of(bring_back(self._parts, find_in_trash(self._parts, ref)).header)
+            return Info.of(bring_back(self._repository, find_in_trash(self._repository, ref)).header)
 
     def close(self) -> None:
         """Let go of a collection that still runs, which ends by itself, and of everything else."""
@@ -340,9 +340,9 @@ class Keeping(Handle):
         """Collect this run by these rules after every so many of its commits, in a process of its own."""
         from ckstore.ops.scheduled import AutomaticGc
 
-        self._automatic = AutomaticGc(self._parts, policy, every, trash_seconds=self._trash_seconds)
+        self._automatic = AutomaticGc(self._repository, policy, every, trash_seconds=self._trash_seconds)
         # A commit that finds the disk full does not wait for the next collection.
-        self._parts.retention = policy.to_config()
+        self._repository.retention = policy.to_config()
 
     def _committed(self, seq: int) -> None:
         """Take note of acknowledged commits, of which ``seq`` is the newest; never raises and never waits."""
@@ -356,24 +356,24 @@ class Keeping(Handle):
         for seconds in (trash_seconds_given(trash_for), self._trash_seconds):
             if seconds is not None:
                 return seconds
-        stored = stored_trash_seconds(self._parts)
+        stored = stored_trash_seconds(self._repository)
         return TRASH_SECONDS if stored is None else stored
 
     def _trash_folder(self, trash_id: str) -> TrashFolder:
-        found = [gc_id for gc_id in self._parts.trash.folders() if gc_id.startswith(trash_id)] if trash_id else []
+        found = [gc_id for gc_id in self._repository.trash.folders() if gc_id.startswith(trash_id)] if trash_id else []
         if len(found) > 1:
             raise UsageError(f"{len(found)} folders of the trash begin with {trash_id!r}", todo="give more letters")
         if not found:
             raise NotFoundError(
                 f"there is no folder {trash_id!r} in the trash",
-                where=self._parts.backend.root,
+                where=self._repository.backend.root,
                 todo="`ckstore trash ls` shows what there is",
             )
-        return self._parts.trash.look_into(found[0])
+        return self._repository.trash.look_into(found[0])
 
     def _runs_to_keep(self) -> tuple[str, ...]:
         """Return this handle's run, if anything was ever committed to it."""
-        return (self.run,) if self.run in self._parts.runs() else ()
+        return (self.run,) if self.run in self._repository.runs() else ()
 
     def _look_at_newest(self) -> None:
         """Wait for commits in the background, for verbs that judge what is newest."""
@@ -390,7 +390,7 @@ def keep(path: str | os.PathLike[str] | Backend, *, run: str = "main", allow_sha
         NotFoundError: There is no store.
     """
     backend = backend_for(path, allow_shared_folder=allow_shared_folder)
-    return Keeping(Parts(backend, read_store_record(backend), run), Policy())
+    return Keeping(Repository(backend, read_store_record(backend), run), Policy())
 
 
 def rules_given(policy: object) -> Retention | None:

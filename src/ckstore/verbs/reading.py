@@ -27,7 +27,7 @@ from ckstore.store.refs import (
     tiers_of,
     tiers_of_each,
 )
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
@@ -44,22 +44,22 @@ Self = TypeVar("Self", bound="Handle")
 class Handle:
     """A run of a store, to look at."""
 
-    def __init__(self, parts: Parts, policy: Policy) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, policy: Policy) -> None:
+        self._repository = repository
         self._policy = policy
         self._lock = threading.RLock()
         self._restored: Info | None = None
         self._is_closed = False
         # Runs when the handle is collected and at exit, so that the lease does not outlive its holder.
-        self._finalizer = weakref.finalize(self, parts.close)
+        self._finalizer = weakref.finalize(self, repository.close)
 
     def __repr__(self) -> str:
-        return f"ckstore.Store({self._parts.backend.root!r}, run={self._parts.run!r})"
+        return f"ckstore.Store({self._repository.backend.root!r}, run={self._repository.run!r})"
 
     @property
     def run(self) -> str:
         """The run this handle works in."""
-        return self._parts.run
+        return self._repository.run
 
     @property
     def restored(self) -> Info | None:
@@ -78,9 +78,9 @@ class Handle:
         """
         with self._lock:
             self._check_open()
-            self._parts.wait_for_orphan()
+            self._repository.wait_for_orphan()
             try:
-                manifest, passed_over = newest_whole(self._parts)
+                manifest, passed_over = newest_whole(self._repository)
             except EmptyRunError:
                 return None
             return self._info(manifest.header, warnings=passed_over)
@@ -89,10 +89,10 @@ class Handle:
         """Return what is known of a checkpoint; reads its header only."""
         with self._lock:
             self._check_open()
-            name = resolve(self._parts, ref)
-            header = header_or_none(self._parts.manifests, name)
+            name = resolve(self._repository, ref)
+            header = header_or_none(self._repository.manifests, name)
             if header is None:
-                raise NotFoundError(f"seq {name.seq} was dropped meanwhile", where=self._parts.backend.root)
+                raise NotFoundError(f"seq {name.seq} was dropped meanwhile", where=self._repository.backend.root)
             return self._info(header)
 
     def log(self) -> list[Info]:
@@ -104,37 +104,37 @@ class Handle:
         """
         with self._lock:
             self._check_open()
-            self._parts.require_same_store()
+            self._repository.require_same_store()
             by_seq: dict[int, list[str]] = {}
-            for name, record in self._parts.tags.all().items():
+            for name, record in self._repository.tags.all().items():
                 by_seq.setdefault(record.seq, []).append(name)
-            headers = headers_newest_first(self._parts.manifests)
-            if missing := self._parts.manifests.listing().missing:
+            headers = headers_newest_first(self._repository.manifests)
+            if missing := self._repository.manifests.listing().missing:
                 _log.warning("%s", missing_sentence(self.run, missing))
             return [
                 Info.of(header, tags=sorted(by_seq.get(header.seq, ())), tiers=tiers)
-                for header, tiers in zip(headers, tiers_of_each(self._parts.manifests, headers), strict=True)
+                for header, tiers in zip(headers, tiers_of_each(self._repository.manifests, headers), strict=True)
             ]
 
     def steps(self) -> list[int]:
         """Return the steps that can be restored, each once, ascending; waits as ``latest`` does."""
         with self._lock:
             self._check_open()
-            self._parts.require_same_store()
-            self._parts.wait_for_orphan()
-            return sorted({name.step for name in self._parts.manifests.listing().names})
+            self._repository.require_same_store()
+            self._repository.wait_for_orphan()
+            return sorted({name.step for name in self._repository.manifests.listing().names})
 
     def tags(self) -> dict[str, int]:
         """Return each tag with the seq it points to."""
         with self._lock:
             self._check_open()
-            return {name: record.seq for name, record in sorted(self._parts.tags.all().items())}
+            return {name: record.seq for name, record in sorted(self._repository.tags.all().items())}
 
     def runs(self) -> list[str]:
         """Return the names of all runs of the store."""
         with self._lock:
             self._check_open()
-            return self._parts.runs()
+            return self._repository.runs()
 
     def contents(self, ref: Reference) -> Contents:
         """Return what a checkpoint holds, tensor by tensor; reads its manifest only."""
@@ -148,7 +148,7 @@ class Handle:
 
         with self._lock:
             manifest = self._manifest(ref)
-            return coding_of(self._parts, manifest, self._info(manifest.header))
+            return coding_of(self._repository, manifest, self._info(manifest.header))
 
     def stats(
         self,
@@ -169,17 +169,17 @@ class Handle:
         with self._lock:
             manifest = self._manifest(ref)
             info = self._info(manifest.header)
-            return stats_of(self._parts, manifest, info, self._policy, is_exact=exact, on_progress=on_progress)
+            return stats_of(self._repository, manifest, info, self._policy, is_exact=exact, on_progress=on_progress)
 
     def _manifest(self, ref: Reference) -> Manifest:
         self._check_open()
-        name = resolve(self._parts, ref)
+        name = resolve(self._repository, ref)
         try:
-            return self._parts.manifests.load(name)
+            return self._repository.manifests.load(name)
         except FileNotFoundError:
             raise NotFoundError(
                 f"seq {name.seq} was dropped or replaced while it was read",
-                where=self._parts.backend.root,
+                where=self._repository.backend.root,
                 todo="look again",
             ) from None
 
@@ -205,13 +205,13 @@ class Handle:
 
         with self._lock:
             self._check_open()
-            names = None if ref is None else [(self.run, resolve(self._parts, ref))]
+            names = None if ref is None else [(self.run, resolve(self._repository, ref))]
             return verify(
-                self._parts,
+                self._repository,
                 level,
                 names,
-                make_check=lambda: FrameDecoder(self._parts.limits.chunk_nbytes_max).check_frame,
-                check_nbytes=decoder_nbytes(self._parts.limits.chunk_nbytes_max),
+                make_check=lambda: FrameDecoder(self._repository.limits.chunk_nbytes_max).check_frame,
+                check_nbytes=decoder_nbytes(self._repository.limits.chunk_nbytes_max),
                 policy=self._policy,
                 is_remote=remote,
                 on_progress=on_progress,
@@ -237,9 +237,9 @@ class Handle:
         """Take note of acknowledged commits, of which ``seq`` is the newest."""
 
     def _info(self, header: ManifestHeader, *, warnings: Sequence[str] = ()) -> Info:
-        tags, tiers = self._parts.tags.names_of(header.seq), tiers_of(self._parts.manifests, header)
+        tags, tiers = self._repository.tags.names_of(header.seq), tiers_of(self._repository.manifests, header)
         return Info.of(header, tags=tags, warnings=warnings, tiers=tiers)
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UsageError("the store is closed", where=self._parts.backend.root, todo="open it again")
+            raise UsageError("the store is closed", where=self._repository.backend.root, todo="open it again")

@@ -30,12 +30,12 @@ class Repairing(Background):
         Args:
             dry_run: Only say what would be moved.
         """
-        from ckstore.ops.pack_copies import put_aside
+        from ckstore.ops.pack_copies import quarantine_damaged
 
         with self._lock:
             self._check_open()
             self._settle()
-            return put_aside(self._parts, dry_run=dry_run)
+            return quarantine_damaged(self._repository, dry_run=dry_run)
 
     def repair(
         self,
@@ -65,16 +65,16 @@ class Repairing(Background):
         from ckstore.codec.frame_decoder import FrameDecoder
         from ckstore.ops.repair import repair
 
-        limits = self._parts.limits
-        with self._lock, opened_copies(sources, self._parts.store_id) as backends:
+        limits = self._repository.limits
+        with self._lock, opened_copies(sources, self._repository.store_id) as backends:
             self._check_open()
             self._settle()
             if not dry_run:
-                self._come_home()
+                self._reclaim_lease()
                 # What the next commit is coded against is looked up again.
                 self._bases = None
             return repair(
-                self._parts,
+                self._repository,
                 lambda: FrameDecoder(limits.chunk_nbytes_max).check_frame,
                 dry_run=dry_run,
                 sources=backends,

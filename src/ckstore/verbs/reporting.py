@@ -27,9 +27,9 @@ class Reporting(Handle):
             gc: GcReport | None = None
             problem = ""
             try:
-                policy = stored_policy(self._parts)
-                gc = collect_store(self._parts, policy, runs=None, limits=GcLimits(), dry_run=True)
+                policy = stored_policy(self._repository)
+                gc = collect_store(self._repository, policy, runs=None, limits=GcLimits(), dry_run=True)
             except CkstoreError as error:
                 # What a collection would do is one section of many.
                 problem = str(error)
-            return page_of(gather(self._parts, gc, problem, on_progress))
+            return page_of(gather(self._repository, gc, problem, on_progress))

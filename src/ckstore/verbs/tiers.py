@@ -27,7 +27,7 @@ class Tiering(Handle):
         """Return where each tier of the store is, by name."""
         with self._lock:
             self._check_open()
-            return self._parts.tiers.addresses()
+            return self._repository.tiers.addresses()
 
     def adopt(self, *, is_original: bool) -> dict[str, str]:
         """Say of this folder, where it is a copy of a store that has tiers, which of the two it is.
@@ -51,7 +51,7 @@ class Tiering(Handle):
 
         with self._lock:
             self._check_open()
-            return adopt(self._parts, is_original=is_original)
+            return adopt(self._repository, is_original=is_original)
 
     def forget_tier(self, tier: str) -> str:
         """Forget a tier that no checkpoint of the store lies in, and return where it was; what lies there stays.
@@ -65,7 +65,7 @@ class Tiering(Handle):
 
         with self._lock:
             self._check_open()
-            return forget_tier(self._parts, tier)
+            return forget_tier(self._repository, tier)
 
     def push(
         self,
@@ -106,7 +106,7 @@ class Tiering(Handle):
         with self._lock:
             self._check_open()
             place = self._place(address, tier)
-            return push(self._parts, place, policy, tier=tier, dry_run=dry_run, on_progress=on_progress)
+            return push(self._repository, place, policy, tier=tier, dry_run=dry_run, on_progress=on_progress)
 
     def pull(
         self,
@@ -135,7 +135,7 @@ class Tiering(Handle):
         chosen = [refs] if isinstance(refs, (str, int)) else refs
         with self._lock:
             self._check_open()
-            return pull(self._parts, chosen, dry_run=dry_run, on_progress=on_progress)
+            return pull(self._repository, chosen, dry_run=dry_run, on_progress=on_progress)
 
     def mirror(
         self,
@@ -167,7 +167,7 @@ class Tiering(Handle):
 
         with self._lock:
             self._check_open()
-            return mirror(self._parts, address, read_back=read_back, dry_run=dry_run, on_progress=on_progress)
+            return mirror(self._repository, address, read_back=read_back, dry_run=dry_run, on_progress=on_progress)
 
     def gc_tier(
         self,
@@ -207,16 +207,16 @@ class Tiering(Handle):
         limits = GcLimits(min_age_seconds=seconds, **given)
         with self._lock:
             self._check_open()
-            name = tier or self._parts.tiers.name_for(self._place(None, None))
-            return collect_tier(self._parts, name, limits, dry_run=dry_run, clear_lists=clear_lists)
+            name = tier or self._repository.tiers.name_for(self._place(None, None))
+            return collect_tier(self._repository, name, limits, dry_run=dry_run, clear_lists=clear_lists)
 
     def _place(self, address: str | None, tier: str | None) -> str:
         """Return the address that is meant."""
         if address is not None:
             return address
-        known = self._parts.tiers.addresses()
+        known = self._repository.tiers.addresses()
         if tier is not None:
-            return self._parts.tiers.address_of(tier)
+            return self._repository.tiers.address_of(tier)
         if len(known) == 1:
             return next(iter(known.values()))
         if known:
@@ -226,5 +226,5 @@ class Tiering(Handle):
                 todo="name one, or an address; `ckstore push --forget` removes one that is not wanted",
             )
         raise NotFoundError(
-            "no tier is configured", where=self._parts.backend.root, todo="name a bucket: s3://bucket/prefix"
+            "no tier is configured", where=self._repository.backend.root, todo="name a bucket: s3://bucket/prefix"
         )

@@ -10,7 +10,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import saver_of
-from ckstore.background.commits import Handover
+from ckstore.background.commits import BackgroundCommits
 from ckstore.errors import SaverError
 from support.fake_saver import OwnerOfAll, guard_with
 from support.interrupts import STEPS, check_rounds, commit_and_guard, filled, guard, interrupt_each_line
@@ -33,7 +33,7 @@ def test_interrupted_commit_that_copies_all_itself_stages_its_own_state_or_none(
 @pytest.mark.deep
 def test_interrupted_commit_that_is_not_given_up_is_noticed(witnesses, folder, sample, monkeypatch):
     # A negative control: then the commit after it, which was not interrupted, raises.
-    monkeypatch.setattr(Handover, "give_up", lambda *_: None)
+    monkeypatch.setattr(BackgroundCommits, "give_up", lambda *_: None)
     with ckstore.open(folder) as store, pytest.raises(SaverError, match="was interrupted"):
         interrupt_each_line(store, sample, parts=16)
 

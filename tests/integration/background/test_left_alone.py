@@ -16,7 +16,7 @@ import pytest
 
 import ckstore
 from ckstore._testing import background_of, repository_of
-from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.fake_saver import state
 from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, noise, stop, until
@@ -194,5 +194,5 @@ def test_other_processes_wait_for_a_saver_that_is_told_to_end_while_it_works(des
         until(lambda: holder() is not None)
         assert SaverPurpose.of(holder().purpose).trainer_pid == os.getpid()
         desk.saver.quit(is_waited=False)
-        until(lambda: SaverPurpose.of(holder().purpose).trainer_started == GONE)
+        until(lambda: SaverPurpose.of(holder().purpose).trainer_started == TRAINER_DEAD)
         handed.stage().finish().wait()

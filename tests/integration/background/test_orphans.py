@@ -21,7 +21,7 @@ from ckstore._testing import repository_of
 from ckstore.errors import ConflictError
 from ckstore.format import paths
 from ckstore.processes import process_started
-from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.saver_desk import SECONDS_MAX, Desk, links, noise, until
 
 STAGED = "handed.stage().finish(); say('staged')"
@@ -107,7 +107,7 @@ def unheard():
                 found += struct.unpack("i", fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)))
     return found
 
-handed = desk.begin(noise(1), 1, hold_ms=600_000)
+handed = desk.begin(noise(1), 1, start_delay_ms=600_000)
 until(lambda: unheard() == [0], "an ear for what was begun")
 handed.stage()
 handed.slot.state = 2
@@ -344,7 +344,7 @@ def test_who_starts_the_run_again_waits_for_a_saver_that_still_publishes(desk, a
     with ckstore.open(address) as store, caplog.at_level(logging.WARNING, "ckstore"):
         lease = repository_of(store).lease
         desk.saver.quit(is_waited=False)
-        until(lambda: SaverPurpose.of(lease.holder().purpose).trainer_started == GONE)
+        until(lambda: SaverPurpose.of(lease.holder().purpose).trainer_started == TRAINER_DEAD)
         request.getfixturevalue("on_another_node")
         calls = {"restore": store.restore, "latest": store.latest, "steps": store.steps}
         thread, results = in_thread(calls.get(asks, lambda: store.commit(noise(2), 2)))

@@ -230,7 +230,7 @@ def test_clock_that_jumped_does_not_make_a_list_old(listed, place, quiet_log):
     _, there, pack_ids = listed
     path = put_list(there, pack_ids, host="elsewhere", boot_id="m/b/n")
     packs = {bytes.fromhex(pack_id) for pack_id in pack_ids}
-    assert pending_deletes.doomed_in(there, packs, Jumped()) == packs
+    assert pending_deletes.packs_pending_deletion(there, packs, Jumped()) == packs
     assert pending_deletes.remove_dead_lists(there, Jumped()) == 0
     assert lists_in(there) == [path]
 

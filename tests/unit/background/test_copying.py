@@ -12,7 +12,7 @@ import pytest
 
 from ckstore.background.arena import STAGED, STAGING, UNIT_NBYTES
 from ckstore.background.arena_layout import NOW
-from ckstore.background.copying import Crew, looked
+from ckstore.background.copying import CopyPool, looked
 from ckstore.codec import kernels
 from ckstore.codec.kernels import reference
 from ckstore.config import KIB, MIB
@@ -137,7 +137,7 @@ def test_what_keeps_a_look_from_looking_keeps_nothing_of_the_state_alive():
 
 def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, monkeypatch):
     staged = Staged(arena, crew, [noise(9 * MIB)])
-    copy, send, sent = staged.host_copy(NOW), Crew.send, []
+    copy, send, sent = staged.host_copy(NOW), CopyPool.send, []
 
     def interrupted_send(crew, work, count=None):
         sent.append(count)
@@ -146,7 +146,7 @@ def test_ctrl_c_right_after_threads_were_sent_has_them_sent_again(arena, crew, m
         else:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Crew, "send", interrupted_send)
+    monkeypatch.setattr(CopyPool, "send", interrupted_send)
     with pytest.raises(KeyboardInterrupt):
         copy.wait(crew, 1)
     copy.wait(crew, 1)
@@ -161,7 +161,7 @@ def test_where_no_thread_can_be_started_the_caller_copies(arena, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    crew, content = Crew(2), noise(9 * MIB)
+    crew, content = CopyPool(2), noise(9 * MIB)
     staged = Staged(arena, crew, [content], is_checked=True, lazy=(0,))
     staged.staging.copy_now()
     staged.staging.guard()

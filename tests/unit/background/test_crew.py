@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ckstore.background.copying import Crew
+from ckstore.background.copying import CopyPool
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -18,7 +18,7 @@ def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
     def ended(*_):
         raise SystemExit
 
-    crew, done = Crew(1), threading.Event()
+    crew, done = CopyPool(1), threading.Event()
     monkeypatch.setattr("ckstore.background.copying.tell", ended)
     crew.send_one(ended)
     crew.send_one(done.set)
@@ -31,7 +31,7 @@ def test_a_thread_outlives_whatever_it_is_sent(quiet_log, kind):
     def ended():
         raise kind
 
-    crew, done = Crew(1), threading.Event()
+    crew, done = CopyPool(1), threading.Event()
     crew.send_one(ended)
     crew.send_one(done.set)
     assert done.wait(60)
@@ -89,7 +89,7 @@ def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_t
     def interrupted(thread):
         raise KeyboardInterrupt
 
-    crew = Crew(2)
+    crew = CopyPool(2)
     crew.start()
     crew.waiters.start()
     crew.see_through_here(lambda: None)
@@ -100,7 +100,7 @@ def test_ctrl_c_while_a_crew_is_closed_leaves_no_thread_behind(monkeypatch, no_t
 
 
 def test_a_step_that_a_closed_crew_is_to_see_through_leaves_no_thread_behind(no_threads_left):
-    crew = Crew(2)
+    crew = CopyPool(2)
     crew.close()
     assert crew.see_through_here(lambda: 7) == 7
 
@@ -113,7 +113,7 @@ def test_a_thread_that_ctrl_c_has_left_on_one_processor_is_let_go_by_the_next_st
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        context.setattr(Crew, "send_one", interrupted)
+        context.setattr(CopyPool, "send_one", interrupted)
         with pytest.raises(KeyboardInterrupt):
             crew.see_through_here(lambda: None)
     assert crew.see_through_here(lambda: os.sched_getaffinity(0)) == mine
@@ -133,7 +133,7 @@ def test_a_step_is_seen_through_where_threads_may_not_be_moved_or_started(crew, 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
-    assert Crew(2).see_through_here(lambda: 7) == 7
+    assert CopyPool(2).see_through_here(lambda: 7) == 7
 
 
 def test_work_that_comes_while_the_crew_is_closed_is_done(monkeypatch):
@@ -149,7 +149,7 @@ def test_work_that_comes_while_the_crew_is_closed_is_done(monkeypatch):
 
     with monkeypatch.context() as context:
         context.setattr(queue, "SimpleQueue", Closing)
-        crew = Crew(2)
+        crew = CopyPool(2)
         crew.start()
         crew.send_one(done.set)
     assert done.wait(60)

@@ -9,7 +9,7 @@ import numpy as np
 import ckstore
 from ckstore._testing import repository_of
 from ckstore.config import MIB
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.io.memory import MemoryBackend
 from ckstore.store.refs import load_whole, resolve
@@ -39,7 +39,7 @@ class NoRoom:
 
 def held_by(*tickets, plain=None):
     """Return bases that hold a hundred bytes of one chunk in the slot of each of these tickets; None: on the heap."""
-    bases, (manifest, chunk_ids) = Bases(), checkpoint()
+    bases, (manifest, chunk_ids) = BaseCache(), checkpoint()
     for chunk_id, ticket in zip(chunk_ids, tickets, strict=False):
         if plain is None:
             bases.hold(chunk_id, memoryview(bytes(100)), ticket=ticket)
@@ -85,7 +85,7 @@ def test_bases_that_find_no_memory_are_not_held():
 
 
 def test_base_that_is_read_back_is_held_if_it_is_what_its_name_says():
-    bases, plain = Bases(), memoryview(bytearray(b"abc" * 40))
+    bases, plain = BaseCache(), memoryview(bytearray(b"abc" * 40))
     bases.hold_read(ChunkId(b"x" * 32), plain)
     assert bases.held_nbytes == 0, "it has another name"
     bases.hold_read(chunk_id_of(plain), plain)
@@ -95,7 +95,7 @@ def test_base_that_is_read_back_is_held_if_it_is_what_its_name_says():
 
 def test_bytes_in_a_slot_that_have_changed_are_no_base():
     memory = bytearray(100)
-    bases = Bases()
+    bases = BaseCache()
     bases.hold(ChunkId(bytes(32)), memoryview(memory), ticket=1)
     assert bases.held(ChunkId(bytes(32))) == bytes(100)
     memory[50] = 1

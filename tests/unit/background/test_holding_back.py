@@ -47,7 +47,7 @@ def test_saver_held_state_begins_after_its_time_however_often_the_bell_rings(ser
     hold_seconds = 0.3
     served.settle()
     said = time.monotonic()
-    begun = served.begin(state(), 1, hold_ms=round(1e3 * hold_seconds))
+    begun = served.begin(state(), 1, start_delay_ms=round(1e3 * hold_seconds))
     rings = Rings(served)
     while time.monotonic() < said + 0.9 * hold_seconds:
         rings.ring()
@@ -71,7 +71,7 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
 def test_saver_held_state_begins_before_whatever_is_said_next_is_done(served, said):
-    begun = served.begin(state(), 1, hold_ms=LONG_MS).stage()
+    begun = served.begin(state(), 1, start_delay_ms=LONG_MS).stage()
     served.say(*said)
     begun.hear(protocol.Began)
     assert not {protocol.Answer, protocol.Done} & set(map(type, served.heard()))
@@ -83,11 +83,11 @@ def test_saver_held_state_begins_before_whatever_is_said_next_is_done(served, sa
 
 
 def test_saver_held_state_that_is_staged_whole_is_published_before_its_time(served):
-    assert served.begin(state(), 1, hold_ms=LONG_MS).stage().finish().wait().step == 1
+    assert served.begin(state(), 1, start_delay_ms=LONG_MS).stage().finish().wait().step == 1
 
 
 def test_saver_held_state_that_is_given_up_fails_before_its_time(served):
-    begun = served.begin(state(), 1, hold_ms=LONG_MS).abort()
+    begun = served.begin(state(), 1, start_delay_ms=LONG_MS).abort()
     with pytest.raises(SaverError, match="given up by the trainer"):
         begun.wait()
     assert begun.events[-2:] == ["Failed", "SlotFree"]
@@ -95,8 +95,8 @@ def test_saver_held_state_that_is_given_up_fails_before_its_time(served):
 
 @pytest.mark.parametrize("second_hold_ms", [LONG_MS, 0], ids=["held", "not held"])
 def test_saver_held_states_begin_in_their_order(served, second_hold_ms):
-    first = served.begin(state(1), 1, hold_ms=LONG_MS)
-    second = served.begin(state(2), 2, slot=1, parent_ticket=1, hold_ms=second_hold_ms)
+    first = served.begin(state(1), 1, start_delay_ms=LONG_MS)
+    second = served.begin(state(2), 2, slot=1, parent_ticket=1, start_delay_ms=second_hold_ms)
     if second_hold_ms:
         served.say(protocol.Hurry())
     second.hear(protocol.Began)
@@ -111,7 +111,7 @@ def test_saver_held_states_begin_in_their_order(served, second_hold_ms):
 def test_saver_held_state_that_is_whole_is_published_when_the_trainer_hangs_up(served):
     served.commit(state(0), 0)
     served.settle()
-    begun = served.begin(state(1), 1, hold_ms=LONG_MS).stage()
+    begun = served.begin(state(1), 1, start_delay_ms=LONG_MS).stage()
     begun.slot.state = 2
     served.hang_up()
     assert served.code() == 0
@@ -122,13 +122,13 @@ def test_saver_held_state_that_is_whole_is_published_when_the_trainer_hangs_up(s
 # What comes to a saver that is ending
 
 
-@pytest.mark.parametrize("hold_ms", [LONG_MS, 0], ids=["held", "not held"])
-def test_saver_that_is_ending_refuses_what_begins_at_once(served, hold_ms):
+@pytest.mark.parametrize("start_delay_ms", [LONG_MS, 0], ids=["held", "not held"])
+def test_saver_that_is_ending_refuses_what_begins_at_once(served, start_delay_ms):
     going = served.begin(state(1), 1)
     going.hear(protocol.Began)
     served.settle()
     served.say(protocol.Quit())
-    late = served.begin(state(2), 2, slot=1, hold_ms=hold_ms)
+    late = served.begin(state(2), 2, slot=1, start_delay_ms=start_delay_ms)
     with pytest.raises(SaverError, match="the saver is ending"):
         late.wait()
     going.stage().finish().wait()
@@ -137,7 +137,7 @@ def test_saver_that_is_ending_refuses_what_begins_at_once(served, hold_ms):
 
 def test_saver_that_is_told_to_end_while_it_holds_back_takes_what_it_was_told_before(served):
     served.settle()
-    early = served.begin(state(1), 1, hold_ms=LONG_MS)
+    early = served.begin(state(1), 1, start_delay_ms=LONG_MS)
     served.say(protocol.Quit())
     late = served.begin(state(2), 2, slot=1)
     with pytest.raises(SaverError, match="the saver is ending"):
@@ -149,7 +149,7 @@ def test_saver_that_is_told_to_end_while_it_holds_back_takes_what_it_was_told_be
 def test_saver_that_holds_back_when_a_signal_comes_does_not_end(open_served):
     served = open_served(leave_seconds=0.05)
     served.settle()
-    begun = served.begin(state(), 1, hold_ms=400)
+    begun = served.begin(state(), 1, start_delay_ms=400)
     served.ask_to_end()
     begun.hear(protocol.Began)
     begun.stage().finish().wait()

@@ -99,7 +99,7 @@ def test_saver_hurries_before_what_it_held_back_begins(served):
     """A thread that wakes in the idle class may have the interpreter's lock, and no processor."""
     served.commit(state(0), 0)
     served.settle()
-    begun = served.begin(state(1), 1, hold_ms=LONG_MS)
+    begun = served.begin(state(1), 1, start_delay_ms=LONG_MS)
     had_begun = []
     # It has the lease: it says so as soon as it begins.
     served.priority.on_change = lambda level: had_begun.append((level, served.has_word))
@@ -114,7 +114,7 @@ def test_saver_hurries_before_what_it_held_back_begins(served):
 
 def test_saver_hurry_is_cleared_when_what_was_held_back_fails_to_begin(served):
     served.settle()
-    begun = served.begin_nonsense(hold_ms=LONG_MS)
+    begun = served.begin_nonsense(start_delay_ms=LONG_MS)
     served.say(protocol.Hurry())
     with pytest.raises(MalformedError, match="cannot be read"):
         begun.wait()

@@ -14,7 +14,7 @@ import pytest
 
 import ckstore
 from ckstore import concurrency
-from ckstore.background.copying import Crew
+from ckstore.background.copying import CopyPool
 from support.fake_saver import HeldCrew, PretendSaver
 from support.guarded_memory import attach_owner
 from support.saver_desk import SECONDS_MAX, noise
@@ -83,7 +83,7 @@ def test_ctrl_c_while_a_thread_is_started_leaves_no_step_that_runs_later(monkeyp
     with monkeypatch.context() as context:
         context.setattr(concurrency.threading, "Thread", LateThread)
         with pytest.raises(KeyboardInterrupt):
-            concurrency.run_aside(lambda: ran.append(1), on_interrupt=interrupts.append)
+            concurrency.run_uninterrupted(lambda: ran.append(1), on_interrupt=interrupts.append)
     begun[0].join()
     time.sleep(0.05)
     assert ran == interrupts == []
@@ -100,7 +100,7 @@ def test_a_step_that_runs_is_waited_for_however_often_ctrl_c_comes():
         ran.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        concurrency.run_aside(step, on_interrupt=interrupts.append)
+        concurrency.run_uninterrupted(step, on_interrupt=interrupts.append)
     assert ran == [1]
     assert len(interrupts) == 1
 
@@ -113,7 +113,7 @@ def test_crew_that_is_closed_ends_every_thread_also_one_whose_start_was_interrup
         strays.append(thread)
         raise KeyboardInterrupt
 
-    crew = Crew(3)
+    crew = CopyPool(3)
     crew.start(2)
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", interrupted_start)

@@ -11,7 +11,7 @@ import pytest
 
 from ckstore import Policy
 from ckstore.background.arena import UNIT_NBYTES, Slot
-from ckstore.background.staging import Dock
+from ckstore.background.staging import StagingArea
 from ckstore.config import MIB, Limits
 from ckstore.errors import CapacityError
 from support.ctrl_c import ctrl_c
@@ -169,7 +169,7 @@ def test_state_that_grew_is_committed_with_the_memory_that_there_is(open_handing
 
 
 def test_pages_that_devices_copy_to_are_not_given_back():
-    dock = Dock(Limits())
+    dock = StagingArea(Limits())
     dock.prewarm(20 * MIB, Policy(base_cache="memory"))
     first, second, _ = dock.free_slots()
     assert first.nbytes_taken

@@ -18,7 +18,7 @@ from ckstore.background import protocol
 from ckstore.background.client import Callbacks, Tickets
 from ckstore.background.saver_process import death_of
 from ckstore.errors import SaverError
-from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.saver_desk import SECONDS_MAX, noise, until
 
 SMALL = 1 << 20
@@ -81,7 +81,7 @@ def test_saver_says_in_its_lease_that_the_handle_was_dropped_only_where_it_was(s
     with ckstore.open(served.address) as store:
         holder = repository_of(store).lease.holder()
         begun.stage().finish().wait()
-        assert (SaverPurpose.of(holder.purpose).trainer_started == GONE) is not is_parting
+        assert (SaverPurpose.of(holder.purpose).trainer_started == TRAINER_DEAD) is not is_parting
         assert served.code() == 0
         assert store.steps() == [1]
 
@@ -148,7 +148,7 @@ def test_tickets_are_closed_only_when_each_was_told_how_it_ended():
 
 
 def test_death_says_whether_a_signal_has_asked_for_it():
-    error = death_of(12, 0, is_busy=False, was_asked=True)
+    error = death_of(12, 0, is_busy=False, error_was_raised=True)
     assert str(error).startswith("the saver (pid 12) was told by a signal to end. Commit again")
-    assert "ended with code 0 before the commit" in str(death_of(12, 0, is_busy=True, was_asked=False))
-    assert "was killed by SIGKILL" in str(death_of(12, -9, is_busy=False, was_asked=True))
+    assert "ended with code 0 before the commit" in str(death_of(12, 0, is_busy=True, error_was_raised=False))
+    assert "was killed by SIGKILL" in str(death_of(12, -9, is_busy=False, error_was_raised=True))

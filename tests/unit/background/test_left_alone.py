@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 import ckstore
 from ckstore.background.arena import Slot
-from ckstore.background.copying import Crew
+from ckstore.background.copying import CopyPool
 from ckstore.codec import kernels
 from ckstore.errors import CapacityError
 from support.fake_saver import slow, state
@@ -119,7 +119,7 @@ def test_checked_state_of_a_dropped_handle_is_compared_without_it(
 
 
 def test_threads_that_a_closed_crew_starts_for_the_rest_end_after_it():
-    crew = Crew(2)
+    crew = CopyPool(2)
     crew.close()
     done = threading.Event()
     before = {thread.name for thread in threading.enumerate()}

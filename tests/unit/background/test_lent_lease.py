@@ -18,7 +18,7 @@ from ckstore.background import protocol
 from ckstore.background.arena import STAGED
 from ckstore.errors import BackendError, ConflictError
 from ckstore.format import paths
-from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from support.saver_desk import noise
 from support.served_saver import LONG_MS
 
@@ -67,12 +67,12 @@ def test_saver_says_of_a_lent_lease_what_its_trainer_has_said(open_served, lease
     served = open_served(is_served=False)
     token = lease.lend(os.getpid(), 3)
     if is_dropped:
-        lease.disown()
+        lease.mark_trainer_dead()
     served.begin(state(), 4, lease=token).stage().finish()
     served.serve().hear(protocol.SlotFree, ticket=1)
     holder = lease.holder()
     purpose = SaverPurpose.of(holder.purpose)
-    assert (purpose.step, purpose.trainer_started == GONE) == (4, is_dropped)
+    assert (purpose.step, purpose.trainer_started == TRAINER_DEAD) == (4, is_dropped)
     assert holder.token == token, "it was adopted"
     assert holder.heartbeat_ns > holder.acquired_ns
 
@@ -114,7 +114,7 @@ def test_ticket_whose_lease_is_lost_while_the_saver_holds_back_is_not_said_to_be
     first = served.begin(state(1), 1).stage()
     first.hear(protocol.Progress)
     served.settle()
-    second = served.begin(state(2), 2, slot=1, parent_ticket=2, hold_ms=LONG_MS).stage()
+    second = served.begin(state(2), 2, slot=1, parent_ticket=2, start_delay_ms=LONG_MS).stage()
     if is_lost:
         take_over(served.address, store)
     # Nothing is said of it: that would end the time that is held back.

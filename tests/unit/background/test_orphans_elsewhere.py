@@ -18,7 +18,7 @@ from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.processes import boot_identity, process_started
 from ckstore.store.lease import STALE_SECONDS, Lease
-from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 
 PATH = paths.lease_name("main")
 LEFT = LeaseRecord(
@@ -29,7 +29,7 @@ LEFT = LeaseRecord(
     token="ab" * 16,
     acquired_ns=1,
     heartbeat_ns=1,
-    purpose=SaverPurpose(4710, GONE, 5).text,
+    purpose=SaverPurpose(4710, TRAINER_DEAD, 5).text,
 )
 """Of a saver on another node whose trainer is gone."""
 

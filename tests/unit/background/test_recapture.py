@@ -21,13 +21,13 @@ import ckstore
 from ckstore.background.arena_layout import LAZY, NOW
 from ckstore.background.optimizer_guard import Guarded
 from ckstore.background.saver.staged_state import HeadWriter
-from ckstore.background.staging import Dock
+from ckstore.background.staging import StagingArea
 from ckstore.config import Limits
 from ckstore.errors import LeafTypeError, UsageError
 from ckstore.format.tree import ConvertedNode, OtherKey
 from ckstore.state.capture import capture
-from ckstore.state.capture_cache import Recapture
-from ckstore.state.tensors import Sights
+from ckstore.state.capture_cache import CaptureCache
+from ckstore.state.tensors import LeafBatch
 from ckstore.state.torch_adapter import TorchAdapter
 from ckstore.state.values import LONG_TEXT
 from support.changing_states import CHANGES, Case, Holder, Point
@@ -74,12 +74,12 @@ def first_of(keep):
     return first[0] if isinstance(first, tuple) else first
 
 
-class Remembering(Recapture):
+class Remembering(CaptureCache):
     """All that remembers something of the last commit, on the way from a state to a slot."""
 
     def __init__(self):
         super().__init__()
-        self.guarded, self.dock, self.writer = Guarded(lambda: None), Dock(Limits()), HeadWriter()
+        self.guarded, self.dock, self.writer = Guarded(lambda: None), StagingArea(Limits()), HeadWriter()
         self.optimizers = weakref.WeakSet()
         self.tensors = None
 
@@ -120,14 +120,14 @@ def same(remembering, state):
     before = remembering.tensors
     found = remembering.capture(state, [TorchAdapter()])
     lazy = [number for number, path in enumerate(found.paths) if is_lazy(state, path)]
-    anew = capture(state, [TorchAdapter()])
-    assert described(found, lazy) == described(anew, lazy)
+    copy_error = capture(state, [TorchAdapter()])
+    assert described(found, lazy) == described(copy_error, lazy)
     # The way to a device knows by this what lies there.
-    assert kept_by(found) == kept_by(anew)
+    assert kept_by(found) == kept_by(copy_error)
     spans = remembering.guarded.spans()
     assert spans == spans_of(remembering)
     stowage, starts = remembering.dock.stow(found, spans)
-    fresh, fresh_starts = Dock(Limits()).stow(found, spans)
+    fresh, fresh_starts = StagingArea(Limits()).stow(found, spans)
     assert laid_out(stowage) == laid_out(fresh)
     assert starts.tolist() == fresh_starts.tolist() == [storage.start for storage in found.storages]
     assert head_by(remembering.writer, found, stowage) == head_by(HeadWriter(), found, fresh)
@@ -194,14 +194,14 @@ def blind_to(number, facts):
 @pytest.mark.usefixtures("points")
 @pytest.mark.parametrize("fact", TOLD_BY)
 def test_without_a_fact_these_tests_would_fail(monkeypatch, fact):
-    glances, number = TorchAdapter.glances, FACTS.index(fact)
+    describe_many, number = TorchAdapter.describe_many, FACTS.index(fact)
 
     def blind(self, leaves):
-        seen = glances(self, leaves)
+        seen = describe_many(self, leaves)
         facts = seen and [blind_to(number, each) for each in seen.facts]
-        return seen and Sights(facts, seen.starts, seen.keeps, seen.readers)
+        return seen and LeafBatch(facts, seen.starts, seen.keeps, seen.readers)
 
-    monkeypatch.setattr(TorchAdapter, "glances", blind)
+    monkeypatch.setattr(TorchAdapter, "describe_many", blind)
     case = Case()
     recapture = Remembering().attach(case.optimizer)
     same(recapture, case.state)
@@ -230,13 +230,13 @@ def test_guards_follow_what_an_optimizer_owns_now():
 
 @pytest.mark.usefixtures("points")
 def test_without_addresses_these_tests_would_fail(monkeypatch):
-    glances = TorchAdapter.glances
+    describe_many = TorchAdapter.describe_many
 
     def blind(self, leaves):
-        seen = glances(self, leaves)
-        return seen and Sights(seen.facts, [64] * len(leaves), seen.keeps, seen.readers)
+        seen = describe_many(self, leaves)
+        return seen and LeafBatch(seen.facts, [64] * len(leaves), seen.keeps, seen.readers)
 
-    monkeypatch.setattr(TorchAdapter, "glances", blind)
+    monkeypatch.setattr(TorchAdapter, "describe_many", blind)
     case = Case()
     recapture = Remembering().attach(case.optimizer)
     same(recapture, case.state)
@@ -408,7 +408,10 @@ def short(monkeypatch):
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG)
 def test_a_long_plain_value_that_did_not_change_is_not_taken_apart_again(value, monkeypatch):
-    state, recapture = {"x": {"long": value, "step": 0}, "w": torch.ones(2), "twin": copy.deepcopy(value)}, Recapture()
+    state, recapture = (
+        {"x": {"long": value, "step": 0}, "w": torch.ones(2), "twin": copy.deepcopy(value)},
+        CaptureCache(),
+    )
     for _ in range(2):
         recapture.capture(state, [TorchAdapter()])
     with monkeypatch.context() as patch:
@@ -416,9 +419,9 @@ def test_a_long_plain_value_that_did_not_change_is_not_taken_apart_again(value, 
         for step in range(3):
             state["x"] = {"long": copy.deepcopy(value), "step": step}
             found = recapture.capture(state, [TorchAdapter()])
-    anew = capture(state, [TorchAdapter()])
-    assert (found.tree, found.tensors) == (anew.tree, anew.tensors)
-    contents = [[bytes(each.read(0, each.nbytes)) for each in captured.storages] for captured in (found, anew)]
+    copy_error = capture(state, [TorchAdapter()])
+    assert (found.tree, found.tensors) == (copy_error.tree, copy_error.tensors)
+    contents = [[bytes(each.read(0, each.nbytes)) for each in captured.storages] for captured in (found, copy_error)]
     assert contents[0] == contents[1]
 
 
@@ -453,7 +456,7 @@ def test_long_plain_values_that_look_alike_are_told_apart(values):
 
     for before in values:
         for after in values:
-            recapture = Recapture()
+            recapture = CaptureCache()
             for value in (before, before, after, after, before):
                 assert told(recapture.capture, value) == told(capture, value)
 
@@ -461,7 +464,7 @@ def test_long_plain_values_that_look_alike_are_told_apart(values):
 @pytest.mark.usefixtures("short")
 def test_a_long_plain_value_that_begins_to_hold_itself_is_refused():
     items = ["word"] * 60
-    recapture = Recapture()
+    recapture = CaptureCache()
     for _ in range(3):
         recapture.capture({"x": items})
     items[5:] = [items] * 60

@@ -227,7 +227,7 @@ def test_message_that_means_nothing_ends_the_connection_loudly(served, address, 
 
 def test_state_that_was_whole_is_published_although_its_saver_held_back_when_it_heard_nonsense(served, address):
     served.commit(noise(0), 0)
-    begun = served.begin(noise(1), 1, hold_ms=LONG_MS).stage()
+    begun = served.begin(noise(1), 1, start_delay_ms=LONG_MS).stage()
     begun.slot.state = STAGED
     served.end.send(b"\1garbage")
     assert begun.wait().step == 1

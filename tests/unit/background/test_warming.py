@@ -236,7 +236,7 @@ SAID = {"forget": protocol.Forget(), "begin": None, "quit": protocol.Quit()}
 def say(served, said):
     """Say something while the saver takes memory ahead, and wait until it has heard that where it can be seen."""
     if said is None:
-        served.begin(noise(1, MIB), 1, hold_ms=2000)
+        served.begin(noise(1, MIB), 1, start_delay_ms=2000)
     else:
         served.say(said)
         served.settle()

@@ -7,7 +7,7 @@ import pytest
 
 import ckstore
 from ckstore.config import KIB
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import UsageError
 from ckstore.hashing import ChunkId
 from support.small_chunks import open_small
@@ -84,7 +84,7 @@ def test_a_lower_bound_lets_go_of_what_is_held(tmp_path):
 
 
 def test_what_a_commit_holds_is_bounded_and_each_chunk_counts_once():
-    bases = Bases()
+    bases = BaseCache()
     bases.begin(290)
     for number in range(4):
         bases.hold(ChunkId(bytes([number]) * 32), memoryview(bytes(100)))
@@ -102,7 +102,7 @@ def test_what_a_commit_holds_is_bounded_and_each_chunk_counts_once():
 
 
 def test_bytes_that_changed_while_they_were_held_are_not_given_back():
-    bases, plain = Bases(), bytearray(100)
+    bases, plain = BaseCache(), bytearray(100)
     bases.hold(ChunkId(b"x" * 32), memoryview(plain))
     assert bases.held(ChunkId(b"x" * 32)) == bytes(100)
     plain[50] ^= 1

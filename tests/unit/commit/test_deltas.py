@@ -8,7 +8,7 @@ import pytest
 import ckstore
 from ckstore import Policy
 from ckstore._testing import bases_of, repository_of
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.format.choices import DELTA, DERIVED, FULL, IDENTICAL
 from ckstore.format.manifest import Manifest
 from ckstore.io.memory import MemoryBackend
@@ -214,14 +214,14 @@ def test_a_damaged_base_names_itself_and_all_that_need_it(backend):
 def test_held_bases_that_changed_in_memory_are_not_used(store, monkeypatch):
     states = list(training(3))
     policy = Policy(base_cache="memory")
-    held, hold = [], Bases.hold
+    held, hold = [], BaseCache.hold
 
     def noting(bases, chunk_id, plain, **options):
         held.append(plain)
         hold(bases, chunk_id, plain, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Bases, "hold", noting)
+        patched.setattr(BaseCache, "hold", noting)
         receipt = store.commit(states[0], 0, policy=policy)
     assert receipt.bytes_bases == sum(map(len, held)) >= states[0]["w"].nbytes
     for plain in held:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from ckstore.quant.bounds import Fate
+from ckstore.quant.bounds import TensorOutcome
 from ckstore.quant.error_stats import Distance, Errors
 
 
@@ -13,7 +13,7 @@ def test_a_loss_does_not_depend_on_which_chunk_was_ready_first():
     ]
     losses = set()
     for order in itertools.permutations([*chunks, Distance(5, 4, 0.2, sum_sq_difference=0.13, sum_sq_value=0.9)]):
-        fate = Fate(None)
+        fate = TensorOutcome(None)
         for errors in order:
             fate.add(errors, u_max=errors.max_abs, method="grid")
         loss = fate.loss(0, bits=1.0)

@@ -36,7 +36,7 @@ from ckstore.format.tree import (
 )
 from ckstore.state import standard_types, values
 from ckstore.state.capture import capture
-from ckstore.state.capture_cache import Recapture
+from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.named_types import StandIn
 from ckstore.state.placement import prepare_restore
 from support.states import Kept, difference, round_trip
@@ -289,7 +289,7 @@ class TestAttributesOfTensors:
         assert vars(live) == {"mark": 2, "other": 1}
 
     def test_a_change_of_them_is_seen_by_the_next_commit(self):
-        tensor, recapture = torch.ones(3), Recapture()
+        tensor, recapture = torch.ones(3), CaptureCache()
         recapture.capture({"a": tensor}, TORCH)
         tensor.mark = 1
         assert recapture.capture({"a": tensor}, TORCH).tree == capture({"a": tensor}, TORCH).tree

@@ -214,7 +214,7 @@ def test_modules_that_do_more_are_not_written_to_beforehand(kind):
     assert not any(is_direct({"m": MODULES[kind]()}, {"m": MODULES[kind]()}))
 
 
-class Coded(torch.Tensor):
+class EncodedChunk(torch.Tensor):
     """A tensor whose values are two others, as torchao's are."""
 
     @staticmethod
@@ -233,15 +233,20 @@ class Coded(torch.Tensor):
 
 def test_state_that_is_a_tensor_subclass_comes_back_by_its_converter():
     ckstore.register_converter(
-        Coded, "test.coded", lambda it: {"codes": it.codes, "scale": it.scale}, lambda d: Coded(d["codes"], d["scale"])
+        EncodedChunk,
+        "test.coded",
+        lambda it: {"codes": it.codes, "scale": it.scale},
+        lambda d: EncodedChunk(d["codes"], d["scale"]),
     )
     model, optimizer = pair("momentum")
-    coded = Coded(torch.arange(6, dtype=torch.uint8).reshape(2, 3), torch.tensor(2.0))
+    coded = EncodedChunk(torch.arange(6, dtype=torch.uint8).reshape(2, 3), torch.tensor(2.0))
     optimizer.state[model.weight]["momentum_buffer"] = coded
     for live in (False, True):
         other, into = pair("momentum")
         if live:
-            into.state[other.weight]["momentum_buffer"] = Coded(torch.zeros(2, 3, dtype=torch.uint8), torch.tensor(1.0))
+            into.state[other.weight]["momentum_buffer"] = EncodedChunk(
+                torch.zeros(2, 3, dtype=torch.uint8), torch.tensor(1.0)
+            )
         holder = {"o": into, "leaf": None if not live else coded, "step": None}
         fill(keep({"o": optimizer, "leaf": coded, "step": 5}), into=holder)
         assert torch.equal(into.state[other.weight]["momentum_buffer"].codes, coded.codes)

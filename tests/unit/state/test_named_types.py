@@ -12,7 +12,7 @@ import torch
 from ckstore.errors import LeafTypeError
 from ckstore.format.tree import ConvertedNode, DictNode, ValueNode
 from ckstore.state.capture import capture
-from ckstore.state.capture_cache import Recapture
+from ckstore.state.capture_cache import CaptureCache
 from ckstore.state.named_types import DistinctStandIn, StandIn
 from ckstore.state.placement import prepare_restore
 from ckstore.state.torch_adapter import TorchAdapter
@@ -264,7 +264,7 @@ class TestNamedClasses:
             ONE = 1
 
         state = state_of(Inner.ONE)
-        recapture, adapters = Recapture(), (TorchAdapter(),)
+        recapture, adapters = CaptureCache(), (TorchAdapter(),)
         for _ in range(1 + is_again):
             (warning,) = recapture.capture(state, adapters).warnings
             assert "Inner will come back as a ckstore.StandIn" in warning

@@ -11,7 +11,7 @@ import pytest
 import ckstore
 from ckstore.format.tree import ListNode, decode_tree, encode_tree
 from ckstore.state.capture import capture
-from ckstore.state.capture_cache import Recapture
+from ckstore.state.capture_cache import CaptureCache
 from support.states import Kept, difference, round_trip
 
 ORDER = list(range(20_000))
@@ -45,12 +45,12 @@ class TestLongPlainValues:
 
     @pytest.mark.parametrize("name", LONG)
     def test_a_second_capture_is_the_same(self, name):
-        state, recapture = {"x": {"here": LONG[name]}, "w": np.ones(3)}, Recapture()
+        state, recapture = {"x": {"here": LONG[name]}, "w": np.ones(3)}, CaptureCache()
         for _ in range(2):
-            again, anew = recapture.capture(state), capture(state)
-            assert (again.tree, again.tensors) == (anew.tree, anew.tensors)
+            again, copy_error = recapture.capture(state), capture(state)
+            assert (again.tree, again.tensors) == (copy_error.tree, copy_error.tensors)
             assert [bytes(each.read(0, each.nbytes)) for each in again.storages] == [
-                bytes(each.read(0, each.nbytes)) for each in anew.storages
+                bytes(each.read(0, each.nbytes)) for each in copy_error.storages
             ]
 
     def test_lists_that_change_what_they_are_are_captured_as_if_anew(self):
@@ -62,7 +62,7 @@ class TestLongPlainValues:
             list(range(2_000)),
             [1, "b"] * 9_000,
         ]
-        recapture = Recapture()
+        recapture = CaptureCache()
         for items in lists:
             state = {"x": items, "w": np.ones(2)}
             assert recapture.capture(state).tree == capture(state).tree

@@ -6,7 +6,7 @@ import numpy as np
 
 from ckstore._testing import repository_of
 from ckstore.format.manifest import FrameRef, PackRef
-from ckstore.store.chunk_index import Known
+from ckstore.store.chunk_index import ChunkIndex
 
 
 class FakeManifest:
@@ -29,7 +29,7 @@ def frame(number, at=0, base=-1, depth=0, offset=4096):
 
 
 def test_frame_is_found_with_its_pack():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1), pack(2)], [frame(7, at=1)]))
     found = known.find(chunk(7))
     assert found.pack == pack(2)
@@ -39,14 +39,14 @@ def test_frame_is_found_with_its_pack():
 
 
 def test_newest_place_of_a_chunk_is_preferred():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1)], [frame(7)]))
     known.add(FakeManifest([pack(2)], [frame(7)]))
     assert known.find(chunk(7)).pack == pack(2)
 
 
 def test_oldest_manifest_is_forgotten():
-    known = Known(manifests_max=2)
+    known = ChunkIndex(manifests_max=2)
     for number in range(3):
         known.add(FakeManifest([pack(number)], [frame(number)]))
     assert known.find(chunk(0)) is None
@@ -55,7 +55,7 @@ def test_oldest_manifest_is_forgotten():
 
 
 def test_frames_outside_the_local_tier_are_not_offered():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1, tier="bucket"), pack(2)], [frame(7, at=0), frame(8, at=1), frame(9, at=1, base=0)]))
     assert known.find(chunk(7)) is None
     assert known.find(chunk(8)) is not None
@@ -63,13 +63,13 @@ def test_frames_outside_the_local_tier_are_not_offered():
 
 
 def test_closure_lists_the_deepest_base_first():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1)], [frame(1), frame(2, base=0, depth=1), frame(3, base=1, depth=2)]))
     assert [link.frame.chunk_id for link in known.find(chunk(3)).closure()] == [chunk(1), chunk(2), chunk(3)]
 
 
 def test_forgetting_a_pack_forgets_what_builds_on_it():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1), pack(2)], [frame(1, at=0), frame(2, at=1, base=0, depth=1), frame(3, at=1)]))
     known.forget_packs([pack(1).pack_id])
     assert known.find(chunk(1)) is None
@@ -78,7 +78,7 @@ def test_forgetting_a_pack_forgets_what_builds_on_it():
 
 
 def test_forgetting_one_place_of_a_chunk_leaves_the_other():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1)], [frame(7)]))
     known.add(FakeManifest([pack(2)], [frame(7)]))
     known.forget_packs([pack(2).pack_id])
@@ -86,7 +86,7 @@ def test_forgetting_one_place_of_a_chunk_leaves_the_other():
 
 
 def test_packs_of_all_known_frames_are_listed_bases_included():
-    known = Known()
+    known = ChunkIndex()
     known.add(FakeManifest([pack(1), pack(2), pack(3)], [frame(1, at=0), frame(2, at=1, base=0, depth=1)]))
     assert known.packs() == {pack(1).pack_id: pack(1).nbytes, pack(2).pack_id: pack(2).nbytes}
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ckstore.io.fan_out import ask_each, do_each
+from ckstore.io.fan_out import for_each_concurrent, map_concurrent
 
 
 class Far:
@@ -19,7 +19,7 @@ class Far:
         return []
 
 
-class Asked:
+class StateDictCache:
     """Answers after a moment, and notes how many wait at the same time, and for what was asked."""
 
     def __init__(self, broken=()):
@@ -42,21 +42,21 @@ class Asked:
 
 
 def test_answers_come_in_order_and_many_are_under_way():
-    ask = Asked()
-    assert list(ask_each(Far(), ask, range(50))) == [-item for item in range(50)]
+    ask = StateDictCache()
+    assert list(map_concurrent(Far(), ask, range(50))) == [-item for item in range(50)]
     assert 1 < ask.most <= Far.requests_at_once
 
 
 def test_a_folder_is_asked_for_one_after_the_other_and_no_further_than_wanted():
-    ask = Asked()
-    answers = ask_each(object(), ask, range(50))
+    ask = StateDictCache()
+    answers = map_concurrent(object(), ask, range(50))
     assert [next(answers), next(answers)] == [0, -1]
     assert (ask.items, ask.most) == ([0, 1], 1)
 
 
 def test_no_more_is_asked_than_fits_ahead_of_who_takes_it():
-    ask, source = Asked(), iter(range(1000))
-    answers = ask_each(Far(), ask, source)
+    ask, source = StateDictCache(), iter(range(1000))
+    answers = map_concurrent(Far(), ask, source)
     next(answers)
     time.sleep(0.1)
     answers.close()
@@ -65,16 +65,16 @@ def test_no_more_is_asked_than_fits_ahead_of_who_takes_it():
 
 
 def test_first_exception_ends_it_with_nothing_under_way():
-    ask = Asked(broken={7, 9})
+    ask = StateDictCache(broken={7, 9})
     with pytest.raises(OSError, match="7"):
-        list(ask_each(Far(), ask, range(1000)))
+        list(map_concurrent(Far(), ask, range(1000)))
     assert ask.now == 0
     assert len(ask.items) < 30
 
 
 @pytest.mark.parametrize("backend", [Far(), object()])
 def test_all_are_done_whichever_fail(backend):
-    act = Asked(broken={3, 5})
+    act = StateDictCache(broken={3, 5})
     with pytest.raises(OSError, match="3"):
-        do_each(backend, act, range(9))
+        for_each_concurrent(backend, act, range(9))
     assert sorted(act.items) == list(range(9))

@@ -17,7 +17,7 @@ from ckstore.format.records import LeaseRecord, encode_record, with_changes
 from ckstore.io.memory import MemoryBackend
 from ckstore.processes import boot_identity, is_stopped, process_started
 from ckstore.store.lease import Lease
-from ckstore.store.orphans import GONE, SaverPurpose, read_lease
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose, read_lease
 
 PATH = paths.lease_name("main")
 
@@ -243,28 +243,28 @@ def test_nobody_adopts_what_is_another_s(backend, lease, saver):
 
 
 def test_a_lease_that_was_lent_says_that_its_trainer_is_gone_until_the_saver_says_so_itself(backend, lease, saver):
-    lease.disown()
+    lease.mark_trainer_dead()
     assert read_lease(backend, "main") is None
     token = lease.lend(saver, 7)
-    lease.disown()
+    lease.mark_trainer_dead()
     holder = read_lease(backend, "main")
-    assert SaverPurpose.of(holder.purpose) == SaverPurpose(os.getpid(), GONE, 7)
+    assert SaverPurpose.of(holder.purpose) == SaverPurpose(os.getpid(), TRAINER_DEAD, 7)
     # Once the saver has written a beat, what it says counts, unless it stands still.
     for is_still in (False, True):
         backend.unlink(PATH)
         put(backend, saver, heartbeat_ns=2, token=token, purpose=SaverPurpose(os.getpid(), "1", 7).text)
         if is_still:
             stop(saver)
-        lease.disown()
+        lease.mark_trainer_dead()
         said = SaverPurpose.of(read_lease(backend, "main").purpose).trainer_started
-        assert said == (GONE if is_still else "1")
+        assert said == (TRAINER_DEAD if is_still else "1")
 
 
 def test_the_lease_of_a_saver_elsewhere_with_the_same_pid_is_left_alone(backend, lease, saver):
     assert lease.lend(saver, 7)
     backend.unlink(PATH)
     put(backend, saver, host="elsewhere", boot_id="b", purpose=SaverPurpose(os.getpid(), "1", 7).text)
-    lease.disown()
+    lease.mark_trainer_dead()
     assert SaverPurpose.of(read_lease(backend, "main").purpose).trainer_started == "1"
 
 
@@ -278,5 +278,5 @@ def test_an_unreadable_lease_is_no_obstacle(backend, lease, saver, content):
 def test_a_medium_that_does_not_answer_keeps_nobody_from_letting_go(backend, lease, saver):
     assert lease.lend(saver, 7)
     backend.is_broken = True
-    lease.disown()
+    lease.mark_trainer_dead()
     assert_lent(backend, saver, 7)

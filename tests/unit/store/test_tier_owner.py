@@ -30,7 +30,7 @@ class FailingTier(MemoryBackend):
 
 
 @pytest.fixture
-def parts(store):
+def repository(store):
     store.commit({"n": 0}, 0)
     return repository_of(store)
 
@@ -42,74 +42,76 @@ def tier():
     return made
 
 
-def fail(parts, tier, count, fault):
+def fail(repository, tier, count, fault):
     tier.fault = fault
     for _ in range(count):
         with pytest.raises(BackendError, match="no answer"):
-            begin_turn(parts, TIER, tier)
+            begin_turn(repository, TIER, tier)
     tier.fault = ""
 
 
 @pytest.mark.parametrize("fault", ["before", "after"])
 @pytest.mark.parametrize("count", [1, TURNS_MAX - 1, TURNS_MAX, TURNS_MAX + 1, 5 * TURNS_MAX])
-def test_a_tier_stays_open_after_any_number_of_failed_turns(parts, tier, count, fault):
-    begin_turn(parts, TIER, tier)
-    fail(parts, tier, count, fault)
-    require_owner(parts, TIER, tier)
-    begin_turn(parts, TIER, tier)
-    require_owner(parts, TIER, tier)
+def test_a_tier_stays_open_after_any_number_of_failed_turns(repository, tier, count, fault):
+    begin_turn(repository, TIER, tier)
+    fail(repository, tier, count, fault)
+    require_owner(repository, TIER, tier)
+    begin_turn(repository, TIER, tier)
+    require_owner(repository, TIER, tier)
 
 
-def test_a_tier_stays_open_when_failures_come_between_turns(parts, tier):
+def test_a_tier_stays_open_when_failures_come_between_turns(repository, tier):
     for count in (3, 14, 15, 16, 40):
-        begin_turn(parts, TIER, tier)
-        fail(parts, tier, count, "before")
-        fail(parts, tier, 1, "after")
-        fail(parts, tier, count, "before")
-    require_owner(parts, TIER, tier)
+        begin_turn(repository, TIER, tier)
+        fail(repository, tier, count, "before")
+        fail(repository, tier, 1, "after")
+        fail(repository, tier, count, "before")
+    require_owner(repository, TIER, tier)
 
 
-def test_the_first_turn_may_fail_any_number_of_times(parts, tier):
-    fail(parts, tier, 2 * TURNS_MAX, "before")
-    begin_turn(parts, TIER, tier)
+def test_the_first_turn_may_fail_any_number_of_times(repository, tier):
+    fail(repository, tier, 2 * TURNS_MAX, "before")
+    begin_turn(repository, TIER, tier)
 
 
-def test_a_store_that_was_set_back_is_found_after_failures_too(parts, tier):
-    begin_turn(parts, TIER, tier)
-    before = parts.backend.read_bytes("home.json", nbytes_max=1 << 20)
-    begin_turn(parts, TIER, tier)
-    fail(parts, tier, 2 * TURNS_MAX, "before")
-    parts.backend.unlink("home.json")
-    parts.backend.create("home.json", before, sync=True)
+def test_a_store_that_was_set_back_is_found_after_failures_too(repository, tier):
+    begin_turn(repository, TIER, tier)
+    before = repository.backend.read_bytes("home.json", nbytes_max=1 << 20)
+    begin_turn(repository, TIER, tier)
+    fail(repository, tier, 2 * TURNS_MAX, "before")
+    repository.backend.unlink("home.json")
+    repository.backend.create("home.json", before, sync=True)
     with pytest.raises(ConflictError, match="set back to a state older"):
-        begin_turn(parts, TIER, tier)
+        begin_turn(repository, TIER, tier)
 
 
-def remount(parts, monkeypatch, inode):
+def remount(repository, monkeypatch, inode):
     """Give the folders of a store other inodes, as file systems over a network do at each mount."""
-    stat = parts.backend.stat
-    monkeypatch.setattr(parts.backend, "stat", lambda name: dataclasses.replace(stat(name), inode=inode))
+    stat = repository.backend.stat
+    monkeypatch.setattr(repository.backend, "stat", lambda name: dataclasses.replace(stat(name), inode=inode))
 
 
 @pytest.mark.parametrize("inode", [7, 1 << 63])
 @pytest.mark.parametrize("check", [require_owner, begin_turn])
-def test_a_remounted_store_is_told_why_its_tier_is_closed_and_how_to_open_it(parts, tier, monkeypatch, inode, check):
-    remount(parts, monkeypatch, 1234567)
-    begin_turn(parts, TIER, tier)
-    remount(parts, monkeypatch, inode)
+def test_a_remounted_store_is_told_why_its_tier_is_closed_and_how_to_open_it(
+    repository, tier, monkeypatch, inode, check
+):
+    remount(repository, monkeypatch, 1234567)
+    begin_turn(repository, TIER, tier)
+    remount(repository, monkeypatch, inode)
     with pytest.raises(ConflictError, match="remounted or moved") as caught:
-        check(parts, TIER, tier)
+        check(repository, TIER, tier)
     assert f"inode 1234567 before, inode {inode} now" in str(caught.value)
     assert "`ckstore adopt --as-original` if this folder is the original" in str(caught.value)
 
 
-def test_a_store_is_told_so_where_inodes_are_no_longer_known(parts, tier, monkeypatch):
-    remount(parts, monkeypatch, 5)
-    begin_turn(parts, TIER, tier)
-    remount(parts, monkeypatch, 0)
+def test_a_store_is_told_so_where_inodes_are_no_longer_known(repository, tier, monkeypatch):
+    remount(repository, monkeypatch, 5)
+    begin_turn(repository, TIER, tier)
+    remount(repository, monkeypatch, 0)
     with pytest.raises(ConflictError, match="remounted or moved") as caught:
-        begin_turn(parts, TIER, tier)
-    assert f"inode 5 before, {parts.backend.root} now" in str(caught.value)
+        begin_turn(repository, TIER, tier)
+    assert f"inode 5 before, {repository.backend.root} now" in str(caught.value)
 
 
 def test_pushes_that_fail_do_not_lock_the_store_out(folder, tmp_path):

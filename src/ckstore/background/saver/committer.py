@@ -25,9 +25,9 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.commit.commit import Request, commit
 from ckstore.commit.stale_model import Fingerprint
 from ckstore.commit.write_buffers import WriteBlocks
-from ckstore.concurrency import Headcount
+from ckstore.concurrency import ThreadLimit
 from ckstore.config import EngineName
-from ckstore.delta.base_cache import Bases
+from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CapacityError, CkstoreError, SaverError
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
@@ -35,9 +35,9 @@ from ckstore.ops.full_disk import room_after
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store import history
 from ckstore.store.identity import require_same_store
-from ckstore.store.orphans import GONE, SaverPurpose
+from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from ckstore.store.refs import load_whole, resolve
-from ckstore.store.repository import Parts, read_store_record
+from ckstore.store.repository import Repository, read_store_record
 
 _log = logging.getLogger("ckstore")
 
@@ -70,15 +70,15 @@ class Committer:
         hello: protocol.Hello,
         tell: Tell,
         on_lease: Callable[[], None],
-        headcount: Headcount,
+        headcount: ThreadLimit,
     ) -> None:
         self._hello = hello
         self._tell = tell
         self._on_lease = on_lease
         self._headcount = headcount
-        self._parts: Parts | None = None
+        self._repository: Repository | None = None
         self._lease: GatedLease | None = None
-        self._bases = Bases()
+        self._bases = BaseCache()
         self._blocks = WriteBlocks(is_kept=True)
         self._fingerprint: Fingerprint | None = None
         self._is_disowned = False
@@ -99,12 +99,12 @@ class Committer:
         backend = backend_for(
             os.fsdecode(hello.address), engine=cast(EngineName, hello.engine), allow_shared_folder=True
         )
-        parts = Parts(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
-        parts.retention = json.loads(hello.retention)
+        repository = Repository(backend, read_store_record(backend), hello.run, clock=SYSTEM_CLOCK)
+        repository.retention = json.loads(hello.retention)
         if hello.store_id:
             require_same_store(backend, bytes.fromhex(hello.store_id))
-        parts.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
-        self._parts = parts
+        repository.lease = self._lease = GatedLease(backend, hello.run, SYSTEM_CLOCK)
+        self._repository = repository
         if isinstance(backend, LocalBackend):
             # Both are found out by trying.
             _log.debug("packs are moved by %s, past the page cache: %s", backend.engine_name, backend.is_direct)
@@ -133,26 +133,26 @@ class Committer:
         """Let the lease say which step comes last, for whoever will have to wait for it."""
         assert self._lease is not None
         lease = self._lease
-        started = GONE if self._is_disowned else self._hello.trainer_started
+        started = TRAINER_DEAD if self._is_disowned else self._hello.trainer_started
         lease.purpose = SaverPurpose(self._hello.trainer_pid, started, step).text
         if lease.is_held:
             lease.renew()
 
-    def disown(self) -> None:
+    def mark_trainer_dead(self) -> None:
         """Let the lease say that the trainer is gone: a process of its pid may live that became another program."""
         lease = self._lease
         purpose = None if lease is None else SaverPurpose.of(lease.purpose)
         self._is_disowned = True
         if lease is not None and purpose is not None:
-            lease.purpose = replace(purpose, trainer_started=GONE).text
+            lease.purpose = replace(purpose, trainer_started=TRAINER_DEAD).text
             lease.renew()
 
     def release(self) -> None:
         """Give up the lease, and forget the run: others may write it from now on."""
-        assert self._parts is not None
-        self._parts.lease.release()
-        self._parts.look_again()
-        self._bases, self._fingerprint = Bases(), None
+        assert self._repository is not None
+        self._repository.lease.release()
+        self._repository.look_again()
+        self._bases, self._fingerprint = BaseCache(), None
         # The trainer commits by itself now, with blocks of its own.
         self._blocks.let_go()
 
@@ -169,8 +169,8 @@ class Committer:
 
     def close(self) -> None:
         """Give up the lease, and let go of the store."""
-        if self._parts is not None:
-            self._parts.close()
+        if self._repository is not None:
+            self._repository.close()
 
     def commit(self, ticket: Ticket) -> None:
         """Commit a ticket, and report it; an error is reported, not raised."""
@@ -216,12 +216,12 @@ class Committer:
         self._tell(protocol.failed_of(ticket.number, error))
 
     def _committed(self, ticket: Ticket, parent: int | None) -> Receipt:
-        assert self._parts is not None
+        assert self._repository is not None
         assert self._lease is not None
         ticket.check()
-        parts, head = self._parts, ticket.head
+        repository, head = self._repository, ticket.head
         self._hold_lease(ticket)
-        watch = _ToldStopwatch(parts.clock, ticket, self._tell)
+        watch = _ToldStopwatch(repository.clock, ticket, self._tell)
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
         request = Request(
@@ -232,24 +232,24 @@ class Committer:
             metrics=head.metrics,
             bases=self._bases,
             fingerprint=self._fingerprint,
-            is_steady=True,
-            kept_ticket=ticket.number if ticket.may_keep else None,
+            source_is_immutable=True,
+            retained_slot=ticket.number if ticket.may_keep else None,
             headcount=self._headcount,
             blocks=self._blocks,
         )
-        committed = commit(parts, request, watch)
+        committed = commit(repository, request, watch)
         self._fingerprint = committed.fingerprint
         receipt = committed.receipt
-        untagged = [warning for name in head.tags if (warning := _tag_or_warning(parts, name, receipt.seq))]
+        untagged = [warning for name in head.tags if (warning := _tag_or_warning(repository, name, receipt.seq))]
         return replace(receipt, warnings=(*receipt.warnings, *untagged))
 
     def _hold_lease(self, ticket: Ticket) -> None:
-        assert self._parts is not None
+        assert self._repository is not None
         assert self._lease is not None
         lent = self._lease.adopt()
-        if lent is not None and (purpose := SaverPurpose.of(lent.purpose)) and purpose.trainer_started == GONE:
+        if lent is not None and (purpose := SaverPurpose.of(lent.purpose)) and purpose.trainer_started == TRAINER_DEAD:
             # The trainer let go before there was anybody to hear of it.
-            self.disown()
+            self.mark_trainer_dead()
         elif lent is not None:
             self._lease.renew()
         if ticket.is_orphan:
@@ -257,34 +257,34 @@ class Committer:
             self._lease.check_held()
         self._lease.wait_for_orphan()
         try:
-            self._parts.prepare_run()
+            self._repository.prepare_run()
             self._lease.take()
         except CapacityError as error:
-            _log.warning("the disk is full: %s", room_after(self._parts, ticket.nbytes, error))
-            self._parts.prepare_run()
+            _log.warning("the disk is full: %s", room_after(self._repository, ticket.nbytes, error))
+            self._repository.prepare_run()
             self._lease.take()
         self._on_lease()
 
     def _follow(self, parent: int | None) -> None:
         """Let the commit be coded against its parent, where the trainer has gone back to an earlier checkpoint."""
-        parts = self._parts
-        assert parts is not None
-        last = self._bases.seq if self._bases.seq is not None else parts.newest and parts.newest.header.seq
+        repository = self._repository
+        assert repository is not None
+        last = self._bases.seq if self._bases.seq is not None else repository.newest and repository.newest.header.seq
         if parent is None or parent == last:
             return
         try:
-            manifest = load_whole(parts, resolve(parts, f"seq:{parent}"))
+            manifest = load_whole(repository, resolve(repository, f"seq:{parent}"))
         except CkstoreError as error:
             _log.info("seq %d cannot be a base: %s", parent, error)
             return
-        parts.known.pin(manifest)
+        repository.known.pin(manifest)
         self._bases.follow(manifest)
         self._fingerprint = None
 
 
-def _tag_or_warning(parts: Parts, name: str, seq: int) -> str:
+def _tag_or_warning(repository: Repository, name: str, seq: int) -> str:
     try:
-        history.tag(parts, name, f"seq:{seq}")
+        history.tag(repository, name, f"seq:{seq}")
     except CkstoreError as error:
         # The checkpoint is durable: an error here would make the trainer commit it again.
         return f"the checkpoint is durable, but tag {name!r} was not set: {error}"

@@ -8,7 +8,7 @@ While a state is being copied, and from the end of the last commit on, it stands
 (sched(7), SCHED_IDLE) gives a processor up to any thread that wants it, and such a processor counts as free for the
 threads that copy; one that a nice process computes on does not, and they queue for the other. A thread that wakes in
 the idle class gets a processor until the next tick all the same, so where copies want all of them nothing is woken at
-first (``messages.Begin.hold_ms``).
+first (``messages.Begin.start_delay_ms``).
 
 Getting priority back needs ``CAP_SYS_NICE`` or a limit (``ulimit -e``) that allows it, and ``CAP_SYS_ADMIN`` for
 autogroups; where that is refused, the saver stays as it is, and never stands aside: it would for ever.
@@ -21,7 +21,7 @@ import os
 import threading
 from pathlib import Path
 
-from ckstore.concurrency import Headcount, Latch
+from ckstore.concurrency import Latch, ThreadLimit
 from ckstore.processes import proc_is_ours
 from ckstore.store.lease import HEART_NAME
 
@@ -46,7 +46,7 @@ class Priority:
         self._last: tuple[int, bool] | None = None
         self._may_stand_aside: bool | None = None
         self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
-        self.headcount = Headcount()
+        self.headcount = ThreadLimit()
         """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
 
     def give_way(self) -> None:

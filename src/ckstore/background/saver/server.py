@@ -25,7 +25,7 @@ from ckstore.background import protocol
 from ckstore.background.arena import Arena
 from ckstore.background.saver.committer import Committer
 from ckstore.background.saver.priority import Priority
-from ckstore.background.saver.staged_state import Board, Held, Job, Ticket, decode_head
+from ckstore.background.saver.staged_state import Held, Job, StagingMonitor, Ticket, decode_head
 from ckstore.background.saver_process import Channel, Watch
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.commit.write_buffers import WRITE_BLOCKS, WRITE_BLOCKS_MIN
@@ -54,7 +54,7 @@ class Server:
         """The last ticket that there was when somebody waited."""
         self._trainer = Watch(hello.trainer_pid, hello.trainer_started)
         self.channel = Channel(end, self._trainer)
-        self._board = Board()
+        self._board = StagingMonitor()
         self._changed = threading.Condition()
         self._telling = threading.Lock()
         """Nothing is told of a ticket after its end."""
@@ -172,9 +172,9 @@ class Server:
             # What was said before it could listen was not said too late.
             is_late = self._is_ending and self._has_heard
             if not self._held:
-                self._held_until = SYSTEM_CLOCK.monotonic() + message.hold_ms / 1e3
+                self._held_until = SYSTEM_CLOCK.monotonic() + message.start_delay_ms / 1e3
             self._held.append(Held(message, is_granted=is_granted, is_late=is_late))
-            if message.hold_ms and not is_late:
+            if message.start_delay_ms and not is_late:
                 self._set_priority()
                 return
         if isinstance(message, protocol.Hurry):
@@ -197,7 +197,7 @@ class Server:
             self._is_ending = True
             if not (message.is_parting or self._is_idle()):
                 # Its handle was dropped: another one, of the same process perhaps, must not resume what is older.
-                self._committer.disown()
+                self._committer.mark_trainer_dead()
         elif isinstance(message, protocol.Hurry):
             self._hurry()
         elif isinstance(message, protocol.Staged):
@@ -300,7 +300,7 @@ class Server:
         self._hurry()
         self._set_priority()
         self._board.tell_gone()
-        self._committer.disown()
+        self._committer.mark_trainer_dead()
 
     def _finish(self) -> None:
         with self._changed:

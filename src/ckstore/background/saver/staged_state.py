@@ -96,7 +96,7 @@ class HeadWriter:
         self._trees = TreeWriter()
         self._placed: tuple[object, object] = None, None
         self._storages: list[StorageRow] = []
-        self._parts: tuple[object, ...] = ()
+        self._repository: tuple[object, ...] = ()
         self._rows: tuple[object, ...] = ()
 
     def head_of(
@@ -124,10 +124,10 @@ class HeadWriter:
     def encode(self, head: Head) -> bytes:
         """Return a head as it lies in the slot."""
         parts = head.tensors, head.storages, head.samples
-        if len(self._parts) != len(parts) or not all(map(is_, parts, self._parts)):
+        if len(self._repository) != len(parts) or not all(map(is_, parts, self._repository)):
             tensors = [_row_of(tensor) for tensor in head.tensors]
             self._rows = encoded(tensors), encoded(head.storages), encoded(head.samples)
-            self._parts = parts
+            self._repository = parts
         tensor_rows, storage_rows, sample_rows = self._rows
         return encode_inner(
             _HeadRow(
@@ -214,7 +214,7 @@ class Held:
     is_late: bool
 
 
-class Board:
+class StagingMonitor:
     """Where the threads of a commit wait for the trainer, and hear of its death."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Ticket:
     """
 
     def __init__(
-        self, number: int, slot: Slot, head: Head, board: Board, *, parents: tuple[int | None, int] = (None, 0)
+        self, number: int, slot: Slot, head: Head, board: StagingMonitor, *, parents: tuple[int | None, int] = (None, 0)
     ) -> None:
         self.number = number
         self.head = head

@@ -67,14 +67,14 @@ def check_address(url: str) -> str:
     Raises:
         UsageError: It holds more than that, credentials perhaps; they are not repeated.
     """
-    parts = urlsplit(url)
-    if "@" in url or ":" in parts.netloc or parts.query or parts.fragment:
+    repository = urlsplit(url)
+    if "@" in url or ":" in repository.netloc or repository.query or repository.fragment:
         raise UsageError(
             "the address of a bucket holds a user, a password or a query",
-            where=f"{parts.scheme}://...",
+            where=f"{repository.scheme}://...",
             todo="name bucket and prefix only; credentials come from the environment, a profile or the machine's role",
         )
-    folders = [part for part in parts.path.split("/") if part]
-    if parts.scheme not in SCHEMES or not parts.netloc or any(part in (".", "..") for part in folders):
+    folders = [part for part in repository.path.split("/") if part]
+    if repository.scheme not in SCHEMES or not repository.netloc or any(part in (".", "..") for part in folders):
         raise UsageError("an address of a bucket is written s3://bucket/prefix", where=repr(url)[:200])
-    return "/".join([f"{parts.scheme}://{parts.netloc}", *folders])
+    return "/".join([f"{repository.scheme}://{repository.netloc}", *folders])

@@ -45,7 +45,7 @@ from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
 from ckstore.io.backend import Distant
-from ckstore.io.fan_out import ask_each
+from ckstore.io.fan_out import map_concurrent
 from ckstore.ops.gc.plan import GcLimits, GcPlan, is_expired
 from ckstore.ops.gc.rewrite_packs import Repacked, repack
 from ckstore.ops.gc.survey import missing_in, named_in_trash, strays_among
@@ -54,7 +54,7 @@ from ckstore.store.intents import intents_in, remove_abandoned
 from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
 from ckstore.store.reachability import Look, Marker
 from ckstore.store.replacement import finish_replacements
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tier_proof import Unproven, unproven_packs
 from ckstore.store.trash import TrashedPack, TrashFolder
 
@@ -86,17 +86,17 @@ class Purged:
 
 
 def purge(
-    parts: Parts, marker: Marker, gc_ids: Collection[str], waits: Mapping[str, str] = MappingProxyType({})
+    repository: Repository, marker: Marker, gc_ids: Collection[str], waits: Mapping[str, str] = MappingProxyType({})
 ) -> Purged:
     """Unlink what is in these trash folders, but for what manifests need or what nothing supersedes: that goes back.
 
     Args:
-        parts: The store.
+        repository: The store.
         marker: Looks at all manifests.
         gc_ids: The folders.
         waits: Tiers that are known not to answer, and what they said.
     """
-    done, trash = Purged(Look({}, (), {}, (), frozenset())), parts.trash
+    done, trash = Purged(Look({}, (), {}, (), frozenset())), repository.trash
     for _ in range(_ROUNDS):
         contents = trash.contents()
         done.look = marker.look()
@@ -106,23 +106,23 @@ def purge(
         done.rescued += sum(trash.put_back(stray.path, stray.name.path) for stray in strays)
     if done.look.unreadable or strays:
         return done
-    done.stop = next(iter(missing_in(parts, done.look).values()), "")
+    done.stop = next(iter(missing_in(repository, done.look).values()), "")
     if done.stop:
         return done
-    _unlink([folder for folder in contents if folder.gc_id in gc_ids], parts, marker, waits, done)
+    _unlink([folder for folder in contents if folder.gc_id in gc_ids], repository, marker, waits, done)
     return done
 
 
 def _unlink(
-    folders: Collection[TrashFolder], parts: Parts, marker: Marker, waits: Mapping[str, str], done: Purged
+    folders: Collection[TrashFolder], repository: Repository, marker: Marker, waits: Mapping[str, str], done: Purged
 ) -> None:
-    trash, look = parts.trash, done.look
+    trash, look = repository.trash, done.look
     packs = [pack for folder in folders for pack in folder.packs]
     unnamed = {pack.pack_id for pack in packs if not look.is_named(pack.pack_id)}
-    done.unproven = unproven_packs(parts, marker, look.manifests.values(), unnamed, waits)
+    done.unproven = unproven_packs(repository, marker, look.manifests.values(), unnamed, waits)
     unlinked: list[str] = []
     manifests = [manifest for folder in folders for manifest in folder.manifests]
-    unlinks = ask_each(parts.backend, lambda manifest: trash.unlink(manifest.path), manifests)
+    unlinks = map_concurrent(repository.backend, lambda manifest: trash.unlink(manifest.path), manifests)
     for manifest, is_unlinked in zip(manifests, unlinks, strict=True):
         if is_unlinked:
             unlinked.append(manifest.path)
@@ -132,7 +132,7 @@ def _unlink(
         if unproven is not None and not unproven.is_damage:
             # Its tier may answer the next time; until then nothing is known.
             continue
-        if (unproven is not None or pack.pack_id not in unnamed) and not _is_second_name(parts, pack, done):
+        if (unproven is not None or pack.pack_id not in unnamed) and not _is_second_name(repository, pack, done):
             continue
         if trash.unlink(pack.path):
             unlinked.append(pack.path)
@@ -145,12 +145,12 @@ def _unlink(
         _log.warning("the removal of %d files from the trash may not be durable: %s", len(unlinked), error)
 
 
-def _is_second_name(parts: Parts, pack: TrashedPack, done: Purged) -> bool:
+def _is_second_name(repository: Repository, pack: TrashedPack, done: Purged) -> bool:
     """Bring back a pack that is needed; return whether it lay in place already, so that this name is one too many."""
-    if parts.trash.put_back(pack.path, paths.pack_name(pack.pack_id)):
+    if repository.trash.put_back(pack.path, paths.pack_name(pack.pack_id)):
         done.rescued += 1
         return False
-    info = parts.backend.stat(paths.pack_name(pack.pack_id))
+    info = repository.backend.stat(paths.pack_name(pack.pack_id))
     # Else another has taken it in hand, or what is in place is damaged: this may be the only one.
     return info is not None and info.nbytes == pack.nbytes
 
@@ -198,12 +198,17 @@ class GcDone:
 
 
 def collect(
-    parts: Parts, marker: Marker, plan: GcPlan, limits: GcLimits, purpose: str, tell: Tell = lambda done, total: None
+    repository: Repository,
+    marker: Marker,
+    plan: GcPlan,
+    limits: GcLimits,
+    purpose: str,
+    tell: Tell = lambda done, total: None,
 ) -> GcDone:
     """Carry out a plan.
 
     Args:
-        parts: The store.
+        repository: The store.
         marker: The one that the plan was made with.
         plan: What to do.
         limits: Ages and budgets.
@@ -215,14 +220,14 @@ def collect(
         CapacityError: The disk is full.
         BackendError: The medium failed. Whatever is raised, the next collection goes on from there.
     """
-    return Collector(parts, marker, plan, limits, tell).run(purpose)
+    return Collector(repository, marker, plan, limits, tell).run(purpose)
 
 
 class Collector:
     """Carries out one plan."""
 
-    def __init__(self, parts: Parts, marker: Marker, plan: GcPlan, limits: GcLimits, tell: Tell) -> None:
-        self._parts = parts
+    def __init__(self, repository: Repository, marker: Marker, plan: GcPlan, limits: GcLimits, tell: Tell) -> None:
+        self._repository = repository
         self._marker = marker
         self._plan = plan
         self._limits = limits
@@ -246,7 +251,7 @@ class Collector:
         self._free({move.pack_id: move.nbytes for move in plan.moves})
         if plan.rewrites and not self.done.stop:
             # Last, so that on a full disk there is room for it.
-            self.done.repacked = repack(self._parts, self._marker, plan.rewrites, self._told)
+            self.done.repacked = repack(self._repository, self._marker, plan.rewrites, self._told)
             self._free({rewrite.pack_id: rewrite.nbytes for rewrite in plan.rewrites}, is_proven=False)
         self._remove_leftovers()
         self._told()
@@ -262,15 +267,15 @@ class Collector:
 
     def _remove_intents(self) -> None:
         """Remove intents of dead makers before anything is dropped, and note those that nobody can judge here."""
-        backend, clock = self._parts.backend, self._parts.clock
-        for run in self._parts.runs():
+        backend, clock = self._repository.backend, self._repository.clock
+        for run in self._repository.runs():
             self.done.intents += remove_abandoned(backend, clock, run, everyone=self._limits.clears_intents)
             unknown = [intent for intent in intents_in(backend, clock, run) if not intent.is_known]
             self.done.waits_for += [f"run {run}, seq {intent.seq}: {intent.words}" for intent in unknown]
 
     def _rescue(self) -> None:
         """Step 0: bring back what manifests name, and manifests that nothing supersedes."""
-        trash, backend = self._parts.trash, self._parts.backend
+        trash, backend = self._repository.trash, self._repository.backend
         for pack_id in self._plan.rescues:
             self.done.rescued += trash.rescue_pack(pack_id)
         for trashed in self._plan.put_back:
@@ -287,18 +292,18 @@ class Collector:
         drops = [name for name in self._plan.drops if name not in self.done.spared]
         for run in sorted({name.run for name in drops}):
             names = [name for name in drops if name.run == run]
-            parts = self._parts.of_run(run)
+            repository = self._repository.of_run(run)
             going = {name.seq for name in names}
             # Before acting on what is seen: else what is kept might be in the page cache only.
-            for name in parts.manifests.listing().names:
-                if name.seq not in going and not isinstance(parts.backend, Distant):
+            for name in repository.manifests.listing().names:
+                if name.seq not in going and not isinstance(repository.backend, Distant):
                     try:
-                        parts.backend.sync_file(name.path)
+                        repository.backend.sync_file(name.path)
                     except FileNotFoundError:
                         # Replaced meanwhile, by one that is durable.
                         continue
-            parts.backend.sync_folder(paths.manifests_folder(run))
-            dropped = drop(parts, names, purpose)
+            repository.backend.sync_folder(paths.manifests_folder(run))
+            dropped = drop(repository, names, purpose)
             self._told(len(names))
             self.done.dropped += dropped.names
             self.done.spared |= dropped.spared
@@ -307,12 +312,12 @@ class Collector:
         """Step 1: move what is marked or superseded, and still in place."""
         for run in sorted({name.run for name in self._plan.unfinished}):
             seqs = frozenset(name.seq for name in self._plan.unfinished if name.run == run)
-            manifests = self._parts.of_run(run).manifests
+            manifests = self._repository.of_run(run).manifests
             # The mark may have been made by a process that died before its sync.
-            self._parts.backend.sync_folder(paths.claims_folder(run))
+            self._repository.backend.sync_folder(paths.claims_folder(run))
             self.done.superseded += manifests.move_to_trash(seqs)
         for run in sorted({name.run for name in self._plan.superseded}):
-            self.done.superseded += finish_replacements(self._parts.of_run(run), self.done.waits)
+            self.done.superseded += finish_replacements(self._repository.of_run(run), self.done.waits)
 
     def _keep(self, unproven: Unproven) -> None:
         """Tell of a pack that stays because it could not be seen in its tier."""
@@ -325,7 +330,7 @@ class Collector:
         if not self.done.stop:
             self._trash_packs(planned, is_proven=is_proven)
         if self._limits.frees_at_once and not self.done.stop:
-            self._purge(self._parts.trash.contents())
+            self._purge(self._repository.trash.contents())
 
     def _trash_packs(self, planned: dict[PackId, int], *, is_proven: bool) -> None:
         """Steps 2 to 4: mark, list again, and move to a fresh folder of the trash what nobody names."""
@@ -334,13 +339,13 @@ class Collector:
         candidates = self._unnamed(candidates, look) if look else []
         if candidates and look and not is_proven:
             manifests = look.manifests.values()
-            found = unproven_packs(self._parts, self._marker, manifests, candidates, self.done.waits)
+            found = unproven_packs(self._repository, self._marker, manifests, candidates, self.done.waits)
             for unproven in found.values():
                 self._keep(unproven)
             candidates = [pack_id for pack_id in candidates if pack_id not in found]
         if not candidates:
             return
-        moved = self._parts.trash.move_packs(candidates, self._parts.trash.new_packs_folder())
+        moved = self._repository.trash.move_packs(candidates, self._repository.trash.new_packs_folder())
         self.done.moved_packs += len(moved)
         self.done.moved_nbytes += sum(planned[pack_id] for pack_id in moved)
 
@@ -352,19 +357,19 @@ class Collector:
     def _stops(self, look: Look) -> bool:
         if look.unreadable and not self.done.stop:
             first = look.unreadable[0]
-            where = self._parts.backend.location_of(first.path)
+            where = self._repository.backend.location_of(first.path)
             self.done.stop = f"{where} cannot be read and may name any pack: {first.problem}"
-        self.done.stop = self.done.stop or next(iter(missing_in(self._parts, look).values()), "")
+        self.done.stop = self.done.stop or next(iter(missing_in(self._repository, look).values()), "")
         return bool(self.done.stop)
 
     def _purge(self, folders: Sequence[TrashFolder]) -> None:
         """Steps 5 and 6, for folders whose time is over."""
-        now_ns = self._parts.clock.now_ns()
+        now_ns = self._repository.clock.now_ns()
         folders = [folder for folder in folders if is_expired(folder, now_ns, self._limits)]
         if not any(folder.packs or folder.manifests for folder in folders):
             self._remove_empty(folders)
             return
-        purged = purge(self._parts, self._marker, {folder.gc_id for folder in folders}, self.done.waits)
+        purged = purge(self._repository, self._marker, {folder.gc_id for folder in folders}, self.done.waits)
         if self._stops(purged.look):
             return
         self.done.rescued += purged.rescued
@@ -375,23 +380,28 @@ class Collector:
         self._remove_empty(folders)
 
     def _remove_empty(self, folders: Iterable[TrashFolder]) -> None:
-        now_ns, min_age_ns = self._parts.clock.now_ns(), int(self._limits.min_age_seconds * 1e9)
+        now_ns, min_age_ns = self._repository.clock.now_ns(), int(self._limits.min_age_seconds * 1e9)
         for folder in folders:
             age_ns = folder.age_ns(now_ns)
             # Whoever has made it a moment ago may be about to fill it.
             if age_ns is None or age_ns >= max(min_age_ns, _FOLDER_AGE_NS_MIN):
-                self._parts.trash.remove_if_empty(folder.gc_id)
+                self._repository.trash.remove_if_empty(folder.gc_id)
 
     def _remove_leftovers(self) -> None:
         for draft in self._plan.drafts:
-            self.done.drafts += self._parts.trash.unlink(draft.path)
+            self.done.drafts += self._repository.trash.unlink(draft.path)
 
 
 _FOLDER_AGE_NS_MIN = 60 * 10**9
 
 
 def collect_far(
-    parts: Parts, marker: Marker, plan: GcPlan, limits: GcLimits, purpose: str, tell: Tell = lambda done, total: None
+    repository: Repository,
+    marker: Marker,
+    plan: GcPlan,
+    limits: GcLimits,
+    purpose: str,
+    tell: Tell = lambda done, total: None,
 ) -> GcDone:
     """Carry out a plan in a bucket; the arguments are those of ``gc.collect``.
 
@@ -399,8 +409,8 @@ def collect_far(
         CorruptError: A tag became unreadable meanwhile.
         BackendError: The server does not answer. Whatever is raised, the next collection goes on from there.
     """
-    remove_dead_lists(parts.backend, parts.clock)
-    return _FarCollector(parts, marker, plan, limits, tell).run(purpose)
+    remove_dead_lists(repository.backend, repository.clock)
+    return _FarCollector(repository, marker, plan, limits, tell).run(purpose)
 
 
 class _FarCollector(Collector):
@@ -409,14 +419,16 @@ class _FarCollector(Collector):
     def _free(self, planned: dict[PackId, int], *, is_proven: bool = True) -> None:
         if self._limits.frees_at_once and not self.done.stop:
             # Manifests before packs: what they name goes only when they have gone.
-            self._purge(self._parts.trash.contents())
+            self._purge(self._repository.trash.contents())
         if not is_proven and not self._limits.frees_at_once:
             # Manifests in the trash name these yet.
             return
         if planned and not is_proven and not self.done.stop:
             planned = self._proven(planned)
         if planned and not self.done.stop:
-            removed = remove_packs(self._parts.backend, self._parts.clock, planned, lambda: self._named(planned))
+            removed = remove_packs(
+                self._repository.backend, self._repository.clock, planned, lambda: self._named(planned)
+            )
             self.done.freed_files += len(removed.packs)
             self.done.freed_nbytes += sum(removed.packs.values())
             self.done.stop = removed.stop
@@ -424,21 +436,21 @@ class _FarCollector(Collector):
     def _proven(self, planned: dict[PackId, int]) -> dict[PackId, int]:
         """Leave out what manifests say is in a tier, and was not seen there just now."""
         manifests = self._marker.look().manifests.values()
-        found = unproven_packs(self._parts, self._marker, manifests, planned, self.done.waits)
+        found = unproven_packs(self._repository, self._marker, manifests, planned, self.done.waits)
         for unproven in found.values():
             self._keep(unproven)
         return {pack_id: nbytes for pack_id, nbytes in planned.items() if pack_id not in found}
 
     def _named(self, planned: dict[PackId, int]) -> set[PackId]:
         """Return what anything names: what is moved from its place to the trash meanwhile is seen in one of both."""
-        before = self._parts.trash.contents()
+        before = self._repository.trash.contents()
         look = self._marker.look()
         if look.unreadable:
             first = look.unreadable[0]
             raise CorruptError(f"a manifest cannot be read and may name any pack: {first.problem}", where=first.path)
-        for sentence in missing_in(self._parts, look).values():
-            raise CorruptError(sentence, where=self._parts.backend.root)
+        for sentence in missing_in(self._repository, look).values():
+            raise CorruptError(sentence, where=self._repository.backend.root)
         named = {pack_id for pack_id in planned if look.is_named(pack_id)}
-        for trash in (before, self._parts.trash.contents()):
-            named = named.union(*named_in_trash(self._parts, self._marker, trash).values())
+        for trash in (before, self._repository.trash.contents()):
+            named = named.union(*named_in_trash(self._repository, self._marker, trash).values())
         return named

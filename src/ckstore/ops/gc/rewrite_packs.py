@@ -34,7 +34,7 @@ from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
 from ckstore.store.pack_writer import Packer
 from ckstore.store.reachability import UNREADABLE, Marker
 from ckstore.store.replacement import settle
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 _log = logging.getLogger("ckstore")
 
@@ -63,7 +63,7 @@ class Repacked:
 
 
 def repack(
-    parts: Parts,
+    repository: Repository,
     marker: Marker,
     rewrites: Sequence[PackRewrite],
     tell: Callable[[], None] = lambda: None,
@@ -73,7 +73,7 @@ def repack(
     """Rewrite packs; damage, conflicts and a full disk are told, and leave what was there as it was.
 
     Args:
-        parts: The store.
+        repository: The store.
         marker: Reads tables of manifests.
         rewrites: Which packs, and the manifests that name them.
         tell: Called after each pack and each manifest.
@@ -86,10 +86,13 @@ def repack(
     done, moved = Repacked(), dict[Place, tuple[PackRef, int]]()
     if not rewrites:
         return done
-    with BufferPool(BLOCK_NBYTES, BLOCK_COUNT) as blocks, BufferPool(read_buffer_nbytes(parts.limits), 1) as buffers:
+    with (
+        BufferPool(BLOCK_NBYTES, BLOCK_COUNT) as blocks,
+        BufferPool(read_buffer_nbytes(repository.limits), 1) as buffers,
+    ):
         for rewrite in rewrites:
             try:
-                moved |= _copy(parts, marker, rewrite, tier, blocks, buffers, done)
+                moved |= _copy(repository, marker, rewrite, tier, blocks, buffers, done)
             except (CorruptError, FileNotFoundError) as error:
                 done.troubles.append(f"pack {rewrite.pack_id.hex()} is left as it is: {error}")
             except BackendError as error:
@@ -102,13 +105,13 @@ def repack(
                 break
             tell()
     for name in sorted({name for rewrite in rewrites for name in rewrite.manifests}):
-        _replace(parts, name, moved, done)
+        _replace(repository, name, moved, done)
         tell()
     return done
 
 
 def _copy(
-    parts: Parts,
+    repository: Repository,
     marker: Marker,
     rewrite: PackRewrite,
     tier: str,
@@ -121,13 +124,17 @@ def _copy(
     if not frames:
         # The manifests that named it have gone since.
         return {}
-    target = parts.backend if tier == LOCAL_TIER else parts.tiers.open(tier)
-    packer = Packer(target, blocks, store_id=parts.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain)
+    target = repository.backend if tier == LOCAL_TIER else repository.tiers.open(tier)
+    packer = Packer(
+        target, blocks, store_id=repository.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain
+    )
     try:
         # What is read once need not be kept here.
-        file = open_pack(parts, ref, keeps_ranges=False)
+        file = open_pack(repository, ref, keeps_ranges=False)
         try:
-            places = {offset: _copy_frame(parts, packer, file, frames[offset], buffers) for offset in sorted(frames)}
+            places = {
+                offset: _copy_frame(repository, packer, file, frames[offset], buffers) for offset in sorted(frames)
+            }
         finally:
             file.close()
         (made,) = packer.finish()
@@ -163,14 +170,14 @@ def _needed(marker: Marker, rewrite: PackRewrite) -> tuple[PackRef, dict[int, Fr
     return ref, frames
 
 
-def _copy_frame(parts: Parts, packer: Packer, file: ReadFile, frame: FrameRef, buffers: BufferPool) -> int:
+def _copy_frame(repository: Repository, packer: Packer, file: ReadFile, frame: FrameRef, buffers: BufferPool) -> int:
     """Copy one frame, compare its checksum where it lies then, and return its offset there."""
     where = f"{file.name}, offset {frame.offset}"
-    result = read_frame(parts.backend, file, frame.offset, frame.frame_nbytes, buffers)
+    result = read_frame(repository.backend, file, frame.offset, frame.frame_nbytes, buffers)
     try:
         if len(result.view) != frame.frame_nbytes:
             raise ChecksumError("a frame is cut off", where=where)
-        header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=parts.limits, where=where)
+        header = decode_frame_header(result.view[:FRAME_HEADER_NBYTES], limits=repository.limits, where=where)
         if (header.chunk_id, header.stored_nbytes) != (frame.chunk_id, frame.stored_nbytes):
             raise ChecksumError("another frame lies where a manifest locates this one", where=where)
 
@@ -188,9 +195,11 @@ def _copy_frame(parts: Parts, packer: Packer, file: ReadFile, frame: FrameRef, b
     return place.offset
 
 
-def _replace(parts: Parts, name: ManifestName, moved: dict[Place, tuple[PackRef, int]], done: Repacked) -> None:
+def _replace(
+    repository: Repository, name: ManifestName, moved: dict[Place, tuple[PackRef, int]], done: Repacked
+) -> None:
     """Publish the next generation of a manifest, whose frames lie where they were copied to."""
-    run = parts.of_run(name.run)
+    run = repository.of_run(name.run)
     try:
         manifest = run.manifests.load(name)
         replacement = located_anew(manifest, moved)

@@ -42,7 +42,7 @@ from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.lease import Lease
 from ckstore.store.reachability import Marked, Marker
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.reserve import fill_reserve, with_reserve
 from ckstore.store.tier_proof import Unproven, unproven_packs
 
@@ -105,7 +105,7 @@ BEAT_SECONDS = 60.0
 """A holder on another host lives if its heart has beaten within this time, by the clocks of both."""
 
 
-class PacedBackend(LocalBackend):
+class ThrottledBackend(LocalBackend):
     """A folder whose names are removed and made durable in leisure.
 
     Args:
@@ -151,10 +151,10 @@ class PacedBackend(LocalBackend):
             self._clock.sleep(seconds)
 
 
-def paced(backend: Backend, clock: Clock) -> Backend:
+def throttled(backend: Backend, clock: Clock) -> Backend:
     """Return what a collection works on: a folder that someone else writes to just now is taken in leisure."""
     if type(backend) is LocalBackend and someone_writes(backend, clock):
-        return PacedBackend(backend.root, clock)
+        return ThrottledBackend(backend.root, clock)
     return backend
 
 
@@ -265,7 +265,7 @@ class GcReport:
 
 
 def collect_store(
-    parts: Parts,
+    repository: Repository,
     policy: Retention | None,
     *,
     runs: Collection[str] | None,
@@ -278,7 +278,7 @@ def collect_store(
     """Plan a collection of the whole store, and unless it is a dry run, carry it out.
 
     Args:
-        parts: The store.
+        repository: The store.
         policy: What is kept; None: nothing is dropped, and only garbage is collected.
         runs: The runs that the policy is applied to; None: all. Garbage is looked for everywhere.
         limits: Ages and budgets.
@@ -294,48 +294,50 @@ def collect_store(
         NotFoundError: There is no such run.
     """
     if dry_run:
-        return _planned(parts, Marker(parts), policy, runs, limits, max_delete)
-    if isinstance(parts.backend, Probing):
-        parts.backend.probe()
+        return _planned(repository, Marker(repository), policy, runs, limits, max_delete)
+    if isinstance(repository.backend, Probing):
+        repository.backend.probe()
 
     def collect_once() -> GcReport:
-        with collector_lock(parts.backend, parts.clock, patience_seconds=patience_seconds):
-            marker = Marker(parts)
-            report = _planned(parts, marker, policy, runs, limits, max_delete)
+        with collector_lock(repository.backend, repository.clock, patience_seconds=patience_seconds):
+            marker = Marker(repository)
+            report = _planned(repository, marker, policy, runs, limits, max_delete)
             if report.refused:
-                raise UsageError(report.refused, where=parts.backend.root, todo="nothing was changed; see --dry-run")
+                raise UsageError(
+                    report.refused, where=repository.backend.root, todo="nothing was changed; see --dry-run"
+                )
             tell = on_progress or (lambda done, total: None)
             act = collect_far if report.plan.is_final else collect
-            with _in_leisure(parts) as acting:
+            with _in_leisure(repository) as acting:
                 done = act(acting, marker, report.plan, limits, "retention", tell)
-            fill_reserve(parts.backend)
+            fill_reserve(repository.backend)
             return GcReport(False, report.runs, report.plan, done, limits)
 
-    return with_reserve(parts.backend, collect_once)
+    return with_reserve(repository.backend, collect_once)
 
 
 @contextmanager
-def _in_leisure(parts: Parts) -> Iterator[Parts]:
+def _in_leisure(repository: Repository) -> Iterator[Repository]:
     """Yield parts that give way to whoever commits to the store just now; these, if nobody does."""
-    backend = paced(parts.backend, parts.clock)
-    if backend is parts.backend:
-        yield parts
+    backend = throttled(repository.backend, repository.clock)
+    if backend is repository.backend:
+        yield repository
         return
-    acting = Parts(backend, parts.record, parts.run, clock=parts.clock)
+    acting = Repository(backend, repository.record, repository.run, clock=repository.clock)
     try:
         yield acting
     finally:
         acting.close()
 
 
-def why_not_ours(parts: Parts) -> str:
+def collection_obstacle(repository: Repository) -> str:
     """Say why a store in a bucket may not be collected; empty where it may, as everywhere else.
 
     What was pushed there is named by manifests of another store, which nobody sees from here.
     """
-    if not isinstance(parts.backend, Distant):
+    if not isinstance(repository.backend, Distant):
         return ""
-    for name, info in parts.backend.list_deep(paths.CLAIMS_FOLDER):
+    for name, info in repository.backend.list_deep(paths.CLAIMS_FOLDER):
         claim = paths.parse_claim_file(name.rpartition("/")[2])
         # Whoever commits leaves an empty claim; a copy says which checkpoint it is of.
         if claim is not None and claim.kind == "claim" and info.nbytes:
@@ -347,29 +349,29 @@ def why_not_ours(parts: Parts) -> str:
 
 
 def _planned(
-    parts: Parts,
+    repository: Repository,
     marker: Marker,
     policy: Retention | None,
     runs: Collection[str] | None,
     limits: GcLimits,
     max_delete: int | None,
 ) -> GcReport:
-    found = survey(parts, marker)
+    found = survey(repository, marker)
     unknown = sorted(set(runs or ()) - found.runs.keys())
     if unknown and policy is not None:
         known = ", ".join(sorted(found.runs)) or "none yet"
         raise NotFoundError(
-            f"there is no run {unknown[0]!r}", where=parts.backend.root, todo=f"runs there are: {known}"
+            f"there is no run {unknown[0]!r}", where=repository.backend.root, todo=f"runs there are: {known}"
         )
     chosen = [facts for run, facts in sorted(found.runs.items()) if runs is None or run in runs]
     lost = frozenset(number for number, ref in enumerate(marker.numbers.refs) if ref.tier == LOST_TIER)
     plans = tuple(_run_plan(facts, policy, found.now_ns, lost) for facts in chosen)
     highest = {(facts.run, marked.name.seq): marked.name for facts in chosen for marked in facts.highest}
     drops = [highest[plan.run, verdict.seq] for plan in plans for verdict in plan.dropped]
-    refused = why_not_ours(parts)
+    refused = collection_obstacle(repository)
     if max_delete is not None and len(drops) > max_delete:
         refused = f"{len(drops)} checkpoints would be dropped, and max_delete is {max_delete}"
-    return GcReport(True, plans, _plan(parts, marker, found, drops, limits), None, limits, refused)
+    return GcReport(True, plans, _plan(repository, marker, found, drops, limits), None, limits, refused)
 
 
 def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: frozenset[int]) -> RunPlan:
@@ -389,7 +391,9 @@ def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: froz
     return plan_run(facts.run, entries, policy, now_ns=now_ns, blocked=facts.blocked)
 
 
-def _plan(parts: Parts, marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits) -> GcPlan:
+def _plan(
+    repository: Repository, marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits
+) -> GcPlan:
     def count_uses(manifests: Iterable[Marked]) -> list[PackUse]:
         from ckstore.ops.gc.waste import count_frames
 
@@ -400,27 +404,27 @@ def _plan(parts: Parts, marker: Marker, found: Survey, drops: Iterable[ManifestN
             return []
 
     def find_unproven(manifests: Iterable[Marked], pack_ids: Collection[PackId]) -> dict[PackId, Unproven]:
-        return unproven_packs(parts, marker, manifests, pack_ids)
+        return unproven_packs(repository, marker, manifests, pack_ids)
 
-    is_final = isinstance(parts.backend, Distant)
+    is_final = isinstance(repository.backend, Distant)
     return make_plan(found, marker, drops, limits, count_uses, find_unproven, is_final=is_final)
 
 
 # The policy that lives in the store
 
 
-def stored_policy(parts: Parts) -> Retention | None:
+def stored_policy(repository: Repository) -> Retention | None:
     """Return the policy in ``config.json``; None where there is none.
 
     Raises:
         UsageError: It has a rule that is none; the message names the nearest one.
         CorruptError: The file is damaged.
     """
-    rules: dict[str, Any] = read_config(parts.backend).retention
-    return Retention.of(rules, where=parts.backend.location_of(CONFIG_FILE)) if rules else None
+    rules: dict[str, Any] = read_config(repository.backend).retention
+    return Retention.of(rules, where=repository.backend.location_of(CONFIG_FILE)) if rules else None
 
 
-def set_stored_policy(parts: Parts, policy: Retention | None) -> None:
+def set_stored_policy(repository: Repository, policy: Retention | None) -> None:
     """Write the policy into ``config.json``, durably; None removes it."""
     rules = {} if policy is None else policy.to_config()
 
@@ -428,20 +432,20 @@ def set_stored_policy(parts: Parts, policy: Retention | None) -> None:
         kept = {name: getattr(record, name) for name in record.__struct_fields__}
         return ConfigRecord(**{**kept, "retention": rules})
 
-    change_config(parts.backend, change)
+    change_config(repository.backend, change)
 
 
 _TRASH_FOR = "trash_for"
 
 
-def stored_trash_seconds(parts: Parts) -> float | None:
+def stored_trash_seconds(repository: Repository) -> float | None:
     """Return how long the trash is kept as ``config.json`` says, in seconds; None where it does not.
 
     Raises:
         UsageError: What it says is not a duration.
         CorruptError: The file is damaged.
     """
-    span = read_config(parts.backend).policy.get(_TRASH_FOR)
+    span = read_config(repository.backend).policy.get(_TRASH_FOR)
     if span is None:
         return None
     if span in (0, "0"):
@@ -449,11 +453,11 @@ def stored_trash_seconds(parts: Parts) -> float | None:
     try:
         return span_seconds(span)
     except UsageError as error:
-        where = f"trash_for of {parts.backend.location_of(CONFIG_FILE)}"
+        where = f"trash_for of {repository.backend.location_of(CONFIG_FILE)}"
         raise UsageError(error.what, where=where, todo=error.todo) from None
 
 
-def set_stored_trash_seconds(parts: Parts, seconds: float | None) -> None:
+def set_stored_trash_seconds(repository: Repository, seconds: float | None) -> None:
     """Write into ``config.json``, durably, how long the trash is kept; None removes it."""
 
     def change(record: ConfigRecord) -> ConfigRecord:
@@ -461,4 +465,4 @@ def set_stored_trash_seconds(parts: Parts, seconds: float | None) -> None:
         stored = {} if seconds is None else {_TRASH_FOR: span_words(seconds) if seconds else 0}
         return with_changes(record, policy={**others, **stored})
 
-    change_config(parts.backend, change)
+    change_config(repository.backend, change)

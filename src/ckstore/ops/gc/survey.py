@@ -20,7 +20,7 @@ from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import packs_in
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.reachability import Look, Marked, Marker, missing_packs
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 from ckstore.store.trash import TrashedManifest, TrashFolder
 
@@ -117,43 +117,43 @@ def strays_among(trash: Iterable[TrashFolder], look: Look) -> Iterator[TrashedMa
     yield from highest.values()
 
 
-def survey(parts: Parts, marker: Marker) -> Survey:
+def survey(repository: Repository, marker: Marker) -> Survey:
     """Look at the whole store; what cannot be read is told, not raised."""
-    now_ns = parts.clock.now_ns()
-    trash = tuple(parts.trash.contents())
-    packs = dict(packs_in(parts.backend))
+    now_ns = repository.clock.now_ns()
+    trash = tuple(repository.trash.contents())
+    packs = dict(packs_in(repository.backend))
     look = marker.look()
     refs = marker.numbers.refs
     present = {ref.pack_id for ref in refs if (info := packs.get(ref.pack_id)) and info.nbytes == ref.nbytes}
-    gone = missing_packs(parts, [ref for ref in refs if ref.pack_id not in present])
+    gone = missing_packs(repository, [ref for ref in refs if ref.pack_id not in present])
     wrong = frozenset(number for number, ref in enumerate(refs) if ref.tier == LOCAL_TIER and ref.pack_id in gone)
     by_run: dict[str, list[Marked]] = {run: [] for run in look.dropped}
     for name in sorted(look.manifests):
         by_run[name.run].append(look.manifests[name])
-    runs = {run: _run_facts(parts, marker, look, run, by_run[run], wrong) for run in by_run}
-    trashed = named_in_trash(parts, marker, trash)
+    runs = {run: _run_facts(repository, marker, look, run, by_run[run], wrong) for run in by_run}
+    trashed = named_in_trash(repository, marker, trash)
     published = look.named.union(*trashed.values())
     for name in look.foreign:
         _log.warning(
-            "%s belongs to another store; it and its packs are left alone", parts.backend.location_of(name.path)
+            "%s belongs to another store; it and its packs are left alone", repository.backend.location_of(name.path)
         )
-    missing = missing_in(parts, look)
+    missing = missing_in(repository, look)
     for run, sentence in missing.items():
         runs[run] = replace(runs[run], blocked=runs[run].blocked or sentence)
     stop = next(iter(missing.values()), "")
     if look.unreadable:
         first = look.unreadable[0]
-        stop = f"{parts.backend.location_of(first.path)} cannot be read and may name any pack: {first.problem}"
-    return Survey(now_ns, look, runs, packs, trash, published, trashed, tuple(_drafts(parts)), stop)
+        stop = f"{repository.backend.location_of(first.path)} cannot be read and may name any pack: {first.problem}"
+    return Survey(now_ns, look, runs, packs, trash, published, trashed, tuple(_drafts(repository)), stop)
 
 
-def missing_in(parts: Parts, look: Look) -> dict[str, str]:
+def missing_in(repository: Repository, look: Look) -> dict[str, str]:
     """Return, for each run that lacks manifests which its marks say were published, a sentence that names them."""
     found = {}
     for run, published in sorted(look.published.items()):
         seen = {name.seq for name in (*look.manifests, *look.foreign) if name.run == run}
         # Whatever seems to be missing is looked for once more: it may have been published or dropped since.
-        if published - look.dropped[run] - seen and (missing := parts.manifests_of(run).listing().missing):
+        if published - look.dropped[run] - seen and (missing := repository.manifests_of(run).listing().missing):
             found[run] = (
                 f"{missing_sentence(run, missing)}, so what they need is not known (`ckstore repair --from COPY` "
                 "may bring them back; `ckstore gc --accept-missing` goes on without them)"
@@ -162,7 +162,7 @@ def missing_in(parts: Parts, look: Look) -> dict[str, str]:
 
 
 def _run_facts(
-    parts: Parts, marker: Marker, look: Look, run: str, manifests: Iterable[Marked], wrong: frozenset[int]
+    repository: Repository, marker: Marker, look: Look, run: str, manifests: Iterable[Marked], wrong: frozenset[int]
 ) -> RunFacts:
     """Sort the manifests of a run, by seq and generation, and find out what blocks it."""
     dropped = look.dropped[run]
@@ -178,7 +178,7 @@ def _run_facts(
     blocked = next((f"{seen.path} cannot be read: {seen.problem}" for seen in look.unreadable if seen.run == run), "")
     tags: dict[int, list[str]] = {}
     try:
-        for tag, record in Tags(parts.backend, run, parts.clock).all(is_strict=True).items():
+        for tag, record in Tags(repository.backend, run, repository.clock).all(is_strict=True).items():
             tags.setdefault(record.seq, []).append(tag)
     except (CorruptError, UnsupportedError, BackendError) as error:
         blocked = blocked or f"a tag cannot be read and may mean any checkpoint: {error}"
@@ -197,7 +197,9 @@ def _run_facts(
     return facts
 
 
-def named_in_trash(parts: Parts, marker: Marker, trash: Iterable[TrashFolder]) -> dict[str, frozenset[PackId]]:
+def named_in_trash(
+    repository: Repository, marker: Marker, trash: Iterable[TrashFolder]
+) -> dict[str, frozenset[PackId]]:
     """Return the packs that manifests in the trash name; those that cannot be read say nothing."""
     wanted = [(trashed.name, trashed.path) for folder in trash for trashed in folder.manifests]
     named = {}
@@ -207,9 +209,9 @@ def named_in_trash(parts: Parts, marker: Marker, trash: Iterable[TrashFolder]) -
     return named
 
 
-def _drafts(parts: Parts) -> Iterator[Draft]:
-    for file in parts.backend.list_names(paths.TMP_FOLDER):
+def _drafts(repository: Repository) -> Iterator[Draft]:
+    for file in repository.backend.list_names(paths.TMP_FOLDER):
         path = f"{paths.TMP_FOLDER}/{file}"
-        info = parts.backend.stat(path) if paths.parse_draft_file(file) else None
+        info = repository.backend.stat(path) if paths.parse_draft_file(file) else None
         if info is not None:
             yield Draft(path, info.nbytes, info.modified_ns)

@@ -17,7 +17,7 @@ from ckstore.io.backend import ReadFile
 from ckstore.quant import chunk_codec
 from ckstore.results import Info
 from ckstore.store.pack_reader import open_pack
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 CodingKind = Literal["plain", "coded", "delta", "rounded", "quantized"]
 
@@ -105,13 +105,13 @@ class Coding:
     tensors: tuple[TensorCoding, ...]
 
 
-def coding_of(parts: Parts, manifest: Manifest, info: Info) -> Coding:
+def coding_of(repository: Repository, manifest: Manifest, info: Info) -> Coding:
     """Read the headers of all frames of a checkpoint's chunks, and say what they and the manifest say.
 
     Raises:
         CorruptError: A header is damaged, or a pack is missing.
     """
-    chunks = chunk_codings(parts, manifest)
+    chunks = chunk_codings(repository, manifest)
     choices = manifest.choices
     tensors = tuple(
         _tensor_coding(manifest, path, storage, tensor, chunks) for path, storage, tensor in first_tensors(manifest)
@@ -132,25 +132,27 @@ def first_tensors(manifest: Manifest) -> Iterator[tuple[Path, int, int]]:
                 yield path, storage, leaf.tensor
 
 
-def chunk_codings(parts: Parts, manifest: Manifest) -> list[ChunkCoding]:
+def chunk_codings(repository: Repository, manifest: Manifest) -> list[ChunkCoding]:
     """Read the header of each chunk's frame; chunks in the order of the manifest."""
     frame_of = {frame.chunk_id: frame for frame in manifest.frames}
     frames = [frame_of[ChunkId(chunk.chunk_id)] for chunk in manifest.chunks]
-    headers = dict(_headers(parts, manifest, frames))
+    headers = dict(_headers(repository, manifest, frames))
     return [_chunk_coding(frame, headers[frame.chunk_id]) for frame in frames]
 
 
-def _headers(parts: Parts, manifest: Manifest, frames: Iterable[FrameRef]) -> Iterator[tuple[ChunkId, FrameHeader]]:
+def _headers(
+    repository: Repository, manifest: Manifest, frames: Iterable[FrameRef]
+) -> Iterator[tuple[ChunkId, FrameHeader]]:
     files: dict[PackId, ReadFile] = {}
     try:
         for frame in sorted(frames, key=lambda frame: (frame.pack, frame.offset)):
             pack = manifest.packs[frame.pack]
             if pack.pack_id not in files:
-                files[pack.pack_id] = open_pack(parts, pack)
+                files[pack.pack_id] = open_pack(repository, pack)
             file = files[pack.pack_id]
             where = f"{file.name}, offset {frame.offset}"
             content = file.read_at(frame.offset, FRAME_HEADER_NBYTES)
-            yield frame.chunk_id, decode_frame_header(content, limits=parts.limits, where=where)
+            yield frame.chunk_id, decode_frame_header(content, limits=repository.limits, where=where)
     finally:
         for file in files.values():
             file.close()

@@ -24,7 +24,7 @@ from ckstore.ops.stored_checkpoint import StoredState, stored_state
 from ckstore.quant.error_stats import Distance, distance_of, floats_of
 from ckstore.results import Info
 from ckstore.state.values import decode_plain
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 Status = Literal["equal", "changed", "added", "removed", "other kind"]
 
@@ -116,7 +116,7 @@ class Diff:
 
 
 def diff_of(
-    parts: Parts,
+    repository: Repository,
     manifests: tuple[Manifest, Manifest],
     infos: tuple[Info, Info],
     *,
@@ -126,7 +126,7 @@ def diff_of(
     """Compare two checkpoints.
 
     Args:
-        parts: The store.
+        repository: The store.
         manifests: What they are.
         infos: What is told of them.
         only: Globs over dotted paths; None: everything.
@@ -141,7 +141,7 @@ def diff_of(
     if only is not None and not any(chosen):
         raise NotFoundError("no leaf of either checkpoint matches", where=repr(only), todo="look at paths with show")
     pairs = {path: (chosen[0].get(path), chosen[1].get(path)) for path in (*chosen[0], *chosen[1])}
-    with stored_state(parts, manifests[0]) as one, stored_state(parts, manifests[1]) as other:
+    with stored_state(repository, manifests[0]) as one, stored_state(repository, manifests[1]) as other:
         comparison = _Comparison(one, other)
         total = sum(comparison.nbytes(pair) for pair in pairs.values())
         tensors: list[TensorDiff] = []

@@ -28,7 +28,7 @@ from ckstore.processes import maker_is_running
 from ckstore.store.intents import CLEAR_INTENTS, intents_in
 from ckstore.store.lease import STALE_SECONDS
 from ckstore.store.listing import packs_in
-from ckstore.store.repository import Parts, read_store_record
+from ckstore.store.repository import Repository, read_store_record
 from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30
@@ -95,10 +95,10 @@ def diagnose_store(
     except CkstoreError as error:
         return [*findings, Finding("store", str(error), "warning")]
     findings.append(Finding("store", f"format {record.format_version}, id {record.store_id}"))
-    runs = Parts(backend, record, "main", clock=clock).runs()
+    runs = Repository(backend, record, "main", clock=clock).runs()
     findings.append(Finding("runs", ", ".join(runs) or "none yet"))
     for run in runs:
-        findings += _each(_run(Parts(backend, record, run, clock=clock), clock))
+        findings += _each(_run(Repository(backend, record, run, clock=clock), clock))
     findings += _each(_leftovers(backend))
     if isinstance(backend, Ageing):
         findings += _each(_ages(backend, clock))
@@ -167,11 +167,11 @@ def _mount_of(folder: Path) -> tuple[str, str]:
     return best[1], best[2]
 
 
-def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
-    topic = f"run {parts.run}"
-    listing = parts.manifests.listing()
+def _run(repository: Repository, clock: Clock) -> Iterator[Finding]:
+    topic = f"run {repository.run}"
+    listing = repository.manifests.listing()
     yield Finding(topic, f"checkpoints: {len(listing.names)}")
-    holder = parts.lease.holder()
+    holder = repository.lease.holder()
     if holder is not None:
         yield _lease(topic, holder, clock)
     if listing.dropped:
@@ -179,7 +179,7 @@ def _run(parts: Parts, clock: Clock) -> Iterator[Finding]:
     still_there = len({name.seq for name in listing.lower} & listing.dropped)
     if still_there:
         yield Finding(topic, f"dropped, but still in place: {still_there}; delete them again", "note")
-    for intent in intents_in(parts.backend, clock, parts.run):
+    for intent in intents_in(repository.backend, clock, repository.run):
         todo = "" if intent.is_known else f"; {CLEAR_INTENTS}"
         yield Finding(topic, f"seq {intent.seq} takes no tags: there is {intent.words}{todo}", "note")
 

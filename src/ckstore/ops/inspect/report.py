@@ -31,7 +31,7 @@ from ckstore.ops.inspect.stats import group_of
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.damage import lost_tensors
 from ckstore.store.listing import Entry, log_of_run
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
     from ckstore.ops.gc.run import GcReport
@@ -43,29 +43,29 @@ TEXT_LENGTH_MAX = 400
 
 
 def gather(
-    parts: Parts, gc: GcReport | None, gc_problem: str, on_progress: Callable[[int, int], None] | None = None
+    repository: Repository, gc: GcReport | None, gc_problem: str, on_progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """Return what the page shows, as JSON holds it.
 
     Args:
-        parts: The store.
+        repository: The store.
         gc: What a collection would do; None where that could not be found out.
         gc_problem: Why it could not; empty otherwise.
         on_progress: Called with checkpoints done and checkpoints in all.
     """
-    runs = {run: log_of_run(parts.of_run(run)) for run in parts.runs()}
+    runs = {run: log_of_run(repository.of_run(run)) for run in repository.runs()}
     entries = [(run, entry) for run, log in runs.items() for entry in log.entries]
     # By time, so that what a commit shares with an earlier one of whatever run counts as reused.
     entries.sort(key=lambda pair: (0 if pair[1].info is None else pair[1].info.time_ns, pair[1].seq))
-    found = _Gathering(parts)
+    found = _Gathering(repository)
     rows: dict[str, list[dict[str, Any]]] = {run: [] for run in runs}
     for number, (run, entry) in enumerate(entries):
         rows[run].append(found.row_of(run, entry))
         if on_progress is not None:
             on_progress(number + 1, len(entries))
     return {
-        "store": shown(parts.backend.root),
-        "made_ms": parts.clock.now_ns() // 10**6,
+        "store": shown(repository.backend.root),
+        "made_ms": repository.clock.now_ns() // 10**6,
         "runs": [{"name": run, "entries": sorted(rows[run], key=lambda row: -int(row["seq"]))} for run in rows],
         "tiers": found.tiers(),
         "gc": None if gc is None else _gc_facts(gc),
@@ -83,7 +83,7 @@ def shown(text: object) -> str:
 class _Gathering:
     """What was seen so far, in the order of time."""
 
-    parts: Parts
+    repository: Repository
     _seen: set[bytes] = field(default_factory=set)
     _pack_sizes: dict[str, dict[PackId, int]] = field(default_factory=dict)
     _needed: dict[tuple[PackId, int], int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class _Gathering:
         row |= _facts_of(entry.info)
         name = ManifestName(run, entry.seq, entry.step, entry.info.generation)
         try:
-            manifest = self.parts.manifests_of(run).load(name)
+            manifest = self.repository.manifests_of(run).load(name)
         except (CkstoreError, FileNotFoundError) as error:
             row["damage"] = shown(f"its manifest cannot be read: {error}")
             return row

@@ -22,7 +22,7 @@ from ckstore.format.tree import Path, format_path
 from ckstore.ops.inspect.coding import ChunkCoding, Coding, TensorCoding, chunk_codings, coding_of, first_tensors
 from ckstore.ops.stored_checkpoint import StoredState, reader_nbytes, stored_state
 from ckstore.results import Info
-from ckstore.store.repository import Parts
+from ckstore.store.repository import Repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ _NOTHING = _Bound(0.0)
 
 
 def stats_of(
-    parts: Parts,
+    repository: Repository,
     manifest: Manifest,
     info: Info,
     policy: Policy,
@@ -131,7 +131,7 @@ def stats_of(
     """Decode every chunk of a checkpoint and measure it.
 
     Args:
-        parts: The store.
+        repository: The store.
         manifest: The checkpoint.
         info: What is known of it.
         policy: Threads and memory.
@@ -141,9 +141,9 @@ def stats_of(
     Raises:
         CorruptError: Something of it is damaged.
     """
-    codings = chunk_codings(parts, manifest)
-    coding = coding_of(parts, manifest, info)
-    bounds = _Measuring(parts, manifest, codings, is_exact, on_progress).run(policy)
+    codings = chunk_codings(repository, manifest)
+    coding = coding_of(repository, manifest, info)
+    bounds = _Measuring(repository, manifest, codings, is_exact, on_progress).run(policy)
     tensors = tuple(
         _tensor_stats(manifest, storage, row, bounds)
         for (_, storage, _), row in zip(first_tensors(manifest), coding.tensors, strict=True)
@@ -155,7 +155,7 @@ def stats_of(
 
 @dataclass(slots=True)
 class _Measuring:
-    parts: Parts
+    repository: Repository
     manifest: Manifest
     codings: Sequence[ChunkCoding]
     is_exact: bool
@@ -164,7 +164,7 @@ class _Measuring:
 
     def run(self, policy: Policy) -> list[_Bound]:
         """Measure every chunk, on as many threads as the policy and its memory allow."""
-        chunks, limits = self.manifest.chunks, self.parts.limits
+        chunks, limits = self.manifest.chunks, self.repository.limits
         # What the store reads lies together: by pack and offset.
         order = sorted(range(len(chunks)), key=lambda i: (self.codings[i].frame.pack, self.codings[i].frame.offset))
         thread_count, _ = fit_memory(
@@ -177,7 +177,7 @@ class _Measuring:
         )
         probes: list[_Probe | None] = [None] * thread_count
         total, done, counting = sum(chunk.nbytes for chunk in chunks), [0], threading.Lock()
-        with stored_state(self.parts, self.manifest) as state:
+        with stored_state(self.repository, self.manifest) as state:
 
             def step(turn: int, thread: int) -> None:
                 index = order[turn]

@@ -22,7 +22,7 @@ PORTABLE = SimpleNamespace(
 """What processors without pairs of bf16 and of words run."""
 
 ALL = pytest.mark.parametrize("loops", [reference, on_native, PORTABLE], ids=["numpy", "native", "portable"])
-TINY = np.float32(2.0**-126)
+V_MIN = np.float32(2.0**-126)
 
 
 def stored(values: np.ndarray, kind: int) -> np.ndarray:
@@ -197,7 +197,7 @@ def test_second_moments_never_vanish_but_where_a_row_or_column_does(loops: Modul
     rows[2] = 0
     out = np.empty(64, np.float32)
     loops.finish_outer(product, rows, cols, b"", out, 16, 0, 0, 2, 1.0, 0.0)
-    assert np.array_equal(out.reshape(4, 16)[[0, 1, 3]], np.full((3, 16), TINY))
+    assert np.array_equal(out.reshape(4, 16)[[0, 1, 3]], np.full((3, 16), V_MIN))
     assert not out.reshape(4, 16)[2].any()
 
 

@@ -44,7 +44,7 @@ def extreme(nbytes: int) -> Plane:
 def changing(nbytes: int) -> Plane:
     """Parts of other kinds, so that blocks are constant, raw, and behind old and new tables."""
     rng = np.random.default_rng(5)
-    parts = [
+    repository = [
         skewed(BLOCK, 1),
         skewed(BLOCK, 2),
         np.zeros(BLOCK, np.uint8),
@@ -53,7 +53,7 @@ def changing(nbytes: int) -> Plane:
         skewed(BLOCK, 4, 0.02),
         np.arange(nbytes, dtype=np.uint32).astype(np.uint8) // 4,
     ]
-    return np.resize(np.concatenate(parts), nbytes)
+    return np.resize(np.concatenate(repository), nbytes)
 
 
 LENGTHS = [0, 1, 2, 63, 64, 65, 127, 128, 129, 4095, 4096, 4097, BLOCK // 2 - 1, BLOCK // 2, BLOCK // 2 + 1]
@@ -188,7 +188,7 @@ def judged_alike(payload: bytes, nbytes: int, twins: Sequence[str]) -> bool:
 
 @pytest.mark.deep
 def test_mutated_payloads_get_the_same_verdict_from_every_native_decoder(sample) -> None:
-    count = sample.count(200_000, parts=40)
+    count = sample.count(200_000, repository=40)
     verdicts = [judged_alike(payload, nbytes, NATIVE) for payload, nbytes in mutations(count, sample.seed(3))]
     assert len(verdicts) == count >= (200_000 if sample.is_whole else 5000)
     # A changed byte among those that fill no step cannot be noticed here; nearly all else is.

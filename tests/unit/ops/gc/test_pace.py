@@ -14,7 +14,7 @@ from ckstore.format.records import LeaseRecord, encode_record
 from ckstore.io.local import LocalBackend
 from ckstore.ops.gc import run as collection
 from ckstore.ops.gc import run as gc_pace
-from ckstore.ops.gc.run import PacedBackend, paced, someone_writes
+from ckstore.ops.gc.run import ThrottledBackend, someone_writes, throttled
 from ckstore.processes import boot_identity, process_started
 from support.gc_histories import LAST_ONE, check_restores, commit_all, keeper
 
@@ -63,7 +63,7 @@ def backend(folder):
 
 def test_rests_follow_what_keeps_the_disk_busy_and_nothing_else(backend):
     clock = Wrist()
-    slow = PacedBackend(backend.root, clock)
+    slow = ThrottledBackend(backend.root, clock)
     slow.create("tmp/a", b"1", sync=False)
     slow.link("tmp/a", "tmp/b")
     slow.rename("tmp/b", "tmp/c")
@@ -81,7 +81,7 @@ def test_rests_follow_what_keeps_the_disk_busy_and_nothing_else(backend):
 def test_rests_end(backend, monkeypatch):
     monkeypatch.setattr(gc_pace, "TOTAL_SECONDS_MAX", gc_pace.REST_SECONDS_MAX + 0.05)
     clock = Wrist(step=50.0)
-    slow = PacedBackend(backend.root, clock)
+    slow = ThrottledBackend(backend.root, clock)
     for _ in range(3):
         slow.sync_folder("tmp")
     assert clock.slept == [gc_pace.REST_SECONDS_MAX, pytest.approx(0.05)]
@@ -101,7 +101,7 @@ def test_only_others_that_live_are_given_way_to(backend):
     assert someone_writes(backend, clock)
     put_lease(backend, boot_id="m/b/n", host="elsewhere", heartbeat_ns=clock.now_ns() - 10**12)
     assert not someone_writes(backend, clock)
-    assert paced(backend, clock) is backend
+    assert throttled(backend, clock) is backend
 
 
 def test_collection_beside_a_writer_does_the_same_in_leisure(disk_store, monkeypatch):
@@ -111,7 +111,7 @@ def test_collection_beside_a_writer_does_the_same_in_leisure(disk_store, monkeyp
     collect = collection.collect
     monkeypatch.setattr(collection, "collect", lambda parts, *rest: acted.append(parts) or collect(parts, *rest))
     done = keeper(disk_store).gc(LAST_ONE, now=True, min_age=0).done
-    assert [type(parts.backend) for parts in acted] == [PacedBackend]
+    assert [type(parts.backend) for parts in acted] == [ThrottledBackend]
     assert len(done.dropped) == 4
     assert done.freed_files >= 7
     check_restores(disk_store, [4])
