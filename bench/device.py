@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckstore.io.direct_io import refuse_where_it_kills
+from ckstore.io.direct_io import require_supported_processor
 
 BLOCK_NBYTES = 4 << 20
 DEPTHS = (4, 8, 16, 32)
@@ -39,7 +39,7 @@ class Buffers:
 def uring_reason() -> str | None:
     """Return why io_uring cannot be used here, or None when it can."""
     try:
-        refuse_where_it_kills()
+        require_supported_processor()
         ring_api: Any = importlib.import_module("liburing")
         ring = ring_api.Ring()
         ring_api.io_uring_queue_init(4, ring)

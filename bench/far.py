@@ -23,7 +23,7 @@ import ckstore
 from bench import machine
 from bench.measure import Result, Sample, interleave, save, show
 from ckstore.io.remote import client
-from ckstore.io.remote.options import RemoteOptions
+from ckstore.io.remote.client import RemoteOptions
 from ckstore.verbs.maintenance import keep
 from support.fault_proxy import FaultProxy, fault_proxy
 from support.s3_server import s3_server

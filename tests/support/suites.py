@@ -17,7 +17,7 @@ import pytest
 
 from ckstore.errors import CkstoreError, MalformedError, UsageError
 from ckstore.io.backend import Backend, ReadFile, ReadRequest
-from ckstore.io.block_writer import StreamWriter
+from ckstore.io.block_writer import BlockWriter
 from ckstore.io.buffers import BufferPool
 from ckstore.io.direct_io import Engine, IoQueue, IoRequest
 
@@ -28,7 +28,7 @@ BLOCK = 16 * PAGE
 def write_pack(backend: Backend, name: str, pieces: Sequence[bytes], *, align: int = 64) -> bytes:
     """Write pieces as one pack through the stream writer, and return what the file must hold."""
     with BufferPool(BLOCK, 4) as pool:
-        writer = StreamWriter(backend.create_pack(name, nbytes_expected=sum(map(len, pieces))), pool)
+        writer = BlockWriter(backend.create_pack(name, nbytes_expected=sum(map(len, pieces))), pool)
         wanted = bytearray()
         for piece in pieces:
             place = writer.reserve(len(piece), align=align)
@@ -174,7 +174,7 @@ class BackendSuite:
     def test_pack_that_was_given_up_leaves_no_name(self, backend: Backend) -> None:
         """What was reserved for it is free again."""
         with BufferPool(BLOCK, 2) as pool:
-            writer = StreamWriter(backend.create_pack("x.pack", nbytes_expected=8 * BLOCK), pool)
+            writer = BlockWriter(backend.create_pack("x.pack", nbytes_expected=8 * BLOCK), pool)
             place = writer.reserve(BLOCK + 1)
             writer.fill(place, [memoryview(bytes(BLOCK + 1))])
             writer.abandon()

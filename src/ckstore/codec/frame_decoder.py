@@ -16,7 +16,7 @@ from ckstore.errors import ChecksumError, CorruptError, MalformedError
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.wire import Checksum, new_xxh3, xxh3_64
 from ckstore.hashing import NO_BASE, ChunkId, Hasher, new_hasher
-from ckstore.io.buffers import untouched
+from ckstore.io.buffers import map_zeros
 
 Check = Literal["blake3", "xxh3", "none"]
 """What proves a decoded frame: the identity of its chunk (or the checksum in its place, see ``Expected``), the checksum
@@ -67,7 +67,7 @@ class FrameDecoder:
     def aside(self, nbytes: int) -> memoryview:
         """Return this decoder's own memory for a chunk that has no place of its own; the same when asked again."""
         if self._aside is None:
-            self._aside = untouched(self._limits.chunk_nbytes_max)
+            self._aside = map_zeros(self._limits.chunk_nbytes_max)
         return self._aside[:nbytes]
 
     def decode(

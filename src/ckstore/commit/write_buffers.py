@@ -80,7 +80,7 @@ class WriteBlocks:
 
     def give_back(self, pool: BufferPool) -> None:
         """Take back what was handed out; nothing of it is used any more, but blocks that were lost."""
-        blocks = pool.dissolve()
+        blocks = pool.close_and_take_blocks()
         if self._is_kept:
             self._kept = [*self._kept, *blocks][:WRITE_BLOCKS]
 

@@ -19,7 +19,7 @@ from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, check_payload
 from ckstore.format.manifest import FrameRef, PackRef
 from ckstore.hashing import NO_BASE, ChunkId, PackId
 from ckstore.io.backend import ReadFile, ReadResult
-from ckstore.io.buffers import BufferPool, untouched
+from ckstore.io.buffers import BufferPool, map_zeros
 from ckstore.store.damage import checkpoints_with, shortened
 from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
 from ckstore.store.repository import Repository
@@ -176,7 +176,7 @@ class ChainReader:
             return destination
         chunk_nbytes_max = self._repository.limits.chunk_nbytes_max
         if self._spare is None:
-            self._spare = untouched(chunk_nbytes_max)
+            self._spare = map_zeros(chunk_nbytes_max)
         if base is not None and base.obj is self._spare.obj:
             # A rounding that is rounded again: at most half a chunk, and the destination at most a quarter of one.
             return self._decoder.aside(chunk_nbytes_max)[chunk_nbytes_max - nbytes :]

@@ -55,7 +55,7 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Reservation:
     """Where reserved bytes will lie: ``offset`` in the file, and the pieces of blocks that hold them."""
 
     offset: int
@@ -63,7 +63,7 @@ class Place:
     pieces: tuple[tuple[_Block, int, int], ...]
 
 
-class StreamWriter:
+class BlockWriter:
     """Writes one pack through blocks of a pool.
 
     Args:
@@ -93,7 +93,7 @@ class StreamWriter:
         """Where the next place begins if it needs no alignment: the bytes reserved so far."""
         return self._position
 
-    def reserve(self, nbytes: int, *, align: int = 1) -> Place:
+    def reserve(self, nbytes: int, *, align: int = 1) -> Reservation:
         """Take the next bytes of the file; waits for a free block where one is needed.
 
         Calls come one at a time, in the order of the file.
@@ -110,11 +110,11 @@ class StreamWriter:
         self._skip(gap_nbytes)
         offset = self._position
         pieces = self._take(nbytes)
-        return Place(offset, nbytes, tuple(pieces))
+        return Reservation(offset, nbytes, tuple(pieces))
 
     def fill(
         self,
-        place: Place,
+        place: Reservation,
         parts: Sequence[memoryview],
         *,
         begin: int = 0,
@@ -145,11 +145,11 @@ class StreamWriter:
                 if not len(targets[0]):
                     targets.pop(0)
 
-    def views(self, place: Place) -> list[memoryview]:
+    def views(self, place: Reservation) -> list[memoryview]:
         """Return the bytes of the place as they will be written; valid until ``done``."""
         return [block.buffer.view[start:stop] for block, start, stop in place.pieces]
 
-    def done(self, place: Place) -> None:
+    def done(self, place: Reservation) -> None:
         """Declare the place filled for good; hands out the blocks that are complete by it."""
         self._check()
         for block, _, _ in place.pieces:

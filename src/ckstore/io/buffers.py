@@ -125,9 +125,9 @@ class BufferPool:
 
     def close(self) -> None:
         """Let go of the memory; blocks still out stay valid until they are released."""
-        self.dissolve()
+        self.close_and_take_blocks()
 
-    def dissolve(self) -> list[memoryview]:
+    def close_and_take_blocks(self) -> list[memoryview]:
         """Close the pool, and return the blocks that nobody has any more, the one first that was next."""
         with self._condition:
             self._is_closed = True
@@ -165,7 +165,7 @@ _LOST: list[memoryview] = []
 """Memory that the kernel may write to at any time, and that must stay mapped therefore."""
 
 
-def untouched(nbytes: int) -> memoryview:
+def map_zeros(nbytes: int) -> memoryview:
     """Return zeros that take memory, and time, only where they are written to: for what is seldom used whole.
 
     Raises:

@@ -206,7 +206,7 @@ NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "bmi1", "
 of AVX-512 all that compilers take for granted where they use some of it (x86-64-v4 of the psABI)."""
 
 
-def refuse_where_it_kills(cpu_facts: Path = _CPU_FACTS) -> None:
+def require_supported_processor(cpu_facts: Path = _CPU_FACTS) -> None:
     """Return where liburing may be loaded; for processors of other kinds there is no wheel, so it was made there.
 
     Args:
@@ -291,7 +291,7 @@ def open_scratch(folder: str, *, direct: bool) -> int | None:
     return fd
 
 
-def takes_direct(folder: str) -> bool:
+def supports_direct_io(folder: str) -> bool:
     """Say whether files in the folder can be written and read past the page cache, by trying it."""
     fd = open_scratch(folder, direct=True)
     if fd is None:
@@ -317,7 +317,7 @@ def _unlink_if_there(path: str) -> None:
 def _try_uring(folder: str) -> tuple[Engine | None, str]:
     try:
         # Asked here too: an import that raises is read and run again each time.
-        refuse_where_it_kills()
+        require_supported_processor()
         from ckstore.io.uring_engine import UringEngine
     except ModuleNotFoundError as error:
         return None, f"liburing is not installed ({error})"

@@ -25,7 +25,7 @@ from ckstore.config import EngineName
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.io.backend import FileInfo, FileLock, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
-from ckstore.io.direct_io import Engine, IoQueue, choose_engine, takes_direct
+from ckstore.io.direct_io import Engine, IoQueue, choose_engine, supports_direct_io
 from ckstore.io.local_packs import LocalPackSink, LocalReadFile, RangeReader
 from ckstore.io.ownership import Ownership, Sharing, ownership_of
 from ckstore.io.syscalls import medium_error, medium_errors, rename_noreplace
@@ -91,7 +91,7 @@ class LocalBackend:
     def is_direct(self) -> bool:
         """Whether packs are written past the page cache."""
         if self._takes_direct is None:
-            self._takes_direct = self._try_direct and takes_direct(self.root)
+            self._takes_direct = self._try_direct and supports_direct_io(self.root)
         return self._takes_direct
 
     def location_of(self, name: str) -> str:

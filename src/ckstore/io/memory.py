@@ -9,10 +9,11 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, MalformedError, UsageError
-from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
+from ckstore.io.backend import Backend, FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.io.syscalls import PAGE_NBYTES
 
@@ -309,6 +310,50 @@ class _MemoryPackSink:
         with self._backend._lock:
             if not self._is_finished and self._backend._files.get(self.name) is self._file:
                 del self._backend._files[self.name]
+
+
+class _DiscardingSink:
+    """Takes a pack, and forgets it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def write(self, buffer: AlignedBuffer, nbytes: int, offset: int) -> None:
+        buffer.release()
+
+    def drain(self) -> None: ...
+
+    def finish(self, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DiscardingBackend:
+    """Reads what another backend has; what is written goes nowhere.
+
+    Args:
+        backend: What is read.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def create_pack(self, name: str, *, nbytes_expected: int) -> PackSink:
+        """Begin a pack that is not kept."""
+        return _DiscardingSink(name)
+
+    def make_folder(self, name: str) -> bool:
+        """Make no folder."""
+        return False
+
+    def sync_folder(self, name: str) -> None:
+        """Make nothing durable."""
+
+    def unlink(self, name: str) -> None:
+        """Remove nothing."""
 
 
 def _checked(name: str) -> str:

@@ -29,12 +29,12 @@ from typing import Any
 
 from ckstore.concurrency import Latch
 from ckstore.errors import UsageError
-from ckstore.io.direct_io import IoQueue, IoRequest, Transfer, refuse_where_it_kills
+from ckstore.io.direct_io import IoQueue, IoRequest, Transfer, require_supported_processor
 from ckstore.io.syscalls import medium_errors
-from ckstore.io.uring_vectors import keeps_views, let_go
+from ckstore.io.uring_vectors import leaks_views, release_leaked_view
 
 # Loaded first, it would take the process with it.
-refuse_where_it_kills()
+require_supported_processor()
 
 import liburing  # type: ignore[import-untyped]  # noqa: E402
 
@@ -43,7 +43,7 @@ _BATCH = 4
 LOST_WAIT_MS = 2000
 """How long completions are waited for after the ring has failed; one that is missing then is lost."""
 _RETRY_MS = 1
-_KEEPS_VIEWS = keeps_views(liburing.Iovec)
+_KEEPS_VIEWS = leaks_views(liburing.Iovec)
 
 
 class UringEngine:
@@ -72,7 +72,7 @@ class _Flight:
         """Let go of the memory: the kernel is done with it, or never saw it."""
         self.vector = None
         if _KEEPS_VIEWS:
-            let_go(self.view)
+            release_leaked_view(self.view)
 
 
 class UringQueue:

@@ -36,7 +36,7 @@ _release.argtypes = (ctypes.POINTER(_Buffer),)
 _release.restype = None
 
 
-def keeps_views(make_vector: Any) -> bool:
+def leaks_views(make_vector: Any) -> bool:
     """Whether a vector leaves an export, and a reference, of its view behind when it is gone."""
     view = memoryview(bytearray(1))
     before = sys.getrefcount(view)
@@ -51,10 +51,10 @@ def keeps_views(make_vector: Any) -> bool:
     return False
 
 
-def let_go(view: memoryview) -> None:
+def release_leaked_view(view: memoryview) -> None:
     """Release the one export of a view that its vector has left behind, and the view itself; the vector is gone.
 
-    To be called once for each vector, and only where ``keeps_views`` said so.
+    To be called once for each vector, and only where ``leaks_views`` said so.
     """
     _release(ctypes.byref(_Buffer(obj=id(view))))
     view.release()

@@ -6,14 +6,16 @@ import os
 import re
 import stat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ckstore.config import EngineName
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.io.backend import Backend
 from ckstore.io.local import LocalBackend
 from ckstore.io.ownership import Sharing, is_shared_on_purpose
-from ckstore.io.remote.options import is_bucket_address
 from ckstore.io.syscalls import medium_errors
+
+SCHEMES = ("s3", "gs", "az")
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:|(?:s3|gs|az)//", re.IGNORECASE)
 """How an address begins that is no path: a scheme of two letters or more, or one of ours without its colon."""
@@ -60,6 +62,30 @@ def backend_for(
                 todo=f"`chmod go-w {folder}`, or allow it: allow_shared_folder=True, --allow-shared-folder",
             )
     return LocalBackend(folder, engine=engine, sharing=sharing)
+
+
+def is_bucket_address(text: str) -> bool:
+    """Whether a text is the address of a bucket rather than a path."""
+    return text.partition("://")[0] in SCHEMES and "://" in text
+
+
+def check_address(url: str) -> str:
+    """Return the address of a bucket and prefix in its one spelling.
+
+    Raises:
+        UsageError: It holds more than that, credentials perhaps; they are not repeated.
+    """
+    repository = urlsplit(url)
+    if "@" in url or ":" in repository.netloc or repository.query or repository.fragment:
+        raise UsageError(
+            "the address of a bucket holds a user, a password or a query",
+            where=f"{repository.scheme}://...",
+            todo="name bucket and prefix only; credentials come from the environment, a profile or the machine's role",
+        )
+    folders = [part for part in repository.path.split("/") if part]
+    if repository.scheme not in SCHEMES or not repository.netloc or any(part in (".", "..") for part in folders):
+        raise UsageError("an address of a bucket is written s3://bucket/prefix", where=repr(url)[:200])
+    return "/".join([f"{repository.scheme}://{repository.netloc}", *folders])
 
 
 def mode_of_folder(folder: Path) -> int:

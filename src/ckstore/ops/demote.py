@@ -49,7 +49,7 @@ from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import ChunkId
 from ckstore.io.backend import Backend, Distant
-from ckstore.io.discard import Nowhere
+from ckstore.io.memory import DiscardingBackend
 from ckstore.ops.repack import IsolatedRepository
 from ckstore.ops.stored_checkpoint import reader_nbytes, stored_state
 from ckstore.quant.bounds import fidelity_of
@@ -298,7 +298,7 @@ def _dry_run(
     """Code as the act would, write it nowhere, and report what to expect."""
     packs = packs_nbytes(repository)
     nowhere = Repository(
-        cast(Backend, Nowhere(repository.backend)), repository.record, repository.run, clock=repository.clock
+        cast(Backend, DiscardingBackend(repository.backend)), repository.record, repository.run, clock=repository.clock
     )
     estimator = _Demoter(nowhere, wanted, policy, is_named=False)
     expected = tuple(estimator.estimate(entries, tell))

@@ -20,7 +20,7 @@ from ckstore.errors import UnsupportedError
 from ckstore.format.manifest import FrameRef, Manifest, PackRef
 from ckstore.format.tensors import StorageSpec
 from ckstore.hashing import ChunkId
-from ckstore.io.buffers import untouched
+from ckstore.io.buffers import map_zeros
 from ckstore.state.capture import Captured
 from ckstore.store.repository import Repository
 
@@ -118,7 +118,7 @@ class _Thread:
     def room(self) -> memoryview:
         """Return a buffer that holds nothing that is wanted any more."""
         if len(self.held) < HELD_COUNT:
-            return untouched(self._chunk_nbytes_max)
+            return map_zeros(self._chunk_nbytes_max)
         return self.held.pop(next(iter(self.held)))
 
 

@@ -17,7 +17,7 @@ from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_
 from ckstore.hashing import NO_BASE, PackId
 from ckstore.io.backend import ReadFile
 from ckstore.io.block_writer import copy_plain
-from ckstore.io.buffers import BufferPool, untouched
+from ckstore.io.buffers import BufferPool, map_zeros
 from ckstore.ops.verify_packs import Audit
 from ckstore.store.damage import Place, Uses
 from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
@@ -221,4 +221,4 @@ class _Walk:
         return file
 
     def _new_room(self) -> memoryview:
-        return untouched(self._chunk_nbytes_max)
+        return map_zeros(self._chunk_nbytes_max)

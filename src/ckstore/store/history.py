@@ -44,7 +44,7 @@ from ckstore.format.location import PackTable, decode_pack_table
 from ckstore.format.losses import EXACT_FIDELITY
 from ckstore.format.manifest import Manifest, decode_manifest, republished
 from ckstore.format.paths import ManifestName
-from ckstore.io.fan_out import for_each_concurrent
+from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve

@@ -19,8 +19,7 @@ from ckstore.errors import BackendError, CorruptError, NotFoundError, Unsupporte
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
-from ckstore.io.backend import Backend, Distant, FileInfo
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import Backend, Distant, FileInfo, map_concurrent
 from ckstore.io.url import backend_for
 from ckstore.results import Info
 from ckstore.store.manifests import missing_sentence

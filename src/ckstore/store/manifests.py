@@ -27,8 +27,7 @@ from ckstore.format import paths
 from ckstore.format.header import PREAMBLE_NBYTES, ManifestHeader, decode_header, decode_preamble, header_nbytes_needed
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId, new_token
-from ckstore.io.backend import Backend, Distant
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.identity import require_same_store
 from ckstore.store.intents import removed_meanwhile, require

@@ -22,7 +22,7 @@ from ckstore.format.pack import PACK_ALIGN, DirectoryEntry, encode_directory, en
 from ckstore.format.wire import new_xxh3
 from ckstore.hashing import PackId, new_pack_id
 from ckstore.io.backend import Backend
-from ckstore.io.block_writer import Place, StreamWriter
+from ckstore.io.block_writer import BlockWriter, Reservation
 from ckstore.io.buffers import BufferPool
 
 _log = logging.getLogger("ckstore")
@@ -40,7 +40,7 @@ class FrameSlot:
 
     pack: OpenPack
     offset: int
-    place: Place
+    place: Reservation
     stored_nbytes: int
 
 
@@ -50,7 +50,7 @@ class OpenPack:
 
     pack_id: PackId
     name: str
-    stream: StreamWriter
+    stream: BlockWriter
     entries: list[DirectoryEntry] = field(default_factory=list)
     unfilled: int = 0
     ref: PackRef | None = None
@@ -191,7 +191,7 @@ class Packer:
             self._backend.make_folder(paths.pack_folder(pack_id))
             self._backend.sync_folder(paths.PACKS_FOLDER)
             sink = self._backend.create_pack(name, nbytes_expected=nbytes_expected)
-        pack = OpenPack(pack_id, name, StreamWriter(sink, self._pool, copy=self._copy))
+        pack = OpenPack(pack_id, name, BlockWriter(sink, self._pool, copy=self._copy))
         self._packs.append(pack)
         self._append(pack, encode_superheader(store_id=self._store_id, pack_id=pack_id))
         return pack

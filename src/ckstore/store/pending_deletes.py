@@ -24,8 +24,7 @@ from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptErr
 from ckstore.format import paths as layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.hashing import PackId, new_token
-from ckstore.io.backend import Backend, Distant
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.processes import maker_is_running, maker_of
 from ckstore.store.file_age import MAKER_AGE_SECONDS_MAX, is_older
 from ckstore.store.trash import make_durable_folder

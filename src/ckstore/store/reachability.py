@@ -24,8 +24,7 @@ from ckstore.format.header import ManifestHeader
 from ckstore.format.location import PackRef, PackTable, decode_pack_row, decode_pack_table
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import DIGEST_NBYTES, PackId
-from ckstore.io.backend import Distant
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import Distant, map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import manifests_in, marks_in
 from ckstore.store.repository import Repository

@@ -29,7 +29,7 @@ from ckstore.errors import (
 )
 from ckstore.format.header import ManifestHeader
 from ckstore.format.paths import ManifestName
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import map_concurrent
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.manifests import DroppedError, Manifests, missing_sentence, no_checkpoint
 from ckstore.store.repository import Repository

@@ -21,8 +21,7 @@ from ckstore.format.location import PackRef
 from ckstore.format.pack import TAIL_NBYTES, decode_tail
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
-from ckstore.io.backend import Backend
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import Backend, map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.reachability import Marked, Marker
 from ckstore.store.repository import Repository

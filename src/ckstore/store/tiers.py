@@ -20,10 +20,8 @@ from ckstore.errors import BackendError, CkstoreError, MissingChunkError, NotFou
 from ckstore.format import paths
 from ckstore.format.records import ConfigRecord
 from ckstore.hashing import PackId
-from ckstore.io.backend import Backend, Distant
-from ckstore.io.fan_out import map_concurrent
-from ckstore.io.remote.options import check_address, is_bucket_address
-from ckstore.io.url import backend_for
+from ckstore.io.backend import Backend, Distant, map_concurrent
+from ckstore.io.url import backend_for, check_address, is_bucket_address
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.identity import store_id_at

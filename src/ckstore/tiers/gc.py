@@ -39,8 +39,7 @@ from ckstore.format import paths
 from ckstore.format.location import decode_pack_row, decode_pack_table
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
-from ckstore.io.backend import Backend
-from ckstore.io.fan_out import for_each_concurrent, map_concurrent
+from ckstore.io.backend import Backend, for_each_concurrent, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, PackRewrite, worthwhile_rewrites
 from ckstore.ops.gc.rewrite_packs import Repacked, repack
 from ckstore.ops.gc.run import collector_lock

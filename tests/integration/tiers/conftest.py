@@ -6,7 +6,7 @@ import pytest
 
 import ckstore
 from ckstore.io.remote import client
-from ckstore.io.remote.options import RemoteOptions
+from ckstore.io.remote.client import RemoteOptions
 from support.fault_proxy import fault_proxy
 from support.memory_folders import tmp_path as tmp_path
 from support.push_states import state_of

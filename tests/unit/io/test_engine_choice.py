@@ -12,7 +12,7 @@ import pytest
 
 from ckstore.errors import UnsupportedError, UsageError
 from ckstore.io import direct_io
-from ckstore.io.direct_io import choose_engine, takes_direct
+from ckstore.io.direct_io import choose_engine, supports_direct_io
 
 SANDBOX = """
 import ctypes, errno, os, resource, struct, sys
@@ -66,7 +66,7 @@ def test_refused_rings_fall_back_to_pwrite_and_say_so_once(tmp_path, name):
 
 
 def test_missing_library_falls_back_to_pwrite(tmp_path):
-    able = "from ckstore.io import direct_io as ring_support\nring_support.refuse_where_it_kills = lambda: None\n"
+    able = "from ckstore.io import direct_io as ring_support\nring_support.require_supported_processor = lambda: None\n"
     lines = run_python("import sys\nsys.modules['liburing'] = None\n" + able + USE, tmp_path)
     assert "liburing is not installed" in lines[0]
     assert lines[1].startswith("pwrite | ")
@@ -91,9 +91,9 @@ def test_refusal_reaches_whoever_asks_for_rings_by_name(tmp_path, monkeypatch):
 def test_this_processor_is_believed_when_it_says_what_it_can(tmp_path):
     # In a process of its own, since this would kill it: where nothing refuses, rings can be made and left.
     code = """
-from ckstore.io.direct_io import refuse_where_it_kills
+from ckstore.io.direct_io import require_supported_processor
 try:
-    refuse_where_it_kills()
+    require_supported_processor()
     import liburing
 except ImportError:
     sys.exit()
@@ -110,7 +110,7 @@ def test_little_locked_memory_is_no_hindrance(tmp_path):
 
 
 def test_engine_asked_for_by_name_is_not_replaced_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckstore.io.direct_io.refuse_where_it_kills", lambda: None)
+    monkeypatch.setattr("ckstore.io.direct_io.require_supported_processor", lambda: None)
     monkeypatch.setitem(sys.modules, "ckstore.io.uring_engine", None)
     with pytest.raises(UnsupportedError, match="liburing is not installed"):
         choose_engine("uring", str(tmp_path))
@@ -135,7 +135,7 @@ def test_ring_that_gives_back_other_bytes_is_not_taken(tmp_path, monkeypatch, ca
 
 def test_probe_leaves_nothing_behind(tmp_path, monkeypatch):
     choose_engine("auto", str(tmp_path))
-    takes_direct(str(tmp_path))
+    supports_direct_io(str(tmp_path))
     # Where a file cannot be made without a name, one with a name is made and removed.
     real = os.open
 
@@ -146,7 +146,7 @@ def test_probe_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", without_tmpfile)
     choose_engine("auto", str(tmp_path))
-    assert takes_direct(str(tmp_path)) in (True, False)
+    assert supports_direct_io(str(tmp_path)) in (True, False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,5 +181,5 @@ def test_folder_that_refuses_direct_files_is_found_out(tmp_path, monkeypatch):
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert takes_direct(str(tmp_path)) is False
-    assert takes_direct(str(tmp_path / "gone")) is False
+    assert supports_direct_io(str(tmp_path)) is False
+    assert supports_direct_io(str(tmp_path / "gone")) is False

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from ckstore.io.uring_vectors import keeps_views, let_go
+from ckstore.io.uring_vectors import leaks_views, release_leaked_view
 
 
 @pytest.mark.uring
 def test_view_that_a_vector_kept_is_let_go():
     import liburing
 
-    if not keeps_views(liburing.Iovec):
+    if not leaks_views(liburing.Iovec):
         pytest.skip("this liburing keeps nothing")
     for _ in range(100):
         memory = mmap.mmap(-1, 4096)
@@ -24,7 +24,7 @@ def test_view_that_a_vector_kept_is_let_go():
         vector = liburing.Iovec([view])
         del vector
         count = sys.getrefcount(view)
-        let_go(view)
+        release_leaked_view(view)
         assert sys.getrefcount(view) == count - 1
         whole.release()
         # It raises while anybody exports it.
@@ -48,8 +48,8 @@ class Honest:
 
 
 def test_vector_that_keeps_nothing_is_left_alone():
-    assert not keeps_views(Honest)
+    assert not leaks_views(Honest)
 
 
 def test_vector_that_lets_its_view_go_by_itself_is_left_alone():
-    assert not keeps_views(Keeping)
+    assert not leaks_views(Keeping)

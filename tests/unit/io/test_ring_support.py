@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ckstore.io.direct_io import NEEDED_FLAGS, refuse_where_it_kills
+from ckstore.io.direct_io import NEEDED_FLAGS, require_supported_processor
 
 ALL = " ".join(("fpu", "sse2", *NEEDED_FLAGS, "rdpid"))
 
@@ -24,13 +24,13 @@ def facts(tmp_path, monkeypatch):
 
 
 def test_processor_with_everything_may_load_it(facts):
-    refuse_where_it_kills(facts(ALL))
+    require_supported_processor(facts(ALL))
 
 
 @pytest.mark.parametrize("flag", NEEDED_FLAGS)
 def test_processor_that_lacks_anything_may_not(facts, flag):
     with pytest.raises(ImportError, match="AVX-512" if flag.startswith("avx512") else f"lacks {flag},"):
-        refuse_where_it_kills(facts(" ".join(each for each in ALL.split() if each != flag)))
+        require_supported_processor(facts(" ".join(each for each in ALL.split() if each != flag)))
 
 
 def test_what_cannot_be_found_out_is_a_refusal(facts, tmp_path):
@@ -38,9 +38,9 @@ def test_what_cannot_be_found_out_is_a_refusal(facts, tmp_path):
     silent.write_text("processor\t: 0\n")
     for path in (tmp_path / "missing", silent):
         with pytest.raises(ImportError, match="does not say"):
-            refuse_where_it_kills(path)
+            require_supported_processor(path)
 
 
 def test_other_machines_have_no_wheel_that_could_kill_them(facts, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "host", "6.1", "#1", "aarch64")))
-    refuse_where_it_kills(tmp_path / "missing")
+    require_supported_processor(tmp_path / "missing")

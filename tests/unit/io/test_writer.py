@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckstore.errors import BackendError, CapacityError, CkstoreError, UsageError
-from ckstore.io.block_writer import StreamWriter
+from ckstore.io.block_writer import BlockWriter
 from ckstore.io.buffers import BufferPool
 from ckstore.io.memory import MemoryBackend
 
@@ -59,7 +59,7 @@ def put(writer, content, align=1):
 
 def test_gaps_and_padding_are_zero(pool):
     backend = MemoryBackend()
-    writer = StreamWriter(backend.create_pack("x", nbytes_expected=0), pool)
+    writer = BlockWriter(backend.create_pack("x", nbytes_expected=0), pool)
     first = put(writer, b"\xff" * 10)
     second = put(writer, b"\xee" * 10, align=64)
     third = put(writer, b"\xdd" * 5, align=PAGE)
@@ -71,7 +71,7 @@ def test_gaps_and_padding_are_zero(pool):
 
 def test_finish_can_end_a_file_anywhere(pool):
     backend = MemoryBackend()
-    writer = StreamWriter(backend.create_pack("x", nbytes_expected=0), pool)
+    writer = BlockWriter(backend.create_pack("x", nbytes_expected=0), pool)
     put(writer, b"abc")
     assert writer.finish(align=1) == 3
     assert backend.read_bytes("x", nbytes_max=100) == b"abc"
@@ -80,7 +80,7 @@ def test_finish_can_end_a_file_anywhere(pool):
 def test_file_may_end_with_a_block_or_be_empty(pool):
     backend = MemoryBackend()
     for name, nbytes in (("full", 2 * BLOCK), ("empty", 0)):
-        writer = StreamWriter(backend.create_pack(name, nbytes_expected=0), pool)
+        writer = BlockWriter(backend.create_pack(name, nbytes_expected=0), pool)
         put(writer, b"z" * nbytes)
         assert writer.finish() == nbytes
         assert backend.read_bytes(name, nbytes_max=1 << 20) == b"z" * nbytes
@@ -89,7 +89,7 @@ def test_file_may_end_with_a_block_or_be_empty(pool):
 
 def test_parts_are_joined_across_blocks(pool):
     backend = MemoryBackend()
-    writer = StreamWriter(backend.create_pack("x", nbytes_expected=0), pool)
+    writer = BlockWriter(backend.create_pack("x", nbytes_expected=0), pool)
     put(writer, bytes(BLOCK - 100))
     place = writer.reserve(BLOCK + 200)
     parts = [b"a" * 50, b"", b"b" * (BLOCK + 100), b"c" * 50]
@@ -103,7 +103,7 @@ def test_parts_are_joined_across_blocks(pool):
 
 def test_block_goes_out_only_when_every_place_in_it_is_done(pool):
     sink = SlowSink()
-    writer = StreamWriter(sink, pool)
+    writer = BlockWriter(sink, pool)
     first, second = writer.reserve(PAGE), writer.reserve(BLOCK)
     writer.done(second)
     assert sink.blocks == []
@@ -113,7 +113,7 @@ def test_block_goes_out_only_when_every_place_in_it_is_done(pool):
 
 def test_many_threads_fill_one_pack_with_few_buffers(pool):
     backend = MemoryBackend()
-    writer = StreamWriter(backend.create_pack("x", nbytes_expected=0), pool)
+    writer = BlockWriter(backend.create_pack("x", nbytes_expected=0), pool)
     source = random.Random(7)
     pieces = [source.randbytes(source.randrange(2 * BLOCK)) for _ in range(300)]
     places = [None] * len(pieces)
@@ -142,14 +142,14 @@ def test_many_threads_fill_one_pack_with_few_buffers(pool):
 
 
 def test_place_larger_than_the_pool_is_refused(pool):
-    writer = StreamWriter(SlowSink(), pool)
+    writer = BlockWriter(SlowSink(), pool)
     with pytest.raises(UsageError):
         writer.reserve(4 * BLOCK + 1)
     writer.abandon()
 
 
 def test_stop_wakes_who_waits_for_a_block(pool):
-    writer = StreamWriter(SlowSink(), pool)
+    writer = BlockWriter(SlowSink(), pool)
     writer.reserve(4 * BLOCK)
     threading.Timer(0.05, writer.stop).start()
     with pytest.raises(CkstoreError, match="given up"):
@@ -161,7 +161,7 @@ def test_stop_wakes_who_waits_for_a_block(pool):
 def test_failed_write_is_raised_by_every_later_call(pool):
     sink = SlowSink()
     sink.error = CapacityError("full")
-    writer = StreamWriter(sink, pool)
+    writer = BlockWriter(sink, pool)
     place = writer.reserve(BLOCK)
     with pytest.raises(CapacityError):
         writer.done(place)
@@ -177,7 +177,7 @@ def test_failed_write_is_raised_by_every_later_call(pool):
 def test_unforeseen_error_of_a_sink_stops_the_writer_too(pool):
     sink = SlowSink()
     sink.error = BackendError("disk")
-    writer = StreamWriter(sink, pool)
+    writer = BlockWriter(sink, pool)
     with pytest.raises(BackendError):
         writer.done(writer.reserve(2 * BLOCK))
     writer.abandon()
@@ -185,7 +185,7 @@ def test_unforeseen_error_of_a_sink_stops_the_writer_too(pool):
 
 
 def test_finish_with_an_open_place_is_a_bug(pool):
-    writer = StreamWriter(SlowSink(), pool)
+    writer = BlockWriter(SlowSink(), pool)
     writer.reserve(10)
     with pytest.raises(AssertionError):
         writer.finish()
@@ -193,7 +193,7 @@ def test_finish_with_an_open_place_is_a_bug(pool):
 
 
 def test_parts_that_do_not_fit_their_place_are_a_bug(pool):
-    writer = StreamWriter(SlowSink(), pool)
+    writer = BlockWriter(SlowSink(), pool)
     place = writer.reserve(10)
     with pytest.raises(AssertionError):
         writer.fill(place, [memoryview(b"123")])

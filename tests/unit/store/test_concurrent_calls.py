@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ckstore.io.fan_out import for_each_concurrent, map_concurrent
+from ckstore.io.backend import for_each_concurrent, map_concurrent
 
 
 class Far:

@@ -20,8 +20,7 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.io.backend import FileInfo, PackSink, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
-from ckstore.io.remote.client import Bucket
-from ckstore.io.remote.options import RemoteOptions
+from ckstore.io.remote.client import Bucket, RemoteOptions
 from ckstore.io.remote.packs import RemotePackSink, RemoteReadFile, read_remote_ranges
 
 _DRAFTS = "tmp/"

@@ -25,6 +25,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -38,8 +39,8 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import MIB
 from ckstore.errors import BackendError, CkstoreError, MalformedError, UnreachableError, UsageError
 from ckstore.hashing import new_token
-from ckstore.io.remote.errors import FINAL, Failed, check_describes, checked, judged, meaning_of
-from ckstore.io.remote.options import ObjectInfo, RemoteOptions, check_address
+from ckstore.io.remote.errors import FINAL, RequestError, check_describes, checked, classify, error_for
+from ckstore.io.url import check_address
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -156,6 +157,49 @@ PART_NBYTES_MIN = 16 * MIB
 PART_COUNT_MAX = 9_000
 """A multipart upload has at most 10,000 parts, which must be equal for some servers."""
 
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """How patient a bucket's client is, and how much it does at once.
+
+    Args:
+        try_count: How often a request is made before it has failed.
+        pause_seconds: How long to wait before the second time; twice as long before each further one.
+        pause_seconds_max: And never longer.
+        read_timeout_seconds: How long a connection may be silent.
+        request_timeout_seconds: How long one request may take, its body included.
+        connect_timeout_seconds: How long a connection may take to be made.
+        parts_at_once: Parts of one pack that are being written at once.
+        reads_at_once: Ranges that are being read at once.
+    """
+
+    try_count: int = 6
+    pause_seconds: float = 0.2
+    pause_seconds_max: float = 10.0
+    read_timeout_seconds: float = 30.0
+    request_timeout_seconds: float = 600.0
+    connect_timeout_seconds: float = 10.0
+    parts_at_once: int = 4
+    reads_at_once: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What is known of an object without reading it.
+
+    Attributes:
+        nbytes: Its size.
+        modified_ns: When it was made.
+        etag: The server's name for this version; not always a digest.
+        attempt: The token of the try that made it; empty where it carries none.
+    """
+
+    nbytes: int
+    modified_ns: int
+    etag: str
+    attempt: str
+
+
 DEFAULT_OPTIONS = RemoteOptions()
 
 _ATTEMPT = "ckstoreattempt"
@@ -233,7 +277,7 @@ class Bucket:
         def ask() -> memoryview:
             found = memoryview(obstore.get_range(self._store, key, start=offset, length=nbytes))
             if len(found) != nbytes:
-                raise Failed("transient", f"{len(found)} bytes came of {nbytes}")
+                raise RequestError("transient", f"{len(found)} bytes came of {nbytes}")
             return found
 
         return self._call("reading a range", key, ask)
@@ -253,11 +297,11 @@ class Bucket:
                     view = memoryview(piece)
                     offset += len(view)
                     yield view
-                failed = Failed("transient", f"{offset - begun} bytes came of {end - begun}")
+                failed = RequestError("transient", f"{offset - begun} bytes came of {end - begun}")
             except FileNotFoundError:
                 raise
             except BaseException as error:
-                failed = judged(error)
+                failed = classify(error)
             if offset < end:
                 # A stream that got on has earned its tries anew.
                 rounds_left = _ROUNDS if offset > begun else rounds_left - 1
@@ -269,7 +313,7 @@ class Bucket:
         options: Any = {"range": (offset, end)}
         result = self._call("reading a range", key, lambda: obstore.get(self._store, key, options=options))
         if tuple(result.range) != (offset, end):
-            raise Failed("transient", "another range came")
+            raise RequestError("transient", "another range came")
         return iter(result.stream(min_chunk_size=piece_nbytes))
 
     def get_head(self, key: str, nbytes: int) -> bytes:
@@ -280,7 +324,7 @@ class Bucket:
                 found = bytes(obstore.get_range(self._store, key, start=0, length=nbytes))
             except obstore.exceptions.BaseError as error:
                 # Of an empty object no byte can be asked for.
-                if judged(error).said.startswith("416"):
+                if classify(error).said.startswith("416"):
                     return b""
                 raise
             return checked(found, len(found))
@@ -336,17 +380,17 @@ class Bucket:
         self._put(key, content, {"e_tag": etag})
 
     def _put(self, key: str, content: bytes, mode: Mode) -> None:
-        attempt, last = new_token(), Failed("transient", "it is not there afterwards")
+        attempt, last = new_token(), RequestError("transient", "it is not there afterwards")
         for number in range(_ROUNDS):
             self._pause(number)
             try:
                 self._put_once(key, content, mode, attempt)
-            except Failed as failed:
+            except RequestError as failed:
                 if failed.kind in FINAL:
                     raise self._meaning(failed, "writing an object", key) from None
                 last = failed
             found = self._look_back(key)
-            if isinstance(found, Failed):
+            if isinstance(found, RequestError):
                 last = found
                 continue
             if found is not None and found.attempt == attempt and found.nbytes == len(content):
@@ -361,13 +405,13 @@ class Bucket:
         try:
             obstore.put(self._store, key, content, mode=cast(Any, mode), use_multipart=False, attributes=attributes)
         except BaseException as error:
-            raise judged(error) from None
+            raise classify(error) from None
 
-    def _look_back(self, key: str) -> ObjectInfo | Failed | None:
+    def _look_back(self, key: str) -> ObjectInfo | RequestError | None:
         try:
             return self.head(key)
         except BackendError as error:
-            return Failed("transient", error.what)
+            return RequestError("transient", error.what)
 
     def put_stream(self, key: str, pieces: Iterable[Buffer], *, nbytes_expected: int) -> None:
         """Write a large object in parts, many at once; it is there, with its size, when this returns.
@@ -383,7 +427,7 @@ class Bucket:
         """
         part_nbytes = max(PART_NBYTES_MIN, (nbytes_expected // PART_COUNT_MAX // MIB + 1) * MIB)
         count = _Count()
-        failed: Failed | None = None
+        failed: RequestError | None = None
         try:
             obstore.put(
                 self._store,
@@ -396,17 +440,17 @@ class Bucket:
         except BaseException as error:
             if count.error is not None:
                 raise count.error from None
-            failed = judged(error)
+            failed = classify(error)
             if failed.kind in FINAL:
                 raise self._meaning(failed, "writing a pack", key) from None
         # The answer may have been lost, and a success may hold an error.
         found = self._look_back(key)
         if isinstance(found, ObjectInfo) and count.is_complete and found.nbytes == count.nbytes:
             return
-        last = failed or Failed("transient", "it is not there with its size afterwards")
+        last = failed or RequestError("transient", "it is not there with its size afterwards")
         if last.kind != "transient":
             # What an upload in parts answers to a part of it that is gone says nothing of another try.
-            last = Failed("transient", last.said)
+            last = RequestError("transient", last.said)
         raise self._meaning(last, "writing a pack", key) from None
 
     def delete(self, key: str) -> None:
@@ -428,7 +472,7 @@ class Bucket:
         key = f"tmp/{name}"
         self.put_new(key, content)
         try:
-            with contextlib.suppress(Failed):
+            with contextlib.suppress(RequestError):
                 self._put_once(key, content + b", again", "create", new_token())
             found = self.head(key)
             return found is not None and found.nbytes == len(content) and name in self.list_folder("tmp")
@@ -471,13 +515,13 @@ class Bucket:
 
     def _call(self, what: str, key: str, ask: Callable[[], T]) -> T:
         """Ask until there is an answer, or no patience left."""
-        last = Failed("transient", "it was not tried")
+        last = RequestError("transient", "it was not tried")
         for number in range(_ROUNDS):
             self._pause(number)
             try:
                 return ask()
             except BaseException as error:
-                last = judged(error)
+                last = classify(error)
             if last.kind == "missing":
                 raise FileNotFoundError(self.location_of(key)) from None
             if last.kind != "transient":
@@ -488,8 +532,8 @@ class Bucket:
         if number:
             self._clock.sleep(min(self.options.pause_seconds_max, self.options.pause_seconds * 2 ** (number - 1)))
 
-    def _meaning(self, failed: Failed, what: str, key: str, *, is_uncertain: bool = False) -> CkstoreError:
-        return meaning_of(failed, what, where=self.location_of(key), root=self.root, is_uncertain=is_uncertain)
+    def _meaning(self, failed: RequestError, what: str, key: str, *, is_uncertain: bool = False) -> CkstoreError:
+        return error_for(failed, what, where=self.location_of(key), root=self.root, is_uncertain=is_uncertain)
 
 
 class _Count:

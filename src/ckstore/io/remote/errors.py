@@ -40,7 +40,7 @@ _WORDS: tuple[tuple[str, Kind, str], ...] = (
 )
 
 
-class Failed(Exception):
+class RequestError(Exception):
     """A request that failed.
 
     Args:
@@ -54,13 +54,13 @@ class Failed(Exception):
         self.said = said
 
 
-def judged(error: BaseException) -> Failed:
+def classify(error: BaseException) -> RequestError:
     """Return what an exception of obstore means; one of ours, and what is no failure, is raised again."""
-    if isinstance(error, Failed):
+    if isinstance(error, RequestError):
         return error
     if type(error).__name__ == "PanicException":
         # A fault of the library in another language, which Python is shown as no ordinary exception.
-        return Failed("other", "the client of buckets has failed inside; a setting for it may be unusable")
+        return RequestError("other", "the client of buckets has failed inside; a setting for it may be unusable")
     if isinstance(error, CkstoreError) or not isinstance(error, Exception):
         raise error
     text = str(error)
@@ -68,9 +68,9 @@ def judged(error: BaseException) -> Failed:
     code = next(iter(_CODE.findall(text)), "")
     for word, kind, meaning in _WORDS:
         if not status and word in text:
-            return Failed(kind, meaning)
+            return RequestError(kind, meaning)
     said = " ".join(part for part in (status, code) if part) or "no answer, or one that cannot be understood"
-    return Failed(_kind_of(error, status, code), said)
+    return RequestError(_kind_of(error, status, code), said)
 
 
 def _kind_of(error: Exception, status: str, code: str) -> Kind:
@@ -90,8 +90,8 @@ def _kind_of(error: Exception, status: str, code: str) -> Kind:
     return "transient"
 
 
-def meaning_of(
-    failed: Failed, what: str, *, where: str, root: str, is_uncertain: bool = False
+def error_for(
+    failed: RequestError, what: str, *, where: str, root: str, is_uncertain: bool = False
 ) -> BackendError | CapacityError:
     """Return the error that a failure is to the caller.
 
@@ -124,14 +124,14 @@ def check_describes(meta: Any) -> None:
     Believed, it would be somebody else's object of 0 bytes under a name that is free.
     """
     if not meta["e_tag"] and meta["last_modified"].timestamp() == 0:
-        raise Failed("transient", "a success that describes no object")
+        raise RequestError("transient", "a success that describes no object")
 
 
 def checked(content: bytes, nbytes: int) -> bytes:
     """Refuse a body that came short, or is an error although its status was a success."""
     if len(content) != nbytes:
-        raise Failed("transient", f"{len(content)} bytes came of {nbytes}")
+        raise RequestError("transient", f"{len(content)} bytes came of {nbytes}")
     # Nothing of ours begins so, but an error in the body of a success does.
     if content[:1] == b"<" and b"<Error>" in content[: 4 * KIB]:
-        raise Failed("transient", "a success whose body is an error")
+        raise RequestError("transient", "a success whose body is an error")
     return content

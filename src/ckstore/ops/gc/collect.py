@@ -44,8 +44,7 @@ from ckstore.errors import CkstoreError, CorruptError
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId
-from ckstore.io.backend import Distant
-from ckstore.io.fan_out import map_concurrent
+from ckstore.io.backend import Distant, map_concurrent
 from ckstore.ops.gc.plan import GcLimits, GcPlan, is_expired
 from ckstore.ops.gc.rewrite_packs import Repacked, repack
 from ckstore.ops.gc.survey import missing_in, named_in_trash, strays_among
