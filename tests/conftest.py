@@ -148,7 +148,7 @@ def disk_store(folder):
 def nothing_aside():
     """Run in the caller what ckstore runs on a thread of its own for the sake of Ctrl-C: half of a small restore."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(concurrency, "start_thread", lambda work: work())
+        monkeypatch.setattr(concurrency, "call_on_new_thread", lambda work: work())
         yield
 
 

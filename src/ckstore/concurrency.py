@@ -35,7 +35,7 @@ On the threads that copy a state, or hear of a saver's end, either would leave s
 So all threads but the main one have a thread of its own say what they have to say, and wait a little for it at most.
 
 Invariants:
-- ``tell`` raises nothing, and of a thread other than the main one it takes no longer than ``SAID_WITHIN_SECONDS``; but
+- ``tell`` raises nothing, and of a thread other than the main one it takes no longer than ``LOG_WAIT_SECONDS``; but
   where no thread can be started it is said by whoever tells it, however long that takes.
 - What is said is said in the order in which it was told; what waits to be said is bounded.
 """
@@ -128,12 +128,12 @@ class ThreadLimit:
     """
 
     def __init__(self) -> None:
-        self.most: int | None = None
+        self.maximum: int | None = None
         """None: all threads may begin. The first one always may."""
 
     def allows(self, thread_index: int) -> bool:
         """Whether the thread of this index may begin a chunk."""
-        most = self.most
+        most = self.maximum
         return most is None or thread_index < max(1, most)
 
 
@@ -195,7 +195,7 @@ class _Indices:
         self._is_over.set()
 
 
-def begin(thread: threading.Thread) -> None:
+def start_thread(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
@@ -261,7 +261,7 @@ def run_in_turns(
     ]
     try:
         for thread in threads:
-            begin(thread)
+            start_thread(thread)
         # The caller only waits, so that Ctrl-C is raised here and never in the middle of a step.
         for _ in threads:
             ended.get()
@@ -277,9 +277,9 @@ def run_in_turns(
         raise failures.pop(0)
 
 
-def start_thread(work: Callable[[], None]) -> None:
+def call_on_new_thread(work: Callable[[], None]) -> None:
     """Call ``work`` on a new thread: how ``run_uninterrupted`` does it unless it is told otherwise."""
-    begin(threading.Thread(target=work, name="ckstore-aside", daemon=True))
+    start_thread(threading.Thread(target=work, name="ckstore-aside", daemon=True))
 
 
 def run_uninterrupted(
@@ -293,7 +293,7 @@ def run_uninterrupted(
     Args:
         step: What to run; whatever it raises is raised here.
         on_interrupt: Called with what interrupted the caller, to make the step end soon; it is waited for.
-        start: Lets another thread call what it is given, which never raises; None: ``start_thread``.
+        start: Lets another thread call what it is given, which never raises; None: ``call_on_new_thread``.
     """
     results: list[Result] = []
     failures: list[BaseException] = []
@@ -312,7 +312,7 @@ def run_uninterrupted(
             ended.set()
 
     try:
-        (start or start_thread)(work)
+        (start or call_on_new_thread)(work)
         ended.wait()
     except BaseException as error:
         if not chance.acquire(blocking=False):
@@ -365,7 +365,7 @@ class Pool:
             # Before it starts: Ctrl-C must not leave one that nobody waits for.
             self._threads.append(thread)
             try:
-                begin(thread)
+                start_thread(thread)
             except RuntimeError:
                 self._threads.remove(thread)
                 if not self._threads:
@@ -470,14 +470,14 @@ class _Asked(Generic[T, R]):
         return answer  # type: ignore[return-value]  # R may be None itself
 
 
-SAID_WITHIN_SECONDS = 1.0
+LOG_WAIT_SECONDS = 1.0
 """How long who tells something waits until it is said: what a thread logs before it acts is usually read before."""
 
-UNSAID_COUNT_MAX = 1000
+QUEUED_LOG_RECORDS_MAX = 1000
 """What may wait to be said while a handler keeps everybody waiting; what comes after it is dropped."""
 
 
-def tell(log: logging.Logger, level: int, text: str, *facts: object, exc_info: bool = False) -> None:
+def log_safely(log: logging.Logger, level: int, text: str, *facts: object, exc_info: bool = False) -> None:
     """Log what a thread has to say that others wait for; what a filter or handler raises cannot be told, and is not.
 
     Args:
@@ -523,7 +523,7 @@ class _Speaker:
         """Have it said, and wait a little for it; False: no thread can be started for it."""
         said = Latch()
         with self._changing:
-            if len(self._unsaid) == UNSAID_COUNT_MAX:
+            if len(self._unsaid) == QUEUED_LOG_RECORDS_MAX:
                 return True
             self._unsaid.append((say, said))
             if not self._is_speaking:
@@ -534,7 +534,7 @@ class _Speaker:
                     return False
                 self._is_speaking = True
         # Whoever waited in vain has waited for all who come after him, until something is said again.
-        if not self._is_stuck and not said.wait(SAID_WITHIN_SECONDS):
+        if not self._is_stuck and not said.wait(LOG_WAIT_SECONDS):
             self._is_stuck = True
         return True
 

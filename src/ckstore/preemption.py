@@ -31,7 +31,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import check_step, check_tags
 from ckstore.errors import CkstoreError, UsageError
 from ckstore.interval import check_positive
-from ckstore.processes import leave_in_children, stay_in_children
+from ckstore.processes import close_in_children, keep_in_children
 
 if TYPE_CHECKING:
     from ckstore.background.pending import Pending
@@ -145,7 +145,7 @@ class LastCommit:
         weakref.finalize(self, os.close, self._bell).atexit = False
         self._teller = threading.Thread(target=self._tell, name="ckstore-signals", daemon=True)
         self._teller.start()
-        leave_in_children(self)
+        close_in_children(self)
         _open.add(self)
         for number in self._previous:
             signal.signal(number, self._hear)
@@ -216,7 +216,7 @@ class LastCommit:
         self._stop_listening()
         if not self._is_closed:
             self._is_closed = True
-            stay_in_children(self)
+            keep_in_children(self)
             os.eventfd_write(self._bell, 1)
             self._teller.join()
         is_left = self.signal is not None and not self._is_over
@@ -406,7 +406,7 @@ class LastCommit:
                 signal.signal(signal.SIGCHLD, below)
             self._of_children = None
 
-    def leave_child(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: as if nobody had listened."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._hear:

@@ -32,37 +32,37 @@ from typing import Any, Protocol, TypedDict
 from ckstore.hashing import new_token
 
 
-class Inherited(Protocol):
+class InheritedResource(Protocol):
     """Something that a process made, and a child of it finds in its memory."""
 
-    def leave_child(self) -> None:
+    def close_in_child(self) -> None:
         """Let go of it, in a forked child; locks may be held there by threads that are not, so none is taken."""
         ...
 
 
-_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_inherited: weakref.WeakSet[InheritedResource] = weakref.WeakSet()
 
 
-def leave_in_children(thing: Inherited) -> None:
+def close_in_children(thing: InheritedResource) -> None:
     """Have every child that is forked from now on let go of something, for as long as it is not collected."""
     _inherited.add(thing)
 
 
-def stay_in_children(thing: Inherited) -> None:
+def keep_in_children(thing: InheritedResource) -> None:
     """Take that back: there is nothing left to let go of."""
     _inherited.discard(thing)
 
 
-def _leave_children() -> None:
+def _close_in_child() -> None:
     for thing in list(_inherited):
         try:
-            thing.leave_child()
+            thing.close_in_child()
         except Exception as error:
             # What one cannot let go of must not keep the others; no log, whose locks may be held by nobody here.
             sys.stderr.write(f"ckstore: a forked child could not let go of a {type(thing).__name__}: {error}\n")
 
 
-os.register_at_fork(after_in_child=_leave_children)
+os.register_at_fork(after_in_child=_close_in_child)
 
 _FAULTS = {
     signal.SIGABRT,
@@ -93,17 +93,17 @@ JOB_SIGNALS = frozenset(signal.valid_signals()) - _FAULTS - _NEVER_HELD - _HARML
 """Every signal that is sent from outside and would end a process that does not handle it, real-time ones included."""
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return an environment in which the same modules are found as here, wherever the process is started."""
     package = str(Path(__file__).parents[1])
-    found = module_places()
+    found = module_search_path()
     # numpy's threads would cost memory, and do nothing there.
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.pathsep.join(found if package in found else [package, *found])
     return {**os.environ, "PYTHONPATH": path, **single}
 
 
-def module_places() -> list[str]:
+def module_search_path() -> list[str]:
     """Return where modules are looked for here, as absolute paths."""
     try:
         here = Path.cwd()
@@ -113,7 +113,7 @@ def module_places() -> list[str]:
     return [str(here / entry) for entry in sys.path]
 
 
-def start(arguments: Sequence[str], *, fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
+def start_python(arguments: Sequence[str], *, fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
     """Start this interpreter with all job signals blocked; the child unblocks those that it handles.
 
     Args:
@@ -132,7 +132,7 @@ def start(arguments: Sequence[str], *, fds: Sequence[int] = (), **options: Any) 
         lifted += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
         line = [sys.executable, *arguments, *map(str, lifted)]
         # Modules are looked for where Python is started; and a child must not keep a disk from being unmounted.
-        return subprocess.Popen(line, cwd="/", env=environment(), pass_fds=lifted, **options)
+        return subprocess.Popen(line, cwd="/", env=child_environment(), pass_fds=lifted, **options)
     finally:
         for fd in lifted:
             os.close(fd)
@@ -145,7 +145,7 @@ _PID_MAX = (1 << 31) - 1
 """No call takes a higher one."""
 
 
-class ProcessFacts(Protocol):
+class RecordedProcess(Protocol):
     """What a record says about the process that wrote it."""
 
     @property
@@ -164,7 +164,7 @@ class ProcessFacts(Protocol):
         ...
 
 
-class Maker(TypedDict):
+class ProcessIdentity(TypedDict):
     """What a record says first: the process that it is made for, and a token of its own."""
 
     host: str
@@ -174,9 +174,9 @@ class Maker(TypedDict):
     token: str
 
 
-def maker_of(pid: int) -> Maker:
+def identity_of(pid: int) -> ProcessIdentity:
     """Return what a new record for a process of this boot and pid namespace says of it."""
-    return Maker(
+    return ProcessIdentity(
         host=socket.gethostname(),
         boot_id=boot_identity(),
         pid=pid,
@@ -213,7 +213,7 @@ def is_running(pid: int, started: str) -> bool | None:
     return fields[19] == started
 
 
-def maker_is_running(maker: ProcessFacts) -> bool | None:
+def owner_is_running(maker: RecordedProcess) -> bool | None:
     """Whether the process that wrote a record runs; None where only its heartbeat, or the record's age, can tell."""
     here = boot_identity()
     if not here or maker.boot_id != here:

@@ -13,7 +13,7 @@ import pytest
 import ckstore
 from ckstore.cli.main import run as ckstore_command
 from ckstore.errors import BackendError, UsageError
-from ckstore.processes import module_places
+from ckstore.processes import module_search_path
 
 STATE = {"x": np.arange(20_000, dtype=np.float32)}
 
@@ -124,7 +124,7 @@ except UsageError as error:
 
 
 def test_removed_working_folder_hinders_nothing_but_relative_paths(tmp_path):
-    places = os.pathsep.join(module_places())
+    places = os.pathsep.join(module_search_path())
     done = subprocess.run(
         [sys.executable, "-P", "-c", REMOVED, str(tmp_path / "store")],
         env={**os.environ, "PYTHONPATH": places},

@@ -30,22 +30,22 @@ LONG_MS = int(20e3 * SECONDS_MAX)
 NICE = 7
 
 
-class AskedHeadcount(ThreadLimit):
-    """A headcount that also asks a test whether a thread may begin, while not all may."""
+class AskedThreadLimit(ThreadLimit):
+    """A thread limit that also asks a test whether a thread may begin, while not all may."""
 
     def __init__(self):
         super().__init__()
         self.is_due = lambda index: True
 
     def allows(self, thread_index):
-        return super().allows(thread_index) and (self.most is None or self.is_due(thread_index))
+        return super().allows(thread_index) and (self.maximum is None or self.is_due(thread_index))
 
 
 class Levels:
     """A priority that changes nothing: it notes each level when it is set to another one."""
 
     def __init__(self):
-        self.headcount = AskedHeadcount()
+        self.thread_limit = AskedThreadLimit()
         self.noted = []
         self.on_change = lambda level: None
 
@@ -69,10 +69,10 @@ class Levels:
 
 
 class Gate:
-    """Keeps the threads of commits from beginning chunks, as the headcount of a priority may, until it is opened.
+    """Keeps the threads of commits from beginning chunks, as the thread limit of a priority may, until it is opened.
 
     Args:
-        priority: Whose headcount decides as this gate does from now on.
+        priority: Whose thread_limit decides as this gate does from now on.
         most: How many threads may begin at most.
     """
 
@@ -82,14 +82,14 @@ class Gate:
         self.admitted = set()
         """Those that may begin."""
         self._priority = priority
-        priority.headcount.is_due, priority.headcount.most = self._is_due, most
+        priority.thread_limit.is_due, priority.thread_limit.maximum = self._is_due, most
 
     def _is_due(self, index):
         self.asked.append(index)
         return index in self.admitted
 
     def open(self):
-        self._priority.headcount.most = None
+        self._priority.thread_limit.maximum = None
 
 
 class Begun:
@@ -314,7 +314,7 @@ class ServedSaver:
 
     def close(self):
         """End it, whatever it does."""
-        self.priority.headcount.most = None
+        self.priority.thread_limit.maximum = None
         if self._thread.is_alive():
             with contextlib.suppress(OSError):
                 self.say(*(protocol.Abort(number) for number in range(1, self.ticket + 1)))

@@ -11,10 +11,10 @@ def test_descriptors_reach_a_child_of_a_process_without_standard_streams(tmp_pat
     told = tmp_path / "told"
     code = f"""
 import os, subprocess
-from ckstore.processes import start
+from ckstore.processes import start_python
 ends = [os.pipe() for _ in range(2)]
 assert ends[0] == (0, 1)
-child = start(
+child = start_python(
     ["-c", "import os, sys; [os.write(int(fd), b'here') for fd in sys.argv[1:]]"],
     fds=[write for _, write in ends],
     stdin=subprocess.DEVNULL,

@@ -12,8 +12,8 @@ import weakref
 
 import pytest
 
-from ckstore.concurrency import UNSAID_COUNT_MAX
-from ckstore.concurrency import tell as say
+from ckstore.concurrency import QUEUED_LOG_RECORDS_MAX
+from ckstore.concurrency import log_safely as say
 
 SECONDS_MAX = 30.0
 
@@ -153,7 +153,7 @@ def test_what_a_filter_or_handler_raises_reaches_nobody_and_ends_nothing(log, pl
 
 
 def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monkeypatch):
-    monkeypatch.setattr("ckstore.concurrency.SAID_WITHIN_SECONDS", 0.3)
+    monkeypatch.setattr("ckstore.concurrency.LOG_WAIT_SECONDS", 0.3)
     seen = []
     log.handler.acquire()  # As Ctrl-C leaves it: with the main thread, for ever.
     first = on_a_thread(lambda: say(log, logging.ERROR, "one"))
@@ -174,13 +174,13 @@ def test_a_handler_s_lock_that_is_never_released_delays_a_thread_once(log, monke
 
 
 def test_what_waits_to_be_said_is_bounded(log, monkeypatch):
-    monkeypatch.setattr("ckstore.concurrency.SAID_WITHIN_SECONDS", 0.05)
+    monkeypatch.setattr("ckstore.concurrency.LOG_WAIT_SECONDS", 0.05)
     log.handler.acquire()
-    on_a_thread(lambda: [say(log, logging.ERROR, "%d", number) for number in range(UNSAID_COUNT_MAX + 500)])
+    on_a_thread(lambda: [say(log, logging.ERROR, "%d", number) for number in range(QUEUED_LOG_RECORDS_MAX + 500)])
     log.handler.release()
     wait_for_the_end_of_the_speaker()
     # One more was being said.
-    assert [int(record.getMessage()) for record in log.records] == list(range(UNSAID_COUNT_MAX + 1))
+    assert [int(record.getMessage()) for record in log.records] == list(range(QUEUED_LOG_RECORDS_MAX + 1))
     on_a_thread(lambda: say(log, logging.ERROR, "last"))
     assert log.records[-1].getMessage() == "last"
 
@@ -211,12 +211,12 @@ def test_a_forked_child_has_a_thread_of_its_own_say_it():
 
 FORKED = """
 import logging, os, sys, threading
-from ckstore.concurrency import tell
+from ckstore.concurrency import log_safely
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 log = logging.getLogger("ckstore")
 
 def on_a_thread(text):
-    thread = threading.Thread(target=tell, args=(log, logging.ERROR, text))
+    thread = threading.Thread(target=log_safely, args=(log, logging.ERROR, text))
     thread.start()
     thread.join(20)
     sys.stdout.flush()

@@ -10,15 +10,15 @@ import pytest
 
 from ckstore import concurrency
 from ckstore.background.copying import CopyPool
-from ckstore.concurrency import ThreadLimit, Turns, begin, run_in_turns, run_uninterrupted
+from ckstore.concurrency import ThreadLimit, Turns, run_in_turns, run_uninterrupted, start_thread
 
 SECONDS_MAX = 20
 
 
 def admitting(most):
-    headcount = ThreadLimit()
-    headcount.most = most
-    return headcount
+    thread_limit = ThreadLimit()
+    thread_limit.maximum = most
+    return thread_limit
 
 
 @pytest.mark.parametrize(("most", "admitted"), [(None, [0, 1, 2]), (2, [0, 1]), (1, [0]), (0, [0]), (-3, [0])])
@@ -40,18 +40,18 @@ def test_no_thread_beyond_the_headcount_takes_a_step():
 
 
 def test_threads_join_in_as_soon_as_they_may():
-    headcount, both = admitting(1), threading.Barrier(2)
+    thread_limit, both = admitting(1), threading.Barrier(2)
     threads = set()
 
     def step(index, thread):
         threads.add(thread)
         if index == 1:
-            headcount.most = None
+            thread_limit.maximum = None
         if index >= 2:
             # Passes only when two threads work at the same time.
             both.wait(SECONDS_MAX)
 
-    run_in_turns(4, 2, step, Turns(), on_failure=both.abort, may_begin=headcount.allows)
+    run_in_turns(4, 2, step, Turns(), on_failure=both.abort, may_begin=thread_limit.allows)
     assert threads == {0, 1}
 
 
@@ -72,18 +72,18 @@ def test_threads_that_may_not_begin_do_not_outlast_a_failure():
 
 
 def test_a_thread_that_must_stop_halfway_through_the_work_lets_those_end_who_wait_for_its_turn():
-    # Who has begun goes on to its end, whatever the headcount says meanwhile: its turn is waited for.
-    headcount, turns, order = admitting(None), Turns(), []
+    # Who has begun goes on to its end, whatever the thread limit says meanwhile: its turn is waited for.
+    thread_limit, turns, order = admitting(None), Turns(), []
     begun = threading.Barrier(2)
 
     def step(index, thread):
         if index < 2:
             begun.wait(SECONDS_MAX)
-        headcount.most = 1
+        thread_limit.maximum = 1
         with turns.turn(index):
             order.append(index)
 
-    run_in_turns(10, 2, step, turns, on_failure=begun.abort, may_begin=headcount.allows)
+    run_in_turns(10, 2, step, turns, on_failure=begun.abort, may_begin=thread_limit.allows)
     assert order == list(range(10))
 
 
@@ -121,7 +121,7 @@ def test_a_failure_that_is_dealt_with_keeps_nothing_of_its_callers(run):
 
 def test_a_step_aside_runs_on_the_thread_that_start_thread_gives_it(monkeypatch):
     assert run_uninterrupted(threading.get_ident, on_interrupt=lambda error: None) != threading.get_ident()
-    monkeypatch.setattr(concurrency, "start_thread", lambda work: work())
+    monkeypatch.setattr(concurrency, "call_on_new_thread", lambda work: work())
     assert run_uninterrupted(threading.get_ident, on_interrupt=lambda error: None) == threading.get_ident()
 
 
@@ -154,13 +154,13 @@ def test_no_room_for_a_thread_is_an_error_of_its_own(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="start new thread"):
-        begin(threading.Thread())
+        start_thread(threading.Thread())
     called = []
     try:
         raise OSError("dealt with by whoever sends")
     except OSError:
         # Python makes what is being handled the context of whatever is raised: that is no Ctrl-C.
         with pytest.raises(RuntimeError, match="start new thread"):
-            begin(threading.Thread())
+            start_thread(threading.Thread())
         CopyPool(1).send(lambda: called.append("here"))
     assert called == ["here"]

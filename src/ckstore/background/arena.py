@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
-from ckstore.processes import leave_in_children
+from ckstore.processes import close_in_children
 from ckstore.state.numpy_adapter import writable_view_of
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -424,7 +424,7 @@ class Arena:
         self.facts: NDArray[np.uint64] = np.frombuffer(mapping.view(0, _FACTS_NBYTES), np.uint64)
         self.slots: tuple[Slot, ...] = ()
         _arenas.add(self)
-        leave_in_children(self)
+        close_in_children(self)
 
     @classmethod
     def create(cls, nbytes: int = 0, *, slot_count: int = 1) -> Arena:
@@ -494,7 +494,7 @@ class Arena:
             for slot in slots:
                 slot.leave()
 
-    def leave_child(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: let go of the descriptor, and of mappings that are not there."""
         fd, self.fd = self.fd, -1
         if fd >= 0:

@@ -30,10 +30,10 @@ from ckstore.background.arena import Arena
 from ckstore.background.protocol import Began, Done, Failed, Kept, Message, Progress, SlotFree, error_of
 from ckstore.background.saver_process import SHORT_OF_MEMORY, Watch, death_of, hello_to, launch
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.concurrency import Latch, tell
+from ckstore.concurrency import Latch, log_safely
 from ckstore.config import EngineName
 from ckstore.errors import CkstoreError, MalformedError, SaverError, UsageError
-from ckstore.processes import is_stopped, leave_in_children, process_started
+from ckstore.processes import close_in_children, is_stopped, process_started
 from ckstore.results import Receipt
 
 _log = logging.getLogger("ckstore")
@@ -193,7 +193,7 @@ def _call(callback: Callable[..., None], *facts: object) -> None:
     try:
         callback(*facts)
     except Exception:
-        tell(_log, logging.ERROR, "a callback of a background commit failed", exc_info=True)
+        log_safely(_log, logging.ERROR, "a callback of a background commit failed", exc_info=True)
 
 
 PATIENCE_SECONDS = 10.0
@@ -234,7 +234,7 @@ class Saver:
         self._is_leaving = False  # A signal has asked it to end.
         self._why: Exception | None = None
         self._listener = threading.Thread(target=self._listen, name="ckstore-saver", daemon=True)
-        leave_in_children(self)
+        close_in_children(self)
 
     @classmethod
     def start(
@@ -492,7 +492,9 @@ class Saver:
             # It must not go on to write unheard.
             self._why = error if isinstance(error, CkstoreError) else None
             self._process.kill()
-            tell(_log, logging.ERROR, "the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error)
+            log_safely(
+                _log, logging.ERROR, "the saver (pid %d) is killed, for it cannot be understood: %s", self.pid, error
+            )
         finally:
             self._bury()
 
@@ -511,7 +513,7 @@ class Saver:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, protocol.Log):
-            tell(_log, message.level, "saver (pid %d): %s", self.pid, message.text)
+            log_safely(_log, message.level, "saver (pid %d): %s", self.pid, message.text)
         elif isinstance(message, protocol.Ready):
             self._ready.set()
         elif isinstance(message, protocol.Answer):
@@ -545,7 +547,7 @@ class Saver:
         with self._speaking:
             self._channel.close()
         if is_busy or code:
-            tell(_log, logging.ERROR, "%s", self._why)
+            log_safely(_log, logging.ERROR, "%s", self._why)
         self._tickets.end(self._death)
         self._answers.end()
         self._ready.set()
@@ -555,7 +557,7 @@ class Saver:
         why = self._why or SaverError(f"the saver (pid {self.pid}) was told by a signal to end", pid=self.pid)
         return protocol.error_of(protocol.failed_of(0, why))
 
-    def leave_child(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: keep nothing that the trainer or the saver could be taken to live by."""
         # No lock is touched: whoever held it is not here.
         self._watch.close()

@@ -37,7 +37,7 @@ from ckstore.background.pending import Pending, as_failure, deferred_error, left
 from ckstore.background.saver.staged_state import HeadWriter
 from ckstore.background.staging import Staging, StagingArea
 from ckstore.commit.write_buffers import threads_and_blocks
-from ckstore.concurrency import Latch, run_uninterrupted, tell
+from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import EngineName, Policy
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError, SaverError, UsageError
 from ckstore.io.local import LocalBackend
@@ -52,7 +52,7 @@ ASK_AGAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class AsyncRequest:
     """A commit to be handed over.
 
     Args:
@@ -96,14 +96,14 @@ class InFlightCommit:
         """Whether it has ended; its slot may be used again if it is free, too."""
         return self.ended.is_set() and self.staging.is_over.is_set()
 
-    def lend(self, lease: Lease) -> None:
+    def transfer_lease(self, lease: Lease) -> None:
         """Have the saver hold the run's lease, before it is told of the state, if that needs no waiting.
 
         Else nobody would wait for it until it has started, if the trainer dies or drops its handle before.
         """
         # What it was to give back it may give back at any moment, and then takes another one.
         if lease.is_held or self.saver.lease == "":
-            self.saver.lease = lease.lend(self.saver.pid, self.pending.step)
+            self.saver.lease = lease.transfer_to(self.saver.pid, self.pending.step)
 
     def finish_copying(self, is_receipt_wanted: bool) -> None:
         """Wait until all is copied, as soon as can be; or somewhat later, if the receipt comes sooner by that.
@@ -314,7 +314,7 @@ class BackgroundCommits:
         """The saver's process, if one lives."""
         return self._saver.pid if self._saver is not None and self._saver.is_alive else None
 
-    def hand_over(self, order: Order) -> Pending:
+    def submit(self, order: AsyncRequest) -> Pending:
         """Stage a state, and let the saver commit it; returns when what no guard protects was copied.
 
         Raises:
@@ -363,7 +363,7 @@ class BackgroundCommits:
                 handed.staging.guard(is_host_waiting=is_host_waiting)
                 handed.pending.stall_seconds += self._repository.clock.monotonic() - begun
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait until every commit has ended, one way or the other."""
         for handed in list(self._lying.going):
             handed.wait_over()
@@ -371,16 +371,16 @@ class BackgroundCommits:
 
     def release(self) -> None:
         """Wait until every commit has ended, and have the saver give up the lease."""
-        self.settle()
+        self.wait_all()
         if self._saver is not None and self._saver.is_alive:
             self._saver.release_lease()
 
-    def take_published(self) -> int | None:
+    def pop_published_seq(self) -> int | None:
         """Return the seq that was published last, if any was since the last call."""
         seq, self._published = self._published, None
         return seq
 
-    def raise_unasked(self, *, is_instead: bool) -> None:
+    def raise_unreported(self, *, is_instead: bool) -> None:
         """Raise the error of the first commit that failed, if nobody has been told of it but the log; once for all.
 
         Args:
@@ -405,7 +405,7 @@ class BackgroundCommits:
         """Wait for what is pending, and end the saver and all threads; who is interrupted has abandoned them."""
         try:
             if self._owner == os.getpid():
-                self.settle()
+                self.wait_all()
                 if self._saver is not None:
                     self._saver.quit()
                 self._saver = None
@@ -432,7 +432,7 @@ class BackgroundCommits:
             self._lying.leave()
             self._dock.close(is_waited=False)
 
-    def _wait_for_slot(self, order: Order) -> Pending | None:
+    def _wait_for_slot(self, order: AsyncRequest) -> Pending | None:
         """Wait as the policy says until a slot is free; return the pending commit of a state that is left out."""
         self._lying.sweep()
         while self._lying.going:
@@ -456,7 +456,7 @@ class BackgroundCommits:
             self._lying.sweep()
         return None
 
-    def _replace(self, waiting: InFlightCommit, order: Order, busy_step: int) -> bool:
+    def _replace(self, waiting: InFlightCommit, order: AsyncRequest, busy_step: int) -> bool:
         """Leave out the state that waits for its turn; return False where that must not be."""
 
         def take_out() -> bool:
@@ -474,7 +474,7 @@ class BackgroundCommits:
             _log.warning("the commit of step %d replaces that of step %d", order.step, waiting.pending.step)
         return True
 
-    def _begin(self, order: Order, stowage: ArenaLayout, starts: NDArray[np.uint64]) -> InFlightCommit:
+    def _begin(self, order: AsyncRequest, stowage: ArenaLayout, starts: NDArray[np.uint64]) -> InFlightCommit:
         """Hand a slot with a head over to a saver, a new one if the last has died."""
         for is_again in (False, True):
             saver = self._living_saver(order.policy)
@@ -504,7 +504,7 @@ class BackgroundCommits:
         # What it became is not known yet.
         going = (each.ticket for each in self._lying.going[::-1] if each.pending.error_or_none() is None)
         try:
-            handed.lend(self._repository.lease)
+            handed.transfer_lease(self._repository.lease)
             handed.saver.begin(
                 handed.ticket,
                 slot.index,
@@ -523,7 +523,7 @@ class BackgroundCommits:
         self._lying.going.append(handed)
 
     def _prepare(
-        self, order: Order, stowage: ArenaLayout, starts: NDArray[np.uint64], saver: Saver
+        self, order: AsyncRequest, stowage: ArenaLayout, starts: NDArray[np.uint64], saver: Saver
     ) -> tuple[InFlightCommit, bytes]:
         """Find a free slot for the commit, and take memory for its head; return that head too."""
         # Without memory for a second state there is none for copies of one on the saver's heap either.
@@ -563,7 +563,7 @@ class BackgroundCommits:
             self.parent = self._published = receipt.seq
             handed.pending.note_done(receipt)
             for warning in receipt.warnings:
-                tell(_log, logging.WARNING, "step %d: %s", receipt.step, warning)
+                log_safely(_log, logging.WARNING, "step %d: %s", receipt.step, warning)
 
         def on_failed(error: Exception) -> None:
             self._note_failed(handed.pending, error)
@@ -585,7 +585,7 @@ class BackgroundCommits:
             pending.note_failed(error)
             # Not before: the next commit takes them all, and would take this one for one that has not failed.
             self._failed.append(pending)
-            tell(_log, logging.ERROR, "the commit of step %d failed in the background: %s", pending.step, error)
+            log_safely(_log, logging.ERROR, "the commit of step %d failed in the background: %s", pending.step, error)
 
     def _living_saver(self, policy: Policy) -> Saver:
         """Return the saver; a new one if it is dead or leaving, or is idle and to have another priority."""
@@ -629,4 +629,4 @@ def _close_at_exit() -> None:
         try:
             handover.close()
         except Exception:
-            tell(_log, logging.ERROR, "a commit in the background could not be waited for", exc_info=True)
+            log_safely(_log, logging.ERROR, "a commit in the background could not be waited for", exc_info=True)

@@ -31,7 +31,7 @@ from ckstore.background.arena_layout import Section
 from ckstore.background.spot_checks import WORD_NBYTES
 from ckstore.codec import kernels
 from ckstore.codec.kernels import copy_units as gather
-from ckstore.concurrency import Latch, Result, begin, run_uninterrupted, tell
+from ckstore.concurrency import Latch, Result, log_safely, run_uninterrupted, start_thread
 from ckstore.errors import CkstoreError
 from ckstore.format.wire import xxh3_64
 from ckstore.state.tensors import HostStorage
@@ -205,7 +205,7 @@ class CopyPool:
             while len(threads) < (self.count if count is None else count):
                 name = f"{self._name}-{len(threads)}"
                 thread = threading.Thread(target=_serve, args=(work,), name=name, daemon=True)
-                begin(thread)
+                start_thread(thread)
                 threads.append(thread)
 
     def close(self, *, is_waited: bool = True) -> None:
@@ -232,7 +232,7 @@ def _serve(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         except BaseException:
             # No Ctrl-C comes here, but whatever does: a thread that ended would still be counted, and waited for.
             with contextlib.suppress(BaseException):
-                tell(_log, logging.ERROR, "a thread that copies met what it should not", exc_info=True)
+                log_safely(_log, logging.ERROR, "a thread that copies met what it should not", exc_info=True)
         # Nothing of a commit is kept alive while the thread sleeps.
         del call
     # For the next one; Ctrl-C while a thread was started may have left one that nobody counts.
@@ -344,7 +344,7 @@ class HostCopy:
                 self._copy(self._table, self.section.firsts, self._marks, self._turn)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, CkstoreError):
-                tell(_log, logging.ERROR, "a state could not be copied", exc_info=True)
+                log_safely(_log, logging.ERROR, "a state could not be copied", exc_info=True)
             self.stop(strip_traceback(error))
         self._leave()
 

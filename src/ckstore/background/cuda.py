@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from ckstore.codec import kernels
-from ckstore.concurrency import tell
+from ckstore.concurrency import log_safely
 from ckstore.state.memory_spans import keeps_of
 from ckstore.state.tensors import HostStorage
 from ckstore.state.torch_adapter import device_error, resized_error
@@ -92,7 +92,7 @@ def launcher_for(device: torch.device, stream: torch.cuda.Stream) -> Launcher | 
         problem = str(error)
     if problem is None:
         return found
-    tell(_log, logging.WARNING, "copies from %s are told of one by one: %s", device, problem)
+    log_safely(_log, logging.WARNING, "copies from %s are told of one by one: %s", device, problem)
     return None
 
 

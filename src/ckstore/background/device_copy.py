@@ -29,7 +29,7 @@ from ckstore.background.arena import UNIT_NBYTES, Slot
 from ckstore.background.arena_layout import DEVICE_LAZY, DEVICE_NOW, LAZY, NOW, Section
 from ckstore.background.copying import Checksums, Place, ignore, looked, strip_traceback
 from ckstore.codec import kernels
-from ckstore.concurrency import tell
+from ckstore.concurrency import log_safely
 from ckstore.errors import BackendError, CkstoreError
 from ckstore.format.logical import itemsize_of
 from ckstore.format.tensors import TensorSpec, byte_strides_of, extent_of
@@ -311,7 +311,7 @@ class DeviceCopy:
                     self._copies.launch()
                 except BaseException as problem:
                     if isinstance(problem, Exception) and not isinstance(problem, CkstoreError):
-                        tell(_log, logging.ERROR, "a device could not be told what to copy", exc_info=True)
+                        log_safely(_log, logging.ERROR, "a device could not be told what to copy", exc_info=True)
                     # Whoever is told may keep it, and with its frames the state and the arena.
                     self._problem = strip_traceback(problem)
                     if not isinstance(problem, Exception):

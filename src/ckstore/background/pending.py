@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.concurrency import Latch, tell
+from ckstore.concurrency import Latch, log_safely
 from ckstore.errors import CkstoreError, SaverError, UsageError, copy_error
 from ckstore.results import Receipt
 
@@ -210,7 +210,7 @@ class Pending:
                 call(self)
             except Exception:
                 # What comes after it is the store's: whether it failed is told to the next commit.
-                tell(_log, logging.ERROR, "a callback of the commit of step %d failed", self.step, exc_info=True)
+                log_safely(_log, logging.ERROR, "a callback of the commit of step %d failed", self.step, exc_info=True)
 
     def _note_end(
         self, receipt: Receipt | None, error: Exception | None, *, is_skipped: bool

@@ -26,7 +26,7 @@ from ckstore.background.protocol import Message
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import EngineName
 from ckstore.errors import SaverError
-from ckstore.processes import is_running, process_started, start
+from ckstore.processes import is_running, process_started, start_python
 
 _log = logging.getLogger("ckstore")
 
@@ -136,7 +136,7 @@ def launch(hello: protocol.Hello, arena: int) -> tuple[subprocess.Popen[bytes], 
 
 def spawn(channel: int, bell: int, arena: int) -> subprocess.Popen[bytes]:
     """Start the process, with this interpreter and the same modules to be found, in a session of its own."""
-    return start(
+    return start_python(
         ["-m", "ckstore.background.saver"],
         fds=(channel, bell, arena),
         stdin=subprocess.DEVNULL,

@@ -30,7 +30,7 @@ from ckstore.background.copying import CopyPool, HostCopy, Place, ignore, looked
 from ckstore.background.device_copy import DeviceCopy, Span, codebooks_of, kinds_of, pin, starts_of, versions_of
 from ckstore.background.saver.staged_state import places_to_sample
 from ckstore.background.spot_checks import pitches_of
-from ckstore.concurrency import Latch, tell
+from ckstore.concurrency import Latch, log_safely
 from ckstore.config import Limits, Policy
 from ckstore.errors import CapacityError, CorruptError, copy_error
 from ckstore.format.tensors import TensorSpec
@@ -482,7 +482,7 @@ class StagingArea:
         """Take note that there was no memory for a state: none is kept for the next one from now on."""
         if not self.is_short:
             self.is_short = True
-            tell(
+            log_safely(
                 _log,
                 logging.WARNING,
                 "memory for staged states is short: from now on none of them is kept as a base of the next",

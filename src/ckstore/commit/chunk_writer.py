@@ -146,7 +146,7 @@ class ChunkWriter:
     """Nobody changes the storages meanwhile: they lie in an arena."""
     retained_slot: int | None = field(default=None, kw_only=True)
     """The ticket of that arena's slot, where it stays as it is for as long as ``bases`` hold some of it."""
-    headcount: ThreadLimit = field(default_factory=ThreadLimit, kw_only=True)
+    thread_limit: ThreadLimit = field(default_factory=ThreadLimit, kw_only=True)
     """How many threads may begin chunks, at any time."""
     blocks: WriteBlocks = field(default_factory=WriteBlocks, kw_only=True)
     """Where the blocks come from that packs are written through."""
@@ -213,7 +213,7 @@ class ChunkWriter:
         """Run a step for every index below ``count``, on as many threads as there are and as may begin."""
 
         def may_begin(thread_index: int) -> bool:
-            return self.headcount.allows(thread_index - self._waiting_count)
+            return self.thread_limit.allows(thread_index - self._waiting_count)
 
         run_in_turns(count, self._thread_count, step, turns, on_failure=self._packer.fail, may_begin=may_begin)
 

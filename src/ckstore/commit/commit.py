@@ -48,7 +48,7 @@ class Request:
     """Nobody changes the state until this returns: it lies in an arena."""
     retained_slot: int | None = None
     """The ticket of that state where its bytes stay as they are for as long as ``bases`` hold some of them."""
-    headcount: ThreadLimit = field(default_factory=ThreadLimit)
+    thread_limit: ThreadLimit = field(default_factory=ThreadLimit)
     """How many threads may hash and code, at any time."""
     blocks: WriteBlocks = field(default_factory=WriteBlocks)
     """Where the blocks come from that packs are written through."""
@@ -216,7 +216,7 @@ def _writer(repository: Repository, plan: CommitPlan, basing: BaseSelection, req
         *what,
         source_is_immutable=request.source_is_immutable,
         retained_slot=request.retained_slot,
-        headcount=request.headcount,
+        thread_limit=request.thread_limit,
         blocks=request.blocks,
     )
 

@@ -34,7 +34,7 @@ from ckstore.io.url import backend_for
 from ckstore.ops.demote_config import policy_of_rules, rules_of, stored_demotion
 from ckstore.ops.gc.policy import Retention, span_words
 from ckstore.ops.gc.run import GcLimits, collect_store, collection_obstacle, stored_trash_seconds
-from ckstore.processes import start
+from ckstore.processes import start_python
 from ckstore.store.repository import Repository, read_store_record
 
 _log = logging.getLogger("ckstore")
@@ -158,7 +158,7 @@ class AfterCommits(ABC):
             words, told, source = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             source.write(given)
             source.seek(0)
-            child = start(
+            child = start_python(
                 ["-c", f"import os; os.nice({self.nice}); {program}", *arguments],
                 stdin=source,
                 stdout=told if self.tells else subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from ckstore.codec.frame_decoder import FrameDecoder, decoder_nbytes
-from ckstore.concurrency import Latch, run_uninterrupted, tell
+from ckstore.concurrency import Latch, log_safely, run_uninterrupted
 from ckstore.config import READ_BUFFERS, READ_BUFFERS_MIN, Limits, Policy, fit_memory
 from ckstore.delta.chain_reader import ChainReader, chain_reader_nbytes
 from ckstore.errors import BackendError
@@ -113,7 +113,7 @@ def fetch(
         if any(isinstance(files[groups[tag].pack], Fetching) for tag in waiting):
             # A server was asked again and again; no half of a range comes where the whole does not.
             raise
-        tell(_log, logging.WARNING, "a read failed (%s); reading one range at a time", error)
+        log_safely(_log, logging.WARNING, "a read failed (%s); reading one range at a time", error)
         for tag in sorted(waiting):
             yield _fetch_alone(groups[tag], files[groups[tag].pack], tag, pool)
 

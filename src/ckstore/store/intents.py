@@ -19,7 +19,7 @@ from ckstore.errors import BackendError, ConflictError, CorruptError, is_refused
 from ckstore.format import paths as layout
 from ckstore.format.records import IntentRecord, decode_record, encode_record
 from ckstore.io.backend import Backend
-from ckstore.processes import maker_is_running, maker_of
+from ckstore.processes import identity_of, owner_is_running
 from ckstore.store.file_age import MAKER_AGE_SECONDS_MAX, is_older
 from ckstore.store.pending_deletes import put_whole
 
@@ -49,7 +49,7 @@ class Intent:
 def make_intents(backend: Backend, clock: Clock, run: str, seqs: Sequence[int], purpose: str) -> list[str]:
     """Say that these are about to be dropped or demoted; return the paths, whose folder the caller syncs."""
     now = clock.now_ns()
-    record = IntentRecord(**maker_of(os.getpid()), acquired_ns=now, heartbeat_ns=now, what=purpose)
+    record = IntentRecord(**identity_of(os.getpid()), acquired_ns=now, heartbeat_ns=now, what=purpose)
     paths = [layout.intent_name(run, seq, record.token) for seq in seqs]
     try:
         put_whole(backend, paths, encode_record(record), kind="intent")
@@ -127,7 +127,7 @@ def _read(backend: Backend, clock: Clock, path: str, seq: int) -> Intent | None:
         words, is_running = f"an intent that cannot be read, {age}", None
     else:
         words = f"an intent to {maker.what} by pid {maker.pid} on host {maker.host}, {age}"
-        is_running = maker_is_running(maker)
+        is_running = owner_is_running(maker)
     if is_running is False:
         return None
     if is_running is None and is_older(backend, clock, info, MAKER_AGE_SECONDS_MAX):

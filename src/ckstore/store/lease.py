@@ -23,13 +23,13 @@ import weakref
 from dataclasses import replace
 
 from ckstore.clock import Clock
-from ckstore.concurrency import Latch, tell
+from ckstore.concurrency import Latch, log_safely
 from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
 from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, encode_record, with_changes
 from ckstore.hashing import new_token
 from ckstore.io.backend import Backend
-from ckstore.processes import is_stopped, maker_is_running, maker_of, process_started
+from ckstore.processes import identity_of, is_stopped, owner_is_running, process_started
 from ckstore.store.orphans import TRAINER_DEAD, Orphans, SaverPurpose, describe, read_lease
 
 _log = logging.getLogger("ckstore")
@@ -66,7 +66,7 @@ class Lease:
         self._path = paths.lease_name(run)
         self._record: LeaseRecord | None = None
         # The token of what a saver of this process was lent.
-        self._lent = ""
+        self._transferred_token = ""
         self._pid = os.getpid()
         self._stop = Latch()
         self._heart: threading.Thread | None = None
@@ -105,13 +105,13 @@ class Lease:
                     self._hold(mine)
                     return
                 except FileExistsError:
-                    if self.adopt() is not None:
+                    if self.accept_transfer() is not None:
                         return
                     self._remove_dead_holder()
         finally:
             self._backend.unlink(draft)
 
-    def lend(self, pid: int, step: int) -> str:
+    def transfer_to(self, pid: int, step: int) -> str:
         """Have a saver of this process hold the lease, where nobody has to be waited for; never raises.
 
         What this handle holds becomes the saver's in one step; what is free, or a dead process's, is taken for it.
@@ -127,28 +127,30 @@ class Lease:
         record = self._new_record(pid, purpose.text)
         try:
             # Where the system does not say who a process is, a saver could take another's lease for its own.
-            self._lent = self._put(record) if record.boot_id and record.process_started else ""
+            self._transferred_token = self._put(record) if record.boot_id and record.process_started else ""
         except (CkstoreError, OSError) as error:
-            tell(_log, logging.INFO, "the saver has to take the writer lease of run %r by itself: %s", self._run, error)
-            self._lent = ""
+            log_safely(
+                _log, logging.INFO, "the saver has to take the writer lease of run %r by itself: %s", self._run, error
+            )
+            self._transferred_token = ""
         finally:
             self.release()
-        return self._lent
+        return self._transferred_token
 
-    def adopt(self) -> LeaseRecord | None:
+    def accept_transfer(self) -> LeaseRecord | None:
         """Hold the lease if it was lent to this process; return what it says, if that is news.
 
         Raises:
             BackendError, CapacityError: The medium does not answer.
         """
-        holder = self._read_lent()
+        holder = self._read_transferred()
         if holder is None or self._is_ours(holder):
             return None
         self._forget()
         self._hold(holder)
         return holder
 
-    def _read_lent(self) -> LeaseRecord | None:
+    def _read_transferred(self) -> LeaseRecord | None:
         """Return the lease if it is this process's and a saver's."""
         holder, mine = self._read(), self._new_record(os.getpid(), "")
         if holder is None or not (mine.boot_id and mine.process_started) or _identity(holder) != _identity(mine):
@@ -161,15 +163,15 @@ class Lease:
         It has not adopted it yet, or stands still.
         """
         try:
-            holder = self._read() if self._lent else None
+            holder = self._read() if self._transferred_token else None
             purpose = None if holder is None else SaverPurpose.of(holder.purpose)
-            if holder is None or holder.token != self._lent or purpose is None:
+            if holder is None or holder.token != self._transferred_token or purpose is None:
                 return
             if holder.heartbeat_ns == holder.acquired_ns or is_stopped(holder.pid):
                 text = replace(purpose, trainer_started=TRAINER_DEAD).text
                 self._backend.rename(self._draft(with_changes(holder, purpose=text)), self._path)
         except (CkstoreError, OSError) as error:
-            tell(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
+            log_safely(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
 
     def check(self) -> None:
         """Look at the lease again, before publishing; a medium that does not answer is logged and no reason to stop.
@@ -217,7 +219,7 @@ class Lease:
 
     def _new_record(self, pid: int, purpose: str) -> LeaseRecord:
         now = self._clock.now_ns()
-        return LeaseRecord(**maker_of(pid), acquired_ns=now, heartbeat_ns=now, purpose=purpose)
+        return LeaseRecord(**identity_of(pid), acquired_ns=now, heartbeat_ns=now, purpose=purpose)
 
     def _draft(self, record: LeaseRecord) -> str:
         """Write a record under a name of its own."""
@@ -314,7 +316,7 @@ class Lease:
         """Whether a holder lives, as is known at once; None: only its heartbeat can tell."""
         if self.orphans.is_known_dead(holder):
             return False
-        is_running = maker_is_running(holder)
+        is_running = owner_is_running(holder)
         # Our own process: alive only if that handle still is; a forgotten one has no token left.
         return is_running and (holder.pid != os.getpid() or holder.token in _live_tokens)
 
@@ -353,7 +355,7 @@ class Lease:
             if record is None or not self._is_ours(self._read()):
                 return
         except CkstoreError as error:
-            tell(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
+            log_safely(_log, logging.WARNING, "could not look at the writer lease of run %r: %s", self._run, error)
             return
         renewed = with_changes(record, heartbeat_ns=self._clock.now_ns(), purpose=self.purpose)
         try:
@@ -363,10 +365,10 @@ class Lease:
             # A store that is being removed while its process ends says nothing; one that is still gone at the next
             # beat does.
             if self._was_gone:
-                tell(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
+                log_safely(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
             self._was_gone = True
         except (CkstoreError, OSError) as error:
-            tell(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
+            log_safely(_log, logging.WARNING, "could not renew the writer lease of run %r: %s", self._run, error)
 
 
 def _identity(record: LeaseRecord) -> tuple[str, str, int, str]:

@@ -24,7 +24,7 @@ from ckstore.errors import BackendError, CapacityError, CorruptError
 from ckstore.format import paths
 from ckstore.format.records import LeaseRecord, decode_record
 from ckstore.io.backend import Backend
-from ckstore.processes import is_running, is_stopped, maker_is_running, process_started
+from ckstore.processes import is_running, is_stopped, owner_is_running, process_started
 
 _log = logging.getLogger("ckstore")
 
@@ -225,7 +225,7 @@ def _lives(saver: _Saver) -> bool:
 def is_orphan(holder: LeaseRecord) -> bool:
     """Whether a lease is held by a living saver, of this boot, whose trainer has died or dropped it."""
     purpose = SaverPurpose.of(holder.purpose)
-    if purpose is None or holder.pid == os.getpid() or not maker_is_running(holder):
+    if purpose is None or holder.pid == os.getpid() or not owner_is_running(holder):
         return False
     if purpose.trainer_started == TRAINER_DEAD or (holder.pid, holder.process_started) in _abandoned:
         return True
@@ -235,7 +235,7 @@ def is_orphan(holder: LeaseRecord) -> bool:
 def is_orphan_elsewhere(holder: LeaseRecord) -> bool:
     """Whether a lease is held by a saver that says that its trainer is gone, and of which only heartbeats tell here."""
     purpose = SaverPurpose.of(holder.purpose)
-    if purpose is None or purpose.trainer_started != TRAINER_DEAD or maker_is_running(holder) is not None:
+    if purpose is None or purpose.trainer_started != TRAINER_DEAD or owner_is_running(holder) is not None:
         return False
     # Where the system says nothing of boots, a saver would wait for itself.
     mine = socket.gethostname(), os.getpid(), process_started(os.getpid()) or ""

@@ -25,7 +25,7 @@ from ckstore.format import paths as layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, map_concurrent
-from ckstore.processes import maker_is_running, maker_of
+from ckstore.processes import identity_of, owner_is_running
 from ckstore.store.file_age import MAKER_AGE_SECONDS_MAX, is_older
 from ckstore.store.trash import make_durable_folder
 
@@ -97,7 +97,7 @@ def remove_packs(
 
 def _write_list(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> str:
     names = tuple(sorted(pack_id.hex() for pack_id in packs))
-    record = DoomedRecord(**maker_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
+    record = DoomedRecord(**identity_of(os.getpid()), acquired_ns=clock.now_ns(), packs=names)
     path = f"{layout.trash_folder(record.token)}/{LIST_FILE}"
     _AT_WORK.add(path)
     put_small(backend, path, encode_record(record))
@@ -220,7 +220,7 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
         return is_older(backend, clock, info, LIST_AGE_SECONDS_MAX)
     if record is None or age_seconds < LAST_REQUEST_SECONDS:
         return False
-    is_running = maker_is_running(record)
+    is_running = owner_is_running(record)
     if is_running and record.pid == os.getpid():
         return path not in _AT_WORK
     return is_running is False

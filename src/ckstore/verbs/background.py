@@ -86,7 +86,7 @@ class Background(Advising):
             CkstoreError: An earlier commit failed in the background, and nobody has asked for its result: this call has
                 done nothing, and works when it is repeated.
         """
-        from ckstore.background.commits import Order
+        from ckstore.background.commits import AsyncRequest
 
         number = check_step(step)
         checked_metrics, checked_tags = check_metrics(metrics), check_tags(tags)
@@ -94,8 +94,8 @@ class Background(Advising):
         with self._lock:
             self._check_open()
             begun = self._repository.clock.monotonic()
-            (handover := self._background_commits()).raise_unasked(is_instead=True)
-            order = Order(
+            (background := self._background_commits()).raise_unreported(is_instead=True)
+            order = AsyncRequest(
                 captured=self._captured(state),
                 step=number,
                 metrics=checked_metrics,
@@ -104,7 +104,7 @@ class Background(Advising):
                 guarded=self._spans(),
             )
             with self._costs.trying():
-                pending = handover.hand_over(order)
+                pending = background.submit(order)
             try:
                 pending.stall_seconds += self._repository.clock.monotonic() - begun
                 self._costs.watch(pending)
@@ -113,7 +113,7 @@ class Background(Advising):
                 pending.when_done(lambda done: durable.append(done.receipt_or_none()))
                 return pending
             except BaseException as error:
-                handover.give_up(pending, error)
+                background.give_up(pending, error)
                 raise
 
     def prewarm(self, state: Any, *, policy: Policy | None = None) -> None:
@@ -198,9 +198,9 @@ class Background(Advising):
         with self._lock:
             self._check_open()
             if self._background is not None:
-                self._background.settle()
+                self._background.wait_all()
                 self._apply_results()
-                self._background.raise_unasked(is_instead=False)
+                self._background.raise_unreported(is_instead=False)
 
     @property
     def arena_nbytes(self) -> int:
@@ -214,11 +214,11 @@ class Background(Advising):
             CkstoreError: A commit failed in the background, and nobody has asked for its result.
         """
         with self._lock:
-            handover, self._background = self._background, None
+            background, self._background = self._background, None
             guarded, self._guarded = self._guarded, None
             try:
-                if handover is not None:
-                    handover.close()
+                if background is not None:
+                    background.close()
                 # Not before all is copied; who is interrupted before that leaves the guards where they are.
                 if guarded is not None:
                     guarded.release()
@@ -227,8 +227,8 @@ class Background(Advising):
                 # They may be as large as the state, and lie on devices.
                 self._bases = None
                 super().close()
-            if handover is not None:
-                handover.raise_unasked(is_instead=False)
+            if background is not None:
+                background.raise_unreported(is_instead=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -253,7 +253,7 @@ class Background(Advising):
     def _settle(self) -> None:
         """Wait for the commits in the background, and know what they made: for verbs that look at the newest."""
         if self._background is not None:
-            self._background.settle()
+            self._background.wait_all()
             self._apply_results()
 
     def _reclaim_lease(self) -> None:
@@ -268,7 +268,7 @@ class Background(Advising):
             seq, self._published = self._published, None
             if seq is not None:
                 self._follow(seq)
-            self._background.raise_unasked(is_instead=True)
+            self._background.raise_unreported(is_instead=True)
 
     def _follow(self, seq: int) -> None:
         """Take what the saver has published last as what the next commit of this process follows."""
@@ -292,7 +292,7 @@ class Background(Advising):
     def _apply_results(self) -> None:
         """Learn what the saver has published since the last call."""
         assert self._background is not None
-        seq = self._background.take_published()
+        seq = self._background.pop_published_seq()
         if seq is not None:
             self._parent = self._published = seq
             self._fingerprint = None
@@ -337,12 +337,12 @@ class Background(Advising):
         return self._recapture.capture(state, loaded_adapters())
 
 
-def _abandon_garbage(handover: BackgroundCommits) -> None:
+def _abandon_garbage(background: BackgroundCommits) -> None:
     """Abandon what a handle had that is garbage: what a finalizer raises, Ctrl-C too, is raised nowhere."""
     try:
-        handover.abandon()
+        background.abandon()
     except BaseException:
-        handover.abandon()
+        background.abandon()
         raise
 
 

@@ -84,7 +84,7 @@ for step in range(count):
         store.wait()
         store.commit(state, step)
     if step % every == every - 1:
-        background_of(store).settle()
+        background_of(store).wait_all()
         gc.collect()
         saver = saver_of(store).pid
         pids.add(saver)

@@ -114,7 +114,7 @@ def test_interrupted_close_ends_the_saver_and_keeps_what_was_begun(folder, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(background_of(store), "settle", interrupted)
+        patch.setattr(background_of(store), "wait_all", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.close()
     store.close()

@@ -168,11 +168,11 @@ def test_lease_that_was_lent_to_a_saver_of_which_nothing_was_asked_is_asked_back
     with ckstore.open(folder) as store:
         store.prewarm(noise(0))
         saver, lease = saver_of(store), repository_of(store).lease
-        saver.lease = lease.lend(saver.pid, 5)
+        saver.lease = lease.transfer_to(saver.pid, 5)
         assert saver.lease
         store.commit(noise(1), 1)
         assert store.restore(1)["w0"].size
-        assert lease.lend(saver.pid, 6)
+        assert lease.transfer_to(saver.pid, 6)
     assert not (Path(folder) / paths.lease_name("main")).exists()
 
 

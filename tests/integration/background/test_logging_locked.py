@@ -28,7 +28,7 @@ class Silent(logging.Handler):
 def handler(monkeypatch):
     """A handler of ckstore's log; locked for good by the main thread while it is in a test's hands."""
     # Each of these tests waits once for a log that does not come.
-    monkeypatch.setattr("ckstore.concurrency.SAID_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr("ckstore.concurrency.LOG_WAIT_SECONDS", 0.1)
     logger, made = logging.getLogger("ckstore"), Silent()
     logger.addHandler(made)
     # As Ctrl-C leaves it, now and then: tests/unit/test_logs.py.

@@ -19,7 +19,7 @@ def test_a_thread_outlives_a_log_that_ends_it(monkeypatch):
         raise SystemExit
 
     crew, done = CopyPool(1), threading.Event()
-    monkeypatch.setattr("ckstore.background.copying.tell", ended)
+    monkeypatch.setattr("ckstore.background.copying.log_safely", ended)
     crew.send_one(ended)
     crew.send_one(done.set)
     assert done.wait(60)

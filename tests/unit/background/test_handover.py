@@ -292,7 +292,7 @@ def test_failure_that_another_commit_looks_for_right_now_is_raised_by_the_next_o
     store.commit_async(state(1), 1)
 
     def look_and_note(pending, error):
-        background_of(store).raise_unasked(is_instead=True)
+        background_of(store).raise_unreported(is_instead=True)
         note(pending, error)
 
     monkeypatch.setattr(Pending, "note_failed", look_and_note)

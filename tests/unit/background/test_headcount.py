@@ -80,7 +80,7 @@ def test_thread_that_waits_for_bases_comes_on_top(served, gate, monkeypatch):
 def test_saver_in_a_hurry_asks_nobody(served, gate):
     begun = served.begin(noise(1), 1).stage().finish()
     until(lambda: gate.asked.count(0) > LOOKS, "a thread that asks")
-    served.priority.headcount.most = None
+    served.priority.thread_limit.maximum = None
     begun.wait()
     assert not gate.admitted
     served.hear(protocol.Done)

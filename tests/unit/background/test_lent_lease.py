@@ -52,7 +52,7 @@ def lease(store):
 @pytest.mark.parametrize("lent", ["this", "another", "none"])
 def test_ticket_that_was_begun_with_the_lease_outlives_a_trainer_that_dies_at_once(open_served, store, lease, lent):
     served = open_served(is_served=False, has_trainer=True)
-    tokens = {"this": lease.lend(os.getpid(), 1), "another": "ab" * 16, "none": ""}
+    tokens = {"this": lease.transfer_to(os.getpid(), 1), "another": "ab" * 16, "none": ""}
     begun = served.begin(state(), 1, lease=tokens[lent]).stage()
     begun.slot.state = STAGED
     served.kill_trainer()
@@ -65,7 +65,7 @@ def test_ticket_that_was_begun_with_the_lease_outlives_a_trainer_that_dies_at_on
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_saver_says_of_a_lent_lease_what_its_trainer_has_said(open_served, lease, is_dropped):
     served = open_served(is_served=False)
-    token = lease.lend(os.getpid(), 3)
+    token = lease.transfer_to(os.getpid(), 3)
     if is_dropped:
         lease.mark_trainer_dead()
     served.begin(state(), 4, lease=token).stage().finish()
@@ -80,7 +80,7 @@ def test_saver_says_of_a_lent_lease_what_its_trainer_has_said(open_served, lease
 @pytest.mark.parametrize("is_asked", [True, False], ids=["release", "quit"])
 def test_saver_gives_back_a_lease_of_which_nothing_was_said(served, lease, is_asked):
     served.hear(protocol.Ready)
-    assert lease.lend(os.getpid(), 5)
+    assert lease.transfer_to(os.getpid(), 5)
     assert lease_path(served.address).exists()
     if is_asked:
         served.release_lease()

@@ -35,14 +35,14 @@ def test_saver_that_gives_way_leaves_training_one_processor(monkeypatch, process
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors))
     priority = Priority(NICE)
     priority.give_way()
-    assert priority.headcount.most == most
+    assert priority.thread_limit.maximum == most
     priority.hurry()
-    assert priority.headcount.most is None
+    assert priority.thread_limit.maximum is None
     priority.stand_aside()
-    assert priority.headcount.most == most
+    assert priority.thread_limit.maximum == most
     careless = Priority(0)
     careless.give_way()
-    assert careless.headcount.most is None
+    assert careless.thread_limit.maximum is None
 
 
 def test_priority_that_may_not_come_back_or_need_not_give_way_never_stands_aside(asked, monkeypatch):

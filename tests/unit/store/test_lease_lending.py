@@ -97,7 +97,7 @@ def assert_lent(backend, saver, step):
 
 
 def test_a_free_lease_is_taken_for_the_saver(backend, lease, saver):
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     assert_lent(backend, saver, 7)
     assert not lease.is_held
     with pytest.raises(ConflictError, match=f"pid {saver} .*the saver of pid {os.getpid()}"):
@@ -107,7 +107,7 @@ def test_a_free_lease_is_taken_for_the_saver(backend, lease, saver):
 def test_what_a_handle_holds_becomes_the_saver_s_in_one_step(backend, lease, saver):
     lease.take()
     backend.found.clear()
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     assert_lent(backend, saver, 7)
     assert all(backend.found)
     # A beat that had begun brings nothing back.
@@ -116,9 +116,9 @@ def test_what_a_handle_holds_becomes_the_saver_s_in_one_step(backend, lease, sav
 
 
 def test_what_is_lent_twice_stays_as_it_is(backend, lease, saver):
-    token = lease.lend(saver, 7)
+    token = lease.transfer_to(saver, 7)
     assert token == read_lease(backend, "main").token
-    assert lease.lend(saver, 8) == token
+    assert lease.transfer_to(saver, 8) == token
     assert read_lease(backend, "main").token == token
     assert drafts(backend) == []
 
@@ -127,7 +127,7 @@ def test_the_lease_of_a_dead_process_is_no_obstacle(backend, lease, saver):
     with subprocess.Popen(["true"]) as dead:
         pass
     put(backend, dead.pid)
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     assert_lent(backend, saver, 7)
 
 
@@ -138,7 +138,7 @@ def test_what_another_one_has_or_may_have_is_left_to_the_saver_and_nobody_waits(
     facts = {} if where == "here" else {"host": "elsewhere", "boot_id": "another boot/another namespace"}
     put(backend, os.getppid(), **facts)
     monkeypatch.setattr(SystemClock, "sleep", lambda *_: pytest.fail("it waits"))
-    assert not lease.lend(saver, 7)
+    assert not lease.transfer_to(saver, 7)
     assert read_lease(backend, "main").pid == os.getppid()
     assert drafts(backend) == []
 
@@ -147,7 +147,7 @@ def test_a_lease_that_was_lost_is_not_lent(backend, lease, saver):
     lease.take()
     backend.unlink(PATH)
     put(backend, os.getppid())
-    assert not lease.lend(saver, 7)
+    assert not lease.transfer_to(saver, 7)
     assert not lease.is_held
     assert read_lease(backend, "main").pid == os.getppid()
 
@@ -155,7 +155,7 @@ def test_a_lease_that_was_lost_is_not_lent(backend, lease, saver):
 def test_where_the_medium_does_not_answer_the_lease_is_given_up_for_the_saver_to_take(backend, lease, saver):
     lease.take()
     backend.is_broken = True
-    assert not lease.lend(saver, 7)
+    assert not lease.transfer_to(saver, 7)
     assert not lease.is_held
     assert read_lease(backend, "main") is None
 
@@ -163,14 +163,14 @@ def test_where_the_medium_does_not_answer_the_lease_is_given_up_for_the_saver_to
 @pytest.mark.parametrize("unknown", ["boot_identity", "process_started"])
 def test_nothing_is_lent_where_the_system_does_not_say_who_a_process_is(backend, lease, saver, monkeypatch, unknown):
     monkeypatch.setattr(processes, unknown, lambda *_: "")
-    assert not lease.lend(saver, 7)
+    assert not lease.transfer_to(saver, 7)
     assert read_lease(backend, "main") is None
 
 
 def test_a_dead_saver_is_lent_nothing(backend, lease):
     with subprocess.Popen(["true"]) as dead:
         pass
-    assert not lease.lend(dead.pid, 7)
+    assert not lease.transfer_to(dead.pid, 7)
     assert read_lease(backend, "main") is None
 
 
@@ -178,12 +178,12 @@ def test_a_dead_saver_is_lent_nothing(backend, lease):
 
 
 def test_a_saver_adopts_what_was_lent_to_it_and_gives_it_up(backend, lease):
-    assert lease.lend(os.getpid(), 7)
+    assert lease.transfer_to(os.getpid(), 7)
     token = read_lease(backend, "main").token
     mine = Lease(backend, "main", SYSTEM_CLOCK)
-    assert mine.adopt().token == token
+    assert mine.accept_transfer().token == token
     assert mine.is_held
-    assert mine.adopt() is None, "that is no news"
+    assert mine.accept_transfer() is None, "that is no news"
     mine.purpose = "its own"
     mine.renew()
     assert (read_lease(backend, "main").token, read_lease(backend, "main").purpose) == (token, "its own")
@@ -205,7 +205,7 @@ def test_a_saver_that_waits_for_another_holder_adopts_what_it_is_lent_meanwhile(
         try:
             rename_new(source, target)
         except FileNotFoundError:
-            assert lease.lend(os.getpid(), 7)
+            assert lease.transfer_to(os.getpid(), 7)
             raise
 
     monkeypatch.setattr(backend, "rename_new", find_nothing_and_be_lent)
@@ -220,8 +220,8 @@ def test_a_saver_that_lost_its_lease_holds_what_it_is_lent_anew(backend, lease):
     mine = Lease(backend, "main", SYSTEM_CLOCK)
     mine.take()
     backend.unlink(PATH)
-    token = lease.lend(os.getpid(), 7)
-    assert mine.adopt().token == token
+    token = lease.transfer_to(os.getpid(), 7)
+    assert mine.accept_transfer().token == token
     mine.check()
     mine.release()
     assert read_lease(backend, "main") is None
@@ -229,14 +229,14 @@ def test_a_saver_that_lost_its_lease_holds_what_it_is_lent_anew(backend, lease):
 
 def test_what_a_saver_holds_for_itself_is_not_lent_to_it(backend, lease):
     lease.take()
-    assert Lease(backend, "main", SYSTEM_CLOCK).adopt() is None
+    assert Lease(backend, "main", SYSTEM_CLOCK).accept_transfer() is None
     assert lease.is_held
 
 
 def test_nobody_adopts_what_is_another_s(backend, lease, saver):
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     mine = Lease(backend, "main", SYSTEM_CLOCK)
-    assert mine.adopt() is None
+    assert mine.accept_transfer() is None
     assert not mine.is_held
     mine.release()
     assert_lent(backend, saver, 7)
@@ -245,7 +245,7 @@ def test_nobody_adopts_what_is_another_s(backend, lease, saver):
 def test_a_lease_that_was_lent_says_that_its_trainer_is_gone_until_the_saver_says_so_itself(backend, lease, saver):
     lease.mark_trainer_dead()
     assert read_lease(backend, "main") is None
-    token = lease.lend(saver, 7)
+    token = lease.transfer_to(saver, 7)
     lease.mark_trainer_dead()
     holder = read_lease(backend, "main")
     assert SaverPurpose.of(holder.purpose) == SaverPurpose(os.getpid(), TRAINER_DEAD, 7)
@@ -261,7 +261,7 @@ def test_a_lease_that_was_lent_says_that_its_trainer_is_gone_until_the_saver_say
 
 
 def test_the_lease_of_a_saver_elsewhere_with_the_same_pid_is_left_alone(backend, lease, saver):
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     backend.unlink(PATH)
     put(backend, saver, host="elsewhere", boot_id="b", purpose=SaverPurpose(os.getpid(), "1", 7).text)
     lease.mark_trainer_dead()
@@ -271,12 +271,12 @@ def test_the_lease_of_a_saver_elsewhere_with_the_same_pid_is_left_alone(backend,
 @pytest.mark.parametrize("content", [b"", b"{", bytes(100)], ids=["empty", "torn", "zeros"])
 def test_an_unreadable_lease_is_no_obstacle(backend, lease, saver, content):
     backend.create(PATH, content, sync=False)
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     assert_lent(backend, saver, 7)
 
 
 def test_a_medium_that_does_not_answer_keeps_nobody_from_letting_go(backend, lease, saver):
-    assert lease.lend(saver, 7)
+    assert lease.transfer_to(saver, 7)
     backend.is_broken = True
     lease.mark_trainer_dead()
     assert_lent(backend, saver, 7)

@@ -13,7 +13,7 @@ import pytest
 from ckstore import processes
 from ckstore.background.saver.priority import Priority
 from ckstore.background.saver_process import Watch
-from ckstore.processes import boot_identity, is_running, is_stopped, maker_is_running, proc_is_ours, process_started
+from ckstore.processes import boot_identity, is_running, is_stopped, owner_is_running, proc_is_ours, process_started
 
 STAT = "{pid} (a) b) {state} " + " ".join(["0"] * 18) + " {started} 0 0\n"
 
@@ -157,9 +157,9 @@ def test_a_maker_of_another_boot_or_namespace_cannot_be_judged(change):
         "a twin without a machine id": f"/{boot}/{namespace}",
         "": "",
     }[change]
-    assert maker_is_running(Maker(other, os.getpid(), "1")) is None
-    assert maker_is_running(Maker(boot_identity(), os.getpid(), "1")) is False
-    assert maker_is_running(Maker(boot_identity(), os.getpid(), process_started(os.getpid()))) is True
+    assert owner_is_running(Maker(other, os.getpid(), "1")) is None
+    assert owner_is_running(Maker(boot_identity(), os.getpid(), "1")) is False
+    assert owner_is_running(Maker(boot_identity(), os.getpid(), process_started(os.getpid()))) is True
 
 
 def test_a_watch_does_not_take_a_living_process_for_dead_under_another_proc(foreign_proc, child):

@@ -62,7 +62,7 @@ class Committer:
         hello: Where to save, and for whom.
         tell: Sends a message to the trainer.
         on_lease: Called when the lease has been taken, before anything is read.
-        headcount: How many threads of a commit may work, at any time.
+        thread_limit: How many threads of a commit may work, at any time.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Committer:
         hello: protocol.Hello,
         tell: Tell,
         on_lease: Callable[[], None],
-        headcount: ThreadLimit,
+        thread_limit: ThreadLimit,
     ) -> None:
         self._hello = hello
         self._tell = tell
         self._on_lease = on_lease
-        self._headcount = headcount
+        self._thread_limit = thread_limit
         self._repository: Repository | None = None
         self._lease: GatedLease | None = None
         self._bases = BaseCache()
@@ -119,7 +119,7 @@ class Committer:
         """The tickets in whose slots lies what the next commit may be coded against."""
         return self._bases.tickets
 
-    def was_lent(self, token: str) -> bool:
+    def was_transferred(self, token: str) -> bool:
         """Whether the lease is this process's by a token that the trainer has seen; on any thread."""
         if not token or self._lease is None:
             return False
@@ -234,7 +234,7 @@ class Committer:
             fingerprint=self._fingerprint,
             source_is_immutable=True,
             retained_slot=ticket.number if ticket.may_keep else None,
-            headcount=self._headcount,
+            thread_limit=self._thread_limit,
             blocks=self._blocks,
         )
         committed = commit(repository, request, watch)
@@ -246,7 +246,7 @@ class Committer:
     def _hold_lease(self, ticket: Ticket) -> None:
         assert self._repository is not None
         assert self._lease is not None
-        lent = self._lease.adopt()
+        lent = self._lease.accept_transfer()
         if lent is not None and (purpose := SaverPurpose.of(lent.purpose)) and purpose.trainer_started == TRAINER_DEAD:
             # The trainer let go before there was anybody to hear of it.
             self.mark_trainer_dead()

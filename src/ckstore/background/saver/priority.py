@@ -46,7 +46,7 @@ class Priority:
         self._last: tuple[int, bool] | None = None
         self._may_stand_aside: bool | None = None
         self._others_count = max(1, len(os.sched_getaffinity(0)) - 1)
-        self.headcount = ThreadLimit()
+        self.thread_limit = ThreadLimit()
         """How many threads may hash and code: while the saver gives way, one fewer than there are processors."""
 
     def give_way(self) -> None:
@@ -63,7 +63,7 @@ class Priority:
 
     def _set(self, added: int, *, is_idle: bool) -> None:
         with self._lock:
-            self.headcount.most = self._others_count if added else None
+            self.thread_limit.maximum = self._others_count if added else None
             if self._may_stand_aside is None and is_idle:
                 self._may_stand_aside = _may_leave_idle_class()
             wanted = (added, is_idle and self._may_stand_aside is True)

@@ -71,7 +71,7 @@ class Server:
         self._last = 0
         self._ended: set[int] = set()
         """Tickets that have ended, and whose slots were not given back; the committing thread's."""
-        self._committer = Committer(hello, self.channel.tell, self._grant, priority.headcount)
+        self._committer = Committer(hello, self.channel.tell, self._grant, priority.thread_limit)
         self._worker = threading.Thread(target=self._work, name="ckstore-commit", daemon=True)
 
     def run(self) -> int:
@@ -239,7 +239,7 @@ class Server:
         with self._changed:
             self._tickets[ticket.number] = ticket
         # Before the other thread can get at it, and end it; it may have been taken over meanwhile.
-        is_lent = self._committer.was_lent(message.lease)
+        is_lent = self._committer.was_transferred(message.lease)
         if is_lent or self._committer.holds_lease:
             self._grant(ticket if is_lent or held.is_granted else None)
         self._add(ticket)

@@ -423,7 +423,7 @@ class GatedLease(Lease):
     def release(self) -> None:
         """Give the lease up, also one that was lent and not adopted; never raises."""
         with contextlib.suppress(CkstoreError):
-            self._record = self._read_lent() or self._record
+            self._record = self._read_transferred() or self._record
         super().release()
 
     def check_held(self) -> None:

@@ -37,7 +37,7 @@ from ckstore.ops.gc.plan import GcLimits, GcPlan, make_plan
 from ckstore.ops.gc.policy import Retention, span_seconds, span_words
 from ckstore.ops.gc.rules import Entry, RunPlan, plan_run
 from ckstore.ops.gc.survey import RunFacts, Survey, survey
-from ckstore.processes import maker_is_running
+from ckstore.processes import owner_is_running
 from ckstore.store.chunk_index import LOST_TIER
 from ckstore.store.config_file import change_config, read_config
 from ckstore.store.lease import Lease
@@ -171,7 +171,7 @@ def someone_writes(backend: Backend, clock: Clock) -> bool:
 def _lives(holder: LeaseRecord | None, clock: Clock) -> bool:
     if holder is None:
         return False
-    is_running = maker_is_running(holder)
+    is_running = owner_is_running(holder)
     if is_running is not None:
         return is_running and holder.pid != os.getpid()
     return abs(clock.now_ns() - holder.heartbeat_ns) < BEAT_SECONDS * 1e9

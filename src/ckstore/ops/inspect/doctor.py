@@ -24,7 +24,7 @@ from ckstore.format.records import LeaseRecord
 from ckstore.io.backend import Ageing, Backend, Locking
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for, mode_of_folder
-from ckstore.processes import maker_is_running
+from ckstore.processes import owner_is_running
 from ckstore.store.intents import CLEAR_INTENTS, intents_in
 from ckstore.store.lease import STALE_SECONDS
 from ckstore.store.listing import packs_in
@@ -186,7 +186,7 @@ def _run(repository: Repository, clock: Clock) -> Iterator[Finding]:
 
 def _lease(topic: str, holder: LeaseRecord, clock: Clock) -> Finding:
     who = f"pid {holder.pid} on host {holder.host}"
-    is_running = maker_is_running(holder)
+    is_running = owner_is_running(holder)
     if is_running:
         return Finding(topic, f"being written by {who}, which is alive")
     if is_running is False:

@@ -44,7 +44,7 @@ from ckstore.ops.interop.foreign_state import Loaded, storable
 from ckstore.ops.interop.plain_fields import PlainFields
 from ckstore.ops.interop.storages import FileStorage, OpenFile
 from ckstore.ops.interop.unpickle import read_inert
-from ckstore.processes import start
+from ckstore.processes import start_python
 from ckstore.state.capture import Captured, capture
 from ckstore.state.tensors import HostStorage
 
@@ -406,7 +406,7 @@ class Loader:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._process = start(
+                self._process = start_python(
                     ["-m", "ckstore.ops.interop"],
                     fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
