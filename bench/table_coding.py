@@ -1,10 +1,12 @@
-"""Tables and sentences about coding and histories, from the newest records of their cases."""
+"""Tables about coders, histories and residual checkpoints, from the newest records of their cases."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
 
-PREFIXES = ("codec_", "history_")
+from bench.table_cases import Record
+
 CODECS = {
     "codec_full_fp32": "fp32",
     "codec_full_bf16": "bf16",
@@ -13,11 +15,6 @@ CODECS = {
     "codec_delta_fp32_gap100": "gap 100",
     "codec_delta_bf16_gap10": "bf16 against gap 10",
 }
-SUMMARY = {
-    "codec_full_fp32": "fp32 training state",
-    "codec_full_bf16": "bf16 weights",
-    "codec_delta_fp32_gap10": "fp32 against ten steps before",
-}
 HISTORIES = {
     "history_fp32": "fp32, AdamW",
     "history_bf16": "bf16 + fp32 master",
@@ -25,30 +22,32 @@ HISTORIES = {
     "history_lora": "LoRA, after the first",
 }
 AFTER_THE_FIRST = ("history_rl", "history_lora")
-Records = dict[str, dict[str, Any]]
+CASES = (*CODECS, *HISTORIES)
+Records = dict[str, Record]
+BETAS = ("0.95", "0.999")
+KEYFRAME_EVERY = 20
+POLICIES = {
+    "near()": "**near()**",
+    "small()": "**small()**",
+    "ExCP, c = 2.5": "ExCP (c = 2.5, ideal entropy coder)",
+    "4 bits, block-wise": "4 bits, block-wise",
+    "8 bits, block-wise": "8 bits, block-wise",
+    "weights in bf16": "*exact moments, weights in bf16*",
+    "another order of the data": "*exact state, another order of the data*",
+}
+"""Participant of ``resume_gap`` -> its row."""
 
 
 def tables(records: Records) -> list[str]:
-    """Return both tables in Markdown, those of which there are records."""
+    """Return the tables of coders and of histories in Markdown, if there are records."""
     return [*_codec_table(records), *_history_table(records)]
-
-
-def summary(records: Records) -> list[str]:
-    """Return one sentence about coding: how small, how fast on one core, beside ZipNN."""
-    parts = []
-    for case, title in SUMMARY.items():
-        found = records.get(case, {"participants": {}})["participants"]
-        cells = [(name, _codec_cell(found, name)) for name in ("ckstore", "zipnn")]
-        if all(cell for _, cell in cells):
-            parts.append(f"{title}: " + ", ".join(f"{name} {cell}" for name, cell in cells))
-    return [f"Lossless, plain/stored · encode / decode in GB/s of one core: {'; '.join(parts)}."] if parts else []
 
 
 def _codec_table(records: Records) -> list[str]:
     cases = {case: title for case, title in CODECS.items() if case in records}
     if not cases:
         return []
-    heading = "plain/stored · encode / decode, GB/s of one core"
+    heading = "plain/stored size · GB/s to encode / decode on one core"
     lines = [f"| {heading} | " + " | ".join(cases.values()) + " |", "|---|" + "--:|" * len(cases)]
     bounds = [f"{records[case]['setting']['bound_ratio']:.3f}" for case in cases]
     lines.append("| *order-0 entropy of byte planes* | " + " | ".join(bounds) + " |")
@@ -63,7 +62,7 @@ def _codec_table(records: Records) -> list[str]:
     return [*lines, ""]
 
 
-def _codec_cell(participants: dict[str, Any], name: str) -> str:
+def _codec_cell(participants: Record, name: str) -> str:
     encode, decode = participants.get(f"{name}: encode"), participants.get(f"{name}: decode")
     if encode is None or decode is None:
         return ""
@@ -79,7 +78,7 @@ def _history_table(records: Records) -> list[str]:
     cases = {case: title for case, title in HISTORIES.items() if case in records}
     if not cases:
         return []
-    lines = ["| stored bytes of a history | " + " | ".join(cases.values()) + " |", "|---|" + "--:|" * len(cases)]
+    lines = ["| stored size of a history | " + " | ".join(cases.values()) + " |", "|---|" + "--:|" * len(cases)]
     names: dict[str, None] = {}
     for case in cases:
         names |= dict.fromkeys(records[case]["participants"])
@@ -90,7 +89,7 @@ def _history_table(records: Records) -> list[str]:
     return [*lines, ""]
 
 
-def _history_cell(case: str, found: dict[str, Any] | None) -> str:
+def _history_cell(case: str, found: Record | None) -> str:
     if found is None:
         return ""
     sample = found["samples"][0]
@@ -116,41 +115,36 @@ def _missing(records: Records, prefix: str, count: int) -> list[str]:
     return [f"| {name} | not available: {reason} |" + " |" * (count - 1) for name, reason in sorted(found.items())]
 
 
-def sentences(records: Records) -> list[str]:
-    """Return what there is to say of codecs, histories and engines in words."""
-    said = []
-    if any(case in records for case in CODECS):
-        said.append(
-            "Coding: tensors of a really trained state, alone or against those a gap of steps before; "
-            "peers are told for free which of their forms is smaller."
-        )
-    if "history_fp32" in records:
-        setting = records["history_fp32"]["setting"]
-        keyframe_count = len(setting.get("keyframes", []))
-        said.append(
-            f"Histories: {setting['checkpoints']} checkpoints, 25 steps apart, all files counted; peers chain without "
-            f"end, or (in brackets) make keyframes where ckstore did: {keyframe_count} times."
-        )
-    for kind in ("fp32", "bf16"):
-        said += _speeds_of_history(records, kind)
-    for case in ("engine_write", "engine_read"):
-        ratios = records.get(case, {}).get("ratios", {})
-        listed = ", ".join(f"{name.partition(' / ')[0][8:]} {found['median']:.2f}" for name, found in ratios.items())
-        if listed:
-            said.append(f"{case.partition('_')[2].capitalize()} rate of an engine over the device's: {listed}.")
-    return said
+def residual_table(records: Sequence[Record]) -> str:
+    """Return the table of residual checkpoints; each policy's newest result counts.
+
+    Losses of a resumed training do not depend on the machine, so results of several runs may stand in one table.
+    """
+    newest: dict[str, Record] = {}
+    keyframe_ratios: dict[str, float] = {}
+    for record in records:
+        if record["case"] == "resume_gap":
+            newest |= {name: found["samples"][0] for name, found in record["participants"].items()}
+            keyframe_ratios |= _keyframe_ratios(record["notes"])
+    if not newest:
+        return ""
+    heads = [f"beta2 {beta}: size ratio (whole history) · loss difference, nats" for beta in BETAS]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(heads)]
+    for policy, label in POLICIES.items():
+        found = [(newest.get(f"{policy}, beta2 {beta}"), keyframe_ratios.get(beta)) for beta in BETAS]
+        if any(sample for sample, _ in found):
+            lines.append(f"| {label} | " + " | ".join(_residual_cell(*each) for each in found) + " |")
+    return "\n".join(lines)
 
 
-def _speeds_of_history(records: Records, kind: str) -> list[str]:
-    said = []
-    for case, what in (("history_commit", "Durable commit"), ("history_restore", "Cold restore")):
-        record = records.get(f"{case}_{kind}")
-        if record is None:
-            continue
-        parts = []
-        for name, found in record["participants"].items():
-            over = record["ratios"].get(f"{name} / device")
-            beside = f" ({over['median']:.2f} of the device)" if over else ""
-            parts.append(f"{name.removeprefix('ckstore ')} {found['median']:.2f}{beside}")
-        said.append(f"{what}, {kind}, GB/s of plain bytes: {', '.join(parts)}.")
-    return said
+def _keyframe_ratios(notes: Iterable[str]) -> dict[str, float]:
+    return {beta: float(ratio) for note in notes for ratio, beta in re.findall(r"([\d.]+)x at beta2 ([\d.]+)", note)}
+
+
+def _residual_cell(sample: Record | None, keyframe_ratio: float | None) -> str:
+    if sample is None or keyframe_ratio is None:
+        return ""
+    ratio = sample["ratio"]
+    history = KEYFRAME_EVERY / ((KEYFRAME_EVERY - 1) / ratio + 1 / keyframe_ratio)
+    digits = 0 if ratio >= 10 else 1
+    return f"{ratio:.{digits}f} ({history:.{digits}f}) · {sample['value']:.4f}"
