@@ -30,8 +30,9 @@ from ckstore.results import Info, require_exact
 from ckstore.state.tensors import LeafAdapter
 from ckstore.store import history
 from ckstore.store.refs import Reference, load_whole, newest_whole, resolve
-from ckstore.store.repository import Repository, create_store, read_store_record
+from ckstore.store.repository import Repository
 from ckstore.store.reserve import with_reserve
+from ckstore.store.store_config import create_store, read_store_record
 from ckstore.verbs.background import loaded_adapters
 from ckstore.verbs.demoting import Demoting, demotion_asked
 from ckstore.verbs.importing import Importing
@@ -269,7 +270,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             self._check_open()
             self._reclaim_lease()
             manifest = history.rewind(self._repository, ref)
-            self._repository.known.pin(manifest)
+            self._repository.chunk_index.pin(manifest)
             self._known_bases().follow(manifest)
             self._parent = manifest.header.seq
             self._update_parent()
@@ -459,7 +460,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             _log.warning("%s", sentence)
         self._restored = self._info(manifest.header, warnings=[*passed_over, *placement.warnings])
         if wanted.only is None:
-            self._repository.known.pin(manifest)
+            self._repository.chunk_index.pin(manifest)
             self._known_bases().follow(manifest)
             self._parent = manifest.header.seq
             self._fingerprint = None

@@ -64,7 +64,7 @@ def dropped(store):
 
 def test_manifest_published_before_the_move_keeps_its_pack(store, backend, dropped, monkeypatch):
     looks = []
-    look = Marker.look
+    look = Marker.mark
 
     def publish_at_the_second(marker):
         looks.append(1)
@@ -72,7 +72,7 @@ def test_manifest_published_before_the_move_keeps_its_pack(store, backend, dropp
             publish_again(store, dropped)
         return look(marker)
 
-    monkeypatch.setattr(Marker, "look", publish_at_the_second)
+    monkeypatch.setattr(Marker, "mark", publish_at_the_second)
     report = keeper(store).gc(now=True)
     assert report.done.moved_packs == 0, "the second look before the move has seen it"
     assert len(report.plan.moves) == 1
@@ -93,7 +93,7 @@ def test_manifest_published_after_the_last_look_is_rescued_by_its_writer(store, 
 
     def publish_and_verify():
         published.append(publish_again(store, dropped))
-        assert repository_of(store).lost_packs(published[0].packs) == set()
+        assert repository_of(store).rescue_packs(published[0].packs) == set()
 
     once(monkeypatch, Trash, "unlink", before=publish_and_verify)
     report = keeper(store).gc(now=True)
@@ -105,7 +105,7 @@ def test_manifest_published_after_the_last_look_is_rescued_by_its_writer(store, 
 def test_writer_that_publishes_after_the_purge_finds_its_pack_lost(store, backend, dropped):
     keeper(store).gc(now=True)
     again = publish_again(store, dropped)
-    assert repository_of(store).lost_packs(again.packs), "then it withdraws, and nothing was acknowledged"
+    assert repository_of(store).rescue_packs(again.packs), "then it withdraws, and nothing was acknowledged"
 
 
 def test_commit_whose_packs_are_collected_before_it_is_published_writes_them_again(store, backend, monkeypatch):
@@ -164,7 +164,7 @@ def test_collection_that_was_killed_in_the_trash_is_finished_by_the_next(store, 
 
 def test_run_that_is_begun_during_a_look_is_seen(store, backend, clock, monkeypatch):
     once(monkeypatch, type(repository_of(store)), "runs", before=None, after=lambda: begin(backend, clock))
-    look = Marker(repository_of(store)).look()
+    look = Marker(repository_of(store)).mark()
     assert "late" in look.dropped
     assert any(name.run == "late" for name in look.manifests)
 
@@ -185,7 +185,7 @@ def test_manifest_that_vanishes_between_listing_and_reading_is_looked_for_again(
         repository_of(store).manifests.move_lower_to_trash(name)
 
     once(monkeypatch, Marker, "_mark", before=replace_it)
-    look = Marker(repository_of(store)).look()
+    look = Marker(repository_of(store)).mark()
     assert sorted((name.seq, name.generation) for name in look.manifests) == [(0, 0), (1, 1), (2, 0)]
 
 
@@ -199,10 +199,10 @@ def test_other_bytes_under_the_same_name_are_read_again(store, backend):
     other = replace(one, packs=(*one.packs[:-1], other_pack))
     name = repository_of(store).manifests.publish(one)
     marker = Marker(repository_of(store))
-    assert bytes(range(16)) not in marker.look().named
+    assert bytes(range(16)) not in marker.mark().named
     repository_of(store).manifests.withdraw(name)
     repository_of(store).manifests.publish(other)
-    assert bytes(range(16)) in marker.look().named
+    assert bytes(range(16)) in marker.mark().named
 
 
 def test_gc_drops_nothing_if_the_pack_of_the_newest_one_is_freed_meanwhile(store, backend, monkeypatch):

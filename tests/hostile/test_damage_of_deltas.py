@@ -15,7 +15,7 @@ from ckstore.config import Limits
 from ckstore.errors import CkstoreError
 from ckstore.format.paths import pack_name
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 from support import memory_files
 from support.chains import ChainWriter
 from support.model import difference

@@ -14,7 +14,7 @@ import ckstore
 from ckstore._testing import repository_of, saver_of
 from ckstore.config import DemotePolicy, Policy
 from ckstore.ops.scheduled import AutomaticDemotion
-from ckstore.store.config_file import change_config
+from ckstore.store.store_config import change_config
 from support.demotion_histories import SECONDS_MAX, check_exact_or_near, fidelities, states, wait_until
 
 ALL = DemotePolicy(keep_newest=1, keep_every=0)

@@ -15,7 +15,7 @@ from ckstore.config import KIB, MIB, READ_BUFFERS, READ_BUFFERS_MIN, Limits, Pol
 from ckstore.io.buffers import BufferPool
 from ckstore.ops import verify_packs
 from ckstore.restore import reader, restore
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 
 CHUNK_NBYTES = 64 * KIB
 

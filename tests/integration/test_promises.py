@@ -277,7 +277,7 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
     def fail(packer):
         raise BackendError("the disk is gone", where="here")
 
-    monkeypatch.setattr("ckstore.store.pack_writer.Packer.finish", fail)
+    monkeypatch.setattr("ckstore.store.pack_writer.PackWriter.finish", fail)
     for step in range(2, 6):
         state["w"] += 1
         with pytest.raises(BackendError, match="the disk is gone"):
@@ -299,7 +299,7 @@ def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch
         raise BackendError("the disk is gone", where="here")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckstore.store.pack_writer.Packer.finish", fail)
+        patch.setattr("ckstore.store.pack_writer.PackWriter.finish", fail)
         with pytest.raises(BackendError, match="the disk is gone"):
             store.commit(state, 2, policy=policy)
     receipt = store.commit(state, 2, policy=policy)

@@ -19,7 +19,7 @@ from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of
 from ckstore.io.buffers import BufferPool
 from ckstore.state.capture import Captured, capture
 from ckstore.state.tensors import LeafAdapter
-from ckstore.store.pack_writer import FrameSlot, Packer
+from ckstore.store.pack_writer import FrameSlot, PackWriter
 
 _BLOCK_NBYTES = 8 << 20
 
@@ -67,7 +67,7 @@ class ChainWriter:
         plains = [_plain_of(chunk, captured) for chunk in plan.chunks]
         ids = [chunk_id_of(plain) for plain in plains]
         pool = BufferPool(_BLOCK_NBYTES, 4)
-        packer = Packer(
+        packer = PackWriter(
             parts.backend,
             pool,
             store_id=parts.store_id,
@@ -82,7 +82,7 @@ class ChainWriter:
                 continue
             candidate = None if base is None else next(iter(self._states[base][index : index + 1]), None)
             coded, base_id = self._coded(plains[index], plan.chunks[index], candidate, ids, scratch)
-            place = packer.place(coded.nbytes)
+            place = packer.reserve(coded.nbytes)
             header = FrameHeader(
                 ids[index], base_id, len(plains[index]), coded.nbytes, coded.width, tuple(coded.steps), 0
             )

@@ -16,9 +16,9 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.format.records import HomeRecord, decode_record, encode_record, with_changes
 from ckstore.io.url import backend_for
-from ckstore.store.config_file import change_config
 from ckstore.store.listing import packs_in
-from ckstore.store.tier_owner import place_of
+from ckstore.store.store_config import change_config
+from ckstore.store.tier_checks import place_of
 from support.push_states import free_local_packs
 
 STEPS = (1, 2, 3)

@@ -6,7 +6,7 @@ import ckstore
 from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import Limits
 from ckstore.io.local import LocalBackend
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 
 
 def open_small(place, chunk_nbytes, **options):

@@ -6,7 +6,7 @@ import pytest
 
 from ckstore.errors import NotFoundError, UsageError
 from ckstore.ops.gc.policy import Best, Retention
-from ckstore.store.refs import order_of, words_of
+from ckstore.store.refs import describe_best, order_of
 
 LOWER = (
     "loss", "val_loss", "loss/eval", "train.loss_ema", "valLoss", "LOSS", "ppl", "eval/perplexity", "error", "top1_err",
@@ -73,7 +73,7 @@ def test_best_of_a_metric_beyond_doubt_is_the_better_end(store, metric, step):
     ],
 )  # fmt: skip
 def test_references_say_which_end_they_mean(reference, words):
-    assert words_of(reference) == words
+    assert describe_best(reference) == words
 
 
 def test_rules_say_which_end_they_mean():

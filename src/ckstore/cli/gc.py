@@ -12,7 +12,7 @@ from ckstore.cli.parser import AsJson, Shared, StorePath, opened
 from ckstore.cli.render import SEQ, STEP, Column, Table, count, json_of, local_time, size
 from ckstore.errors import CorruptError, NotFoundError, UsageError
 from ckstore.ops.gc.policy import Retention
-from ckstore.store.tier_proof import require_proof
+from ckstore.store.tier_checks import require_proof
 from ckstore.verbs.maintenance import Keeping, keep
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckstore.clock import SYSTEM_CLOCK
-from ckstore.store.refs import words_of
+from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
     from ckstore.ops.inspect.coding import Coding
@@ -357,7 +357,7 @@ def json_of_coding(coding: Coding) -> dict[str, Any]:
 
 def name_of(info: Info, ref: str | None = None) -> str:
     """Name a checkpoint, and say why it is the best if REF asked for that: ``step 300 (seq 2), the lowest loss``."""
-    words = "" if ref is None else words_of(ref)
+    words = "" if ref is None else describe_best(ref)
     return f"step {info.step} (seq {info.seq}){f', {words}' if words else ''}"
 
 

@@ -25,7 +25,7 @@ from ckstore.cli.render import (
     size,
     three_digits,
 )
-from ckstore.store.refs import words_of
+from ckstore.store.refs import describe_best
 
 if TYPE_CHECKING:
     from ckstore.ops.inspect.coding import Coding
@@ -122,7 +122,7 @@ def show(
     if as_json:
         render.print_json(_json_of(contents))
         return
-    chosen = [("chosen as", words)] if (words := words_of(ref)) else []
+    chosen = [("chosen as", words)] if (words := describe_best(ref)) else []
     render.print_facts([*chosen, *_facts(contents.info, contents.base_nbytes)])
     _print_tables(contents, render.row_limit(limit))
 

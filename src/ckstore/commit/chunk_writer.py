@@ -31,7 +31,7 @@ from ckstore.format.wire import xxh3_64
 from ckstore.hashing import NO_BASE, ChunkId, PackId, chunk_id_of, new_hasher
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LocatedFrame
-from ckstore.store.pack_writer import FrameSlot, Packer
+from ckstore.store.pack_writer import FrameSlot, PackWriter
 from ckstore.store.repository import Repository
 
 
@@ -155,7 +155,7 @@ class ChunkWriter:
     _workers: list[CodingThread | None] = field(init=False)
     _thread_count: int = field(init=False)
     _waiting_count: int = field(init=False)
-    _packer: Packer = field(init=False)
+    _packer: PackWriter = field(init=False)
     _pool: BufferPool = field(init=False)
     _warnings: list[str] = field(init=False, default_factory=list)
 
@@ -173,7 +173,7 @@ class ChunkWriter:
         self._results = [None] * len(self.plan.chunks)
         self._workers = [None] * self._thread_count
         self._pool = self.blocks.take(block_count)
-        self._packer = Packer(
+        self._packer = PackWriter(
             self.repository.backend,
             self._pool,
             store_id=self.repository.store_id,
@@ -258,7 +258,7 @@ class ChunkWriter:
         if checksum is not None:
             self.bases.keep_checksum(chunk_id, checksum)
         self._hold(chunk, form, chunk_id, plain, checksum)
-        known = self.repository.known.find(chunk_id)
+        known = self.repository.chunk_index.find(chunk_id)
         is_outlived = known is not None and self._is_outlived(known, form)
         if (known is not None and not is_outlived) or chunk_id in self._placed:
             with turn:
@@ -301,7 +301,7 @@ class ChunkWriter:
         frame = self._placed.get(chunk_id)
         is_first = frame is None
         if frame is None:
-            place = self._packer.place(coded.encoded.nbytes)
+            place = self._packer.reserve(coded.encoded.nbytes)
             frame = PendingFrame(place, chunk_id, coded.base, coded.is_rounding, coded.is_lossy)
             self._placed[chunk_id] = frame
         self._results[index] = frame

@@ -105,7 +105,7 @@ def _try(repository: Repository, request: Request, watch: Stopwatch) -> Committe
 
 
 def _commit(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
-    repository.known.forget_packs(repository.packs_gone(repository.known.packs()))
+    repository.chunk_index.forget_packs(repository.packs_gone(repository.chunk_index.packs()))
     if request.bases.seq is None and repository.newest is not None:
         request.bases.follow(repository.newest)
     for _ in range(2):  # again at most once, without the packs that were collected
@@ -114,16 +114,16 @@ def _commit(repository: Repository, request: Request, watch: Stopwatch) -> Commi
         stored = _store_chunks_durably(repository, plan, basing, request, watch)  # 3-7
         name, manifest = _publish(repository, Drafted(plan, basing, stored), request, watch)  # 8
         with watch("verify"):
-            packs_gone = repository.rescue_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
+            packs_gone = repository.rescue_local_packs({pack.pack_id: pack.nbytes for pack in manifest.packs})  # 9
         if not packs_gone:
             repository.manifests.note_published(name.seq)
             repository.note_committed(manifest)
             basing.remember(request.bases, manifest, [frame.frame.chunk_id for frame in stored.frames])
             request.bases.leave_slots(request.retained_slot)
-            repository.keep_young(manifest.packs)
+            repository.renew_file_times(manifest.packs)
             return _acknowledge(repository, request, manifest, stored, watch)  # 10
         repository.manifests.withdraw(name)
-        repository.known.forget_packs(packs_gone)
+        repository.chunk_index.forget_packs(packs_gone)
         _log.warning("packs vanished under a commit of step %d; writing it again without them", request.step)
     raise ConflictError(
         "packs vanished twice under one commit",
@@ -138,7 +138,9 @@ def _planned(repository: Repository, request: Request) -> tuple[CommitPlan, Base
     candidates = None if policy.residual is None else Candidates(captured, policy.residual)
     apart = frozenset[int]() if candidates is None else candidates.apart
     plan = plan_commit(captured.storages, repository.limits, apart=apart)
-    return plan, choose_forms(captured, plan, repository.known, request.bases, policy, repository.limits, candidates)
+    return plan, choose_forms(
+        captured, plan, repository.chunk_index, request.bases, policy, repository.limits, candidates
+    )
 
 
 def _acknowledge(

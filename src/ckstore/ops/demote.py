@@ -60,8 +60,7 @@ from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.manifests import DroppedError, EmptyRunError
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
-from ckstore.store.replacement import finish_replacements, settle
-from ckstore.store.repository import Repository
+from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 
 DemoteAction = Literal["demote", "keep"]
 
@@ -264,7 +263,7 @@ def demote(
     if isinstance(repository.backend, Distant) or names_newest(repository, refs):
         # A writer in a bucket may take back what was seen whole; and who makes the newest one lossy resumes from it.
         repository.lease.take()
-    finish_replacements(repository)
+    finish_interrupted_replacements(repository)
     entries = plan_demotion(repository, wanted, refs, passed_over)
     told = plan_warnings(repository, wanted.fidelity, entries)
     for warning in told:
@@ -275,7 +274,7 @@ def demote(
         done = demoter.run(entries, tell)
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
-        repository.look_again()
+        repository.forget_run_state()
     return DemoteReport(
         run=repository.run,
         is_dry_run=False,
@@ -496,7 +495,7 @@ class _Demoter:
             manifest = load_whole(self._repository, name)
             if any(pack.tier == LOST_TIER for pack in manifest.packs):
                 return False
-            return not self._repository.lost_packs(manifest.packs)
+            return not self._repository.rescue_packs(manifest.packs)
         except (BackendError, CapacityError, CorruptError, NotFoundError, UsageError) as error:
             # Whatever is wrong with it, or the tier that it lies in: it is not what makes another one old.
             _log.warning("seq %d does not count as newer: %s", name.seq, error)
@@ -586,7 +585,7 @@ class _Demoter:
             self._remove_unpublished(manifest, drafted.stored)
             raise
         try:
-            settle(repository, replacement, name, intent=intent)
+            finish_replacement(repository, replacement, name, intent=intent)
         except ConflictError as error:
             _log.warning("%s", error)
             raise _OutrunError(error.what) from error

@@ -14,8 +14,8 @@ from ckstore.config import NAMED_RESIDUALS, DemotePolicy, plain_of, value_of
 from ckstore.errors import UsageError
 from ckstore.format.paths import CONFIG_FILE
 from ckstore.format.records import ConfigRecord
-from ckstore.store.config_file import change_config, read_config
 from ckstore.store.repository import Repository
+from ckstore.store.store_config import change_config, read_config
 
 _RULES = tuple(field.name for field in dataclasses.fields(DemotePolicy))
 _FIDELITY = "fidelity"

@@ -36,7 +36,7 @@ from ckstore.format.wire import is_zero
 from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, ReadFile, ReadRequest
 from ckstore.io.buffers import BufferPool
-from ckstore.store.damage import Place
+from ckstore.store.damage import FramePosition
 from ckstore.store.manifests import quarantine_manifest, quarantine_pack
 from ckstore.store.pack_reader import read_buffer_nbytes, read_frame
 from ckstore.store.repository import Repository
@@ -186,11 +186,11 @@ class PackCopies:
         check_payload(header, payload)
         return header, payload
 
-    def check(self, copy: PackCopy, places: Iterable[Place]) -> dict[Place, FrameHeader | None]:
+    def check(self, copy: PackCopy, places: Iterable[FramePosition]) -> dict[FramePosition, FrameHeader | None]:
         """Read frames where manifests say that they lie; return the header of each that is sound, None for others."""
         limits = self._repository.limits
         ordered = sorted(places, key=lambda place: place[1])
-        found: dict[Place, FrameHeader | None] = dict.fromkeys(ordered)
+        found: dict[FramePosition, FrameHeader | None] = dict.fromkeys(ordered)
         file = copy.backend.open_read(copy.path)
         done: set[int] = set()
         try:
@@ -214,7 +214,7 @@ class PackCopies:
             file.close()
         return found
 
-    def _alone(self, backend: Backend, file: ReadFile, place: Place, pool: BufferPool) -> FrameHeader | None:
+    def _alone(self, backend: Backend, file: ReadFile, place: FramePosition, pool: BufferPool) -> FrameHeader | None:
         try:
             result = read_frame(backend, file, place[1], FRAME_HEADER_NBYTES + place[2], pool)
         except CkstoreError:
@@ -225,7 +225,7 @@ class PackCopies:
             result.release()
 
 
-def _sound(view: memoryview, place: Place, limits: Limits) -> FrameHeader | None:
+def _sound(view: memoryview, place: FramePosition, limits: Limits) -> FrameHeader | None:
     """Return the header of a frame that is what a manifest says, with a payload that is what the header says."""
     chunk_id, _, stored_nbytes = place
     try:

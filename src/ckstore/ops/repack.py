@@ -29,8 +29,7 @@ from ckstore.ops.stored_checkpoint import plan_of, reader_nbytes, stored_state
 from ckstore.store.chunk_index import ChunkIndex, locate
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import load_whole
-from ckstore.store.replacement import finish_replacements, settle
-from ckstore.store.repository import Repository
+from ckstore.store.repository import Repository, finish_interrupted_replacements, finish_replacement
 
 _log = logging.getLogger("ckstore")
 
@@ -122,13 +121,13 @@ def repack(
         )
     repository.prepare_run()
     repository.lease.take()
-    superseded_count = finish_replacements(repository)
+    superseded_count = finish_interrupted_replacements(repository)
     plan = plan_repack(repository, wanted, policy, on_progress=on_progress)
     try:
         done = _Repacker(repository, wanted, policy, plan).run(on_progress or (lambda done, total: None))
     finally:
         # Even one that fails halfway has moved what the next commit would follow.
-        repository.look_again()
+        repository.forget_run_state()
     return replace(_report(repository, plan, done, is_dry_run=False), superseded_count=superseded_count)
 
 
@@ -224,7 +223,7 @@ class _Repacker:
         stored = self._store_chunks(manifest, member, rewrite)
         replacement, name = self._publish(manifest, rewrite, stored)
         try:
-            settle(self._repository, replacement, name)
+            finish_replacement(self._repository, replacement, name)
         except DroppedError as error:
             _log.warning("%s; its drop stands", error.what)
             self._placed.back_to(mark)

@@ -52,9 +52,9 @@ from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LocatedFrame, locate
 from ckstore.store.damage import lost_frames
 from ckstore.store.manifests import DroppedError, quarantine_manifest, quarantine_pack, quarantined_names
-from ckstore.store.pack_writer import FrameSlot, Packer
-from ckstore.store.replacement import settle
-from ckstore.store.repository import Repository, read_store_record
+from ckstore.store.pack_writer import FrameSlot, PackWriter
+from ckstore.store.repository import Repository, finish_replacement
+from ckstore.store.store_config import read_store_record
 
 BLOCK_NBYTES = 8 << 20
 BLOCKS = 3
@@ -136,7 +136,7 @@ class Copies:
 
     def _write_packs(self, rows: Sequence[tuple[_Source, FrameHeader]]) -> None:
         with BufferPool(BLOCK_NBYTES, BLOCKS) as pool:
-            packer = Packer(
+            packer = PackWriter(
                 self._repository.backend,
                 pool,
                 store_id=self._repository.store_id,
@@ -152,14 +152,14 @@ class Copies:
                 packer.abandon()
                 raise
 
-    def _copy(self, packer: Packer, source: _Source, header: FrameHeader) -> None:
+    def _copy(self, packer: PackWriter, source: _Source, header: FrameHeader) -> None:
         payload = self._payload(source, header)
 
         def check(pieces: Sequence[memoryview]) -> None:
             if b"".join(pieces) != payload:
                 raise CorruptError("a frame changed while it was copied", todo="test this machine's memory")
 
-        place = self._places[source] = packer.place(header.stored_nbytes)
+        place = self._places[source] = packer.reserve(header.stored_nbytes)
         packer.fill(place, header, [memoryview(payload)], check)
 
     def _payload(self, source: _Source, header: FrameHeader) -> bytes:
@@ -330,7 +330,7 @@ def _report(plan: RepairPlan, copies: Copies, *, dry_run: bool) -> RepairReport:
 
 def _act(repository: Repository, plan: RepairPlan, copies: Copies) -> None:
     for run in {run for run, _ in plan.claims}:
-        repository.of_run(run).make_folders()
+        repository.for_run(run).make_folders()
     for run, seq in plan.claims:
         with contextlib.suppress(FileExistsError):
             repository.backend.create(paths.claim_name(run, seq), b"", sync=False)
@@ -354,9 +354,9 @@ def _writing(repository: Repository, run: str) -> Iterator[Repository]:
             yield repository
         finally:
             # The next commit must not follow what was replaced.
-            repository.look_again()
+            repository.forget_run_state()
         return
-    other = repository.of_run(run)
+    other = repository.for_run(run)
     try:
         other.prepare_run()
         other.lease.take()
@@ -399,7 +399,7 @@ def _replace(repository: Repository, mend: Mend, plan: RepairPlan, copies: Copie
     replacement = _next_generation(manifest, frames, max(name.generation, *aside, 0) + 1)
     published = repository.manifests.publish(replacement)
     try:
-        settle(repository, replacement, published)
+        finish_replacement(repository, replacement, published)
     except DroppedError as error:
         _log.warning("%s; its drop stands", error.what)
         return False

@@ -28,7 +28,7 @@ from ckstore.io.backend import Backend
 from ckstore.ops.pack_copies import FoundFrame, PackCopies, PackCopy, PackLook
 from ckstore.ops.verify_packs import FrameCheck
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
-from ckstore.store.damage import Place, Uses, lost_chunks, tensor_paths
+from ckstore.store.damage import FramePosition, Uses, lost_chunks, tensor_paths
 from ckstore.store.manifests import quarantined_names
 from ckstore.store.repository import Repository
 
@@ -45,7 +45,7 @@ class PackState:
 
     copy: PackCopy | None
     problem: str
-    frames: dict[Place, FrameHeader] = field(default_factory=dict)
+    frames: dict[FramePosition, FrameHeader] = field(default_factory=dict)
 
     @property
     def is_spoiled(self) -> bool:
@@ -122,12 +122,12 @@ class Search:
         """
         return self._decode(self.found[chunk_id])
 
-    def _state_of(self, pack_id: PackId, places: Iterable[Place], sizes: set[int]) -> PackState:
+    def _state_of(self, pack_id: PackId, places: Iterable[FramePosition], sizes: set[int]) -> PackState:
         # Twice: a collector may move what was just seen, or someone bring it back, before it is opened.
         found = self._best_of(pack_id, places, sizes) or self._best_of(pack_id, places, sizes)
         return found or PackState(None, "it is missing")
 
-    def _best_of(self, pack_id: PackId, places: Iterable[Place], sizes: set[int]) -> PackState | None:
+    def _best_of(self, pack_id: PackId, places: Iterable[FramePosition], sizes: set[int]) -> PackState | None:
         best: PackState | None = None
         for copy in self.shelf.copies_of(pack_id):
             if copy.kind not in ("place", "trash"):
@@ -151,7 +151,9 @@ class Search:
                 break
         return best
 
-    def _sound_frames(self, copy: PackCopy, look: PackLook, places: Iterable[Place]) -> dict[Place, FrameHeader]:
+    def _sound_frames(
+        self, copy: PackCopy, look: PackLook, places: Iterable[FramePosition]
+    ) -> dict[FramePosition, FrameHeader]:
         there = {(entry.chunk_id, entry.offset, entry.stored_nbytes) for entry in look.entries}
         checked = self.shelf.check(copy, [place for place in places if place in there])
         return {place: header for place, header in checked.items() if header is not None}

@@ -35,7 +35,8 @@ from ckstore.ops.demote_config import policy_of_rules, rules_of, stored_demotion
 from ckstore.ops.gc.policy import Retention, span_words
 from ckstore.ops.gc.run import GcLimits, collect_store, collection_obstacle, stored_trash_seconds
 from ckstore.processes import start_python
-from ckstore.store.repository import Repository, read_store_record
+from ckstore.store.repository import Repository
+from ckstore.store.store_config import read_store_record
 
 _log = logging.getLogger("ckstore")
 

@@ -175,7 +175,7 @@ class TierReach:
 
 
 def _all_names(repository: Repository, report: Report) -> Iterator[tuple[str, ManifestName]]:
-    for run in repository.runs_ever():
+    for run in repository.runs_with_claims():
         manifests = repository.manifests_of(run)
         listing = manifests.listing()
         if listing.missing:

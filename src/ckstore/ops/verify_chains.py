@@ -19,7 +19,7 @@ from ckstore.io.backend import ReadFile
 from ckstore.io.block_writer import copy_plain
 from ckstore.io.buffers import BufferPool, map_zeros
 from ckstore.ops.verify_packs import Audit
-from ckstore.store.damage import Place, Uses
+from ckstore.store.damage import FramePosition, Uses
 from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
 
 COPIES_MAX = 2
@@ -31,7 +31,7 @@ NESTED_MAX = 64
 OPEN_MAX = 16
 """Packs that one thread keeps open."""
 
-Node = tuple[PackId, Place]
+Node = tuple[PackId, FramePosition]
 """A frame: its pack, and its place in it."""
 
 

@@ -32,7 +32,7 @@ from ckstore.hashing import NO_BASE, PackId
 from ckstore.io.backend import Backend, ReadFile, ReadRequest, ReadResult
 from ckstore.io.buffers import BufferPool
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
-from ckstore.store.damage import Damage, PackUses, Place, Report, Sufferers, Uses, label_of
+from ckstore.store.damage import AffectedTensors, Damage, FramePosition, PackUses, Report, Uses, label_of
 from ckstore.store.pack_reader import read_ranges, readable_from
 from ckstore.store.repository import Repository
 
@@ -83,11 +83,11 @@ class Audit:
     is_remote: bool = False
     stop: Stop = field(default_factory=Stop)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _damaged: set[tuple[PackId, Place]] = field(default_factory=set)
-    _sufferers: Sufferers = field(init=False)
+    _damaged: set[tuple[PackId, FramePosition]] = field(default_factory=set)
+    _affected: AffectedTensors = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sufferers = Sufferers(self.repository)
+        self._affected = AffectedTensors(self.repository)
 
     def fit(self, buffer_nbytes: int, *, check_nbytes: int | None = None) -> tuple[int, int]:
         """Return how many threads and buffers the policy's memory holds."""
@@ -105,7 +105,7 @@ class Audit:
         pack_id: PackId,
         what: str,
         offset: int | None = None,
-        place: Place | None = None,
+        place: FramePosition | None = None,
         error: BaseException | None = None,
     ) -> None:
         """Add damage, of one frame or of all of a pack, with the checkpoints that need it; ``error`` as it came."""
@@ -131,17 +131,17 @@ class Audit:
             return self.repository.backend
         return self.repository.tiers.open(min(tiers))
 
-    def is_damaged(self, pack_id: PackId, place: Place) -> bool:
+    def is_damaged(self, pack_id: PackId, place: FramePosition) -> bool:
         """Whether damage of this frame was found already."""
         return (pack_id, place) in self._damaged
 
-    def _tensors_of(self, hit: list[int], pack_id: PackId, place: Place | None) -> tuple[str, ...]:
+    def _tensors_of(self, hit: list[int], pack_id: PackId, place: FramePosition | None) -> tuple[str, ...]:
         if not hit:
             return ()
         name = self.uses.names[hit[0]]
         if place is None:
-            return self._sufferers.of_pack(name, pack_id)
-        return self._sufferers.of_frame(name, place[0])
+            return self._affected.of_pack(name, pack_id)
+        return self._affected.of_frame(name, place[0])
 
 
 @dataclass(slots=True)
@@ -337,9 +337,9 @@ class PackAudit:
     def _decodes(self) -> bool:
         return self._report.level == "decode"
 
-    def _add(self, what: str, offset: int | None = None, place: Place | None = None) -> None:
+    def _add(self, what: str, offset: int | None = None, place: FramePosition | None = None) -> None:
         self._audit.add(self._pack_id, what, offset, place)
 
 
-def _place_of(entry: DirectoryEntry) -> Place:
+def _place_of(entry: DirectoryEntry) -> FramePosition:
     return entry.chunk_id, entry.offset, entry.stored_nbytes

@@ -197,7 +197,7 @@ class LossyChunkWriter(ChunkWriter):
 
     def _put(self, draft: Draft) -> PendingFrame | None:
         """Give a chunk its place; None where it needs none."""
-        known = self.repository.known.find(draft.chunk_id)
+        known = self.repository.chunk_index.find(draft.chunk_id)
         fate = self._fates[self._storage_of(draft.index)]
         if draft.chunk_id not in self._placed and known is not None:
             # What a chunk that is there took then, this commit does not take again.

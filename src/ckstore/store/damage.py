@@ -35,7 +35,7 @@ CHECKPOINTS_SHOWN_MAX = 8
 CHECKPOINTS_LOOKED_AT_MAX = 64
 """Manifests of a run that are read to find those that need a damaged frame: bounds the work of an error."""
 
-Place = tuple[ChunkId, int, int]
+FramePosition = tuple[ChunkId, int, int]
 """Where a manifest says that a chunk lies in a pack: identity, offset, length of the payload."""
 
 
@@ -99,11 +99,11 @@ class PackUses:
     """
 
     refs: dict[int, PackRef] = field(default_factory=dict)
-    places: dict[Place, list[int]] = field(default_factory=dict)
-    bases: dict[Place, tuple[PackId, Place]] = field(default_factory=dict)
-    disputed: set[Place] = field(default_factory=set)
+    places: dict[FramePosition, list[int]] = field(default_factory=dict)
+    bases: dict[FramePosition, tuple[PackId, FramePosition]] = field(default_factory=dict)
+    disputed: set[FramePosition] = field(default_factory=set)
 
-    def add(self, index: int, place: Place, base: tuple[PackId, Place] | None) -> None:
+    def add(self, index: int, place: FramePosition, base: tuple[PackId, FramePosition] | None) -> None:
         """Note a place that a manifest names."""
         users = self.places.setdefault(place, [])
         if not users and base is not None:
@@ -149,7 +149,7 @@ class Uses:
         for uses, ref in zip(packs, manifest.packs, strict=True):
             if uses is not None:
                 uses.refs[index] = ref
-        located: list[tuple[PackId, Place] | None] = []
+        located: list[tuple[PackId, FramePosition] | None] = []
         for frame in manifest.frames:
             uses, base = packs[frame.pack], located[frame.base] if frame.base >= 0 else None
             if uses is None or (frame.base >= 0 and base is None):
@@ -211,7 +211,7 @@ def tensor_paths(manifest: Manifest, chunks: Container[int], *, count_max: int) 
     return tuple(islice(found, count_max))
 
 
-class Sufferers:
+class AffectedTensors:
     """Finds the tensors that damage hits; holds what it needs of one manifest, the one asked for last."""
 
     def __init__(self, repository: Repository) -> None:

@@ -48,8 +48,7 @@ from ckstore.io.backend import for_each_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.reachability import UNREADABLE
 from ckstore.store.refs import Reference, header_or_none, load_whole, resolve
-from ckstore.store.replacement import settle
-from ckstore.store.repository import Repository
+from ckstore.store.repository import Repository, finish_replacement
 from ckstore.store.trash import TrashedManifest
 
 BATCH_MAX = 256
@@ -226,7 +225,7 @@ def rewind(repository: Repository, reference: Reference) -> Manifest:
     repository.note_seq(seq)
     manifest = republished(entry, seq=seq, time_ns=repository.clock.now_ns(), is_archival=False)
     name = repository.manifests.publish(manifest)
-    gone = repository.lost_packs(manifest.packs)
+    gone = repository.rescue_packs(manifest.packs)
     if gone:
         repository.manifests.withdraw(name)
         raise ConflictError(
@@ -395,7 +394,7 @@ def make_exact(repository: Repository, trashed: TrashedManifest, there: Manifest
     """
     entry = _entry_of(repository, trashed)
     again = replace(entry, header=replace(entry.header, generation=there.generation + 1))
-    settle(repository, again, repository.manifests.publish(again))
+    finish_replacement(repository, again, repository.manifests.publish(again))
     return again
 
 
@@ -429,7 +428,7 @@ def undelete(repository: Repository, trashed: TrashedManifest) -> Manifest:
     seq = manifests.claim(max([listing.claimed_max, *listing.dropped, *seqs]) + 1)
     again = republished(entry, seq=seq, time_ns=repository.clock.now_ns(), is_archival=True)
     name = manifests.publish(again)
-    gone = repository.lost_packs(again.packs)
+    gone = repository.rescue_packs(again.packs)
     if gone:
         manifests.withdraw(name)
         raise MissingChunkError(

@@ -24,7 +24,8 @@ from ckstore.io.url import backend_for
 from ckstore.results import Info
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.refs import header_or_none, tiers_of
-from ckstore.store.repository import Repository, read_store_record
+from ckstore.store.repository import Repository
+from ckstore.store.store_config import read_store_record
 
 
 def manifests_in(backend: Backend) -> set[ManifestName]:
@@ -154,7 +155,7 @@ def log_of_store(
     record = read_store_record(backend)
     if run is not None:
         check_name(run, "run")
-    runs = Repository(backend, record, run or "main").runs_ever()
+    runs = Repository(backend, record, run or "main").runs_with_claims()
     if run is not None and run not in runs:
         known = f"runs there are: {', '.join(runs)}" if runs else "nothing was committed here yet"
         raise NotFoundError(f"there is no run {run!r}", where=backend.root, todo=known)

@@ -29,9 +29,10 @@ from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.store.chunk_index import LOCAL_TIER
-from ckstore.store.identity import require_same_store
-from ckstore.store.intents import removed_meanwhile, require
-from ckstore.store.trash import Trash, make_durable_folder
+from ckstore.store.small_files import make_durable_folder
+from ckstore.store.store_config import require_same_store
+from ckstore.store.tags import intent_removed_error, require_intent
+from ckstore.store.trash import Trash
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import Manifest
@@ -371,14 +372,14 @@ class Manifests:
             intent, name = intents[seq], paths.drop_mark_name(self.run, seq)
             with contextlib.suppress(FileExistsError):
                 if isinstance(self.backend, Distant):
-                    require(self.backend, intent)
+                    require_intent(self.backend, intent)
                     self.backend.create(name, b"", sync=False)
                     return
                 try:
                     # No mark without the intent: whoever takes that away has it before or after this, not meanwhile.
                     self.backend.link(intent, name)
                 except FileNotFoundError:
-                    raise removed_meanwhile(self.backend, intent) from None
+                    raise intent_removed_error(self.backend, intent) from None
 
         for _ in map_concurrent(self.backend, mark, intents):
             pass
@@ -437,7 +438,7 @@ def missing_sentence(run: str, seqs: Collection[int]) -> str:
     return f"seq {shown}{more} of run {run!r} {'was' if len(seqs) == 1 else 'were'} committed, and {what}"
 
 
-def no_checkpoint(run: str, root: str) -> EmptyRunError:
+def no_checkpoint_error(run: str, root: str) -> EmptyRunError:
     """Return the error for a run without checkpoints."""
     return EmptyRunError(
         f"run {run!r} has no checkpoint", where=root, todo="commit one, or name another run (`ckstore ls` lists them)"

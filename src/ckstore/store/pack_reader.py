@@ -129,7 +129,7 @@ def open_pack(repository: Repository, pack: PackRef, *, keeps_ranges: bool = Tru
             pack_id=pack.pack_id.hex(),
         )
     if pack.tier != LOCAL_TIER:
-        repository.tiers.require_there(pack.tier)
+        repository.tiers.require_present(pack.tier)
     raise MissingChunkError(
         f"pack {pack.pack_id.hex()} is missing",
         where=backend.location_of(place),

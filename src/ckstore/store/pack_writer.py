@@ -40,7 +40,7 @@ class FrameSlot:
 
     pack: OpenPack
     offset: int
-    place: Reservation
+    reservation: Reservation
     stored_nbytes: int
 
 
@@ -56,7 +56,7 @@ class OpenPack:
     ref: PackRef | None = None
 
 
-class Packer:
+class PackWriter:
     """Writes the packs of one commit."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Packer:
         """Names of all packs begun, for cleaning up after a failure."""
         return [pack.name for pack in self._packs]
 
-    def place(self, stored_nbytes: int) -> FrameSlot:
+    def reserve(self, stored_nbytes: int) -> FrameSlot:
         """Reserve the next place for a frame whose payload has this many bytes; callers take turns."""
         pack = self._packs[-1] if self._packs else None
         if pack is None or pack.stream.position >= self._pack_nbytes_target:
@@ -134,8 +134,8 @@ class Packer:
             if watch is not None:
                 watch(piece)
 
-        stream.fill(at.place, parts, begin=FRAME_HEADER_NBYTES, watch=watch_piece)
-        check(_skip(stream.views(at.place), FRAME_HEADER_NBYTES))
+        stream.fill(at.reservation, parts, begin=FRAME_HEADER_NBYTES, watch=watch_piece)
+        check(_skip(stream.views(at.reservation), FRAME_HEADER_NBYTES))
         if checksum is not None and found.intdigest() != checksum:
             raise ChecksumError(
                 "a frame changed while it was being copied into its pack",
@@ -143,9 +143,9 @@ class Packer:
                 todo="commit again; if it happens twice, test this machine's memory",
             )
         header = header.with_checksum(found.intdigest())
-        _put(stream.views(at.place), encode_frame_header(header))
+        _put(stream.views(at.reservation), encode_frame_header(header))
         entry = DirectoryEntry.of(header, offset=at.offset)
-        stream.done(at.place)
+        stream.done(at.reservation)
         with self._filled:
             at.pack.entries.append(entry)
             at.pack.unfilled -= 1

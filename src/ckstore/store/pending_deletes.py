@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -23,11 +23,10 @@ from ckstore.clock import Clock
 from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptError, UnsupportedError, is_refused
 from ckstore.format import paths as layout
 from ckstore.format.records import DoomedRecord, decode_record, encode_record
-from ckstore.hashing import PackId, new_token
+from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.processes import identity_of, owner_is_running
-from ckstore.store.file_age import MAKER_AGE_SECONDS_MAX, is_older
-from ckstore.store.trash import make_durable_folder
+from ckstore.store.small_files import MAKER_AGE_SECONDS_MAX, is_older, put_small
 
 _log = logging.getLogger("ckstore")
 
@@ -128,7 +127,7 @@ def _remove(backend: Backend, clock: Clock, packs: Mapping[PackId, int]) -> Remo
 # Reading lists
 
 
-def lists_in(backend: Backend) -> list[str]:
+def deletion_lists(backend: Backend) -> list[str]:
     """Return the lists of collectors in a place, by path."""
     folders = filter(layout.is_token, backend.list_names(layout.TRASH_FOLDER))
     paths = (f"{layout.trash_folder(folder)}/{LIST_FILE}" for folder in folders)
@@ -151,7 +150,7 @@ def packs_pending_deletion(backend: Backend, packs: AbstractSet[PackId], clock: 
     To be asked after what names them was published, and before the packs are looked at.
     """
     doomed: set[PackId] = set()
-    for path in lists_in(backend):
+    for path in deletion_lists(backend):
         # One that is gone meanwhile has done what it said, and the packs tell.
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -193,7 +192,7 @@ def _doomed_unread(
 def remove_dead_lists(backend: Backend, clock: Clock, *, everyone: bool = False) -> int:
     """Remove the lists of collectors that cannot be at work any more, or all of them; return how many."""
     count = 0
-    for path in lists_in(backend):
+    for path in deletion_lists(backend):
         with contextlib.suppress(FileNotFoundError):
             if everyone or _is_dead(backend, clock, path, _read_list(backend, path)):
                 backend.unlink(path)
@@ -224,48 +223,3 @@ def _is_dead(backend: Backend, clock: Clock, path: str, record: DoomedRecord | N
     if is_running and record.pid == os.getpid():
         return path not in _AT_WORK
     return is_running is False
-
-
-def replace_small(backend: Backend, name: str, content: bytes) -> None:
-    """Make a small file in another place, or replace the one that has the name, durably."""
-    folder = name.rpartition("/")[0]
-    make_durable_folder(backend, folder)
-    draft = layout.draft_name(new_token(), "copy")
-    backend.create(draft, content, sync=True)
-    backend.rename(draft, name)
-    backend.sync_folder(folder)
-
-
-def put_small(backend: Backend, name: str, content: bytes) -> None:
-    """Make a small file in another place, whole and durable; FileExistsError when the name is taken."""
-    folder = name.rpartition("/")[0]
-    if folder:
-        make_durable_folder(backend, folder)
-    put_whole(backend, [name], content, kind="copy")
-    backend.sync_folder(folder)
-
-
-def put_whole(backend: Backend, names: Sequence[str], content: bytes, *, kind: str) -> None:
-    """Make a small file that appears whole under each of these names, which the caller makes durable.
-
-    Args:
-        backend: Where to.
-        names: Of files in folders that are there.
-        content: Durable on return.
-        kind: Of the draft, as its name has it.
-
-    Raises:
-        FileExistsError: A name is taken; others may have been made.
-    """
-    if isinstance(backend, Distant):
-        # An object appears whole by itself.
-        list(map_concurrent(backend, lambda name: backend.create(name, content, sync=True), names))
-        return
-    draft = layout.draft_name(new_token(), kind)
-    backend.create(draft, content, sync=True)
-    try:
-        for name in names:
-            backend.link(draft, name)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            backend.unlink(draft)

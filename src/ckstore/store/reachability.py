@@ -57,7 +57,7 @@ class PackNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedManifest:
     """A manifest that was read: its header, the numbers of the packs that it names, and its own digest and size."""
 
     name: ManifestName
@@ -78,7 +78,7 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MarkResult:
     """What one look at all manifests showed.
 
     Attributes:
@@ -91,7 +91,7 @@ class Look:
         published: For each run that has some, the seqs with a mark that they were published.
     """
 
-    manifests: dict[ManifestName, Marked]
+    manifests: dict[ManifestName, MarkedManifest]
     unreadable: tuple[Unreadable, ...]
     dropped: dict[str, frozenset[int]]
     quarantined: tuple[bytes, ...]
@@ -110,7 +110,7 @@ class _ForeignError(CorruptError):
 
 @dataclass(slots=True)
 class _Seen:
-    manifests: dict[ManifestName, Marked] = field(default_factory=dict)
+    manifests: dict[ManifestName, MarkedManifest] = field(default_factory=dict)
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
     foreign: dict[ManifestName, frozenset[PackId]] = field(default_factory=dict)
 
@@ -120,10 +120,10 @@ class Marker:
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
-        self._cache: dict[ManifestName, Marked] = {}
+        self._cache: dict[ManifestName, MarkedManifest] = {}
         self.numbers = PackNumbers()
 
-    def look(self) -> Look:
+    def mark(self) -> MarkResult:
         """List and read everything that names packs now.
 
         Raises:
@@ -143,13 +143,13 @@ class Marker:
         named = named.union(*seen.foreign.values())
         quarantined = tuple(self._quarantined(seen))
         unreadable, foreign = tuple(seen.unreadable.values()), tuple(sorted(seen.foreign))
-        return Look(seen.manifests, unreadable, dropped, quarantined, named, foreign, published)
+        return MarkResult(seen.manifests, unreadable, dropped, quarantined, named, foreign, published)
 
-    def packs_of(self, marked: Marked) -> Iterator[PackRef]:
+    def packs_of(self, marked: MarkedManifest) -> Iterator[PackRef]:
         """Yield the packs that a manifest names."""
         return (self.numbers.refs[number] for number in marked.packs)
 
-    def read(self, name: ManifestName, path: str) -> tuple[Marked, PackTable]:
+    def read(self, name: ManifestName, path: str) -> tuple[MarkedManifest, PackTable]:
         """Read a manifest wherever it lies: in place, or in the trash.
 
         Raises:
@@ -162,7 +162,9 @@ class Marker:
         content = backend.read_bytes(path, nbytes_max=limits.manifest_nbytes_max)
         return self.decoded(name, content, where)
 
-    def read_each(self, wanted: Iterable[tuple[ManifestName, str]]) -> Iterator[tuple[Marked, PackTable] | Exception]:
+    def read_each(
+        self, wanted: Iterable[tuple[ManifestName, str]]
+    ) -> Iterator[tuple[MarkedManifest, PackTable] | Exception]:
         """Yield for each name and path what ``read`` returns or raises; far away, many are read at the same time."""
 
         def content_of(each: tuple[ManifestName, str]) -> tuple[ManifestName, str, bytes | Exception]:
@@ -183,7 +185,7 @@ class Marker:
             except UNREADABLE as error:
                 yield error
 
-    def decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[Marked, PackTable]:
+    def decoded(self, name: ManifestName, content: bytes, where: str) -> tuple[MarkedManifest, PackTable]:
         """Return what ``read`` does of bytes that were read already."""
         table = decode_pack_table(content, limits=self._repository.limits, expect=name, where=where)
         if table.header.store_id != self._repository.store_id:
@@ -191,7 +193,7 @@ class Marker:
             packs = frozenset(decode_pack_row(row, table.tiers, where=where).pack_id for row in rows)
             raise _ForeignError("the manifest belongs to another store", where=where, packs=packs)
         numbers = self.numbers.numbers_of(table, where)
-        return Marked(name, table.header, numbers, table.digest, len(content), table.frame_count), table
+        return MarkedManifest(name, table.header, numbers, table.digest, len(content), table.frame_count), table
 
     def _look_here(self, seen: _Seen) -> list[str]:
         """Look at each run; return their names."""
@@ -288,4 +290,4 @@ class Marker:
 
 def missing_packs(repository: Repository, refs: Iterable[PackRef]) -> set[PackId]:
     """Return the local packs that are neither in place with their size nor, under their name, in the trash."""
-    return repository.packs_nowhere({ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER})
+    return repository.packs_not_found({ref.pack_id: ref.nbytes for ref in refs if ref.tier == LOCAL_TIER})

@@ -31,7 +31,7 @@ from ckstore.format.header import ManifestHeader
 from ckstore.format.paths import ManifestName
 from ckstore.io.backend import map_concurrent
 from ckstore.store.chunk_index import LOST_TIER
-from ckstore.store.manifests import DroppedError, Manifests, missing_sentence, no_checkpoint
+from ckstore.store.manifests import DroppedError, Manifests, missing_sentence, no_checkpoint_error
 from ckstore.store.repository import Repository
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
         BackendError: The medium does not give one.
     """
     headers, names = [], manifests.listing().names[::-1]
-    for name, header in zip(names, looked_at(manifests, names), strict=True):
+    for name, header in zip(names, read_headers(manifests, names), strict=True):
         if isinstance(header, (CorruptError, UnsupportedError)):
             _log.warning("seq %d (step %d) is left out: %s", name.seq, name.step, header)
             continue
@@ -128,7 +128,7 @@ def headers_newest_first(manifests: Manifests) -> list[ManifestHeader]:
     return headers
 
 
-def looked_at(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[ManifestHeader | CkstoreError | None]:
+def read_headers(manifests: Manifests, names: Sequence[ManifestName]) -> Iterator[ManifestHeader | CkstoreError | None]:
     """Return for each name its header, None for one that was dropped, or why it cannot be read.
 
     Far away, many are read at the same time.
@@ -209,7 +209,7 @@ def resolve(repository: Repository, reference: Reference) -> ManifestName:
 def _names(repository: Repository) -> tuple[ManifestName, ...]:
     names = repository.manifests.listing().names
     if not names:
-        raise no_checkpoint(repository.run, repository.backend.root)
+        raise no_checkpoint_error(repository.run, repository.backend.root)
     return names
 
 
@@ -218,7 +218,7 @@ def _latest(repository: Repository) -> ManifestName:
         header = header_or_none(repository.manifests, name)
         if header is not None and not header.is_archival:
             return ManifestName(repository.run, header.seq, header.step, header.generation)
-    raise no_checkpoint(repository.run, repository.backend.root)
+    raise no_checkpoint_error(repository.run, repository.backend.root)
 
 
 def _by_step(repository: Repository, step: int) -> ManifestName:
@@ -269,7 +269,7 @@ def _best(repository: Repository, rest: str) -> ManifestName:
         raise UsageError("best is written best:metric, best:metric:min or best:metric:max", where=f"best:{rest}")
     headers = headers_newest_first(repository.manifests)
     if not headers:
-        raise no_checkpoint(repository.run, repository.backend.root)
+        raise no_checkpoint_error(repository.run, repository.backend.root)
     # Newest first, and min and max take the first of equals: ties go to the newest.
     rated = [(h.metrics[metric], h) for h in headers if not math.isnan(h.metrics.get(metric, math.nan))]
     if not rated:
@@ -298,7 +298,7 @@ def _best(repository: Repository, rest: str) -> ManifestName:
     return ManifestName(repository.run, header.seq, header.step, header.generation)
 
 
-def words_of(reference: Reference) -> str:
+def describe_best(reference: Reference) -> str:
     """Say what a reference to the best of a metric means, such as ``the lowest loss``; empty for every other one."""
     kind, _, rest = str(reference).partition(":")
     metric, _, order = rest.partition(":")
@@ -409,7 +409,7 @@ def newest_whole(repository: Repository) -> tuple[Manifest, list[str]]:
         newer = {seq for seq in listing.missing if seq > name.seq}
         return manifest, [*passed_over, *([missing_sentence(repository.run, newer)] if newer else [])]
     if not passed_over and not listing.missing:
-        raise no_checkpoint(repository.run, repository.backend.root)
+        raise no_checkpoint_error(repository.run, repository.backend.root)
     if not passed_over:
         raise CorruptError(
             missing_sentence(repository.run, listing.missing),

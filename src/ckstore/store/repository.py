@@ -6,9 +6,7 @@ init is simply done again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,9 @@ from ckstore.clock import SYSTEM_CLOCK, Clock
 from ckstore.config import Limits, check_name, is_name
 from ckstore.errors import (
     BackendError,
+    CapacityError,
     CkstoreError,
+    ConflictError,
     CorruptError,
     MissingChunkError,
     NotFoundError,
@@ -26,16 +26,16 @@ from ckstore.errors import (
 )
 from ckstore.format import paths
 from ckstore.format.paths import ManifestName
-from ckstore.format.records import StoreRecord, decode_record, encode_record
-from ckstore.hashing import PackId, new_token
-from ckstore.io.backend import Ageing, Backend, Distant, Locking, Probing
+from ckstore.format.records import StoreRecord
+from ckstore.hashing import PackId
+from ckstore.io.backend import Ageing, Backend, Distant, Probing
 from ckstore.store.chunk_index import LOCAL_TIER, ChunkIndex
-from ckstore.store.identity import require_same_store
 from ckstore.store.lease import Lease
-from ckstore.store.manifests import Manifests
+from ckstore.store.manifests import DroppedError, Manifests
 from ckstore.store.pending_deletes import packs_pending_deletion
 from ckstore.store.reserve import fill_reserve
-from ckstore.store.tags import Tags
+from ckstore.store.store_config import read_store_record, require_same_store
+from ckstore.store.tags import Tags, require_intent
 from ckstore.store.tiers import Tiers, packs_gone
 from ckstore.store.trash import Trash
 
@@ -45,142 +45,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckstore")
 
-STORE_FILE_NBYTES_MAX = 1 << 20
 _RENEWED_AFTER_NS = 86400 * 10**9
 OTHER_RUNS_MAX = 16
 """Other runs whose newest checkpoint is looked at for chunks to share; bounds the first commit's reading."""
-
-
-def create_store(backend: Backend, clock: Clock, limits: Limits) -> StoreRecord:
-    """Make a store in an empty folder, or finish an interrupted try.
-
-    Raises:
-        UsageError: The folder holds something else.
-        CorruptError: It holds checkpoints, and their ``store.json`` is gone.
-        UnsupportedError: The file system lacks an operation that durability needs.
-    """
-    backend.make_folder("")
-    foreign = [name for name in backend.list_names("") if not _is_harmless(backend, name)]
-    if foreign:
-        raise UsageError(
-            f"the folder is not empty and no store: it holds {foreign[0]!r}",
-            where=backend.root,
-            todo="name an empty or new folder",
-        )
-    for folder in (*paths.TOP_FOLDERS, *paths.pack_folders()):
-        backend.make_folder(folder)
-    if isinstance(backend, Probing):
-        backend.probe()
-    else:
-        _probe(backend)
-        if problem := why_no_locks(backend):
-            _log.warning("%s", problem)
-    for folder in paths.pack_folders():
-        backend.sync_folder(folder)
-    for folder in paths.TOP_FOLDERS:
-        backend.sync_folder(folder)
-    backend.sync_folder("")
-    record = StoreRecord(
-        store_id=os.urandom(16).hex(),
-        created_ns=clock.now_ns(),
-        chunk_nbytes_max=limits.chunk_nbytes_max,
-        pack_nbytes_max=limits.pack_nbytes_max,
-        manifest_nbytes_max=limits.manifest_nbytes_max,
-        depth_max=limits.depth_max,
-    )
-    draft = f"{paths.TMP_FOLDER}/{new_token()}.store"
-    backend.create(draft, encode_record(record), sync=True)
-    # Two who init at once: the first one's store.json stays, the other reads it.
-    with contextlib.suppress(FileExistsError):
-        backend.link(draft, paths.STORE_FILE)
-    backend.sync_folder("")
-    backend.unlink(draft)
-    return read_store_record(backend)
-
-
-def _is_harmless(backend: Backend, name: str) -> bool:
-    """Whether a name in the root is ours, a probe's that died, or what a fresh file system holds."""
-    if name == paths.RESERVE_FOLDER:
-        # What lies in it is removed on a full disk; so it must not be somebody's.
-        info = backend.stat(name)
-        return info is not None and info.nbytes == 0 and not backend.list_names(name)
-    return name in (*paths.TOP_FOLDERS, paths.GC_LOCK_FILE, paths.CONFIG_LOCK_FILE, "lost+found") or name.startswith(
-        ".probe-"
-    )
-
-
-def _probe(backend: Backend) -> None:
-    """Try what publishing needs; a file system without it is refused now and not at the first commit."""
-    token = new_token()
-    source, target = f"{paths.TMP_FOLDER}/{token}.probe", f"{paths.TMP_FOLDER}/{token}.probe2"
-    backend.create(source, b"ckstore probe", sync=True)
-    try:
-        backend.link(source, target)
-        try:
-            backend.link(source, target)
-        except FileExistsError:
-            return
-        raise UnsupportedError(
-            "this file system replaces a name that is taken", where=backend.root, todo="use a local file system"
-        )
-    finally:
-        for name in (source, target):
-            with contextlib.suppress(FileNotFoundError):
-                backend.unlink(name)
-        backend.sync_folder(paths.TMP_FOLDER)
-
-
-def why_no_locks(backend: Backend) -> str:
-    """Say what is done without in a place that has no locks; empty where it has them. Makes and removes a file."""
-    if not isinstance(backend, Locking):
-        return ""
-    name = f"{paths.TMP_FOLDER}/{new_token()}.probe"
-    try:
-        lock = backend.try_lock(name)
-        if lock is not None:
-            lock.close()
-    except UnsupportedError as error:
-        return f"{error}. Nothing is lost without: two collections at a time are safe, and only do some work twice"
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            backend.unlink(name)
-    return ""
-
-
-def read_store_record(backend: Backend) -> StoreRecord:
-    """Read ``store.json``.
-
-    Raises:
-        NotFoundError: There is no store here.
-        UnsupportedError: A newer ckstore made it.
-        CorruptError: It is damaged.
-    """
-    where = backend.location_of(paths.STORE_FILE)
-    try:
-        content = backend.read_bytes(paths.STORE_FILE, nbytes_max=STORE_FILE_NBYTES_MAX)
-    except FileNotFoundError:
-        if what := _left_of_a_store(backend):
-            raise CorruptError(
-                f"store.json is missing from a store that holds {what}",
-                where=where,
-                todo=f"`ckstore repair {backend.root} --apply` makes it again; a purge of old files may have taken it",
-            ) from None
-        raise NotFoundError(
-            "there is no store here", where=backend.root, todo="check the path; `ckstore init PATH` makes a store"
-        ) from None
-    return decode_record(content, StoreRecord, nbytes_max=STORE_FILE_NBYTES_MAX, where=where)
-
-
-def _left_of_a_store(backend: Backend) -> str:
-    """Say which files show that a store was here; empty where there are none, and a new one may be made."""
-    for run in filter(is_name, backend.list_names(paths.MANIFESTS_FOLDER)):
-        if any(paths.parse_manifest_file(run, file) for file in backend.list_names(paths.manifests_folder(run))):
-            return f"checkpoints of run {run!r}"
-    if not isinstance(backend, Distant):
-        for folder in backend.list_names(paths.PACKS_FOLDER):
-            if any(map(paths.parse_pack_file, backend.list_names(f"{paths.PACKS_FOLDER}/{folder}"))):
-                return "packs"
-    return ""
 
 
 class Repository:
@@ -202,7 +69,7 @@ class Repository:
         self.tags = Tags(backend, run, clock)
         self.trash = Trash(backend)
         self.lease = Lease(backend, run, clock)
-        self.known = ChunkIndex()
+        self.chunk_index = ChunkIndex()
         self.tiers = Tiers(backend, self.store_id, clock)
         self.newest: Manifest | None = None
         """The newest whole checkpoint of the run, as the first commit found it."""
@@ -221,7 +88,7 @@ class Repository:
         """Return the manifests of any run of this store."""
         return Manifests(self.backend, run, store_id=self.store_id, limits=self.limits)
 
-    def of_run(self, run: str) -> Repository:
+    def for_run(self, run: str) -> Repository:
         """Return the parts for another run of this store; tiers that are open are shared."""
         other = Repository(self.backend, self.record, run, clock=self.clock)
         other.tiers = self.tiers
@@ -231,7 +98,7 @@ class Repository:
         """Return the names of all runs, sorted."""
         return [name for name in self.backend.list_names(paths.MANIFESTS_FOLDER) if is_name(name)]
 
-    def runs_ever(self) -> list[str]:
+    def runs_with_claims(self) -> list[str]:
         """Return the names of all runs, sorted; also of one whose manifests are gone while its claims are there."""
         claimed = filter(is_name, self.backend.list_names(paths.CLAIMS_FOLDER))
         return sorted({*self.runs(), *claimed})
@@ -287,7 +154,7 @@ class Repository:
         except NotFoundError:
             require_same_store(self.backend, self.store_id)
 
-    def keep_young(self, packs: Iterable[PackRef]) -> None:
+    def renew_file_times(self, packs: Iterable[PackRef]) -> None:
         """Renew the times of files that every later commit or restore needs, at most once an hour; never raises.
 
         Purges of scratch file systems remove what was not changed for weeks. What a running training still needs is
@@ -310,12 +177,12 @@ class Repository:
         others = sorted((run for run in self.runs() if run != self.run), key=self._changed_ns, reverse=True)
         others = others[:OTHER_RUNS_MAX]
         newest: list[tuple[Manifests, int]] = [(self.manifests_of(run), 1) for run in others]
-        newest.append((self.manifests, self.known.manifests_max))
+        newest.append((self.manifests, self.chunk_index.manifests_max))
         for manifests, count in newest:
             for name in self._names_known(manifests)[-count:]:
                 try:
                     manifest = manifests.load(name)
-                    self.known.add(manifest)
+                    self.chunk_index.add(manifest)
                     if manifests is self.manifests:
                         self.newest = manifest
                         self._nbytes_written_last = manifest.header.bytes_written
@@ -371,12 +238,12 @@ class Repository:
 
     def note_committed(self, manifest: Manifest) -> None:
         """Remember what an acknowledged commit of this handle wrote."""
-        self.known.add(manifest)
+        self.chunk_index.add(manifest)
         self._nbytes_written_last = manifest.header.bytes_written
 
-    def look_again(self) -> None:
+    def forget_run_state(self) -> None:
         """Forget what is known of the run; the next commit looks at it as the first one did."""
-        self.known = ChunkIndex(self.known.manifests_max)
+        self.chunk_index = ChunkIndex(self.chunk_index.manifests_max)
         self.newest = None
         self._seq_highest = None
 
@@ -384,7 +251,7 @@ class Repository:
         """Return those of these packs (id to size) that are not in place with that size."""
         return packs_gone(self.backend, packs)
 
-    def packs_nowhere(self, packs: dict[PackId, int]) -> set[PackId]:
+    def packs_not_found(self, packs: dict[PackId, int]) -> set[PackId]:
         """Return those of these packs (id to size) that lie neither in place nor in the trash with that size."""
         return {pack_id for pack_id in self.packs_gone(packs) if self._is_nowhere(pack_id, packs[pack_id])}
 
@@ -392,7 +259,7 @@ class Repository:
         found = (self.backend.stat(path) for path in self.trash.paths_of(pack_id))
         return not any(info is not None and info.nbytes == nbytes for info in found)
 
-    def rescue_packs(self, packs: dict[PackId, int]) -> set[PackId]:
+    def rescue_local_packs(self, packs: dict[PackId, int]) -> set[PackId]:
         """Look for packs that a published manifest names; bring back those that gc moved meanwhile.
 
         Returns:
@@ -406,7 +273,7 @@ class Repository:
         # Looked at once more: gc may have moved one back between our look and our rescue.
         return doomed | self.packs_gone({pack_id: packs[pack_id] for pack_id in missing})
 
-    def lost_packs(self, packs: Iterable[PackRef]) -> set[PackId]:
+    def rescue_packs(self, packs: Iterable[PackRef]) -> set[PackId]:
         """Look for packs that a manifest names, wherever it says that they lie; bring local ones back from the trash.
 
         Returns:
@@ -414,8 +281,8 @@ class Repository:
             in their tier is about to remove.
         """
         packs = list(packs)
-        doomed = self.tiers.packs_doomed(packs)
-        lost = self.rescue_packs({pack.pack_id: pack.nbytes for pack in packs if pack.tier == LOCAL_TIER})
+        doomed = self.tiers.packs_pending_deletion(packs)
+        lost = self.rescue_local_packs({pack.pack_id: pack.nbytes for pack in packs if pack.tier == LOCAL_TIER})
         return lost | doomed | self.tiers.packs_gone(packs)
 
     def require_packs(self, manifest: Manifest) -> None:
@@ -460,3 +327,84 @@ class Repository:
             self.backend.close()
         except CkstoreError as error:
             _log.warning("closing the store failed: %s", error)
+
+
+def finish_replacement(
+    repository: Repository, manifest: Manifest, name: ManifestName, *, intent: str | None = None
+) -> None:
+    """See every pack that a published replacement names, look for a drop, and move the lower generations to the trash.
+
+    Args:
+        repository: The store and its run.
+        manifest: What was published.
+        name: Its name.
+        intent: The path of the intent that has kept tags away from it; None: it may carry tags.
+
+    Raises:
+        ConflictError: Packs or the intent vanished meanwhile; the replacement is withdrawn.
+        DroppedError: The checkpoint was dropped meanwhile; its drop stands.
+    """
+    header, manifests = manifest.header, repository.manifests
+    gone = repository.rescue_packs(manifest.packs)
+    if gone:
+        _withdraw(repository, name)
+        raise ConflictError(
+            f"{len(gone)} packs of seq {header.seq} vanished while its manifest was replaced; it is as it was",
+            where=repository.backend.root,
+            todo="find out who removes files from the store, then plan again",
+            pack_ids=sorted(pack_id.hex() for pack_id in gone),
+        )
+    if manifests.is_marked(header.seq):
+        # Written first, looked at second: a drop that did not see this generation has left its mark by now.
+        manifests.withdraw(name)
+        raise DroppedError(f"seq {header.seq} was dropped while it was replaced", where=repository.backend.root)
+    if intent is not None:
+        # As long as it was in place after the publication, every tag that was accepted has come after that too.
+        try:
+            require_intent(repository.backend, intent)
+        except ConflictError:
+            _withdraw(repository, name)
+            raise
+    manifests.move_lower_to_trash(name)
+
+
+def _withdraw(repository: Repository, name: ManifestName) -> None:
+    """Take back a replacement, if what it replaces is still in place."""
+    if any(lower.seq == name.seq for lower in repository.manifests.listing().lower):
+        # Without one it is all that there is of the checkpoint: gc has moved what it replaced.
+        repository.manifests.withdraw(name)
+
+
+def finish_interrupted_replacements(repository: Repository, waits: dict[str, str] | None = None) -> int:
+    """Move lower generations that a replacement left in place when it was interrupted; return how many.
+
+    Args:
+        repository: The store and its run.
+        waits: Tiers that do not answer, and what they said. Given: what depends on such a tier stays as it is, and
+            tiers that are found to be silent are added.
+
+    Raises:
+        BackendError: A tier does not answer, and ``waits`` was not given.
+    """
+    listing = repository.manifests.listing()
+    highest = {name.seq: name for name in listing.names}
+    count = 0
+    for seq in sorted({name.seq for name in listing.lower} & set(highest)):
+        name = highest[seq]
+        try:
+            manifest = repository.manifests.load(name)
+        except FileNotFoundError:
+            continue
+        tiers = sorted({pack.tier for pack in manifest.packs} - {LOCAL_TIER})
+        if waits is not None and not waits.keys().isdisjoint(tiers):
+            continue
+        try:
+            lost = repository.rescue_packs(manifest.packs)
+        except (BackendError, CapacityError, UsageError) as error:
+            if waits is None or not tiers:
+                raise
+            waits |= dict.fromkeys(tiers, str(error))
+            continue
+        if not lost:
+            count += repository.manifests.move_lower_to_trash(name)
+    return count

@@ -23,9 +23,8 @@ from ckstore.hashing import PackId
 from ckstore.io.backend import Backend, Distant, map_concurrent
 from ckstore.io.url import backend_for, check_address, is_bucket_address
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
-from ckstore.store.config_file import change_config, read_config
-from ckstore.store.identity import store_id_at
 from ckstore.store.pending_deletes import packs_pending_deletion
+from ckstore.store.store_config import change_config, read_config, store_id_at
 
 if TYPE_CHECKING:
     from ckstore.format.manifest import PackRef
@@ -108,11 +107,11 @@ class Tiers:
                 backend = self._opened[tier] = self._backend_of(tier)
         # A folder may be unmounted at any time; of a bucket it is asked once, and again where something is missing.
         if not (isinstance(backend, Distant) and tier in self._seen):
-            self.require_there(tier, backend)
+            self.require_present(tier, backend)
             self._seen.add(tier)
         return backend
 
-    def require_there(self, tier: str, backend: Backend | None = None) -> None:
+    def require_present(self, tier: str, backend: Backend | None = None) -> None:
         """Check that a tier holds this store now: only then is what is missing there missing.
 
         Raises:
@@ -207,11 +206,11 @@ class Tiers:
         for tier, wanted in by_tier.items():
             found = packs_gone(self.open(tier), wanted)
             if found:
-                self.require_there(tier)
+                self.require_present(tier)
             gone |= found
         return gone
 
-    def packs_doomed(self, packs: Iterable[PackRef]) -> set[PackId]:
+    def packs_pending_deletion(self, packs: Iterable[PackRef]) -> set[PackId]:
         """Return those of these packs that a collector in their tier may be about to remove.
 
         To be asked after what names them was published, and before ``packs_gone``.

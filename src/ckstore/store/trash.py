@@ -18,6 +18,7 @@ from ckstore.format import paths as layout
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import PackId, new_token
 from ckstore.io.backend import Backend, Distant, FileInfo
+from ckstore.store.small_files import make_durable_folder
 
 _log = logging.getLogger("ckstore")
 
@@ -84,10 +85,10 @@ class Trash:
         if isinstance(self._backend, Distant):
             found = self._far_contents(layout.TRASH_FOLDER)
         else:
-            found = [self.look_into(gc_id) for gc_id in self.folders()]
+            found = [self.read_folder(gc_id) for gc_id in self.folders()]
         return sorted(found, key=lambda folder: (folder.made_ns or 0, folder.gc_id))
 
-    def look_into(self, gc_id: str) -> TrashFolder:
+    def read_folder(self, gc_id: str) -> TrashFolder:
         """Return what lies in one folder; nothing where there is none."""
         if isinstance(self._backend, Distant):
             return next(iter(self._far_contents(layout.trash_folder(gc_id))), TrashFolder(gc_id, None, (), ()))
@@ -243,12 +244,3 @@ class Trash:
                 self._backend.remove_folder(folder)
         self._backend.sync_folder(layout.TRASH_FOLDER)
         return True
-
-
-def make_durable_folder(backend: Backend, folder: str) -> None:
-    """Make a folder and what is above it, durably."""
-    parts = folder.split("/")
-    for depth in range(1, len(parts) + 1):
-        path = "/".join(parts[:depth])
-        if backend.make_folder(path):
-            backend.sync_folder("/".join(parts[: depth - 1]))

@@ -50,12 +50,10 @@ from ckstore.io.backend import Backend, Distant, PackSink, ReadFile, ReadRequest
 from ckstore.io.buffers import AlignedBuffer, BufferPool
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.pack_reader import open_pack, read_ranges, readable_from
-from ckstore.store.pending_deletes import put_small, replace_small
 from ckstore.store.reachability import UNREADABLE, Marker
 from ckstore.store.repository import Repository
-from ckstore.store.tier_owner import forget_turns
-from ckstore.store.tier_proof import NOT_OURS, see_pack
-from ckstore.store.trash import make_durable_folder
+from ckstore.store.small_files import make_durable_folder, put_small, replace_small
+from ckstore.store.tier_checks import NOT_OURS, check_pack, forget_turns
 
 BLOCK_NBYTES = 4 * MIB
 SPAN_NBYTES = 512 * MIB
@@ -164,7 +162,7 @@ def require_unused(repository: Repository, place: Backend) -> None:
 def _users(repository: Repository, tier: str) -> Iterator[str]:
     """Yield what names a tier, in words; manifests in the trash can be brought back, and count."""
     marker = Marker(repository)
-    look = marker.look()
+    look = marker.mark()
     if look.unreadable:
         bad = look.unreadable[0]
         raise ConflictError(
@@ -379,7 +377,7 @@ class PackCopy:
             FileNotFoundError: There is none.
             CorruptError: It is another one.
         """
-        see_pack(self._repository, self._target, pack)
+        check_pack(self._repository, self._target, pack)
 
     def _read_back(self, pack: PackRef) -> None:
         """Compare every byte there with what lies here."""

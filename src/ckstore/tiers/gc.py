@@ -46,10 +46,11 @@ from ckstore.ops.gc.run import collector_lock
 from ckstore.ops.gc.survey import missing_in
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import manifests_in, packs_in
-from ckstore.store.pending_deletes import put_small, remove_dead_lists, remove_packs
-from ckstore.store.reachability import UNREADABLE, Look, Marked, Marker, missing_packs
+from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
+from ckstore.store.reachability import UNREADABLE, MarkedManifest, Marker, MarkResult, missing_packs
 from ckstore.store.repository import Repository
-from ckstore.store.tier_owner import begin_turn, require_owner
+from ckstore.store.small_files import put_small
+from ckstore.store.tier_checks import begin_turn, require_owner
 from ckstore.store.tiers import packs_gone
 from ckstore.tiers.copy import StoreCopy
 
@@ -66,7 +67,7 @@ class Named:
     """
 
     there: dict[ManifestName, frozenset[PackId]]
-    look: Look
+    look: MarkResult
     here: frozenset[PackId]
     held: frozenset[PackId]
 
@@ -92,7 +93,7 @@ class TierMarker:
     def seqs_here(self) -> set[tuple[str, int]]:
         """Return run and seq of every manifest in place here or in the trash, looked for there on both sides."""
         trashed = self._trashed()
-        look = self.here.look()
+        look = self.here.mark()
         kept = {(name.run, name.seq) for name in look.manifests}
         return kept | {(name.run, name.seq) for name, _ in (*trashed, *self._trashed())}
 
@@ -109,7 +110,7 @@ class TierMarker:
         unread = [name for name in there if name not in self._tables]
         self._tables |= zip(unread, map_concurrent(self._target, self._table_there, unread), strict=True)
         trashed = self._trashed()
-        look = self.here.look()
+        look = self.here.mark()
         if look.unreadable:
             raise BackendError("a manifest cannot be read", where=look.unreadable[0].path)
         for sentence in missing_in(self._repository, look).values():
@@ -154,12 +155,12 @@ class _Pairs:
         self._tier = tier
         self.marker = marker
         self._dropped = {(run, seq) for run, seqs in named.look.dropped.items() for seq in seqs}
-        self.home: dict[Checkpoint, Marked] = {}
+        self.home: dict[Checkpoint, MarkedManifest] = {}
         """For each checkpoint, its manifest here of the highest generation."""
         for name in sorted(named.look.manifests):
             self.home[name.run, name.seq] = named.look.manifests[name]
 
-    def follower(self, name: ManifestName) -> Marked | None:
+    def follower(self, name: ManifestName) -> MarkedManifest | None:
         """Return what is here in place of a copy there: a form as late or later, all of which lies in the tier."""
         marked = self.home.get((name.run, name.seq))
         if marked is None or (name.run, name.seq) in self._dropped or marked.name.generation < name.generation:
@@ -167,7 +168,7 @@ class _Pairs:
         return marked if all(ref.tier == self._tier for ref in self.marker.packs_of(marked)) else None
 
 
-def outdated_copies(tier: str, named: Named, marker: Marker) -> list[tuple[Marked, ManifestName]]:
+def outdated_copies(tier: str, named: Named, marker: Marker) -> list[tuple[MarkedManifest, ManifestName]]:
     """Return the manifests here whose copies in a tier name other packs, with these: some packs were rewritten."""
     pairs, highest = _Pairs(tier, named, marker), dict[Checkpoint, ManifestName]()
     for name in sorted(named.there):
@@ -259,7 +260,10 @@ def _lies_here(repository: Repository, pack_id: PackId) -> bool:
 
 
 def renew_copies(
-    repository: Repository, target: Backend, outdated: Iterable[tuple[Marked, ManifestName]], troubles: list[str]
+    repository: Repository,
+    target: Backend,
+    outdated: Iterable[tuple[MarkedManifest, ManifestName]],
+    troubles: list[str],
 ) -> int:
     """Put manifests to a tier whose copies there name other packs; return how many; what cannot be is told.
 
@@ -270,10 +274,10 @@ def renew_copies(
     count = 0
     for marked, copy in outdated:
         name = marked.name
-        run = repository.of_run(name.run)
+        run = repository.for_run(name.run)
         try:
             manifest = run.manifests.load(name)
-            if run.lost_packs(manifest.packs):
+            if run.rescue_packs(manifest.packs):
                 # Replaced or dropped since, and collected; or damage, which a reader of it tells.
                 continue
             # Never above what is here: a push finds the next number here free there.
@@ -495,7 +499,7 @@ class _Collector:
         outdated = self._outdated(marker.named(manifests_in(target)))
         found.renewed = renew_copies(self._repository, target, outdated, found.repacked.troubles)
 
-    def _outdated(self, named: Named) -> list[tuple[Marked, ManifestName]]:
+    def _outdated(self, named: Named) -> list[tuple[MarkedManifest, ManifestName]]:
         found = outdated_copies(self._tier, named, self._marker.here)
         ours = self._ours(copy for _, copy in found)
         return [pair for pair, is_ours in zip(found, ours, strict=True) if is_ours]

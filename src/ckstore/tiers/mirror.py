@@ -188,7 +188,7 @@ class _Mirror:
     def _loaded(self, name: ManifestName) -> Manifest:
         if name.run == self._repository.run:
             return load_whole(self._repository, name)
-        return load_whole(self._repository.of_run(name.run), name)
+        return load_whole(self._repository.for_run(name.run), name)
 
     def _copy_tags(self, run: str) -> Iterator[bool]:
         """Set each tag there that is not as it is here; yield whether it was set."""

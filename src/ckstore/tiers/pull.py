@@ -23,8 +23,7 @@ from ckstore.io.backend import ReadFile
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import Reference, load_whole, resolve
-from ckstore.store.replacement import settle
-from ckstore.store.repository import Repository
+from ckstore.store.repository import Repository, finish_replacement
 from ckstore.tiers.copy import PackCopy
 from ckstore.tiers.verify_copy import IncomingPackCheck, partial_copy_error
 
@@ -197,7 +196,7 @@ class _Puller:
             published = self._repository.manifests.publish(replacement)
         except ConflictError:
             return False
-        settle(self._repository, replacement, published)
+        finish_replacement(self._repository, replacement, published)
         return True
 
     def _check(self, pack: PackRef, file: ReadFile, *, is_new: bool) -> None:

@@ -27,9 +27,8 @@ from ckstore.io.url import backend_for
 from ckstore.store.chunk_index import LOCAL_TIER, LOST_TIER
 from ckstore.store.manifests import DroppedError
 from ckstore.store.refs import load_whole
-from ckstore.store.replacement import settle
-from ckstore.store.repository import Repository
-from ckstore.store.tier_owner import begin_turn
+from ckstore.store.repository import Repository, finish_replacement
+from ckstore.store.tier_checks import begin_turn
 from ckstore.tiers.copy import PackCopy, RelocatedError, StoreCopy
 from ckstore.tiers.verify_copy import IncomingPackCheck
 
@@ -291,7 +290,7 @@ class _Pusher:
                 self._step_over(manifest)
             except FileNotFoundError:
                 # A folder is made before anything is put into it: this one went away with its file system.
-                self._repository.tiers.require_there(self._tier)
+                self._repository.tiers.require_present(self._tier)
                 raise
             except DroppedError as error:
                 _log.warning("seq %d was dropped while it was pushed: %s", name.seq, error.what)
@@ -321,7 +320,7 @@ class _Pusher:
         replacement = replace(manifest, header=replace(header, generation=generation))
         # If another was first, it is looked at again.
         with contextlib.suppress(ConflictError):
-            settle(self._repository, replacement, self._repository.manifests.publish(replacement))
+            finish_replacement(self._repository, replacement, self._repository.manifests.publish(replacement))
 
     def _replace(self, manifest: Manifest) -> None:
         """Say here where the checkpoint lies now; from then on nothing here is needed for it."""
@@ -332,7 +331,7 @@ class _Pusher:
                 todo="see config.json; nothing here was let go of",
             )
         # What was copied after its file system went away lies in a bare mount point.
-        self._repository.tiers.require_there(self._tier)
+        self._repository.tiers.require_present(self._tier)
         header = manifest.header
         replacement = replace(
             manifest,
@@ -345,7 +344,7 @@ class _Pusher:
             raise _ReplacedError from error
         # One who has forgotten the tier meanwhile may not have seen this.
         self._repository.tiers.name_for(self._address, name=self._tier)
-        settle(self._repository, replacement, name)
+        finish_replacement(self._repository, replacement, name)
 
     def _on_bytes(self, nbytes: int) -> None:
         self._done_nbytes += nbytes

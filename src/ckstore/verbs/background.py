@@ -280,7 +280,7 @@ class Background(Advising):
             # It may have been dropped meanwhile; without a base the next commit is larger, and no less right.
             _log.warning("seq %d cannot be followed: %s", seq, error)
             return
-        self._repository.known.pin(manifest)
+        self._repository.chunk_index.pin(manifest)
         self._known_bases().follow(manifest)
 
     def _update_parent(self) -> None:

@@ -21,7 +21,8 @@ from ckstore.ops.gc.policy import Retention, span_seconds, span_words
 from ckstore.results import Info
 from ckstore.store.manifests import missing_sentence
 from ckstore.store.refs import Reference
-from ckstore.store.repository import Repository, read_store_record
+from ckstore.store.repository import Repository
+from ckstore.store.store_config import read_store_record
 from ckstore.store.trash import TrashedManifest, TrashFolder
 from ckstore.verbs.reading import Handle
 
@@ -168,7 +169,7 @@ class Keeping(Handle):
         with self._lock:
             self._look_at_newest()
             self._repository.require_same_store()
-            for run in self._repository.runs_ever():
+            for run in self._repository.runs_with_claims():
                 missing = self._repository.manifests_of(run).accept_missing()
                 if missing:
                     found[run] = tuple(sorted(missing))
@@ -223,7 +224,7 @@ class Keeping(Handle):
             from ckstore.store.history import kind_in_trash
 
             def kind_of(trashed: TrashedManifest) -> str:
-                return kind_in_trash(self._repository.of_run(trashed.name.run), trashed)
+                return kind_in_trash(self._repository.for_run(trashed.name.run), trashed)
 
             folders = self._repository.trash.contents()
             return [TrashEntry.of(folder, kind_of) for folder in folders if folder.packs or folder.manifests]
@@ -253,7 +254,7 @@ class Keeping(Handle):
             # By number, so that the highest generation of each is the one that counts.
             found = sorted(folder.manifests, key=lambda trashed: trashed.name)
             for trashed in {(trashed.name.run, trashed.name.seq): trashed for trashed in found}.values():
-                repository = self._repository.of_run(trashed.name.run)
+                repository = self._repository.for_run(trashed.name.run)
                 kind = kind_in_trash(repository, trashed)
                 if kind not in ("dropped", "demoted"):
                     superseded += 1
@@ -280,7 +281,7 @@ class Keeping(Handle):
         from ckstore.ops.gc.collect import purge
         from ckstore.ops.gc.run import GcLimits, collect_store, collector_lock
         from ckstore.store.reachability import Marker
-        from ckstore.store.tier_proof import require_proof
+        from ckstore.store.tier_checks import require_proof
 
         with self._lock:
             self._check_open()
@@ -369,7 +370,7 @@ class Keeping(Handle):
                 where=self._repository.backend.root,
                 todo="`ckstore trash ls` shows what there is",
             )
-        return self._repository.trash.look_into(found[0])
+        return self._repository.trash.read_folder(found[0])
 
     def _runs_to_keep(self) -> tuple[str, ...]:
         """Return this handle's run, if anything was ever committed to it."""

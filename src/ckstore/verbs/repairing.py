@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckstore.errors import UsageError
 from ckstore.io.backend import Backend
 from ckstore.io.url import backend_for
-from ckstore.store.repository import read_store_record
+from ckstore.store.store_config import read_store_record
 from ckstore.verbs.background import Background
 
 if TYPE_CHECKING:

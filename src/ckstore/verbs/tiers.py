@@ -47,7 +47,7 @@ class Tiering(Handle):
         Raises:
             UnreachableError: A tier cannot be reached; nothing was changed.
         """
-        from ckstore.store.tier_owner import adopt
+        from ckstore.store.tier_checks import adopt
 
         with self._lock:
             self._check_open()

@@ -11,7 +11,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.remote import client
 from ckstore.io.remote.backend import RemoteBackend
 from ckstore.io.url import backend_for
-from ckstore.store.config_file import change_config
+from ckstore.store.store_config import change_config
 from support.fault_proxy import fault_proxy
 from support.s3_server import s3_server
 from support.suites import BLOCK, BackendSuite, write_pack

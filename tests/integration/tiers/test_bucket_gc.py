@@ -16,7 +16,7 @@ from ckstore.format import paths
 from ckstore.io.url import backend_for
 from ckstore.ops.gc import collect
 from ckstore.store import pending_deletes
-from ckstore.store.pending_deletes import lists_in
+from ckstore.store.pending_deletes import deletion_lists
 from ckstore.verbs.maintenance import keep
 
 LAST_ONE = ckstore.Retention(keep_last=1)
@@ -62,7 +62,7 @@ def test_rules_drop_checkpoints_and_their_packs_go_with_the_trash(store, address
     # The pack of the first holds what all share.
     assert (len(packs_at(address)), freed.freed_nbytes > 100_000) == (2, True)
     assert freed.plan.is_final
-    assert lists_in(backend_for(address)) == []
+    assert deletion_lists(backend_for(address)) == []
     assert_restores(store, 1, 3)
     assert store.verify("decode").is_clean
     store.commit(state_of(4), 4)
@@ -138,7 +138,7 @@ def test_pack_of_which_much_is_needed_by_nobody_is_rewritten(wasteful, address):
     # The manifests that were replaced come on top.
     assert 0 < report.freed_nbytes - planned.freed_nbytes < 10_000
     assert len(packs_at(address)) == 3
-    assert lists_in(backend_for(address)) == []
+    assert deletion_lists(backend_for(address)) == []
     assert_is_whole(wasteful, 2, 3)
     assert wasteful.gc(now=True, min_age=0).plan.is_empty
     wasteful.commit(state_with_little_of_its_own(4), 4)
@@ -269,7 +269,7 @@ def test_writer_that_published_before_the_look_keeps_its_pack(store, address, mo
     store.delete(2)
     with keep(address) as keeping:
         (entry,) = keeping.trash()
-    manifest = repository_of(store).trash.look_into(entry.trash_id).manifests[0]
+    manifest = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(manifest.path, nbytes_max=1 << 30)
     named, published = collect._FarCollector._named, []
 
@@ -291,7 +291,7 @@ def test_writer_that_publishes_after_the_look_withdraws(store, address, monkeypa
     store.delete(2)
     with keep(address) as keeping:
         (entry,) = keeping.trash()
-        kept = repository_of(store).trash.look_into(entry.trash_id).manifests[0]
+        kept = repository_of(store).trash.read_folder(entry.trash_id).manifests[0]
     content = repository_of(store).backend.read_bytes(kept.path, nbytes_max=1 << 30)
     remove, refused = pending_deletes._remove, []
 

@@ -39,7 +39,7 @@ def test_collection_keeps_what_lies_here_when_the_bucket_was_emptied(folder, add
     from ckstore.tiers import push
 
     with filled(folder, 2) as store:
-        monkeypatch.setattr(push, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(push, "finish_replacement", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             store.push(address, keep_local=1)
         there = backend_for(address)

@@ -112,11 +112,11 @@ def test_a_look_at_four_runs_lists_as_often_as_at_one(address, listings):
     commit_to(address, "main")
     marker = marker_of(address)
     seen.clear()
-    assert {name.run for name in marker.look().manifests} == {"main"}
+    assert {name.run for name in marker.mark().manifests} == {"main"}
     first = list(seen)
     commit_to(address, "a", "b", "c")
     seen.clear()
-    assert {name.run for name in marker.look().manifests} == {"a", "b", "c", "main"}
+    assert {name.run for name in marker.mark().manifests} == {"a", "b", "c", "main"}
     assert seen == first == ["manifests", "manifests", "claims", "quarantine/manifests"]
 
 
@@ -127,7 +127,7 @@ def test_what_only_one_of_two_listings_shows_counts(address, listings):
     for blind in (1, 2):
         seen.clear()
         after[blind] = lambda found: []
-        look = marker.look()
+        look = marker.mark()
         assert {name.run for name in look.manifests} == {"main", "other"}
         assert set(look.dropped) == {"main", "other"}
         after.clear()
@@ -147,7 +147,7 @@ def test_a_manifest_that_goes_before_it_is_read_makes_a_look_list_again(address,
 
         seen.clear()
         after[2] = delete
-        look = marker.look()
+        look = marker.mark()
     assert {name.run for name in look.manifests} == {"other"}
     # Only the run that has changed is looked at again.
     assert (seen.count("manifests"), seen.count("manifests/main"), seen.count("manifests/other")) == (0, 2, 0)
@@ -165,7 +165,7 @@ def test_manifests_that_never_stay_are_an_error_and_no_empty_look(address, monke
     info = ObjectInfo(1, 1, "", "")
     monkeypatch.setattr(Bucket, "list_deep", lambda self, name: [*deep(self, name), (f"manifests/main/{ghost}", info)])
     with pytest.raises(CorruptError, match="of run 'main' vanish again and again"):
-        marker.look()
+        marker.mark()
 
 
 def test_a_store_is_taken_for_empty_only_when_another_kind_of_listing_says_so(address, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_store_is_taken_for_empty_only_when_another_kind_of_listing_says_so(ad
     marker = marker_of(address)
     deep = Bucket.list_deep
     monkeypatch.setattr(Bucket, "list_deep", lambda self, name: [] if name == "manifests" else deep(self, name))
-    assert {name.run for name in marker.look().manifests} == {"main", "other"}
+    assert {name.run for name in marker.mark().manifests} == {"main", "other"}
 
 
 def test_a_run_that_begins_between_two_listings_is_seen(address, listings):
@@ -188,7 +188,7 @@ def test_a_run_that_begins_between_two_listings_is_seen(address, listings):
 
     seen.clear()
     after[1] = commit_more
-    assert {name.run for name in marker.look().manifests} == {"main", "late"}
+    assert {name.run for name in marker.mark().manifests} == {"main", "late"}
 
 
 @pytest.mark.parametrize("moment", ["at once", "later"])

@@ -106,7 +106,7 @@ def interrupted(folder, place, monkeypatch):
         for step in (1, 2, 3):
             store.commit(state_of(step), step)
         with monkeypatch.context() as patches:
-            patches.setattr(push, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patches.setattr(push, "finish_replacement", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 store.push(place, keep_local=2)
         store.delete(2)

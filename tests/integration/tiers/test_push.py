@@ -322,13 +322,13 @@ def test_dropped_checkpoint_stays_dropped_when_it_is_pushed_meanwhile(folder, ad
     from ckstore.tiers import push
 
     with filled(folder, 2) as store:
-        settle = push.settle
+        finish_replacement = push.finish_replacement
 
         def drops_first(parts, manifest, name):
             store.delete(1)
-            settle(parts, manifest, name)
+            finish_replacement(parts, manifest, name)
 
-        monkeypatch.setattr(push, "settle", drops_first)
+        monkeypatch.setattr(push, "finish_replacement", drops_first)
         report = store.push(address, keep_local=1)
         assert [entry.is_done for entry in report.entries] == [False, False]
         assert store.steps() == [2]

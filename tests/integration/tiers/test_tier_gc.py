@@ -14,7 +14,8 @@ from ckstore.format.records import DoomedRecord, decode_record, encode_record
 from ckstore.io.url import backend_for
 from ckstore.store import pending_deletes
 from ckstore.store.listing import packs_in
-from ckstore.store.pending_deletes import LIST_FILE, lists_in
+from ckstore.store.pending_deletes import LIST_FILE, deletion_lists
+from ckstore.store.small_files import put_small
 
 
 def state_of(seed, count=40_000):
@@ -58,7 +59,7 @@ def test_dropped_checkpoint_goes_when_the_trash_has_it_no_more(pushed, place):
     assert [name.step for name in report.dropped] == [name.step for name in planned.dropped] == [2]
     assert report.freed_nbytes == planned.freed_nbytes > 100_000
     assert len(packs_at(place)) == len(manifests_at(place)) == 1
-    assert lists_in(backend_for(place)) == []
+    assert deletion_lists(backend_for(place)) == []
     assert_restores(pushed, 1, 3)
     with ckstore.open(place) as there:
         assert there.steps() == [1]
@@ -161,14 +162,13 @@ def test_collector_sees_a_manifest_that_was_published_after_its_plan(pushed, pla
     there = backend_for(place)
     kept = next(file for file in manifests_at(place) if "-000000000002." in file)
     content = there.read_bytes(f"manifests/main/{kept}", nbytes_max=1 << 30)
-    put_small = pending_deletes.put_small
 
     def publishes_again(backend, name, written):
         put_small(backend, name, written)
         if name.endswith(LIST_FILE):
             there.create(f"manifests/main/{kept}", content, sync=True)
 
-    monkeypatch.setattr(pending_deletes, "put_small", publishes_again)
+    monkeypatch.setattr("ckstore.store.pending_deletes.put_small", publishes_again)
     report = pushed.gc_tier(min_age=0)
     assert report.packs == {}
     assert len(packs_at(place)) == 2
@@ -199,7 +199,7 @@ def test_list_of_a_dead_process_of_this_machine_blocks_nobody(listed, place, mon
     store.push(place, keep_local=0)
     assert_restores(store, 1)
     assert store.gc_tier(min_age=0).lists == 1
-    assert lists_in(there) == []
+    assert deletion_lists(there) == []
 
 
 def test_list_of_a_living_process_or_another_machine_blocks_until_it_is_old(listed, place, monkeypatch, quiet_log):
@@ -232,7 +232,7 @@ def test_clock_that_jumped_does_not_make_a_list_old(listed, place, quiet_log):
     packs = {bytes.fromhex(pack_id) for pack_id in pack_ids}
     assert pending_deletes.packs_pending_deletion(there, packs, Jumped()) == packs
     assert pending_deletes.remove_dead_lists(there, Jumped()) == 0
-    assert lists_in(there) == [path]
+    assert deletion_lists(there) == [path]
 
 
 def test_list_that_this_process_has_left_behind_blocks_nobody(listed, place, monkeypatch):
@@ -272,8 +272,8 @@ def test_removal_whose_answer_was_lost_keeps_its_list(pushed, place, monkeypatch
         patches.setattr(target, "unlink", loses_the_answer)
         with pytest.raises(BackendError):
             pushed.gc_tier(min_age=0)
-    assert len(lists_in(backend_for(place))) == 1
+    assert len(deletion_lists(backend_for(place))) == 1
     at_once(monkeypatch)
     report = pushed.gc_tier(min_age=0)
     assert (report.lists, len(report.packs)) == (1, 1)
-    assert lists_in(backend_for(place)) == []
+    assert deletion_lists(backend_for(place)) == []

@@ -12,7 +12,7 @@ from ckstore.format import paths
 from ckstore.io.url import backend_for
 from ckstore.ops.gc import rewrite_packs
 from ckstore.store.listing import packs_in
-from ckstore.store.pending_deletes import lists_in
+from ckstore.store.pending_deletes import deletion_lists
 from ckstore.tiers import gc
 from ckstore.tiers import gc as tier_repack
 
@@ -74,7 +74,7 @@ def assert_tidy(store, place, *steps):
         assert there.steps() == sorted(steps)[: len(there.steps())]
         assert_restores(there, *there.steps())
         assert there.verify("decode").is_clean
-    assert lists_in(backend_for(place)) == []
+    assert deletion_lists(backend_for(place)) == []
 
 
 def test_pack_of_which_little_is_needed_is_rewritten(wasteful, place):
@@ -367,7 +367,7 @@ def test_silent_tier_loses_nothing(wasteful, place, monkeypatch):
         raise BackendError("no answer", is_transient=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewrite_packs, "settle", fails)
+        patch.setattr(rewrite_packs, "finish_replacement", fails)
         with pytest.raises(BackendError):
             wasteful.gc_tier(min_age=0)
     assert_restores(wasteful, 2, 3)

@@ -157,7 +157,7 @@ def test_damage_is_told_and_ends_with_its_exit_code(call, store):
 def test_damage_that_is_met_while_collecting_ends_with_its_exit_code_too(call, store, monkeypatch):
     with ckstore.open(store) as opened:
         manifest = store / replace_by_itself(opened, 500)
-    looks, look = [], Marker.look
+    looks, look = [], Marker.mark
 
     def damaging_look(marker):
         looks.append(1)
@@ -165,7 +165,7 @@ def test_damage_that_is_met_while_collecting_ends_with_its_exit_code_too(call, s
             manifest.write_bytes(manifest.read_bytes()[:-1])
         return look(marker)
 
-    monkeypatch.setattr(Marker, "look", damaging_look)
+    monkeypatch.setattr(Marker, "mark", damaging_look)
     code, _, err = call("gc", store, "--keep-last", "1")
     assert code == 12
     assert "packs were left alone" in err

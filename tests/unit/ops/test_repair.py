@@ -157,7 +157,7 @@ def test_chunk_is_found_in_another_pack(backend):
         with opened(backend, run="third") as other:
             repository_of(other).prepare_run()
             backend.overwrite(pack, bytes(len(whole)))
-            repository_of(other).known.forget_packs([p.pack_id for p in stores.manifest_of(store, 1).packs])
+            repository_of(other).chunk_index.forget_packs([p.pack_id for p in stores.manifest_of(store, 1).packs])
             other.commit({"still": STATES[1]["model"]["still"]}, 0)
             seq = other.info(0).seq
             other.delete(f"seq:{seq}")

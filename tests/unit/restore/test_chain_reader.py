@@ -23,7 +23,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.memory import MemoryBackend
 from ckstore.restore.plan import chain_of
 from ckstore.store.pack_reader import read_buffer_nbytes
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 from support import memory_files
 from support.chains import ChainWriter
 

@@ -24,7 +24,7 @@ from ckstore.io.buffers import BufferPool
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
 from ckstore.restore import reader, restore
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 from support import memory_files
 from support.chains import ChainWriter
 from support.model import difference

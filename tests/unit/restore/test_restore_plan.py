@@ -12,7 +12,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import KIB, Limits
 from ckstore.errors import MalformedError
 from ckstore.restore.plan import GAP_NBYTES_MAX, PLACES_MAX, base_id_of, chain_of, packs_of, plan_restore
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 from support.chains import ChainWriter
 
 CHUNK_NBYTES = 64 * KIB

@@ -100,5 +100,5 @@ def test_what_is_known_is_learnt_from_the_newest_sixteen(store, backend):
     with ckstore.open(backend) as again:
         assert again.commit({"w": np.full(100, 19)}, 20).chunks_new == 0
         # Seqs 5 to 20, the last two of which are the same chunk.
-        assert len(repository_of(again).known) == 15
+        assert len(repository_of(again).chunk_index) == 15
         assert again.commit({"w": np.full(100, 0)}, 21).chunks_new == 1

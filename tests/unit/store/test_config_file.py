@@ -16,8 +16,8 @@ from ckstore.format import paths
 from ckstore.format.records import ConfigRecord
 from ckstore.io.memory import MemoryBackend
 from ckstore.io.url import backend_for
-from ckstore.store import config_file
-from ckstore.store.config_file import change_config, read_config
+from ckstore.store import store_config
+from ckstore.store.store_config import change_config, read_config
 
 PROCESSES, CHANGES = 4, 12
 PROGRAM = """
@@ -97,7 +97,7 @@ def test_holder_that_does_not_end_is_told_and_nothing_is_changed(tmp_path, monke
     folder = tmp_path / "store"
     ckstore.open(folder).close()
     backend = backend_for(folder)
-    monkeypatch.setattr(config_file, "LOCK_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(store_config, "LOCK_PATIENCE_SECONDS", 0.05)
     with backend.try_lock(paths.CONFIG_LOCK_FILE), pytest.raises(LockHeldError, match="does not end"):
         change_config(backend, with_tier("ours"))
     assert read_config(backend).tiers == {}
@@ -132,12 +132,12 @@ def test_without_locks_a_change_waits_for_another_and_not_for_one_that_was_kille
     ckstore.open(tmp_path / "store").close()
     backend = backend_for(tmp_path / "store")
     without_locks(monkeypatch)
-    monkeypatch.setattr(config_file, "LOCK_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(store_config, "LOCK_PATIENCE_SECONDS", 0.05)
     stand_in = tmp_path / "store" / "tmp" / "config.lock"
     stand_in.touch()
     with pytest.raises(LockHeldError, match="does not end"):
         change_config(backend, with_tier("a"))
-    old = stand_in.stat().st_mtime - config_file.LOCK_AGE_SECONDS_MAX - 5
+    old = stand_in.stat().st_mtime - store_config.LOCK_AGE_SECONDS_MAX - 5
     os.utime(stand_in, (old, old))
     assert set(change_config(backend, with_tier("a")).tiers) == {"a"}
     assert backend.list_names(paths.TMP_FOLDER) == []

@@ -16,8 +16,7 @@ from ckstore.hashing import new_token
 from ckstore.io.backend import Distant
 from ckstore.io.memory import MemoryBackend
 from ckstore.processes import boot_identity, process_started
-from ckstore.store.intents import intents_in, make_intents, remove_abandoned
-from ckstore.store.tags import Tags
+from ckstore.store.tags import Tags, intents_in, make_intents, remove_abandoned
 from support.gc_histories import keeper, once
 
 HOUR = 3600

@@ -25,7 +25,7 @@ from ckstore.hashing import NO_BASE, chunk_id_of
 from ckstore.io.buffers import BufferPool
 from ckstore.io.local import LocalBackend
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.pack_writer import Packer
+from ckstore.store.pack_writer import PackWriter
 
 STORE_ID = bytes(range(16))
 
@@ -49,7 +49,7 @@ def header_of(payload, number=0):
 def packer_on(backend, pool, **arguments):
     backend.make_folder("packs/00")
     numbers = itertools.count()
-    return Packer(
+    return PackWriter(
         backend,
         pool,
         store_id=STORE_ID,
@@ -61,7 +61,7 @@ def packer_on(backend, pool, **arguments):
 
 
 def put(packer, payload):
-    at = packer.place(len(payload))
+    at = packer.reserve(len(payload))
     packer.fill(at, header_of(payload), [memoryview(payload)], lambda parts: None)
     return at
 
@@ -101,7 +101,7 @@ def test_frames_may_be_filled_in_any_order(backend):
         backend = MemoryBackend()
         with BufferPool(1 << 19, 6) as pool:
             packer = packer_on(backend, pool)
-            places = [packer.place(len(payload)) for payload in PAYLOADS]
+            places = [packer.reserve(len(payload)) for payload in PAYLOADS]
             for index in order:
                 payload = PAYLOADS[index]
                 packer.fill(places[index], header_of(payload), [memoryview(payload)], lambda parts: None)
@@ -115,7 +115,7 @@ def test_check_sees_the_bytes_as_they_lie_in_the_block(backend):
     with BufferPool(1 << 16, 6) as pool:
         packer = packer_on(backend, pool)
         payload = bytes(range(256)) * 600
-        at = packer.place(len(payload))
+        at = packer.reserve(len(payload))
         parts = [memoryview(payload)[:1000], memoryview(payload)[1000:]]
         packer.fill(at, header_of(payload), parts, lambda views: seen.append(b"".join(map(bytes, views))))
         packer.finish()
@@ -131,7 +131,7 @@ def test_copying_that_changes_a_byte_is_found_by_the_checksum_of_the_source(back
     payload = bytes(range(250)) * 20
     with BufferPool(1 << 16, 6) as pool:
         packer = packer_on(backend, pool, copy=faulty)
-        at = packer.place(len(payload))
+        at = packer.reserve(len(payload))
         with pytest.raises(ChecksumError, match="changed while it was being copied"):
             packer.fill(at, header_of(payload), [memoryview(payload)], lambda parts: None, checksum=xxh3_64(payload))
         packer.fail()
@@ -162,7 +162,7 @@ def test_frame_that_fails_its_check_fails_the_pack(backend):
 
     with BufferPool(1 << 16, 6) as pool:
         packer = packer_on(backend, pool)
-        at = packer.place(100)
+        at = packer.reserve(100)
         with pytest.raises(BackendError, match="no"):
             packer.fill(at, header_of(bytes(100)), [memoryview(bytes(100))], refuse)
         packer.fail()

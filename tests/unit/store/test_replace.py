@@ -10,7 +10,7 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import ConflictError, NotFoundError
 from ckstore.format import paths
-from ckstore.store.replacement import finish_replacements, settle
+from ckstore.store.repository import finish_interrupted_replacements, finish_replacement
 from support.drop_marks import mark_dropped
 
 
@@ -36,7 +36,7 @@ def generations(repository):
 def test_settled_replacement_is_the_only_generation_in_place(repository, next_one, backend):
     name = repository.manifests.publish(next_one)
     assert generations(repository) == [1, 0], "both are there until all packs were seen"
-    settle(repository, next_one, name)
+    finish_replacement(repository, next_one, name)
     assert generations(repository) == [1]
     (gc_id,) = repository.trash.folders()
     assert backend.list_names(paths.trash_manifests_folder(gc_id, "main")) == ["00000000-000000000005.0.ckm"]
@@ -53,7 +53,7 @@ def test_replacement_of_a_dropped_checkpoint_is_withdrawn(repository, next_one):
     name = repository.manifests.publish(next_one)
     mark_dropped(repository, 0)
     with pytest.raises(NotFoundError, match="dropped"):
-        settle(repository, next_one, name)
+        finish_replacement(repository, next_one, name)
     listing = repository.manifests.listing()
     assert listing.lower == (name_of(next_one, 0),), "what the drop moves is still there to be moved"
     assert listing.names == ()
@@ -74,12 +74,12 @@ def test_replacement_whose_packs_are_gone_leaves_the_one_before(repository, back
     name = repository.manifests.publish(following)
     backend.unlink(paths.pack_name(manifest.packs[0].pack_id))
     with pytest.raises(ConflictError, match="vanished"):
-        settle(repository, following, name)
+        finish_replacement(repository, following, name)
     assert [n.generation for n in repository.manifests.listing().names if n.seq == name.seq] == [0]
 
 
 def test_interrupted_replacement_is_finished_by_the_next_one(repository, next_one):
     repository.manifests.publish(next_one)
-    assert finish_replacements(repository) == 1
+    assert finish_interrupted_replacements(repository) == 1
     assert generations(repository) == [1]
-    assert finish_replacements(repository) == 0
+    assert finish_interrupted_replacements(repository) == 0

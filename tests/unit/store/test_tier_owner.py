@@ -10,7 +10,7 @@ import ckstore
 from ckstore._testing import repository_of
 from ckstore.errors import BackendError, ConflictError
 from ckstore.io.memory import MemoryBackend
-from ckstore.store.tier_owner import TURNS_MAX, begin_turn, require_owner
+from ckstore.store.tier_checks import TURNS_MAX, begin_turn, require_owner
 from support.push_states import state_of
 
 TIER = "attic"

@@ -23,7 +23,7 @@ from ckstore.format.paths import pack_name
 from ckstore.format.records import encode_record
 from ckstore.format.wire import xxh3_64
 from ckstore.ops import verify_packs
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 from support.format_samples import sample_records
 from support.memory_files import edited, flip, names_of, swap, truncate
 

@@ -15,7 +15,7 @@ from ckstore.config import KIB, MIB, Limits, Policy
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.paths import pack_name
 from ckstore.ops import verify_chains
-from ckstore.store.repository import create_store
+from ckstore.store.store_config import create_store
 from support.chains import ChainWriter
 from support.memory_files import flip
 

@@ -34,10 +34,10 @@ from ckstore.io.url import backend_for
 from ckstore.ops.full_disk import room_after
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store import history
-from ckstore.store.identity import require_same_store
 from ckstore.store.orphans import TRAINER_DEAD, SaverPurpose
 from ckstore.store.refs import load_whole, resolve
-from ckstore.store.repository import Repository, read_store_record
+from ckstore.store.repository import Repository
+from ckstore.store.store_config import read_store_record, require_same_store
 
 _log = logging.getLogger("ckstore")
 
@@ -151,7 +151,7 @@ class Committer:
         """Give up the lease, and forget the run: others may write it from now on."""
         assert self._repository is not None
         self._repository.lease.release()
-        self._repository.look_again()
+        self._repository.forget_run_state()
         self._bases, self._fingerprint = BaseCache(), None
         # The trainer commits by itself now, with blocks of its own.
         self._blocks.let_go()
@@ -277,7 +277,7 @@ class Committer:
         except CkstoreError as error:
             _log.info("seq %d cannot be a base: %s", parent, error)
             return
-        repository.known.pin(manifest)
+        repository.chunk_index.pin(manifest)
         self._bases.follow(manifest)
         self._fingerprint = None
 

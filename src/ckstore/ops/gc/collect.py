@@ -49,12 +49,11 @@ from ckstore.ops.gc.plan import GcLimits, GcPlan, is_expired
 from ckstore.ops.gc.rewrite_packs import Repacked, repack
 from ckstore.ops.gc.survey import missing_in, named_in_trash, strays_among
 from ckstore.store.history import drop
-from ckstore.store.intents import intents_in, remove_abandoned
 from ckstore.store.pending_deletes import remove_dead_lists, remove_packs
-from ckstore.store.reachability import Look, Marker
-from ckstore.store.replacement import finish_replacements
-from ckstore.store.repository import Repository
-from ckstore.store.tier_proof import Unproven, unproven_packs
+from ckstore.store.reachability import Marker, MarkResult
+from ckstore.store.repository import Repository, finish_interrupted_replacements
+from ckstore.store.tags import intents_in, remove_abandoned
+from ckstore.store.tier_checks import Unproven, unproven_packs
 from ckstore.store.trash import TrashedPack, TrashFolder
 
 _log = logging.getLogger("ckstore")
@@ -75,7 +74,7 @@ class Purged:
         unproven: Packs that stay although no manifest names them here: their tier could not be seen to have them.
     """
 
-    look: Look
+    look: MarkResult
     files: int = 0
     nbytes: int = 0
     rescued: int = 0
@@ -95,10 +94,10 @@ def purge(
         gc_ids: The folders.
         waits: Tiers that are known not to answer, and what they said.
     """
-    done, trash = Purged(Look({}, (), {}, (), frozenset())), repository.trash
+    done, trash = Purged(MarkResult({}, (), {}, (), frozenset())), repository.trash
     for _ in range(_ROUNDS):
         contents = trash.contents()
-        done.look = marker.look()
+        done.look = marker.mark()
         strays = () if done.look.unreadable else tuple(strays_among(contents, done.look))
         if not strays:
             break
@@ -291,7 +290,7 @@ class Collector:
         drops = [name for name in self._plan.drops if name not in self.done.spared]
         for run in sorted({name.run for name in drops}):
             names = [name for name in drops if name.run == run]
-            repository = self._repository.of_run(run)
+            repository = self._repository.for_run(run)
             going = {name.seq for name in names}
             # Before acting on what is seen: else what is kept might be in the page cache only.
             for name in repository.manifests.listing().names:
@@ -311,12 +310,12 @@ class Collector:
         """Step 1: move what is marked or superseded, and still in place."""
         for run in sorted({name.run for name in self._plan.unfinished}):
             seqs = frozenset(name.seq for name in self._plan.unfinished if name.run == run)
-            manifests = self._repository.of_run(run).manifests
+            manifests = self._repository.for_run(run).manifests
             # The mark may have been made by a process that died before its sync.
             self._repository.backend.sync_folder(paths.claims_folder(run))
             self.done.superseded += manifests.move_to_trash(seqs)
         for run in sorted({name.run for name in self._plan.superseded}):
-            self.done.superseded += finish_replacements(self._repository.of_run(run), self.done.waits)
+            self.done.superseded += finish_interrupted_replacements(self._repository.for_run(run), self.done.waits)
 
     def _keep(self, unproven: Unproven) -> None:
         """Tell of a pack that stays because it could not be seen in its tier."""
@@ -333,8 +332,8 @@ class Collector:
 
     def _trash_packs(self, planned: dict[PackId, int], *, is_proven: bool) -> None:
         """Steps 2 to 4: mark, list again, and move to a fresh folder of the trash what nobody names."""
-        candidates = self._unnamed(sorted(planned), self._marker.look()) if planned else []
-        look = self._marker.look() if candidates else None
+        candidates = self._unnamed(sorted(planned), self._marker.mark()) if planned else []
+        look = self._marker.mark() if candidates else None
         candidates = self._unnamed(candidates, look) if look else []
         if candidates and look and not is_proven:
             manifests = look.manifests.values()
@@ -348,12 +347,12 @@ class Collector:
         self.done.moved_packs += len(moved)
         self.done.moved_nbytes += sum(planned[pack_id] for pack_id in moved)
 
-    def _unnamed(self, pack_ids: Iterable[PackId], look: Look) -> list[PackId]:
+    def _unnamed(self, pack_ids: Iterable[PackId], look: MarkResult) -> list[PackId]:
         if self._stops(look):
             return []
         return [pack_id for pack_id in pack_ids if not look.is_named(pack_id)]
 
-    def _stops(self, look: Look) -> bool:
+    def _stops(self, look: MarkResult) -> bool:
         if look.unreadable and not self.done.stop:
             first = look.unreadable[0]
             where = self._repository.backend.location_of(first.path)
@@ -434,7 +433,7 @@ class _FarCollector(Collector):
 
     def _proven(self, planned: dict[PackId, int]) -> dict[PackId, int]:
         """Leave out what manifests say is in a tier, and was not seen there just now."""
-        manifests = self._marker.look().manifests.values()
+        manifests = self._marker.mark().manifests.values()
         found = unproven_packs(self._repository, self._marker, manifests, planned, self.done.waits)
         for unproven in found.values():
             self._keep(unproven)
@@ -443,7 +442,7 @@ class _FarCollector(Collector):
     def _named(self, planned: dict[PackId, int]) -> set[PackId]:
         """Return what anything names: what is moved from its place to the trash meanwhile is seen in one of both."""
         before = self._repository.trash.contents()
-        look = self._marker.look()
+        look = self._marker.mark()
         if look.unreadable:
             first = look.unreadable[0]
             raise CorruptError(f"a manifest cannot be read and may name any pack: {first.problem}", where=first.path)

@@ -17,8 +17,8 @@ from ckstore.hashing import PackId
 from ckstore.ops.gc.survey import Draft, Survey
 from ckstore.ops.gc.waste import PackUse
 from ckstore.store.chunk_index import LOCAL_TIER
-from ckstore.store.reachability import Marked, Marker
-from ckstore.store.tier_proof import Unproven
+from ckstore.store.reachability import MarkedManifest, Marker
+from ckstore.store.tier_checks import Unproven
 from ckstore.store.trash import TrashedManifest, TrashFolder
 
 DRAFT_AGE_SECONDS_MIN = 60.0
@@ -168,8 +168,8 @@ def make_plan(
     marker: Marker,
     drops: Iterable[ManifestName],
     limits: GcLimits,
-    count_uses: Callable[[Sequence[Marked]], list[PackUse]],
-    find_unproven: Callable[[Sequence[Marked], Collection[PackId]], dict[PackId, Unproven]],
+    count_uses: Callable[[Sequence[MarkedManifest]], list[PackUse]],
+    find_unproven: Callable[[Sequence[MarkedManifest], Collection[PackId]], dict[PackId, Unproven]],
     *,
     is_final: bool = False,
 ) -> GcPlan:
@@ -260,7 +260,7 @@ def _free_ns(found: Survey, waiting: Iterable[TrashFolder], limits: GcLimits, *,
 
 
 def _moves(
-    found: Survey, marker: Marker, staying: Iterable[Marked], limits: GcLimits
+    found: Survey, marker: Marker, staying: Iterable[MarkedManifest], limits: GcLimits
 ) -> tuple[tuple[PackMove, ...], int]:
     refs = marker.numbers.refs
     named = {number for marked in staying for number in marked.packs}
@@ -282,11 +282,11 @@ def _moves(
 def _rewrites(
     found: Survey,
     marker: Marker,
-    staying: Sequence[Marked],
+    staying: Sequence[MarkedManifest],
     blocked: set[str],
     held: Collection[PackId],
     limits: GcLimits,
-    count_uses: Callable[[Sequence[Marked]], list[PackUse]],
+    count_uses: Callable[[Sequence[MarkedManifest]], list[PackUse]],
 ) -> Iterable[PackRewrite]:
     """Yield the packs here that are worth rewriting.
 
@@ -309,7 +309,7 @@ def _rewrites(
 def worthwhile_rewrites(
     uses: Iterable[PackUse],
     marker: Marker,
-    staying: Sequence[Marked],
+    staying: Sequence[MarkedManifest],
     limits: GcLimits,
     *,
     manifest_copies: int = 1,
@@ -334,7 +334,7 @@ def worthwhile_rewrites(
             wasteful.append((waste / nbytes, use.number, use.packed_nbytes))
     if not wasteful:
         return
-    naming: dict[int, list[Marked]] = {number: [] for _, number, _ in wasteful}
+    naming: dict[int, list[MarkedManifest]] = {number: [] for _, number, _ in wasteful}
     for marked in staying:
         for number in naming.keys() & set(marked.packs):
             naming[number].append(marked)

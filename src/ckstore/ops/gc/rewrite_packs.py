@@ -31,10 +31,9 @@ from ckstore.io.buffers import BufferPool
 from ckstore.ops.gc.plan import PackRewrite
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.pack_reader import open_pack, read_buffer_nbytes, read_frame
-from ckstore.store.pack_writer import Packer
+from ckstore.store.pack_writer import PackWriter
 from ckstore.store.reachability import UNREADABLE, Marker
-from ckstore.store.replacement import settle
-from ckstore.store.repository import Repository
+from ckstore.store.repository import Repository, finish_replacement
 
 _log = logging.getLogger("ckstore")
 
@@ -125,7 +124,7 @@ def _copy(
         # The manifests that named it have gone since.
         return {}
     target = repository.backend if tier == LOCAL_TIER else repository.tiers.open(tier)
-    packer = Packer(
+    packer = PackWriter(
         target, blocks, store_id=repository.store_id, nbytes_expected=rewrite.packed_nbytes, copy=copy_plain
     )
     try:
@@ -170,7 +169,9 @@ def _needed(marker: Marker, rewrite: PackRewrite) -> tuple[PackRef, dict[int, Fr
     return ref, frames
 
 
-def _copy_frame(repository: Repository, packer: Packer, file: ReadFile, frame: FrameRef, buffers: BufferPool) -> int:
+def _copy_frame(
+    repository: Repository, packer: PackWriter, file: ReadFile, frame: FrameRef, buffers: BufferPool
+) -> int:
     """Copy one frame, compare its checksum where it lies then, and return its offset there."""
     where = f"{file.name}, offset {frame.offset}"
     result = read_frame(repository.backend, file, frame.offset, frame.frame_nbytes, buffers)
@@ -188,7 +189,7 @@ def _copy_frame(repository: Repository, packer: Packer, file: ReadFile, frame: F
             if checksum.intdigest() != header.payload_xxh3:
                 raise ChecksumError("the checksum of a frame's payload differs", where=where)
 
-        place = packer.place(header.stored_nbytes)
+        place = packer.reserve(header.stored_nbytes)
         packer.fill(place, header, [result.view[FRAME_HEADER_NBYTES:]], check)
     finally:
         result.release()
@@ -199,13 +200,13 @@ def _replace(
     repository: Repository, name: ManifestName, moved: dict[Place, tuple[PackRef, int]], done: Repacked
 ) -> None:
     """Publish the next generation of a manifest, whose frames lie where they were copied to."""
-    run = repository.of_run(name.run)
+    run = repository.for_run(name.run)
     try:
         manifest = run.manifests.load(name)
         replacement = located_anew(manifest, moved)
         if replacement is None or name.generation >= GENERATION_MAX:
             return
-        settle(run, replacement, run.manifests.publish(replacement))
+        finish_replacement(run, replacement, run.manifests.publish(replacement))
         done.manifests += 1
     except FileNotFoundError:
         # Dropped or replaced since.

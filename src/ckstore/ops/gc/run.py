@@ -39,12 +39,12 @@ from ckstore.ops.gc.rules import Entry, RunPlan, plan_run
 from ckstore.ops.gc.survey import RunFacts, Survey, survey
 from ckstore.processes import owner_is_running
 from ckstore.store.chunk_index import LOST_TIER
-from ckstore.store.config_file import change_config, read_config
 from ckstore.store.lease import Lease
-from ckstore.store.reachability import Marked, Marker
+from ckstore.store.reachability import MarkedManifest, Marker
 from ckstore.store.repository import Repository
 from ckstore.store.reserve import fill_reserve, with_reserve
-from ckstore.store.tier_proof import Unproven, unproven_packs
+from ckstore.store.store_config import change_config, read_config
+from ckstore.store.tier_checks import Unproven, unproven_packs
 
 if TYPE_CHECKING:
     from ckstore.ops.gc.waste import PackUse
@@ -394,7 +394,7 @@ def _run_plan(facts: RunFacts, policy: Retention | None, now_ns: int, lost: froz
 def _plan(
     repository: Repository, marker: Marker, found: Survey, drops: Iterable[ManifestName], limits: GcLimits
 ) -> GcPlan:
-    def count_uses(manifests: Iterable[Marked]) -> list[PackUse]:
+    def count_uses(manifests: Iterable[MarkedManifest]) -> list[PackUse]:
         from ckstore.ops.gc.waste import count_frames
 
         try:
@@ -403,7 +403,7 @@ def _plan(
             # Another replaces or drops checkpoints just now: what is wasted is for the next collection to find.
             return []
 
-    def find_unproven(manifests: Iterable[Marked], pack_ids: Collection[PackId]) -> dict[PackId, Unproven]:
+    def find_unproven(manifests: Iterable[MarkedManifest], pack_ids: Collection[PackId]) -> dict[PackId, Unproven]:
         return unproven_packs(repository, marker, manifests, pack_ids)
 
     is_final = isinstance(repository.backend, Distant)

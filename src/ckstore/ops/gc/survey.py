@@ -19,7 +19,7 @@ from ckstore.io.backend import FileInfo
 from ckstore.store.chunk_index import LOCAL_TIER
 from ckstore.store.listing import packs_in
 from ckstore.store.manifests import missing_sentence
-from ckstore.store.reachability import Look, Marked, Marker, missing_packs
+from ckstore.store.reachability import MarkedManifest, Marker, MarkResult, missing_packs
 from ckstore.store.repository import Repository
 from ckstore.store.tags import Tags
 from ckstore.store.trash import TrashedManifest, TrashFolder
@@ -50,9 +50,9 @@ class RunFacts:
     """
 
     run: str
-    highest: tuple[Marked, ...]
-    lower: tuple[Marked, ...]
-    marked: tuple[Marked, ...]
+    highest: tuple[MarkedManifest, ...]
+    lower: tuple[MarkedManifest, ...]
+    marked: tuple[MarkedManifest, ...]
     tags: dict[int, tuple[str, ...]] = field(default_factory=dict)
     missing: dict[ManifestName, frozenset[PackId]] = field(default_factory=dict)
     blocked: str = ""
@@ -79,7 +79,7 @@ class Survey:
     """
 
     now_ns: int
-    look: Look
+    look: MarkResult
     runs: dict[str, RunFacts]
     packs: dict[PackId, FileInfo]
     trash: tuple[TrashFolder, ...]
@@ -98,7 +98,7 @@ class Survey:
         return sorted(found - self.packs.keys())
 
 
-def strays_among(trash: Iterable[TrashFolder], look: Look) -> Iterator[TrashedManifest]:
+def strays_among(trash: Iterable[TrashFolder], look: MarkResult) -> Iterator[TrashedManifest]:
     """Yield manifests in the trash that must not be lost: their seq is not dropped, and shows nothing in place."""
     in_place = {(name.run, name.seq) for name in look.manifests}
     broken = {unreadable.run for unreadable in look.unreadable}
@@ -122,12 +122,12 @@ def survey(repository: Repository, marker: Marker) -> Survey:
     now_ns = repository.clock.now_ns()
     trash = tuple(repository.trash.contents())
     packs = dict(packs_in(repository.backend))
-    look = marker.look()
+    look = marker.mark()
     refs = marker.numbers.refs
     present = {ref.pack_id for ref in refs if (info := packs.get(ref.pack_id)) and info.nbytes == ref.nbytes}
     gone = missing_packs(repository, [ref for ref in refs if ref.pack_id not in present])
     wrong = frozenset(number for number, ref in enumerate(refs) if ref.tier == LOCAL_TIER and ref.pack_id in gone)
-    by_run: dict[str, list[Marked]] = {run: [] for run in look.dropped}
+    by_run: dict[str, list[MarkedManifest]] = {run: [] for run in look.dropped}
     for name in sorted(look.manifests):
         by_run[name.run].append(look.manifests[name])
     runs = {run: _run_facts(repository, marker, look, run, by_run[run], wrong) for run in by_run}
@@ -147,7 +147,7 @@ def survey(repository: Repository, marker: Marker) -> Survey:
     return Survey(now_ns, look, runs, packs, trash, published, trashed, tuple(_drafts(repository)), stop)
 
 
-def missing_in(repository: Repository, look: Look) -> dict[str, str]:
+def missing_in(repository: Repository, look: MarkResult) -> dict[str, str]:
     """Return, for each run that lacks manifests which its marks say were published, a sentence that names them."""
     found = {}
     for run, published in sorted(look.published.items()):
@@ -162,7 +162,12 @@ def missing_in(repository: Repository, look: Look) -> dict[str, str]:
 
 
 def _run_facts(
-    repository: Repository, marker: Marker, look: Look, run: str, manifests: Iterable[Marked], wrong: frozenset[int]
+    repository: Repository,
+    marker: Marker,
+    look: MarkResult,
+    run: str,
+    manifests: Iterable[MarkedManifest],
+    wrong: frozenset[int],
 ) -> RunFacts:
     """Sort the manifests of a run, by seq and generation, and find out what blocks it."""
     dropped = look.dropped[run]

@@ -16,7 +16,7 @@ from ckstore.format.frame import FRAME_ALIGN, FRAME_HEADER_NBYTES
 from ckstore.format.location import FRAME_ROW, PackTable
 from ckstore.format.pack import DIRECTORY_ENTRY_NBYTES, SUPERHEADER_NBYTES, TAIL_NBYTES
 from ckstore.format.wire import BLOCK_NBYTES, align_up
-from ckstore.store.reachability import Marked, Marker
+from ckstore.store.reachability import MarkedManifest, Marker
 
 _OFFSET_BITS = 34
 """Offsets of frames, in units of 64 bytes, lie below 2^30 in a pack of 64 GiB; the number of the pack stands above."""
@@ -57,7 +57,7 @@ class FrameCount:
         self._lengths: list[Lengths] = []
         self._held = 0
 
-    def add(self, marked: Marked, table: PackTable) -> None:
+    def add(self, marked: MarkedManifest, table: PackTable) -> None:
         """Add the frames of a manifest."""
         rows = np.frombuffer(table.frame_rows, dtype=np.dtype(list(FRAME_ROW)))
         if not len(rows) or int(rows["pack"].max()) >= len(marked.packs):
@@ -96,7 +96,7 @@ class FrameCount:
         return keys, lengths
 
 
-def count_frames(marker: Marker, manifests: Iterable[Marked]) -> list[PackUse]:
+def count_frames(marker: Marker, manifests: Iterable[MarkedManifest]) -> list[PackUse]:
     """Read manifests once more and return what they need of every pack.
 
     Raises:

@@ -25,10 +25,11 @@ from ckstore.io.backend import Ageing, Backend, Locking
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for, mode_of_folder
 from ckstore.processes import owner_is_running
-from ckstore.store.intents import CLEAR_INTENTS, intents_in
 from ckstore.store.lease import STALE_SECONDS
 from ckstore.store.listing import packs_in
-from ckstore.store.repository import Repository, read_store_record
+from ckstore.store.repository import Repository
+from ckstore.store.store_config import read_store_record
+from ckstore.store.tags import CLEAR_INTENTS, intents_in
 from ckstore.store.trash import Trash
 
 FREE_NBYTES_LOW = 10 << 30

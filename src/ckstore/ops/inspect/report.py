@@ -53,7 +53,7 @@ def gather(
         gc_problem: Why it could not; empty otherwise.
         on_progress: Called with checkpoints done and checkpoints in all.
     """
-    runs = {run: log_of_run(repository.of_run(run)) for run in repository.runs()}
+    runs = {run: log_of_run(repository.for_run(run)) for run in repository.runs()}
     entries = [(run, entry) for run, log in runs.items() for entry in log.entries]
     # By time, so that what a commit shares with an earlier one of whatever run counts as reused.
     entries.sort(key=lambda pair: (0 if pair[1].info is None else pair[1].info.time_ns, pair[1].seq))

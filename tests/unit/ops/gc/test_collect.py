@@ -200,7 +200,7 @@ def test_unreadable_manifest_stops_packs_everywhere_and_drops_in_its_run(history
 def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, backend, monkeypatch):
     # Of a higher generation the name is no proof that the bytes are the same: a second look reads them again.
     path, packs, looks = replace_by_itself(history, 5), packs_in_place(backend), []
-    look = Marker.look
+    look = Marker.mark
 
     def damaging_look(marker):
         looks.append(1)
@@ -208,7 +208,7 @@ def test_manifest_that_becomes_unreadable_during_a_collection_stops_it(history, 
             truncate(backend, path, -1)
         return look(marker)
 
-    monkeypatch.setattr(Marker, "look", damaging_look)
+    monkeypatch.setattr(Marker, "mark", damaging_look)
     report = keeper(history).gc(LAST_ONE)
     assert report.plan.stop == "" != report.stop == report.done.stop
     assert "may name any pack" in report.stop
@@ -340,7 +340,7 @@ def test_stored_policy_applies_where_none_is_given(history, backend):
 
 def test_stored_policy_with_a_typo_is_refused_and_drops_nothing(history, backend):
     from ckstore.format.records import ConfigRecord
-    from ckstore.store.config_file import change_config
+    from ckstore.store.store_config import change_config
 
     change_config(backend, lambda record: ConfigRecord(retention={"keep_lats": 1}))
     with pytest.raises(UsageError, match="Did you mean 'keep_last'"):
@@ -350,7 +350,7 @@ def test_stored_policy_with_a_typo_is_refused_and_drops_nothing(history, backend
 
 def test_policy_is_kept_beside_what_else_the_configuration_says(history, backend):
     from ckstore.format.records import ConfigRecord
-    from ckstore.store.config_file import change_config, read_config
+    from ckstore.store.store_config import change_config, read_config
 
     change_config(backend, lambda record: ConfigRecord(tiers={"cold": "s3://bucket/x"}))
     keeper(history).set_retention(LAST_ONE)

@@ -153,14 +153,14 @@ def test_undelete_whose_packs_were_freed_is_loud_and_publishes_nothing(store, ba
 def test_pack_that_is_freed_after_the_publish_withdraws_it(store, backend, monkeypatch):
     keeper(store).gc(LAST_ONE)
     parts = type(repository_of(store))
-    lost_packs = parts.lost_packs
+    rescue_packs = parts.rescue_packs
 
     def freed_first(self, packs):
         for path in [path for path in files_of(backend) if path.startswith("trash/") and path.endswith(".pack")]:
             backend.unlink(path)
-        return lost_packs(self, packs)
+        return rescue_packs(self, packs)
 
-    monkeypatch.setattr(parts, "lost_packs", freed_first)
+    monkeypatch.setattr(parts, "rescue_packs", freed_first)
     with pytest.raises(MissingChunkError, match="freed meanwhile"):
         keeper(store).undelete(1)
     assert store.steps() == [3]
