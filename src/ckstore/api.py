@@ -199,7 +199,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             BackendError: The medium failed.
             CkstoreError: An earlier commit failed in the background, unasked for: this call did nothing; repeat it.
         """
-        from ckstore.commit.commit import Request, commit
+        from ckstore.ops.commit import CommitRequest, commit_checkpoint
         from ckstore.results import Stopwatch
 
         number = check_step(step)
@@ -212,7 +212,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
             watch = Stopwatch(self._repository.clock)
             with watch("stage"):
                 captured = _captured(state)
-            request = Request(
+            request = CommitRequest(
                 captured=captured,
                 step=number,
                 policy=policy or self._policy,
@@ -222,7 +222,7 @@ class Store(Demoting, Importing, Repairing, Keeping, Tiering, Reporting):
                 fingerprint=self._fingerprint,
             )
             with self._costs.trying():
-                committed = commit(self._repository, request, watch)
+                committed = commit_checkpoint(self._repository, request, watch)
             receipt = committed.receipt
             self._parent, self._fingerprint = receipt.seq, committed.fingerprint
             untagged = [warning for name in checked_tags if (warning := self._tag_or_warning(name, receipt.seq))]

@@ -64,7 +64,7 @@ def collect_again(disk):
 # SIGKILL
 
 
-@pytest.mark.deep(repository=3)
+@pytest.mark.deep(parts=3)
 @pytest.mark.timeout(1200)
 @pytest.mark.strace
 @pytest.mark.usefixtures("strace")
@@ -77,7 +77,7 @@ def collect_again(disk):
     ],
 )
 def test_collection_killed_at_any_call_keeps_its_promises(tmp_path, sample, tell, engine, calls, every, struck_min):
-    tally, said = strike_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, repository=8)
+    tally, said = strike_everywhere(tmp_path, sample, "collect", engine, calls=calls, every=every, parts=8)
     tell(said)
     assert tally.struck >= (struck_min if sample.is_whole else 1)
 
@@ -104,7 +104,7 @@ def test_collection_without_one_sync_breaks_the_ordering_rules(skips):
 @pytest.mark.usefixtures("nothing_aside")
 def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(sample, tell):
     disk, acks = recorded("collect")
-    points = sample.part(range(0, len(disk.log) + 1, 2), repository=20)
+    points = sample.part(range(0, len(disk.log) + 1, 2), parts=20)
     counters, found = losses(disk, acks, samples=3, points=set(points), commit_every=8)
     tell(f"simulated power cuts, collect: seed {SEED}, {len(disk.log)} steps, {in_words(counters)}")
     assert found == []
@@ -116,7 +116,7 @@ def test_acknowledged_checkpoints_survive_cuts_at_any_point_of_a_collection(samp
 @pytest.mark.usefixtures("nothing_aside")
 def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
     disk, acks = recorded("collect")
-    points = sample.part(range(0, len(disk.log) + 1, 6), repository=10)
+    points = sample.part(range(0, len(disk.log) + 1, 6), parts=10)
     states, checked = 0, Checked()
     for state in crash_states(disk, seed=SEED, samples=1, singles_max=8, points=set(points)):
         states += 1
@@ -133,13 +133,13 @@ def test_next_collection_finds_its_way_after_a_cut_at_any_point(sample, tell):
 # Failing calls
 
 
-@pytest.mark.deep(repository=4)
+@pytest.mark.deep(parts=4)
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("nothing_aside")
 @pytest.mark.parametrize("for_ever", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_collection_with_a_failing_call_loses_nothing(prepared, sample, tell, number, for_ever):
-    points_of = partial(sample.part, repository=10)
+    points_of = partial(sample.part, parts=10)
     runs = failing_runs(prepared, "collect", [number], points_of, for_ever=for_ever, sites=CHANGING_SITES)
     points = check_each(runs, cuts=lambda number: False, goes_on=lambda number: number == errno.EIO)
     tell(f"failing calls, collect, {errno.errorcode[number]}, for ever {for_ever}: {points} points")
@@ -159,7 +159,7 @@ def test_collection_that_cannot_list_a_folder_stops_and_loses_nothing(prepared):
 @pytest.mark.deep
 def test_next_collection_finishes_what_a_failed_one_began(prepared, sample):
     sites = frozenset({"rename", "unlink", "sync_folder", "create"})
-    for run in failing_runs(prepared, "collect", [errno.EIO], partial(sample.part, repository=8), sites=sites):
+    for run in failing_runs(prepared, "collect", [errno.EIO], partial(sample.part, parts=8), sites=sites):
         report = collect_again(run.disk)
         assert report.done.stop == ""
         assert collect_again(run.disk).plan.is_empty

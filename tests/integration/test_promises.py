@@ -17,7 +17,7 @@ from ckstore import Policy, UsageError
 from ckstore._testing import bases_of
 from ckstore.codec import chunk_codec, frame_decoder, kernels
 from ckstore.commit import chunk_writer, pipeline
-from ckstore.commit.commit import Request
+from ckstore.commit.commit import CommitRequest
 from ckstore.commit.pipeline import ChunkWorker
 from ckstore.errors import BackendError, CapacityError, NotFoundError
 from ckstore.format.wire import xxh3_64
@@ -169,7 +169,7 @@ def test_missing_pack_names_a_tensor_that_is_lost(tmp_path):
 def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(store, monkeypatch):
     """Nobody changes an arena: a checksum tells what copying did, and nothing is hashed twice for it."""
     state = {"w": np.random.default_rng(5).integers(0, 256, 9 << 20, np.uint8)}
-    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, source_is_immutable=True))
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     monkeypatch.setattr(chunk_writer, "new_hasher", lambda: pytest.fail("it is hashed again"))
     policy = Policy(compression="none")
     store.commit(state, 1, policy=policy)
@@ -189,7 +189,7 @@ def test_a_state_in_an_arena_is_hashed_once_and_a_faulty_copy_of_it_is_found(sto
 
 def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(store, monkeypatch):
     state = {"w": np.random.default_rng(6).standard_normal(3 << 20).astype(np.float32)}
-    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, source_is_immutable=True))
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     hashed = []
     for take in (chunk_writer.chunk_id_of, chunk_writer.identity_and_checksum):
 
@@ -219,7 +219,7 @@ def test_a_coded_state_in_an_arena_is_hashed_once_and_a_faulty_coder_is_found(st
 def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_decoder_is_found(store, monkeypatch):
     """What is subtracted decides what is restored: a base that decodes to other bytes must never become one."""
     state = {"w": np.random.default_rng(7).standard_normal(3 << 20).astype(np.float32)}
-    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, source_is_immutable=True))
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     policy = Policy(compression="fast", base_cache="none")
     store.commit(state, 1, policy=policy)
     monkeypatch.setattr(frame_decoder, "new_hasher", lambda: pytest.fail("a base is hashed again"))
@@ -233,7 +233,7 @@ def test_a_base_that_this_handle_hashed_is_proved_by_its_checksum_and_a_faulty_d
         destination[len(destination) // 2] = (destination[len(destination) // 2] + 1) % 256
 
     proofs = []
-    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, source_is_immutable=True))
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     monkeypatch.setattr(frame_decoder, "chunk_codec", SimpleNamespace(decode=faulty))
     for name in ("new_xxh3", "new_hasher"):
         make = getattr(frame_decoder, name)
@@ -269,7 +269,7 @@ def test_bytes_that_change_while_they_are_hashed_do_not_pass_for_what_they_were(
 
 
 def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
-    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, source_is_immutable=True))
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     state = {"w": np.random.default_rng(8).integers(0, 256, 9 << 20, np.uint8)}
     store.commit(state, 1, policy=Policy(compression="none"))
     assert len(bases_of(store)._checksums) == 3
@@ -287,7 +287,7 @@ def test_commits_that_fail_leave_no_checksums_behind(store, monkeypatch):
 
 def test_a_checksum_that_does_not_match_is_not_believed_twice(store, monkeypatch):
     """A commit that is tried again reads the same bases: BLAKE3 decides then, and they are used."""
-    monkeypatch.setattr("ckstore.commit.commit.Request", functools.partial(Request, source_is_immutable=True))
+    monkeypatch.setattr("ckstore.ops.commit.CommitRequest", functools.partial(CommitRequest, source_is_immutable=True))
     state = {"w": np.random.default_rng(9).standard_normal(3 << 20).astype(np.float32)}
     policy = Policy(compression="fast", base_cache="none")
     store.commit(state, 1, policy=policy)

@@ -282,7 +282,7 @@ def import_everything(task):
     """Import what a trainer would import in its first commit and restore."""
     for name in (
         "state.capture",
-        "commit.commit",
+        "ops.commit",
         "background.commits",
         "state.placement",
         "restore.restore",

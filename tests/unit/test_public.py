@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import ckstore
+from ckstore.hashing import chunk_id_of
+from support.trainings import AdamRun, W, leaf, losses, lossy_policy
 
 SRC = str(Path(ckstore.__file__).parent.parent)
 
@@ -219,6 +221,43 @@ with ckstore.open(sys.argv[1]) as store:
     print("torch" in sys.modules)
 """
     assert run_python(code, tmp_path / "store") == "False"
+
+
+QUANT = "print([name for name in sys.modules if name.startswith('ckstore.quant')])"
+
+
+def test_exact_commit_and_restore_load_no_quantization(tmp_path):
+    code = f"""
+import numpy, ckstore
+with ckstore.open(sys.argv[1]) as store:
+    for step in range(3):
+        store.commit({{"w": numpy.arange(1 << 18, dtype="f4") + step, "small": numpy.ones(3)}}, step)
+    store.restore()
+import ckstore.background.saver.server
+{QUANT}
+"""
+    assert run_python(code, tmp_path / "store") == "[]"
+
+
+def test_fresh_process_restores_quantized_weights(tmp_path):
+    """The decoder is loaded by its name with the first quantized chunk: nothing else imports it."""
+    with ckstore.open(tmp_path / "store", policy=lossy_policy()) as store:
+        run = AdamRun()
+        for step in range(2):
+            store.commit(run.train().state(), step)
+        told, expected = losses(store), leaf(store.restore(), W)
+    assert W in told
+    code = f"""
+import ckstore
+from ckstore.hashing import chunk_id_of
+with ckstore.open(sys.argv[1]) as store:
+    store.log()
+    {QUANT}
+    print(chunk_id_of(store.restore()["model"]["w"].tobytes()).hex())
+    print("ckstore.quant.chunk_codec" in sys.modules, "ckstore.quant.planning" in sys.modules)
+"""
+    shown = run_python(code, tmp_path / "store").splitlines()
+    assert shown == ["[]", chunk_id_of(expected.tobytes()).hex(), "True False"]
 
 
 def test_tensors_without_torch_installed_say_what_to_install(tmp_path):

@@ -12,7 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, cast
 
 from ckstore.codec import derived, kernels, ordered
 from ckstore.codec import steps as chain
@@ -22,9 +25,9 @@ from ckstore.codec.planes import PLAIN_WORDS, coded_bits, sample_of
 from ckstore.codec.steps import PLANES, Encoded, Scratch, codec_of, encode, scratch_nbytes
 from ckstore.config import Compression
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
-from ckstore.quant import chunk_codec
 
 __all__ = [
+    "QUANTIZED_STEPS",
     "SAMPLE_NBYTES",
     "Encoded",
     "Scratch",
@@ -41,7 +44,47 @@ __all__ = [
 
 NO_BYTES = memoryview(b"")
 
-_WITH_BASE = (ordered.CODEC_ID, derived.CODEC_ID, *chunk_codec.STEPS_WITH_BASE)
+QUANTIZED_STEPS: Mapping[int, str] = {
+    7: "grid",
+    8: "moment2",
+    9: "moment1",
+    10: "codebook",
+    11: "outer",
+    12: "outer1",
+    13: "outer2",
+}
+"""Codec ids and names of the steps of quantized chunks."""
+
+_QUANTIZED_MODULE = "ckstore.quant.chunk_codec"
+"""The module that decodes them. It is loaded with the first quantized chunk, so exact checkpoints never load it."""
+
+
+class _QuantizedCodec(Protocol):
+    """What the module of quantized steps provides."""
+
+    STEPS_WITH_BASE: Collection[int]
+
+    def base_nbytes_of(self, steps: Sequence[CodecStep], plain_nbytes: int) -> int:
+        """Return the length of the base; 0 for a step without base."""
+        ...
+
+    def decode(
+        self,
+        payload: memoryview,
+        steps: Sequence[CodecStep],
+        *,
+        width: int,
+        destination: memoryview,
+        scratch: Scratch,
+        base: memoryview | None = None,
+    ) -> None:
+        """Write the reconstruction of one chunk."""
+        ...
+
+
+@functools.cache
+def _quantized_codec() -> _QuantizedCodec:
+    return cast(_QuantizedCodec, importlib.import_module(_QUANTIZED_MODULE))
 
 
 def encode_delta(
@@ -100,8 +143,8 @@ def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
     if chain_of_ids == (derived.CODEC_ID,):
         derived.require_known(steps[0][1])
         return 2 * plain_nbytes
-    if chain_of_ids[:1] and chain_of_ids[0] in chunk_codec.LOSSY_STEPS:
-        return chunk_codec.base_nbytes_of(steps, plain_nbytes)
+    if chain_of_ids and chain_of_ids[0] in QUANTIZED_STEPS:
+        return _quantized_codec().base_nbytes_of(steps, plain_nbytes)
     is_delta = chain_of_ids[:1] == (ordered.CODEC_ID,)
     if len(chain_of_ids) != 2 if is_delta else len(chain_of_ids) > 1:
         raise UnsupportedError(f"chain of codecs {chain_of_ids}", todo="upgrade ckstore")
@@ -141,8 +184,8 @@ def decode(
     payload, destination = _flat(payload), _flat(destination)
     base = _base_for(steps, destination.nbytes, base, scratch)
     codec_id, config = steps[0] if steps else (0, b"")
-    if codec_id in chunk_codec.LOSSY_STEPS:
-        chunk_codec.decode(payload, steps, width=width, destination=destination, scratch=scratch, base=base)
+    if codec_id in QUANTIZED_STEPS:
+        _quantized_codec().decode(payload, steps, width=width, destination=destination, scratch=scratch, base=base)
         return
     if base is None:
         chain.decode(payload, steps, width=width, destination=destination, scratch=scratch)
@@ -166,12 +209,18 @@ def _base_for(steps: Sequence[CodecStep], nbytes: int, base: memoryview | None, 
     if nbytes > scratch.chunk_nbytes_max:
         raise UsageError(f"{nbytes} bytes are more than the scratch is made for")
     needed = base_nbytes(steps, nbytes)
-    if (base is not None) != (bool(steps) and steps[0][0] in _WITH_BASE):
+    if (base is not None) != (bool(steps) and _has_base(steps[0][0])):
         raise MalformedError("a chunk has a base that it does not need, or needs one that it does not have")
     base = None if base is None else _flat(base)
     if base is not None and base.nbytes != needed:
         raise MalformedError(f"the base has {base.nbytes} bytes instead of {needed}")
     return base
+
+
+def _has_base(codec_id: int) -> bool:
+    if codec_id in QUANTIZED_STEPS:
+        return codec_id in _quantized_codec().STEPS_WITH_BASE
+    return codec_id in (ordered.CODEC_ID, derived.CODEC_ID)
 
 
 def estimate_full(sample: memoryview, width: int, is_float: bool, scratch: Scratch) -> float:

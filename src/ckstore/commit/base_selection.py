@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckstore.codec import chunk_codec as forms
 from ckstore.codec.kernels.bytes_reference import RUN_COUNT, run_of
@@ -36,13 +36,69 @@ from ckstore.format.choices import (
 from ckstore.format.manifest import Manifest
 from ckstore.format.tree import Path
 from ckstore.hashing import ChunkId
-from ckstore.quant.planning import Candidates, LossyPlan, plan_lossy
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import ChunkIndex, LocatedFrame
 
 if TYPE_CHECKING:
     from ckstore.commit.chunk_writer import Stored
     from ckstore.format.tensors import StorageSpec
+
+
+class LossyChunks(Protocol):
+    """The chunks of one commit that are quantized, as far as the others depend on them."""
+
+    @property
+    def chunks(self) -> frozenset[int]:
+        """Chunks of the plan that are quantized together with others, or by themselves."""
+        ...
+
+    @property
+    def unpaired(self) -> frozenset[int]:
+        """Chunks that must not be stored as roundings, because their masters are quantized and they stay exact."""
+        ...
+
+    @property
+    def weight_bases(self) -> Mapping[int, LocatedFrame | None]:
+        """The base of each chunk of a quantized weight."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """The decision in a sentence; empty if nothing is quantized."""
+        ...
+
+
+class LossyCandidates(Protocol):
+    """The storages of one state that may be quantized."""
+
+    @property
+    def unshared(self) -> frozenset[int]:
+        """Storages that need chunks of their own, however small they are."""
+        ...
+
+    def plan(
+        self,
+        plan: CommitPlan,
+        paths: Mapping[int, Path],
+        masters: Mapping[int, int],
+        known: ChunkIndex,
+        bases: BaseCache,
+        limits: Limits,
+        *,
+        read_amplification_max: float,
+    ) -> LossyChunks:
+        """Choose what is quantized in this commit.
+
+        Args:
+            plan: How the state is cut into chunks.
+            paths: The path of the first tensor of each storage.
+            masters: Chunks that may be roundings, each with the chunk that it may be a rounding of.
+            known: Where chunks are stored.
+            bases: The chunks of the previous checkpoint.
+            limits: Bounds of the store.
+            read_amplification_max: Bound on what a restore reads, in keyframes.
+        """
+        ...
 
 
 SAMPLED_CHUNKS_MAX = 8
@@ -287,7 +343,7 @@ class BaseSelection:
     verdict: Verdict
     surveyed: tuple[SampledUnit, ...] = ()
     seqs: dict[View, int | None] = field(default_factory=dict)
-    lossy: LossyPlan | None = None
+    lossy: LossyChunks | None = None
 
     def remember(self, bases: BaseCache, manifest: Manifest, chunk_ids: Sequence[ChunkId]) -> None:
         """Let the next commit follow the manifest that this one became; ``chunk_ids`` are those of the plan."""
@@ -321,7 +377,7 @@ class BaseSelection:
         view = self.verdict.view
         views = self.verdict.views
         told, lossy = self.verdict.reason, self.lossy
-        if lossy is not None and lossy.tasks:
+        if lossy is not None and lossy.chunks:
             # The bound on reading is that of whole states: a few numbers read many times over are nothing in one.
             told = f"the rest: {self.verdict.saving or told}"
         if lossy is not None and lossy.reason:
@@ -348,7 +404,7 @@ def choose_forms(
     bases: BaseCache,
     policy: Policy,
     limits: Limits,
-    candidates: Candidates | None = None,
+    candidates: LossyCandidates | None = None,
 ) -> BaseSelection:
     """Choose the base of a commit and the form of every chunk; reads samples of the state and nothing of the store.
 
@@ -363,18 +419,11 @@ def choose_forms(
     """
     masters = {} if policy.compression == "none" else masters_of(plan, captured.storages)
     paths = first_paths(captured.tree, [tensor.storage for tensor in captured.tensors])
-    lossy: LossyPlan | None = None
+    lossy: LossyChunks | None = None
     if candidates is not None:
         amplification = policy.read_amplification_max
-        apart = _kept_roundings(plan, masters, candidates)
-        with_master = {chunk: master for chunk, master in masters.items() if chunk not in apart}
-        lossy = plan_lossy(
-            candidates, plan, paths, with_master, known, bases, limits, read_amplification_max=amplification
-        )
-        # What a rule keeps is no rounding of a master that is about to change.
-        masters = {
-            chunk: master for chunk, master in masters.items() if not (chunk in apart and master in lossy.chunks)
-        }
+        lossy = candidates.plan(plan, paths, masters, known, bases, limits, read_amplification_max=amplification)
+        masters = {chunk: master for chunk, master in masters.items() if chunk not in lossy.unpaired}
     quantized = frozenset() if lossy is None else lossy.chunks
     if policy.compression == "none" or not policy.delta:
         reason = "keyframe: the policy codes nothing" if policy.compression == "none" else "keyframe: no differences"
@@ -400,19 +449,11 @@ def choose_forms(
     )
 
 
-def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
-    """Return the chunks that may be roundings, and stay as they are by a rule that names them."""
-    storage_of = {chunk: plan.chunks[chunk].sources[0].storage for chunk in masters}
-    kept = {storage for storage in set(storage_of.values()) if candidates.keeps_exact(storage)}
-    return frozenset(chunk for chunk, storage in storage_of.items() if storage in kept)
-
-
-def _with_bases(forms: tuple[StoragePlan, ...], lossy: LossyPlan, *, is_held: bool) -> tuple[StoragePlan, ...]:
+def _with_bases(forms: tuple[StoragePlan, ...], lossy: LossyChunks, *, is_held: bool) -> tuple[StoragePlan, ...]:
     """Return forms by which weights are stored if they are exact after all, and held if they are not."""
     found = list(forms)
-    for task in lossy.tasks:
-        if task.weight >= 0:
-            found[task.weight] = StoragePlan(task.base, is_tried=True, is_held=is_held)
+    for chunk, base in lossy.weight_bases.items():
+        found[chunk] = StoragePlan(base, is_tried=True, is_held=is_held)
     return tuple(found)
 
 

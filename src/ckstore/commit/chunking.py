@@ -67,17 +67,19 @@ class CommitPlan:
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
-def plan_commit(storages: Sequence[StorageShape], limits: Limits, *, apart: frozenset[int] = frozenset()) -> CommitPlan:
+def plan_commit(
+    storages: Sequence[StorageShape], limits: Limits, *, unshared: frozenset[int] = frozenset()
+) -> CommitPlan:
     """Cut storages into chunks at element boundaries; small ones of one kind share chunks, in tree order.
 
     Args:
         storages: What is to be stored.
         limits: Bounds of the store.
-        apart: Storages that share no chunk, however small they are.
+        unshared: Storages that share no chunk, however small they are.
     """
     planner = _Planner(limits.chunk_nbytes_max)
     for index, storage in enumerate(storages):
-        planner.add(index, storage, is_apart=index in apart)
+        planner.add(index, storage, is_unshared=index in unshared)
     chunks = tuple(chunk.frozen() for chunk in planner.chunks)
     specs = tuple(
         StorageSpec(
@@ -109,9 +111,9 @@ class _Planner:
         self.pieces: dict[int, list[Piece]] = {}
         self._open: dict[tuple[int, bool], int] = {}
 
-    def add(self, index: int, storage: StorageShape, *, is_apart: bool) -> None:
+    def add(self, index: int, storage: StorageShape, *, is_unshared: bool) -> None:
         self.pieces[index] = []
-        if not is_apart and 0 < storage.nbytes < _share(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
+        if not is_unshared and 0 < storage.nbytes < _share(storage, min(SHARED_NBYTES_MAX, self._chunk_nbytes_max)):
             self._add_shared(index, storage)
             return
         step = _share(storage, self._chunk_nbytes_max)

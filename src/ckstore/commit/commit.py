@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from ckstore.commit.base_selection import BaseSelection, choose_forms
+from ckstore.commit.base_selection import BaseSelection, LossyCandidates, LossyChunks, choose_forms
 from ckstore.commit.chunk_writer import ChunkWriter, Stored
 from ckstore.commit.chunking import CommitPlan, plan_commit
 from ckstore.commit.stale_model import Fingerprint, stale_warnings
@@ -19,11 +19,10 @@ from ckstore.commit.write_buffers import WriteBlocks
 from ckstore.concurrency import ThreadLimit, run_uninterrupted
 from ckstore.config import Policy
 from ckstore.delta.base_cache import BaseCache
-from ckstore.errors import BackendError, CapacityError, CkstoreError, ConflictError
+from ckstore.errors import BackendError, CkstoreError, ConflictError
+from ckstore.format.losses import fidelity_of
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
-from ckstore.quant.bounds import fidelity_of
-from ckstore.quant.planning import Candidates
 from ckstore.results import Receipt, Stopwatch
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import locate
@@ -32,8 +31,24 @@ from ckstore.store.repository import Repository
 _log = logging.getLogger("ckstore")
 
 
+class LossyCommit(Protocol):
+    """Quantization, as a commit uses it; ``ckstore.quant.writer.ResidualCommit`` implements it."""
+
+    def candidates(self, captured: Captured) -> LossyCandidates:
+        """Return the storages of a state that may be quantized."""
+        ...
+
+    def writer_factory(self, lossy: LossyChunks) -> Callable[..., ChunkWriter]:
+        """Return what makes the writer of a plan with quantized chunks; it takes the arguments of ``ChunkWriter``."""
+        ...
+
+    def warnings(self, captured: Captured, manifest: Manifest, stored: Stored) -> list[str]:
+        """Return the receipt's warnings about what was quantized and what was not."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
+class CommitRequest:
     """What the caller asked to commit."""
 
     captured: Captured
@@ -54,6 +69,8 @@ class Request:
     """Where the blocks come from that packs are written through."""
     time_ns: int | None = None
     """When the state was made; None: now."""
+    lossy: LossyCommit | None = None
+    """Quantizes as ``policy.residual`` says; None for an exact policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +81,16 @@ class Committed:
     fingerprint: Fingerprint | None
 
 
-def commit(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
+def commit(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Committed:
     """Write one checkpoint; it exists when this returns and not before.
 
     Raises:
-        CapacityError: The disk is full, and was still full after the trash had given up what it may; earlier
-            checkpoints are intact, nothing of this one is visible.
+        CapacityError: The disk is full. Earlier checkpoints are intact; nothing of this one is visible.
         ConflictError: Another live writer has the run, or packs vanished twice under this commit.
         BackendError: The medium failed twice.
         BoundError: The policy allows no loss that fits into its bounds, and nothing exact instead.
     """
-    try:
-        return _try(repository, request, watch)
-    except CapacityError as error:
-        from ckstore.ops.full_disk import room_after
-
-        given_up = room_after(repository, request.captured.nbytes, error)
-    try:
-        committed = _try(repository, request, watch)
-    except CapacityError as error:
-        raise CapacityError(
-            f"{error.what}, although the disk was full before and what could go was given up: {given_up}",
-            where=error.where,
-            todo=error.todo,
-            **error.facts,
-        ) from error
-    warning = f"the disk was full: {given_up}; what lay there cannot be brought back"
-    receipt = replace(committed.receipt, warnings=(*committed.receipt.warnings, warning))
-    return replace(committed, receipt=receipt)
-
-
-def _try(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
+    assert (request.lossy is None) == (request.policy.residual is None), "the policy's residual needs a LossyCommit"
     repository.prepare_run()
     repository.lease.take()  # 1
     request.bases.begin(request.policy.base_cache_nbytes_max if request.policy.base_cache == "memory" else 0)
@@ -104,7 +100,7 @@ def _try(repository: Repository, request: Request, watch: Stopwatch) -> Committe
         request.bases.forget_drafts()
 
 
-def _commit(repository: Repository, request: Request, watch: Stopwatch) -> Committed:
+def _commit(repository: Repository, request: CommitRequest, watch: Stopwatch) -> Committed:
     repository.chunk_index.forget_packs(repository.packs_gone(repository.chunk_index.packs()))
     if request.bases.seq is None and repository.newest is not None:
         request.bases.follow(repository.newest)
@@ -133,26 +129,26 @@ def _commit(repository: Repository, request: Request, watch: Stopwatch) -> Commi
     )
 
 
-def _planned(repository: Repository, request: Request) -> tuple[CommitPlan, BaseSelection]:
+def _planned(repository: Repository, request: CommitRequest) -> tuple[CommitPlan, BaseSelection]:
     captured, policy = request.captured, request.policy
-    candidates = None if policy.residual is None else Candidates(captured, policy.residual)
-    apart = frozenset[int]() if candidates is None else candidates.apart
-    plan = plan_commit(captured.storages, repository.limits, apart=apart)
+    candidates = None if request.lossy is None else request.lossy.candidates(captured)
+    unshared = frozenset[int]() if candidates is None else candidates.unshared
+    plan = plan_commit(captured.storages, repository.limits, unshared=unshared)
     return plan, choose_forms(
         captured, plan, repository.chunk_index, request.bases, policy, repository.limits, candidates
     )
 
 
 def _acknowledge(
-    repository: Repository, request: Request, manifest: Manifest, stored: Stored, watch: Stopwatch
+    repository: Repository, request: CommitRequest, manifest: Manifest, stored: Stored, watch: Stopwatch
 ) -> Committed:
     warnings = [*request.captured.warnings, *stored.warnings]
     fingerprint: Fingerprint | None = None
     try:
         fingerprint = Fingerprint.of(request.captured, manifest.storages, manifest.chunks)
         warnings += stale_warnings(request.fingerprint, fingerprint)
-        if request.policy.residual is not None:
-            warnings += _warnings_of(request, manifest, stored)
+        if request.lossy is not None:
+            warnings += request.lossy.warnings(request.captured, manifest, stored)
     except Exception as error:
         # The checkpoint is durable; a suspicion that could not be looked into must not hide that.
         warnings.append(f"whether a stale or diverged model was saved could not be checked: {error}")
@@ -169,21 +165,8 @@ def _acknowledge(
     return Committed(receipt, fingerprint)
 
 
-def _warnings_of(request: Request, manifest: Manifest, stored: Stored) -> list[str]:
-    """Return what those should know who lose something on purpose."""
-    from ckstore.quant.warnings import diverged_warnings, rules_warnings, vain_warnings
-
-    residual = request.policy.residual
-    assert residual is not None
-    # Of a rounding nobody has looked whether it is finite.
-    looked_at = {loss.storage for loss in manifest.losses if loss.role != "rounded"}
-    rules = rules_warnings(residual, request.captured.tree)
-    vain = [] if manifest.losses else vain_warnings(residual, request.captured)
-    return [*rules, *vain, *diverged_warnings(request.captured, looked_at, stored.warnings)]
-
-
 def _store_chunks_durably(
-    repository: Repository, plan: CommitPlan, basing: BaseSelection, request: Request, watch: Stopwatch
+    repository: Repository, plan: CommitPlan, basing: BaseSelection, request: CommitRequest, watch: Stopwatch
 ) -> Stored:
     """Write what is not known yet into packs that survive a power cut when this returns."""
     for attempt in range(2):
@@ -206,14 +189,11 @@ def _store_chunks_durably(
     raise AssertionError("unreachable")
 
 
-def _writer(repository: Repository, plan: CommitPlan, basing: BaseSelection, request: Request) -> ChunkWriter:
+def _writer(repository: Repository, plan: CommitPlan, basing: BaseSelection, request: CommitRequest) -> ChunkWriter:
     what = (repository, plan, request.captured.storages, request.policy, basing.forms, request.bases)
     make: Callable[..., ChunkWriter] = ChunkWriter
-    if basing.lossy is not None and basing.lossy.tasks:
-        # Quantizers are wanted by those who lose something only.
-        from ckstore.quant.writer import LossyChunkWriter
-
-        make = partial(LossyChunkWriter, lossy=basing.lossy)
+    if request.lossy is not None and basing.lossy is not None and basing.lossy.chunks:
+        make = request.lossy.writer_factory(basing.lossy)
     return make(
         *what,
         source_is_immutable=request.source_is_immutable,
@@ -233,7 +213,7 @@ class Drafted:
 
 
 def _publish(
-    repository: Repository, drafted: Drafted, request: Request, watch: Stopwatch
+    repository: Repository, drafted: Drafted, request: CommitRequest, watch: Stopwatch
 ) -> tuple[ManifestName, Manifest]:
     with watch("publish"):
         seq: int | None = None
@@ -261,7 +241,7 @@ def _remove_unpublished(repository: Repository, stored: Stored, seq: int | None)
         _log.warning("packs of an unpublished commit are left for gc: %s", error)
 
 
-def _manifest_of(repository: Repository, drafted: Drafted, request: Request, seq: int) -> Manifest:
+def _manifest_of(repository: Repository, drafted: Drafted, request: CommitRequest, seq: int) -> Manifest:
     plan, stored = drafted.plan, drafted.stored
     packs, frames = locate(stored.frames)
     return build_manifest(

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckstore.config import Residual
 from ckstore.errors import MalformedError
 from ckstore.format.records import LossRow, decode_stored, encode_inner
 from ckstore.format.tensors import StorageSpec
@@ -70,6 +71,17 @@ class Loss:
         if self.rms_error == 0:
             return 0.0
         return self.rms_error / self.rms_value if self.rms_value else math.inf
+
+
+def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
+    """Return the fidelity that a manifest's header records: ``exact``, or the name of the residual policy.
+
+    Characters that a header does not allow become hyphens. A policy that is called ``exact`` is recorded as ``own``.
+    """
+    if residual is None or not losses:
+        return EXACT_FIDELITY
+    word = re.sub(r"[^a-z0-9_.-]+", "-", residual.name.lower()).strip("-_.")[:32]
+    return word if word and word != EXACT_FIDELITY else "own"
 
 
 def encode_losses(losses: Sequence[Loss]) -> bytes:

@@ -44,7 +44,7 @@ from ckstore.errors import (
 from ckstore.format import paths as layout
 from ckstore.format.frame import FRAME_HEADER_NBYTES
 from ckstore.format.header import ManifestHeader
-from ckstore.format.losses import EXACT_FIDELITY
+from ckstore.format.losses import EXACT_FIDELITY, fidelity_of
 from ckstore.format.manifest import ChunkSpec, Manifest, build_manifest
 from ckstore.format.paths import ManifestName
 from ckstore.hashing import ChunkId
@@ -52,10 +52,8 @@ from ckstore.io.backend import Backend, Distant
 from ckstore.io.memory import DiscardingBackend
 from ckstore.ops.repack import IsolatedRepository
 from ckstore.ops.stored_checkpoint import reader_nbytes, stored_state
-from ckstore.quant.bounds import fidelity_of
-from ckstore.quant.planning import Candidates
 from ckstore.quant.warnings import diverged_warnings, named_nothing, tensor_words
-from ckstore.quant.writer import LossyChunkWriter, lossy_thread_nbytes
+from ckstore.quant.writer import ResidualCommit, lossy_thread_nbytes
 from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LOST_TIER, ChunkIndex, locate
 from ckstore.store.manifests import DroppedError, EmptyRunError
@@ -538,13 +536,13 @@ class _Demoter:
         with stored_state(repository, manifest) as state:
             captured = state.captured()
             # What is asked to be small loses what it can, even where its weights begin a chain.
-            candidates = Candidates(captured, residual, is_first_exact=False)
-            plan = plan_commit(captured.storages, repository.limits, apart=candidates.apart)
+            lossy = ResidualCommit(residual, is_first_exact=False)
+            candidates = lossy.candidates(captured)
+            plan = plan_commit(captured.storages, repository.limits, unshared=candidates.unshared)
             basing = choose_forms(captured, plan, known, bases, self._policy, repository.limits, candidates)
             assert basing.lossy is not None
-            writer = LossyChunkWriter(
-                aside, plan, state.storages, self._policy, basing.forms, bases, lossy=basing.lossy
-            )
+            make_writer = lossy.writer_factory(basing.lossy)
+            writer = make_writer(aside, plan, state.storages, self._policy, basing.forms, bases)
             try:
                 writer.run()
                 stored = run_uninterrupted(writer.flush, on_interrupt=lambda error: None)

@@ -8,14 +8,13 @@ Invariants:
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckstore.config import Residual, WeightSettings
 from ckstore.errors import BoundError
-from ckstore.format.losses import EXACT_FIDELITY, Loss
+from ckstore.format.losses import Loss
 from ckstore.quant.chunk_codec import numbers_of, word_of
 from ckstore.quant.error_stats import Distance, Errors
 from ckstore.quant.planning import LossyTensor
@@ -141,14 +140,6 @@ class TensorOutcome:
 def _sum_in_any_order(terms: list[float]) -> float:
     """Return the same sum whichever thread coded its chunk first: it is stored, and compared with bounds."""
     return sum(sorted(terms))
-
-
-def fidelity_of(residual: Residual | None, losses: Sequence[Loss]) -> str:
-    """Return what a manifest's header says."""
-    if residual is None or not losses:
-        return EXACT_FIDELITY
-    word = re.sub(r"[^a-z0-9_.-]+", "-", residual.name.lower()).strip("-_.")[:32]
-    return word if word and word != EXACT_FIDELITY else "own"
 
 
 def natural_quotient(constants: AdamConstants) -> float:

@@ -26,6 +26,7 @@ from ckstore.codec import kernels
 from ckstore.codec import steps as chain
 from ckstore.codec.base import CodecStep
 from ckstore.codec.byte_codecs import Scratch, quantizing_nbytes
+from ckstore.codec.chunk_codec import QUANTIZED_STEPS
 from ckstore.config import FirstMomentSettings, SecondMomentSettings, WeightSettings
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.quant import grid_chunks, lowrank_chunks
@@ -34,12 +35,10 @@ from ckstore.quant.geometry import WIDTHS, ChunkShape, FloatName, Grid
 from ckstore.quant.grid import Quantized, Steps, has_factors, quantize_first, quantize_grid, quantize_second
 from ckstore.quant.grid_chunks import CODEBOOK, GRID, MOMENT1, MOMENT2, Made
 from ckstore.quant.payload import read_codes
-from ckstore.quant.planning import Settings
 
 __all__ = [
     "CODEBOOK",
     "GRID",
-    "LOSSY_STEPS",
     "MOMENT1",
     "MOMENT2",
     "STEPS_WITH_BASE",
@@ -55,8 +54,7 @@ __all__ = [
     "quantizing_nbytes",
 ]
 
-LOSSY_STEPS = (*grid_chunks.STEPS, *lowrank_chunks.STEPS)
-NAMES = {**grid_chunks.NAMES, **lowrank_chunks.NAMES}
+Settings = WeightSettings | FirstMomentSettings | SecondMomentSettings
 
 STEPS_WITH_BASE = (GRID, MOMENT1, *lowrank_chunks.WITH_BASE)
 _NO_BYTES = memoryview(b"")
@@ -213,11 +211,12 @@ def decode(
 
 def _only_step(steps: Sequence[CodecStep]) -> tuple[int, int]:
     """Return codec and kind of the one step of a lossy frame."""
-    if len(steps) != 1 or steps[0][0] not in LOSSY_STEPS:
+    if len(steps) != 1 or steps[0][0] not in QUANTIZED_STEPS:
         raise UnsupportedError(f"chain of codecs {tuple(step[0] for step in steps)}", todo="upgrade ckstore")
     codec_id, config = steps[0]
     if len(config) != 1 or config[0] not in WIDTHS:
-        raise UnsupportedError(f"unknown config of codec {NAMES[codec_id]}", where=config.hex(), todo="upgrade ckstore")
+        name = QUANTIZED_STEPS[codec_id]
+        raise UnsupportedError(f"unknown config of codec {name}", where=config.hex(), todo="upgrade ckstore")
     return codec_id, config[0]
 
 
@@ -287,7 +286,7 @@ def method_of(steps: Sequence[CodecStep], settings: Settings, shape: ChunkShape,
     taken = {step for step, _ in steps}
     if taken.intersection(lowrank_chunks.STEPS):
         return "outer"
-    if not taken.intersection(LOSSY_STEPS):
+    if not taken.intersection(QUANTIZED_STEPS):
         return "dropped"
     if isinstance(settings, SecondMomentSettings):
         grid = Grid(plain_nbytes // shape.width, shape.row_nelements, shape.phase)

@@ -24,7 +24,6 @@ from ckstore.quant.grid import Quantized
 from ckstore.quant.payload import Codes, write_codes
 
 GRID, MOMENT2, MOMENT1, CODEBOOK = STEPS = (7, 8, 9, 10)
-NAMES = {GRID: "grid", MOMENT2: "moment2", MOMENT1: "moment1", CODEBOOK: "codebook"}
 
 _RULES = {GRID: 0, MOMENT2: 1, MOMENT1: 2, CODEBOOK: 3}
 # Coding that saves less than one part in so many is not worth the loss.

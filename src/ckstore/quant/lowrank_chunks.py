@@ -17,7 +17,6 @@ from ckstore.quant.geometry import ChunkShape, Grid
 from ckstore.quant.lowrank_payload import CHANGE, QUOTIENT, ROOT, Approximated
 
 CHANGE_STEP, QUOTIENT_STEP, ROOT_STEP = STEPS = (11, 12, 13)
-NAMES = {CHANGE_STEP: "outer", QUOTIENT_STEP: "outer1", ROOT_STEP: "outer2"}
 WITH_BASE = (CHANGE_STEP, QUOTIENT_STEP)
 
 _FORMS = {CHANGE_STEP: CHANGE, QUOTIENT_STEP: QUOTIENT, ROOT_STEP: ROOT}

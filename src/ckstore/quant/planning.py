@@ -27,10 +27,11 @@ from typing import Literal
 import numpy as np
 
 from ckstore.commit.chunking import CommitPlan
-from ckstore.config import EXACT, FirstMomentSettings, Limits, Residual, SecondMomentSettings, WeightSettings
+from ckstore.config import EXACT, Limits, Residual
 from ckstore.delta.base_cache import BaseCache, read_nbytes
 from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of
 from ckstore.format.tree import Path, format_path
+from ckstore.quant.chunk_codec import Settings
 from ckstore.quant.roles import FLOAT_NAMES, AdamConstants, Pairing, Role, pair
 from ckstore.state.capture import Captured
 from ckstore.state.tensors import HostStorage
@@ -44,7 +45,6 @@ _COUNT_WORD = re.compile(
 
 _FIRST_NBYTES, _LATER_NBYTES = 4096, 1 << 20
 
-Settings = WeightSettings | FirstMomentSettings | SecondMomentSettings
 FloatName = Literal["float32", "bfloat16", "float16"]
 
 WIDTHS: Mapping[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -114,6 +114,7 @@ class LossyPlan:
         tasks: By their lowest chunk.
         reason: A sentence for people.
         weight_of: The weight of moments, by storage.
+        unpaired: Chunks that a rule keeps exact although they may be roundings of quantized weights.
     """
 
     residual: Residual
@@ -121,6 +122,12 @@ class LossyPlan:
     tasks: tuple[Task, ...] = ()
     reason: str = ""
     weight_of: Mapping[int, int] = field(default_factory=dict)
+    unpaired: frozenset[int] = frozenset()
+
+    @property
+    def weight_bases(self) -> Mapping[int, LocatedFrame | None]:
+        """The base of each chunk of a quantized weight."""
+        return {task.weight: task.base for task in self.tasks if task.weight >= 0}
 
     @property
     def chunks(self) -> frozenset[int]:
@@ -157,9 +164,25 @@ class Candidates:
         self.weight_of = {storage_of[one]: storage_of[other] for one, other in pairing.weight_of.items()}
 
     @property
-    def apart(self) -> frozenset[int]:
+    def unshared(self) -> frozenset[int]:
         """Storages that want chunks of their own, however small they are."""
         return frozenset(self.tensors)
+
+    def plan(
+        self,
+        plan: CommitPlan,
+        paths: Mapping[int, Path],
+        masters: Mapping[int, int],
+        known: ChunkIndex,
+        bases: BaseCache,
+        limits: Limits,
+        *,
+        read_amplification_max: float,
+    ) -> LossyPlan:
+        """Choose what is quantized in this commit; see ``plan_lossy``."""
+        return plan_lossy(
+            self, plan, paths, masters, known, bases, limits, read_amplification_max=read_amplification_max
+        )
 
     def keeps_exact(self, storage: int) -> bool:
         """Whether a rule says that a weight there stays as it is, were it even the rounding of one that does not."""
@@ -317,7 +340,8 @@ def plan_lossy(
         return LossyPlan(residual, reason=f"exact as a whole: one in {residual.keyframe_every} is")
     if bases.seq is None and candidates.is_first_exact:
         return LossyPlan(residual, reason=_BEGINS)
-    planner = _Planner(candidates, plan, masters, limits)
+    kept = _kept_roundings(plan, masters, candidates)
+    planner = _Planner(candidates, plan, {one: other for one, other in masters.items() if one not in kept}, limits)
     planner.find_masters()
     due: list[str] = []
     share, share_exact = planner.state_share()
@@ -335,7 +359,16 @@ def plan_lossy(
         return LossyPlan(residual, reason=_BEGINS)
     planner.add_moments({storage: bases.hops_at(paths.get(storage)) + 1 for storage in candidates.tensors})
     reason = _reason(planner, due, bases.seq)
-    return LossyPlan(residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
+    found = LossyPlan(residual, planner.tensors, planner.tasks(), reason, candidates.weight_of)
+    quantized = found.chunks
+    return replace(found, unpaired=frozenset(chunk for chunk in kept if masters[chunk] in quantized))
+
+
+def _kept_roundings(plan: CommitPlan, masters: Mapping[int, int], candidates: Candidates) -> frozenset[int]:
+    """Return the chunks that may be roundings and that a rule keeps exact."""
+    storage_of = {chunk: plan.chunks[chunk].sources[0].storage for chunk in masters}
+    kept = {storage for storage in set(storage_of.values()) if candidates.keeps_exact(storage)}
+    return frozenset(chunk for chunk, storage in storage_of.items() if storage in kept)
 
 
 def _reason(planner: _Planner, due: Sequence[str], seq: int | None) -> str:

@@ -12,26 +12,29 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from ckstore.commit.base_selection import WHOLE
+from ckstore.commit.base_selection import WHOLE, LossyChunks
 from ckstore.commit.chunk_writer import ChunkWriter, EncodedChunk, PendingFrame, Stored, depth_of
 from ckstore.commit.chunking import ChunkPlan
 from ckstore.commit.pipeline import BufferPurpose
 from ckstore.commit.write_buffers import CodingThread, thread_nbytes
 from ckstore.concurrency import Turns
-from ckstore.config import Limits
-from ckstore.format.manifest import Loss
+from ckstore.config import Limits, Residual
+from ckstore.format.manifest import Loss, Manifest
 from ckstore.hashing import ChunkId, chunk_id_of
 from ckstore.quant.bitrate import sample_of, scaled, seek
 from ckstore.quant.bounds import TensorOutcome, judge
 from ckstore.quant.chunk_codec import Errors, quantizing_nbytes
 from ckstore.quant.error_stats import Distance
-from ckstore.quant.planning import LossyPlan, LossyTensor, Task
+from ckstore.quant.planning import Candidates, LossyPlan, LossyTensor, Task
 from ckstore.quant.quantize_task import Draft, TaskCoder
+from ckstore.quant.warnings import diverged_warnings, rules_warnings, vain_warnings
+from ckstore.state.capture import Captured
 from ckstore.store.chunk_index import LocatedFrame
 
 _BUFFERS = 2
@@ -267,3 +270,33 @@ class LossyChunkWriter(ChunkWriter):
     def tensor_of(self, index: int) -> LossyTensor:
         """Return what the tensor of a chunk is."""
         return self.lossy.tensors[self._storage_of(index)]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualCommit:
+    """Plugs quantization into a commit: implements ``ckstore.commit.commit.LossyCommit``.
+
+    Args:
+        residual: The settings.
+        is_first_exact: A state of which no weight has a base is stored exactly; else its moments are quantized.
+    """
+
+    residual: Residual
+    is_first_exact: bool = True
+
+    def candidates(self, captured: Captured) -> Candidates:
+        """Return the storages of a state that may be quantized."""
+        return Candidates(captured, self.residual, is_first_exact=self.is_first_exact)
+
+    def writer_factory(self, lossy: LossyChunks) -> Callable[..., LossyChunkWriter]:
+        """Return what makes the writer of a plan; it takes the arguments of ``ChunkWriter``."""
+        assert isinstance(lossy, LossyPlan), "the plan was made by other candidates"
+        return partial(LossyChunkWriter, lossy=lossy)
+
+    def warnings(self, captured: Captured, manifest: Manifest, stored: Stored) -> list[str]:
+        """Return the receipt's warnings: unused rules, nothing to quantize, NaN or infinity in exact tensors."""
+        # Roundings are not checked for NaN and infinity when they are quantized.
+        checked = {loss.storage for loss in manifest.losses if loss.role != "rounded"}
+        rules = rules_warnings(self.residual, captured.tree)
+        vain = [] if manifest.losses else vain_warnings(self.residual, captured)
+        return [*rules, *vain, *diverged_warnings(captured, checked, stored.warnings)]

@@ -106,12 +106,12 @@ class Importing(Background):
     def _commit_captured(
         self, captured: Captured, step: int, metrics: Mapping[str, float], policy: Policy, time_ns: int
     ) -> Receipt:
-        from ckstore.commit.commit import Request, commit
+        from ckstore.ops.commit import CommitRequest, commit_checkpoint
         from ckstore.results import Stopwatch
 
         self._reclaim_lease()
         self._repository.wait_for_orphan()
-        request = Request(
+        request = CommitRequest(
             captured=captured,
             step=step,
             policy=policy,
@@ -120,7 +120,7 @@ class Importing(Background):
             bases=self._known_bases(),
             time_ns=time_ns,
         )
-        committed = commit(self._repository, request, Stopwatch(self._repository.clock))
+        committed = commit_checkpoint(self._repository, request, Stopwatch(self._repository.clock))
         self._parent, self._fingerprint = committed.receipt.seq, None
         self._update_parent()
         return committed.receipt

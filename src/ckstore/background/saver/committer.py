@@ -22,7 +22,6 @@ from ckstore.background import protocol
 from ckstore.background.protocol import Message
 from ckstore.background.saver.staged_state import GatedLease, Ticket
 from ckstore.clock import SYSTEM_CLOCK, Clock
-from ckstore.commit.commit import Request, commit
 from ckstore.commit.stale_model import Fingerprint
 from ckstore.commit.write_buffers import WriteBlocks
 from ckstore.concurrency import ThreadLimit
@@ -31,6 +30,7 @@ from ckstore.delta.base_cache import BaseCache
 from ckstore.errors import CapacityError, CkstoreError, SaverError
 from ckstore.io.local import LocalBackend
 from ckstore.io.url import backend_for
+from ckstore.ops.commit import CommitRequest, commit_checkpoint
 from ckstore.ops.full_disk import room_after
 from ckstore.results import Receipt, Stopwatch
 from ckstore.store import history
@@ -224,7 +224,7 @@ class Committer:
         watch = _ToldStopwatch(repository.clock, ticket, self._tell)
         self._lease.gate = ticket.wait_whole
         self._follow(parent)
-        request = Request(
+        request = CommitRequest(
             captured=ticket.captured(),
             step=head.step,
             policy=head.policy,
@@ -237,7 +237,7 @@ class Committer:
             thread_limit=self._thread_limit,
             blocks=self._blocks,
         )
-        committed = commit(repository, request, watch)
+        committed = commit_checkpoint(repository, request, watch)
         self._fingerprint = committed.fingerprint
         receipt = committed.receipt
         untagged = [warning for name in head.tags if (warning := _tag_or_warning(repository, name, receipt.seq))]

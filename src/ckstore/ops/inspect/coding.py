@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckstore.codec import derived, ordered
+from ckstore.codec.chunk_codec import QUANTIZED_STEPS
 from ckstore.codec.steps import CODECS
 from ckstore.format.choices import StorageChoice
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
@@ -14,7 +15,6 @@ from ckstore.format.manifest import FrameRef, Manifest
 from ckstore.format.tree import Path, TensorNode, format_path, leaves_of
 from ckstore.hashing import ChunkId, PackId
 from ckstore.io.backend import ReadFile
-from ckstore.quant import chunk_codec
 from ckstore.results import Info
 from ckstore.store.pack_reader import open_pack
 from ckstore.store.repository import Repository
@@ -25,7 +25,7 @@ NAMES = {
     ordered.CODEC_ID: ordered.NAME,
     derived.CODEC_ID: derived.NAME,
     **{codec_id: codec.name for codec_id, codec in CODECS.items()},
-    **chunk_codec.NAMES,
+    **QUANTIZED_STEPS,
 }
 
 
@@ -165,7 +165,7 @@ def _chunk_coding(frame: FrameRef, header: FrameHeader) -> ChunkCoding:
         kind = "delta"
     elif ids[:1] == [derived.CODEC_ID]:
         kind = "rounded"
-    elif ids and ids[0] in chunk_codec.LOSSY_STEPS:
+    elif ids and ids[0] in QUANTIZED_STEPS:
         kind = "quantized"
     steps = "+".join(NAMES.get(codec_id, f"codec {codec_id}") for codec_id in ids)
     return ChunkCoding(steps or "plain", kind, frame, frame.frame_nbytes)

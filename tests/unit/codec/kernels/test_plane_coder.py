@@ -188,7 +188,7 @@ def judged_alike(payload: bytes, nbytes: int, twins: Sequence[str]) -> bool:
 
 @pytest.mark.deep
 def test_mutated_payloads_get_the_same_verdict_from_every_native_decoder(sample) -> None:
-    count = sample.count(200_000, repository=40)
+    count = sample.count(200_000, parts=40)
     verdicts = [judged_alike(payload, nbytes, NATIVE) for payload, nbytes in mutations(count, sample.seed(3))]
     assert len(verdicts) == count >= (200_000 if sample.is_whole else 5000)
     # A changed byte among those that fill no step cannot be noticed here; nearly all else is.
