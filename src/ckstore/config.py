@@ -1,15 +1,15 @@
-"""Policy and limits: frozen dataclasses with units in their names, and nothing that reads the environment.
+"""Every setting of a store, in frozen dataclasses that check their values when they are created.
 
-What a person asks of residual checkpoints: steps for each part of the state, and bounds that are held.
+- ``Policy`` says how a commit is stored. ``Residual`` and the ``*Settings`` classes describe lossy checkpoints.
+- ``RepackPolicy`` and ``DemotePolicy`` say how existing checkpoints are rewritten. ``Limits`` bounds what readers
+  allocate.
+- ``policy_row`` and ``policy_of`` convert a policy to plain values and back, for messages and ``config.json``.
+- The ``check_*`` functions check the arguments of a commit before anything is read or written.
 
 Invariants:
-- Everything is frozen and checked where it is made; nothing here reads a tensor.
-- Steps have no physical unit: those of weights count the RMS of a row's change, those of first moments the root of
-  the second moment. What works for one size of model works for another.
-
-A policy as plain dicts, lists and numbers, and back: what a message or a settings file can hold.
-
-Check what a trainer hands to a commit, before anything is read or written.
+- Nothing here reads a tensor or an environment variable.
+- Quantizer steps have no physical unit. Weights are measured in the RMS of a row's change, first moments in the square
+  root of the second moment. One setting therefore fits models of every size.
 """
 
 from __future__ import annotations
@@ -26,24 +26,13 @@ from typing import Any, Literal, SupportsIndex
 
 from ckstore.errors import MalformedError, UsageError, shown_object
 
-__all__ = [
-    "EXACT",
-    "LEVELS_MAX",
-    "FirstMomentSettings",
-    "LowRank",
-    "Residual",
-    "SecondMomentSettings",
-    "TensorSettings",
-    "WeightSettings",
-]
-
 LEVELS_MAX = 127
-"""Most levels on either side of zero."""
+"""Maximum number of quantizer levels on each side of zero."""
 
 EXACT: Literal["exact"] = "exact"
 
 
-def _check_setting(settings: object, field: str, given: object, choices: tuple[str, ...]) -> None:
+def _check_one_of(settings: object, field: str, given: object, choices: tuple[str, ...]) -> None:
     if given not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise UsageError(f"{field} must be one of {listed}", where=f"{type(settings).__name__}({field}={given!r})")
@@ -59,16 +48,17 @@ def _check_bounds(settings: object, field: str, given: object, least: float, mos
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """How a matrix is told as a sum of a few outer products; training moves weights along few directions at a time.
+    """Store a matrix as a sum of a few outer products. Training changes weights along few directions at a time.
 
     Args:
-        step: Width of a step of the transform's coefficients: of weights in the RMS of the change, of first moments in
-            the root of the second moment, of second moments in the product of their row's and column's factors.
-        rank_max: Most outer products.
-        error_max: Share of the energy that may be left over; above it the grid is taken.
+        step: Quantizer step of the coefficients; larger is smaller and less accurate. The unit is the RMS of the change
+            for weights, the square root of the second moment for first moments, and the product of the row and column
+            factors for second moments.
+        rank_max: Maximum number of outer products, 1 to 256. Raise it if matrices fall back to the grid too often.
+        error_max: Largest share of the energy that the products may miss. Above it the matrix is stored on the grid.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     step: float = 1.0
@@ -83,17 +73,18 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class WeightSettings:
-    """How the change of a weight since its base is quantized: uniform steps around a dead zone.
+    """How the change of a weight since its base is quantized: uniform steps with a dead zone around zero.
 
     Args:
-        step: Width of a step, in the RMS of the change; scales are kept for each row.
-        dead_zone: Changes of less than so many steps become zero; 0.5 is plain rounding.
-        levels_max: Steps on either side of zero; what lies beyond is stored exactly.
-        scale: ``"row"``: steps follow each row's RMS; ``"chunk"``: one step for all, which has the least squared error.
-        low_rank: Tried first, where it is given: the rest is for matrices that few directions do not describe.
+        step: Quantizer step, in the RMS of the change. Raise it for smaller checkpoints with larger errors.
+        dead_zone: Changes below this many steps become zero; 0.5 is plain rounding. Raise it for smaller checkpoints.
+        levels_max: Number of steps on each side of zero, at most 127. Larger changes are stored exactly.
+        scale: ``"row"`` scales the step by each row's RMS. ``"chunk"`` uses one step for the whole chunk, which has the
+            smallest squared error.
+        low_rank: Try outer products first; None: always use the grid.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     step: float = 0.5
@@ -106,21 +97,21 @@ class WeightSettings:
         _check_bounds(self, "step", self.step, 1e-3, 100.0)
         _check_bounds(self, "dead_zone", self.dead_zone, 0.5, 10.0)
         _check_bounds(self, "levels_max", self.levels_max, 1, LEVELS_MAX)
-        _check_setting(self, "scale", self.scale, ("row", "chunk"))
+        _check_one_of(self, "scale", self.scale, ("row", "chunk"))
 
 
 @dataclass(frozen=True, slots=True)
 class SecondMomentSettings:
-    """How a second moment is quantized; what was not zero never becomes zero.
+    """How a second moment is quantized. A nonzero value never becomes zero.
 
     Args:
-        form: ``"rank1"``: a factor for each row and one for each column; ``"log"``: what the factors leave over goes
-            on a grid of logarithms, too.
-        log_step: Width of that grid, in powers of two of the *root* of the moment.
-        low_rank: Tried first, where it is given: the rest is for matrices that few directions do not describe.
+        form: ``"rank1"`` stores one factor per row and one per column. ``"log"`` also stores the quotient that the
+            factors miss, on a logarithmic grid; it is larger and more accurate.
+        log_step: Step of the logarithmic grid, in powers of two of the *square root* of the moment.
+        low_rank: Try outer products first; None: always use ``form``.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     form: Literal["rank1", "log"] = "rank1"
@@ -128,25 +119,25 @@ class SecondMomentSettings:
     low_rank: LowRank | None = None
 
     def __post_init__(self) -> None:
-        _check_setting(self, "form", self.form, ("rank1", "log"))
+        _check_one_of(self, "form", self.form, ("rank1", "log"))
         _check_bounds(self, "log_step", self.log_step, 1.0 / 64, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstMomentSettings:
-    """How a first moment, divided by the root of the second, is quantized.
+    """How a first moment is quantized, after division by the square root of the second moment.
 
     Args:
-        form: ``"grid"``: uniform steps around a dead zone; ``"ternary"``: the same with one level on either side;
-            ``"dropped"``: zero.
-        step: Width of a step, in the root of the second moment.
-        dead_zone: Less than so many steps become zero.
-        clip: Greatest quotient that is kept; what lies beyond is clipped. Where the second moment is zero nothing is
-            kept, and where much of the first one stands there, both are stored exactly.
-        low_rank: Tried first, where it is given: the rest is for matrices that few directions do not describe.
+        form: ``"grid"`` uses uniform steps with a dead zone. ``"ternary"`` uses one level on each side of zero.
+            ``"dropped"`` stores zeros.
+        step: Quantizer step, in the square root of the second moment. Raise it for smaller checkpoints.
+        dead_zone: Quotients below this many steps become zero.
+        clip: Larger quotients are clipped to this value. Where the second moment is zero the first one becomes zero; if
+            that would lose much of it, both moments are stored exactly.
+        low_rank: Try outer products first; None: always use ``form``.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     form: Literal["grid", "ternary", "dropped"] = "grid"
@@ -156,7 +147,7 @@ class FirstMomentSettings:
     low_rank: LowRank | None = None
 
     def __post_init__(self) -> None:
-        _check_setting(self, "form", self.form, ("grid", "ternary", "dropped"))
+        _check_one_of(self, "form", self.form, ("grid", "ternary", "dropped"))
         _check_bounds(self, "step", self.step, 1e-3, 100.0)
         _check_bounds(self, "dead_zone", self.dead_zone, 0.5, 10.0)
         _check_bounds(self, "clip", self.clip, 1e-3, 1e6)
@@ -164,7 +155,7 @@ class FirstMomentSettings:
 
 @dataclass(frozen=True, slots=True)
 class TensorSettings:
-    """How a weight and its moments are stored; each part may stay exact."""
+    """How a weight and its two Adam moments are stored; each of the three can be ``"exact"``."""
 
     weights: WeightSettings | Literal["exact"] = WeightSettings()
     first: FirstMomentSettings | Literal["exact"] = FirstMomentSettings()
@@ -176,28 +167,28 @@ Rule = tuple[str, "TensorSettings | Literal['exact']"]
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A fidelity that loses something, for ``Policy(fidelity=...)``: how much, and what must not be exceeded.
+    """A lossy fidelity for ``Policy(fidelity=...)``: how tensors are quantized, and which errors are allowed.
 
-    Take ``Residual.near()`` or ``Residual.small()``, and change what should be different with
-    ``dataclasses.replace`` or the arguments of these.
+    Start from ``Residual.near()`` or ``Residual.small()`` and change fields by their arguments or with
+    ``dataclasses.replace``.
 
     Args:
-        name: What reports call it.
-        tensors: How tensors are stored that no rule names.
-        rules: Globs over dotted paths of leaves, or of what they are in, and how the tensors there are stored; the
-            first match counts, and a receipt warns of globs that match nothing. A glob of more than
-            ``*`` also makes weights of matrices that no key says are some.
-        max_rel_rms: Greatest RMS error of a tensor, in the RMS of its values; None: no bound.
-        max_abs: Greatest error of any element of a weight; None: no bound.
-        bits_per_parameter: Bits that all tensors of a parameter are to take together: their steps are scaled, by 1/8 to
-            16, until they take about so many and not more. What takes more even then breaks a bound. None: as it comes.
-        on_bound: What happens where a bound cannot be met: ``"raise"`` a BoundError, or store the tensor ``"exact"``.
-        keyframe_every: One checkpoint in so many is exact as a whole, weights and moments, so that chains end; so is
-            the first one of a run.
-        nelements_min: Tensors of fewer elements, and those of one dimension, stay exact.
+        name: Name of this fidelity in reports.
+        tensors: Settings of tensors that no rule matches.
+        rules: Pairs of a glob and settings. A glob matches the dotted path of a leaf or of a container around it; the
+            first matching rule counts, and a receipt warns of globs that match nothing. Any glob but ``*`` also makes
+            the matrices it matches count as weights, even if no key of the state says so.
+        max_rel_rms: Largest RMS error of a tensor, relative to the RMS of its values; None: no bound.
+        max_abs: Largest error of any element of a weight; None: no bound.
+        bits_per_parameter: Bits that a weight and its moments may take together, per parameter. Their steps are scaled
+            by 1/8 to 16 until they need at most this many; if that is not enough, a bound is exceeded. None: no target.
+        on_bound: What to do if a bound cannot be met: ``"raise"`` a BoundError, or store the tensor ``"exact"``.
+        keyframe_every: Every n-th checkpoint, and the first one of a run, is exact in weights and moments, so that
+            chains stay short. Lower it for shorter chains, raise it for smaller runs.
+        nelements_min: Tensors with fewer elements, and one-dimensional tensors, stay exact.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     name: str = "own"
@@ -215,60 +206,63 @@ class Residual:
             value = getattr(self, bound)
             if value is not None:
                 _check_bounds(self, bound, value, 0.0, 1e30)
-        _check_setting(self, "on_bound", self.on_bound, ("raise", "exact"))
+        _check_one_of(self, "on_bound", self.on_bound, ("raise", "exact"))
         _check_bounds(self, "keyframe_every", self.keyframe_every, 1, 1 << 30)
         _check_bounds(self, "nelements_min", self.nelements_min, 1, 1 << 40)
         for rule in self.rules:
             is_rule = isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)
             if not is_rule or not (rule[1] == EXACT or isinstance(rule[1], TensorSettings)):
-                raise UsageError("a rule is a glob and TensorSettings or 'exact'", where=f"Residual(rules={rule!r})")
+                raise UsageError(
+                    "each rule must be a pair of a glob and TensorSettings or 'exact'",
+                    where=f"Residual(rules={rule!r})",
+                )
 
     def settings_for(self, paths: Iterable[str]) -> TensorSettings | Literal["exact"]:
-        """Return how a tensor is stored that is known by these dotted paths."""
+        """Return the settings of the tensor that has these dotted paths."""
         words = list(paths)
         for glob, settings in self.rules:
-            if any(_is_meant(path, glob) for path in words):
+            if any(_matches(path, glob) for path in words):
                 return settings
         return self.tensors
 
     def names(self, path: str) -> bool:
-        """Whether a rule says how the tensor at a dotted path is quantized, and does not say it of everything."""
-        glob, settings = next((rule for rule in self.rules if _is_meant(path, rule[0])), ("", EXACT))
+        """Return True if a rule with a glob other than ``*`` says how the tensor at a dotted path is quantized."""
+        glob, settings = next((rule for rule in self.rules if _matches(path, rule[0])), ("", EXACT))
         return bool(glob.strip("*?")) and settings != EXACT
 
     def globs_without(self, paths: Iterable[str]) -> list[str]:
-        """Return the globs of rules that name none of the leaves at these dotted paths."""
+        """Return the globs of the rules that match none of these dotted paths of leaves."""
         words = list(paths) if self.rules else []
-        return [glob for glob, _ in self.rules if not any(_is_meant(path, glob) for path in words)]
+        return [glob for glob, _ in self.rules if not any(_matches(path, glob) for path in words)]
 
     @staticmethod
     def near(**changes: object) -> Residual:
-        """Return the fidelity whose resumes nobody should be able to tell from exact ones: 20 to 60 times smaller."""
-        # More directions cost more than they bring: near() of 96 / 96 / 64 in bench/resume_gap, and docs/BENCH.md.
+        """Return the fidelity for resuming: 20 to 60 times smaller, meant to train on like exact state."""
+        # Higher ranks cost more bytes than they save: near() of 96 / 96 / 64 in bench/resume_gap, see docs/BENCH.md.
         settings = TensorSettings(
             WeightSettings(step=0.5, low_rank=LowRank(step=0.7, rank_max=80, error_max=0.2)),
             FirstMomentSettings(step=0.5, low_rank=LowRank(step=0.15, rank_max=80, error_max=0.2)),
             SecondMomentSettings(low_rank=LowRank(step=0.25, rank_max=16, error_max=1.0)),
         )
-        return _changed(Residual("near", settings), changes)
+        return _with_changes(Residual("near", settings), changes)
 
     @staticmethod
     def small(**changes: object) -> Residual:
-        """Return the fidelity for history and evaluation: 50 to 120 times smaller."""
+        """Return the fidelity for history and evaluation, not for resuming: 50 to 120 times smaller."""
         settings = TensorSettings(
             WeightSettings(step=2.0, low_rank=LowRank(step=1.5, error_max=0.6)),
             FirstMomentSettings(form="ternary", step=1.5, low_rank=LowRank(step=0.4, error_max=0.6)),
             SecondMomentSettings(low_rank=LowRank(step=1.0, error_max=1.0)),
         )
-        return _changed(Residual("small", settings), changes)
+        return _with_changes(Residual("small", settings), changes)
 
 
-def _is_meant(path: str, glob: str) -> bool:
-    """Whether a glob names a leaf, or something that the leaf is in."""
+def _matches(path: str, glob: str) -> bool:
+    """Return True if a glob matches a leaf or a container around it."""
     return fnmatchcase(path, glob) or fnmatchcase(path, f"{glob}.*")
 
 
-def _changed(residual: Residual, changes: dict[str, object]) -> Residual:
+def _with_changes(residual: Residual, changes: dict[str, object]) -> Residual:
     unknown = changes.keys() - set(Residual.__dataclass_fields__)
     if unknown:
         raise UsageError(f"Residual has no field {sorted(unknown)[0]!r}", where=f"Residual.{residual.name}(...)")
@@ -286,80 +280,75 @@ EngineName = Literal["auto", "uring", "pwrite"]
 OnBusy = Literal["wait", "skip", "replace"]
 
 NAMED_RESIDUALS: Mapping[str, Callable[[], Residual]] = {"near": Residual.near, "small": Residual.small}
-"""Fidelities that a word says."""
+"""Fidelities that a policy can name by a word."""
 
 _RESIDUALS = "a ckstore.Residual, such as ckstore.Residual.near() or .small()"
 
 STAGING_THREADS_MAX = 8
-"""More threads than this gain nothing: a few fill the memory's bandwidth."""
+"""Eight threads saturate the memory bandwidth; more gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that readers enforce before they allocate; recorded in ``store.json``."""
+    """Bounds that readers enforce before they allocate memory; recorded in ``store.json``."""
 
     chunk_nbytes_max: int = 4 * MIB
     pack_nbytes_max: int = 64 * GIB
     manifest_nbytes_max: int = 1 * GIB
     depth_max: int = 64
-    """Longest chain of bases of one frame."""
+    """Largest chain depth of a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How one commit is stored; every field has a default that is safe.
+    """How one commit is stored. Every default is safe.
 
     Args:
-        compression: ``"none"`` stores plain bytes; ``"fast"`` splits floating-point elements into byte
-            planes and codes the planes that pay; ``"best"`` spends more time on the same.
-        delta: Code tensors against the previous commit or the last keyframe where a sample says that it pays.
-        read_amplification_max: Bound on the bytes that a restore reads, in those of a checkpoint stored whole.
-        base_cache: Where bases come from: ``"none"`` reads them back from the store, ``"memory"`` keeps the plain bytes
-            of those that the next commit will want: up to the size of the state, twice that while a commit runs. A
-            background commit leaves them where they were staged, which takes the arena a second state; a keyframe that
-            later ones go on to be coded against lies on the saver's heap beside it. It is told by
-            ``Receipt.bytes_bases``, ``bytes_bases_peak`` and ``bytes_bases_staged``.
-        base_cache_nbytes_max: Bound on those bytes on the heap, at any time; None: none but that. Bases beyond it are
-            read back. A staged state that is longer than this is not kept in the arena either.
-        fidelity: ``"exact"``: what is restored equals what was committed, bit for bit. A ``Residual``, such as
-            ``Residual.near()`` or ``Residual.small()``, loses something, within bounds that are measured and recorded;
-            ``"near"`` and ``"small"`` are short for these two.
-        verify_encoded: Decode every frame and compare its identity with its source's before the source is let go.
-            Without it faulty memory and coders are found out by a restore, not by the commit.
-        verify_restored: What a restore checks of each chunk: its ``"blake3"`` identity, or only the
-            ``"xxh3"`` checksum of the stored bytes.
-        threads: Threads that hash and code; None: one per core, at most eight.
-        memory_nbytes_max: Bound on buffers and scratch space, beyond the state itself; bases that are kept and samples
-            (0.4% of the state each, for the last commit and its keyframe) come on top. The process that saves in the
-            background keeps its write buffers, 96 MiB at most, from one commit to the next.
-        on_busy: What a background commit does while an earlier one is still being written: ``"wait"`` for it;
-            ``"skip"``, which stores nothing and says so; ``"replace"`` a staged one that still waits for its turn, for
-            which there is room for two states; one that ``Pending.wait_staged`` or ``is_staged`` has said to be staged
-            will be published, and is waited for, as is the first one where there is no room for a second.
-        staging_threads: Threads that copy the state for a background commit, while the caller waits; None: as many as
-            reach the memory's bandwidth, at most eight. Behind a guard half of them copy until somebody waits: 1 or 2
-            leave training all processors but one.
-        arena_nbytes_max: Bound on the shared memory that states are staged in; None: what the state needs, twice that
-            with ``base_cache="memory"``, and once more for a state that waits for its turn (``"replace"``).
-        saver_nice: Added to the niceness of the saver process, so that training comes first. With 19 it has at most
-            1.5% of a processor that training wants whole, and all of those that are idle; where training leaves none
-            idle for long, a lower one has commits written sooner. Another one than before counts from when nothing is
-            being written. A saver of any niceness but 0
-            codes on one thread fewer than there are processors, if that leaves one, and takes only processors that
-            nobody else wants while a state is copied and between commits. Where the host takes processors away, as
-            from a machine or container that uses more than its quota, it rests between chunks for as long as it works,
-            at most: a commit may take twice as long, and ``on_busy="skip"`` skip more of them. All of this is left out
-            while ``result()``, a full arena, ``wait`` or ``close`` wait for the saver; for its niceness, where the
-            system lets a process raise its priority (root, ``ulimit -e``).
-        debug_guard: Take checksums of what is copied behind the guard, and of its source when the guard is entered;
-            a commit whose state was changed in between fails and names the tensor. A state is staged, and published,
-            only when that was compared: at the next step of its optimizer, the next commit, or by
-            ``Pending.wait_staged`` or ``result``; a trainer that is killed before loses it. The memory of devices is
-            fetched twice more for it, while the call and the step wait. What lies between tensors that share memory
-            counts as theirs.
+        compression: ``"none"`` stores plain bytes. ``"fast"`` splits floating-point numbers into byte planes and
+            compresses the planes that shrink. ``"best"`` spends more CPU time for somewhat smaller packs; use it where
+            storage costs more than CPU.
+        delta: Store a tensor as its difference from the previous commit or the last keyframe, where a sample shows that
+            this is smaller. Set it to False to make every checkpoint independent of all others.
+        read_amplification_max: How many bytes a restore may read, as a multiple of a checkpoint that is stored without
+            deltas. Lower it for faster restores, raise it for smaller deltas.
+        base_cache: Where delta bases come from. ``"none"`` reads them back from the store. ``"memory"`` keeps them in
+            memory, up to the size of the state and twice that during a commit; use it where reading is slow. For a
+            background commit the arena then holds one more state, and the saver keeps the last keyframe on its heap.
+            ``Receipt.bytes_bases``, ``bytes_bases_peak`` and ``bytes_bases_staged`` report the memory used.
+        base_cache_nbytes_max: Upper bound on the heap bytes of ``base_cache="memory"``; None: no bound. Bases that do
+            not fit are read back from the store. A staged state larger than the bound is not kept in the arena either.
+        fidelity: ``"exact"`` restores every bit. A ``Residual`` such as ``Residual.near()`` or ``Residual.small()`` is
+            lossy within bounds that are measured and recorded; ``"near"`` and ``"small"`` are short for these two.
+        verify_encoded: Decode every frame and compare its chunk id before the source bytes are released. If it is
+            False, faulty memory or a faulty coder is found by a restore instead of by the commit.
+        verify_restored: What a restore checks for each chunk: its ``"blake3"`` chunk id, or only the ``"xxh3"``
+            checksum of the stored bytes, which is faster.
+        threads: Threads that hash and compress; None: one per core, at most eight. Lower it to leave cores to training.
+        memory_nbytes_max: Upper bound on buffers and scratch memory, at least 56 MiB. It does not include the state,
+            cached bases, and samples (0.4% of the state each, for the last commit and for its keyframe). The saver
+            keeps its write buffers, at most 96 MiB, between commits.
+        on_busy: What a background commit does while an earlier one is still being written. ``"wait"`` waits for it.
+            ``"skip"`` stores nothing and reports that. ``"replace"`` replaces the staged commit that has not started;
+            the arena then needs room for a second state, and without that room the commit waits. A commit that
+            ``Pending.wait_staged`` or ``is_staged`` has reported as staged is never replaced.
+        staging_threads: Threads that copy the state for a background commit while the caller waits; None: enough for
+            the memory bandwidth, at most eight. Half of them copy the guarded tensors in the background until
+            ``optimizer.step`` waits; with 1 or 2, that copying uses one core.
+        arena_nbytes_max: Upper bound on the shared memory that states are staged in; None: the size of the state, once
+            more with ``base_cache="memory"``, and once more with ``on_busy="replace"``.
+        saver_nice: Nice value of the saver process, 0 to 19. Higher values leave more CPU to training and make commits
+            slower; a new value takes effect when no commit is being written. With any value but 0 the saver uses one
+            thread fewer than there are cores, and runs in the idle class while a state is copied. While the trainer
+            waits for a commit (``result()``, ``close()``, a full arena), the saver runs at normal priority if the
+            system allows it (root, ``ulimit -e``).
+        debug_guard: Checksum the guarded tensors when the guard is entered and when they are copied. A commit whose
+            state changed in between fails and names the tensor. Use it to find a missing guard; it reads device memory
+            twice more while the trainer waits. The commit counts as staged only after the comparison: at the next
+            optimizer step, at the next commit, or in ``Pending.wait_staged`` or ``result``. A trainer that is killed
+            before then loses it. Memory between tensors that share storage is compared as well.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     compression: Compression = "fast"
@@ -380,8 +369,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._check_background()
-        _check_choice("compression", self.compression, ("none", "fast", "best"))
-        _check_choice("base_cache", self.base_cache, ("none", "memory"))
+        _check_one_of(self, "compression", self.compression, ("none", "fast", "best"))
+        _check_one_of(self, "base_cache", self.base_cache, ("none", "memory"))
         if self.base_cache_nbytes_max is not None and self.base_cache_nbytes_max < 0:
             raise UsageError(
                 "base_cache_nbytes_max must not be negative",
@@ -392,8 +381,8 @@ class Policy:
                 "read_amplification_max must be between 1 and 1000",
                 where=f"Policy(read_amplification_max={self.read_amplification_max!r})",
             )
-        self._take_fidelity()
-        _check_choice("verify_restored", self.verify_restored, ("blake3", "xxh3"))
+        self._resolve_fidelity()
+        _check_one_of(self, "verify_restored", self.verify_restored, ("blake3", "xxh3"))
         if self.threads is not None and not 1 <= self.threads <= 256:
             raise UsageError("threads must be between 1 and 256", where=f"Policy(threads={self.threads!r})")
         if self.memory_nbytes_max < 56 * MIB:
@@ -402,7 +391,7 @@ class Policy:
                 where=f"Policy(memory_nbytes_max={self.memory_nbytes_max!r})",
             )
 
-    def _take_fidelity(self) -> None:
+    def _resolve_fidelity(self) -> None:
         if isinstance(self.fidelity, Residual) or self.fidelity == "exact":
             return
         if not isinstance(self.fidelity, str) or self.fidelity not in NAMED_RESIDUALS:
@@ -410,11 +399,11 @@ class Policy:
                 f"fidelity must be 'exact', 'near', 'small', or {_RESIDUALS}",
                 where=f"Policy(fidelity={self.fidelity!r})",
             )
-        # Frozen: what has a name is what the name stands for, from here on.
+        # The dataclass is frozen, so the name is replaced by its Residual through object.__setattr__.
         object.__setattr__(self, "fidelity", NAMED_RESIDUALS[self.fidelity]())
 
     def _check_background(self) -> None:
-        _check_choice("on_busy", self.on_busy, ("wait", "skip", "replace"))
+        _check_one_of(self, "on_busy", self.on_busy, ("wait", "skip", "replace"))
         if self.staging_threads is not None and not 1 <= self.staging_threads <= 64:
             raise UsageError(
                 "staging_threads must be between 1 and 64", where=f"Policy(staging_threads={self.staging_threads!r})"
@@ -435,12 +424,12 @@ class Policy:
 
     @property
     def residual(self) -> Residual | None:
-        """What may be lost; None: nothing."""
+        """The lossy fidelity, or None for an exact policy."""
         return self.fidelity if isinstance(self.fidelity, Residual) else None
 
     @property
     def thread_count(self) -> int:
-        """Threads that hash and code."""
+        """Threads that hash and compress."""
         if self.threads is not None:
             return self.threads
         return max(1, min(8, len(os.sched_getaffinity(0))))
@@ -451,14 +440,14 @@ class RepackPolicy:
     """How ``repack`` stores the checkpoints of a run.
 
     Args:
-        keyframes: How many of the newest checkpoints need no other one to be restored.
-        compression: How much time is spent on coding.
-        read_amplification_max: The most that a restore of an older one may read, in keyframes.
-        saving_min: The share of the bytes that rewriting must save, on disk or, for the newest, in what a restore
-            reads; what saves less stays as it is.
+        keyframes: How many of the newest checkpoints are stored without a base, so that they restore fastest.
+        compression: ``"fast"``, or ``"best"`` for more CPU time and somewhat smaller packs.
+        read_amplification_max: How many bytes a restore of an older checkpoint may read, as a multiple of a keyframe.
+        saving_min: Share of its bytes that rewriting a checkpoint must save: bytes on disk, and for the newest ones
+            bytes that a restore reads. A checkpoint that would save less is not rewritten.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     keyframes: int = 1
@@ -467,25 +456,25 @@ class RepackPolicy:
     saving_min: float = 0.03
 
     def __post_init__(self) -> None:
-        _check_choice("compression", self.compression, ("fast", "best"))
-        _check_range("keyframes", self.keyframes, 0, 1_000_000)
-        _check_range("read_amplification_max", self.read_amplification_max, 1, 1000)
-        _check_range("saving_min", self.saving_min, 0, 1)
+        _check_one_of(self, "compression", self.compression, ("fast", "best"))
+        _check_range(self, "keyframes", self.keyframes, 0, 1_000_000)
+        _check_range(self, "read_amplification_max", self.read_amplification_max, 1, 1000)
+        _check_range(self, "saving_min", self.saving_min, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DemotePolicy:
-    """Which checkpoints of a run ``demote`` stores anew with a loss; tagged ones and the newest one never are.
+    """Which checkpoints of a run ``demote`` rewrites as lossy ones. It never rewrites the newest one or tagged ones.
 
     Args:
-        keep_newest: So many of the newest checkpoints stay exact.
-        keep_every: Of the others, those stay exact whose number in the run (seq) is a multiple of this; 0: none.
-        fidelity: How the others are stored; ``Residual.near()``, which is made for resuming, if nothing is said.
-        compression: How much time is spent on what stays exact in them.
-        saving_min: The share of its bytes that demoting a checkpoint must save; what saves less stays as it is.
+        keep_newest: This many of the newest checkpoints stay exact, at least 1.
+        keep_every: Of the older ones, checkpoints whose seq is a multiple of this stay exact; 0: none.
+        fidelity: How the rest is stored. The default, ``Residual.near()``, is meant for resuming.
+        compression: Compression of the tensors that stay exact: ``"fast"``, or ``"best"`` for more CPU time.
+        saving_min: Share of its bytes that demoting a checkpoint must save; otherwise it stays exact.
 
     Raises:
-        UsageError: A field has a value that it cannot have.
+        UsageError: A field has an invalid value.
     """
 
     keep_newest: int = 3
@@ -497,14 +486,14 @@ class DemotePolicy:
     def __post_init__(self) -> None:
         if not isinstance(self.fidelity, Residual):
             raise UsageError(f"fidelity must be {_RESIDUALS}", where=f"DemotePolicy(fidelity={self.fidelity!r})")
-        _check_choice("compression", self.compression, ("fast", "best"), "DemotePolicy")
-        _check_range("keep_newest", self.keep_newest, 1, 1_000_000, "DemotePolicy")
-        _check_range("keep_every", self.keep_every, 0, 1_000_000, "DemotePolicy")
-        _check_range("saving_min", self.saving_min, 0, 1, "DemotePolicy")
+        _check_one_of(self, "compression", self.compression, ("fast", "best"))
+        _check_range(self, "keep_newest", self.keep_newest, 1, 1_000_000)
+        _check_range(self, "keep_every", self.keep_every, 0, 1_000_000)
+        _check_range(self, "saving_min", self.saving_min, 0, 1)
 
 
 READ_BUFFERS, READ_BUFFERS_MIN = 20, 4
-"""Read buffers wanted, and the fewest that keep a disk and one decoder busy. Measured: 20 gain 3 to 5% over 12."""
+"""Preferred number of read buffers, and the minimum that keeps a disk and one decoder busy."""
 
 
 def fit_memory(
@@ -516,19 +505,18 @@ def fit_memory(
     buffers_min: int,
     memory_nbytes_max: int,
 ) -> tuple[int, int]:
-    """Return how many threads and buffers fit into a bound on memory.
+    """Return how many threads and buffers fit into a memory bound.
 
-    The fewest buffers that work come first, then threads, and what is left goes to more buffers: a thread more
-    is worth more than a buffer more. One thread and ``buffers_min`` buffers are returned even where they do not
-    fit, because less cannot work.
+    ``buffers_min`` buffers are taken first, then threads, then more buffers, because a thread gains more than a buffer.
+    The result is never below one thread and ``buffers_min`` buffers, even if these exceed the bound.
 
     Args:
-        thread_count: Threads wanted.
-        worker_nbytes: What each of them may use.
+        thread_count: Preferred number of threads.
+        worker_nbytes: Memory of one thread.
         buffer_nbytes: Size of a buffer.
-        buffers_wanted: More than these gain nothing.
-        buffers_min: Fewer than these do not work.
-        memory_nbytes_max: Bound on all of it.
+        buffers_wanted: Preferred number of buffers; more gain nothing.
+        buffers_min: Smallest number of buffers that works.
+        memory_nbytes_max: Bound on threads and buffers together.
     """
     spare = memory_nbytes_max - buffers_min * buffer_nbytes
     threads = max(1, min(thread_count, spare // worker_nbytes))
@@ -536,15 +524,10 @@ def fit_memory(
     return threads, max(buffers_min, min(buffers_wanted, spare // buffer_nbytes))
 
 
-def _check_choice(name: str, given: object, choices: tuple[str, ...], kind: str = "Policy") -> None:
-    if given not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise UsageError(f"{name} must be one of {listed}", where=f"{kind}({name}={given!r})")
-
-
-def _check_range(name: str, given: float, least: float, most: float, kind: str = "RepackPolicy") -> None:
+def _check_range(settings: object, field: str, given: float, least: float, most: float) -> None:
     if not least <= given <= most:
-        raise UsageError(f"{name} must be between {least} and {most}", where=f"{kind}({name}={given!r})")
+        where = f"{type(settings).__name__}({field}={given!r})"
+        raise UsageError(f"{field} must be between {least} and {most}", where=where)
 
 
 _KINDS = {
@@ -558,21 +541,21 @@ _KINDS = {
         WeightSettings,
     )
 }
-_KIND = "kind"
+_KIND_KEY = "kind"
 _DELETED_KINDS = ("PrunedMoments", "PrunedWeights")
-"""Settings of ExCP, which is no longer written; ``config.json`` of an existing store may name them."""
+"""Settings of ExCP, which is no longer written. The ``config.json`` of an older store can name them."""
 
 
 def policy_row(policy: Policy) -> dict[str, Any]:
-    """Return a policy as plain values."""
+    """Return a policy as a dict of plain values."""
     return {field.name: plain_of(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
 
 
 def policy_of(row: Mapping[str, Any], *, where: object = None) -> Policy:
-    """Return the policy of a row.
+    """Return the policy that ``policy_row`` has written.
 
     Raises:
-        MalformedError: It has other fields, or values that a policy cannot have.
+        MalformedError: It has an unknown field or an invalid value.
     """
     try:
         return Policy(**{name: value_of(value) for name, value in row.items()})
@@ -581,20 +564,26 @@ def policy_of(row: Mapping[str, Any], *, where: object = None) -> Policy:
 
 
 def plain_of(value: Any) -> Any:
-    """Return a setting as plain values: a dataclass becomes a dict that names it, a tuple a list."""
+    """Return a setting as plain values: a dataclass becomes a dict with its class name, a tuple becomes a list."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         facts = {field.name: plain_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {_KIND: type(value).__name__, **facts}
+        return {_KIND_KEY: type(value).__name__, **facts}
     return [plain_of(part) for part in value] if isinstance(value, tuple) else value
 
 
 def value_of(row: Any) -> Any:
-    """Return the setting that plain values stand for; KeyError, TypeError or UsageError where they stand for none."""
+    """Return the setting that ``plain_of`` has written.
+
+    Raises:
+        KeyError: The class is unknown.
+        TypeError: A field is unknown.
+        UsageError: A value is invalid, or the class was removed.
+    """
     if isinstance(row, Mapping):
-        if row[_KIND] in _DELETED_KINDS:
-            raise UsageError(f"{row[_KIND]} no longer exists; use Residual.near() or Residual.small()")
-        facts = {name: value_of(value) for name, value in row.items() if name != _KIND}
-        return _KINDS[row[_KIND]](**facts)
+        if row[_KIND_KEY] in _DELETED_KINDS:
+            raise UsageError(f"{row[_KIND_KEY]} no longer exists; use Residual.near() or Residual.small()")
+        facts = {name: value_of(value) for name, value in row.items() if name != _KIND_KEY}
+        return _KINDS[row[_KIND_KEY]](**facts)
     return tuple(value_of(part) for part in row) if isinstance(row, list | tuple) else row
 
 
@@ -606,67 +595,71 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
 def check_name(name: str, kind: NameKind) -> str:
-    """Return ``name`` when it may name a run, a tag or a tier.
+    """Return ``name`` if it is a valid name of a run, a tag or a tier.
 
-    A tag named ``latest`` or made of digits alone would be read as another kind of reference.
+    A tag cannot be ``latest`` or consist of digits, because these are other kinds of references.
 
     Raises:
-        UsageError: It may not.
+        UsageError: The name is not valid.
     """
     if not isinstance(name, str) or not is_name(name):
         raise UsageError(
-            f"{kind} names match [A-Za-z0-9][A-Za-z0-9._-]{{0,127}} and hold no '..'",
+            f"not a valid {kind} name: it must match [A-Za-z0-9][A-Za-z0-9._-]{{0,127}} and not contain '..'",
             where=repr(name)[:200],
             todo="choose another name",
         )
     if kind == "tag" and (name == "latest" or name.isdigit()):
-        raise UsageError("this tag would be read as another kind of reference", where=repr(name), todo="choose another")
+        raise UsageError(
+            f"a tag cannot be named {name!r}, because that is another kind of reference",
+            where=repr(name),
+            todo="choose another",
+        )
     return name
 
 
 def is_name(name: str) -> bool:
-    """Say whether the letters of ``name`` are safe for a run, a tag or a tier."""
+    """Return True if ``name`` has only characters that a run, a tag or a tier may have."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 METRICS_NBYTES_MAX = 48 << 10
-"""Names and numbers together, so that they fit into a manifest's header of 64 KiB."""
+"""Bytes of metric names and values together, so that they fit into the 64 KiB header of a manifest."""
 
 
 def check_step(step: SupportsIndex) -> int:
-    """Return the step as an int; UsageError if it is none, or out of range."""
+    """Return the step as an int; raise UsageError if it is not an integer or out of range."""
     if isinstance(step, bool):
-        raise UsageError("a step is an integer", where=f"step={shown_object(step)}")
+        raise UsageError("a step must be an integer", where=f"step={shown_object(step)}")
     try:
         number = operator.index(step)
     except TypeError:
-        raise UsageError("a step is an integer", where=f"step={shown_object(step)}") from None
+        raise UsageError("a step must be an integer", where=f"step={shown_object(step)}") from None
     if not 0 <= number <= STEP_MAX:
-        raise UsageError(f"a step lies between 0 and {STEP_MAX}", where=f"step={shown_object(step)}")
+        raise UsageError(f"a step must be between 0 and {STEP_MAX}", where=f"step={shown_object(step)}")
     return number
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics with plain floats; UsageError for names and values that are none."""
+    """Return metrics as plain floats; raise UsageError for invalid names and values."""
     checked: dict[str, float] = {}
     if (
         sum(len(name.encode(errors="replace")) + 12 for name in metrics or () if isinstance(name, str))
         > METRICS_NBYTES_MAX
     ):
-        raise UsageError(f"there are more than {METRICS_NBYTES_MAX} bytes of metrics", todo="store them as state")
+        raise UsageError(f"there are more than {METRICS_NBYTES_MAX} bytes of metrics", todo="put them into the state")
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not 0 < len(name) <= 128 or ":" in name or not _is_unicode(name):
             raise UsageError(
-                "a metric's name is Unicode text of 1 to 128 characters without ':'", where=shown_object(name)
+                "a metric name must be Unicode text of 1 to 128 characters without ':'", where=shown_object(name)
             )
         try:
-            # A string would convert too, and would more likely be a mistake than a number.
+            # float() would accept a string, but a string here is more likely a mistake.
             if isinstance(value, (str, bytes)):
                 raise TypeError
             checked[name] = float(value)
         except (TypeError, ValueError, OverflowError):
             shown = shown_object(value)[:80]
-            raise UsageError("a metric is a number", where=f"metrics[{name!r}] = {shown}") from None
+            raise UsageError("a metric must be a number", where=f"metrics[{name!r}] = {shown}") from None
     return checked
 
 
@@ -675,14 +668,16 @@ def _is_unicode(text: str) -> bool:
 
 
 def check_tags(tags: Sequence[str]) -> tuple[str, ...]:
-    """Return tags as a tuple, a single string as one tag; UsageError for names that cannot be tags."""
+    """Return tags as a tuple (a single string is one tag); raise UsageError for invalid names."""
     return tuple(check_name(name, "tag") for name in ((tags,) if isinstance(tags, str) else tags))
 
 
 def check_policy(policy: object) -> None:
-    """Raise UsageError for what is no policy, before a state is looked at."""
+    """Raise UsageError if ``policy`` is neither a Policy nor None."""
     if policy is not None and not isinstance(policy, Policy):
         shown = shown_object(policy)[:80]
         raise UsageError(
-            "a policy is a ckstore.Policy", where=f"policy={shown}", todo="as in ckstore.Policy(compression='fast')"
+            "policy must be a ckstore.Policy",
+            where=f"policy={shown}",
+            todo="pass ckstore.Policy(...)",
         )

@@ -1,24 +1,24 @@
-"""Every exception ckstore raises, ordered by what the caller can do about it.
+"""Every exception that ckstore raises, grouped by what the caller can do about it.
 
-CkstoreError                        base; never a ValueError
+CkstoreError                        base class; never a ValueError
 ├── NotFoundError (LookupError)     no such store, checkpoint, tensor, tag, tier    exit 10
-├── ConflictError                   another was first; the lease is lost            exit 11
-│   └── LockHeldError               another collector holds gc.lock
+├── ConflictError                   another process was first, or has the lease     exit 11
+│   └── LockHeldError               another collection holds gc.lock
 ├── CorruptError                    stored bytes are not what was written           exit 12
-│   ├── ChecksumError               a checksum or digest differs
-│   ├── MalformedError              bytes that no writer of ours makes
-│   └── MissingChunkError           a manifest names what is not there
+│   ├── ChecksumError               a checksum or chunk id differs
+│   ├── MalformedError              bytes that this format does not allow
+│   └── MissingChunkError           a manifest names a pack or chunk that is missing
 ├── UnsupportedError                newer format, unknown codec or flag             exit 13
-├── CapacityError                   disk, quota, memory budget                      exit 14
-├── BackendError                    the medium failed; ``is_transient``             exit 15
-│   └── UnreachableError            a store or tier that is known cannot be reached
-├── BoundError                      quantizing would exceed the policy              exit 16
-├── SaverError                      the saver died or was ended                     exit 17
+├── CapacityError                   disk, quota or memory is full                   exit 14
+├── BackendError                    the storage failed; ``is_transient``            exit 15
+│   └── UnreachableError            a store or tier cannot be reached
+├── BoundError                      quantization would exceed the policy's bound    exit 16
+├── SaverError                      the saver process died or was stopped           exit 17
 └── UsageError (ValueError)         the call was wrong                              exit 2
-    └── LeafTypeError               a leaf of a type that cannot be stored
+    └── LeafTypeError               the state has a leaf of an unsupported type
 
-A message has three parts: what happened, where, and what to do. Facts that a program may want are
-attributes. ``code`` is an append-only string: programs may match on it, its meaning never changes.
+A message says what happened, where, and what to do. Facts that a program may need are attributes. ``code`` is a stable
+string that programs can match on: codes are added, and never change their meaning.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _SECRET = re.compile(
 
 
 class CkstoreError(Exception):
-    """Base of everything ckstore raises on purpose.
+    """Base class of all errors that ckstore raises.
 
     Args:
-        what: What happened, in one clause without a full stop.
-        where: The place: a path, a pack and offset, a tensor.
-        todo: What the reader can do about it.
-        facts: Values a program may want; each becomes an attribute.
+        what: What happened, as one clause without a full stop.
+        where: Where it happened: a path, a pack and offset, a tensor.
+        todo: What the user can do about it.
+        facts: Values for programs; each one becomes an attribute.
     """
 
     code: ClassVar[str] = "error"
@@ -59,37 +59,37 @@ class CkstoreError(Exception):
         super().__init__(_message(self.what, self.where, self.todo))
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that are no ordinary attribute: the facts.
+        # Python calls this only for names that are not ordinary attributes.
         facts = self.__dict__.get("facts", {})
         if name in facts:
             return facts[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process boundaries (data-loader workers, test runners); keep message and facts.
+        # Errors cross process boundaries (saver, data-loader workers), so pickling keeps message and facts.
         return (_rebuild, (type(self), self.what, self.where, self.todo, self.facts))
 
 
 def copy_error(error: _Raised) -> _Raised:
-    """Return an error that says the same, comes of the same, and was raised nowhere: to be kept, or raised once more.
+    """Return a copy of an error and its causes without tracebacks, to be stored or raised again.
 
-    A traceback holds frames, and those hold what their variables do: a whole state, or whoever keeps the error. One of
-    a kind that cannot be copied is returned as it is.
+    A traceback keeps its frames alive, and these keep their variables alive, possibly a whole state. An error that
+    cannot be copied is returned itself.
     """
     try:
-        made = copy.copy(error)
-        if type(made) is not type(error) or str(made) != str(error):
+        copied = copy.copy(error)
+        if type(copied) is not type(error) or str(copied) != str(error):
             return error
     except Exception:
         return error
-    made.__cause__ = None if error.__cause__ is None else copy_error(error.__cause__)
-    made.__context__ = None if error.__context__ is None else copy_error(error.__context__)
-    made.__suppress_context__ = error.__suppress_context__
-    return made
+    copied.__cause__ = None if error.__cause__ is None else copy_error(error.__cause__)
+    copied.__context__ = None if error.__context__ is None else copy_error(error.__context__)
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied
 
 
 def redacted(text: str) -> str:
-    """Return a text without what may be secret in the addresses in it: users, passwords, queries and keys."""
+    """Return a text without users, passwords, queries and keys of the URLs in it."""
     if "://" in text:
         text = _URL.sub(_without_secrets, text)
     return _SECRET.sub(r"\1=...", text) if "=" in text else text
@@ -97,11 +97,11 @@ def redacted(text: str) -> str:
 
 def _without_secrets(found: re.Match[str]) -> str:
     scheme, rest = found.groups()
-    # A password may hold any of the characters that end the other parts.
+    # A password may contain "/" and "?", so everything before the last "@" is removed.
     if "@" in rest:
         rest = f"...@{rest.rpartition('@')[2]}"
-    place, separator, _ = rest.partition("?")
-    return f"{scheme}://{place}{separator and '?...'}"
+    address, separator, _ = rest.partition("?")
+    return f"{scheme}://{address}{separator and '?...'}"
 
 
 def _message(what: str, where: str | None, todo: str | None) -> str:
@@ -116,68 +116,70 @@ def _rebuild(
 
 
 class NotFoundError(CkstoreError, LookupError):
-    """What was asked for does not exist: ask for another name."""
+    """The requested store, checkpoint, tensor, tag or tier does not exist. Choose another name."""
 
     code = "not-found"
     exit_code = 10
 
 
 class ConflictError(CkstoreError):
-    """Another process was first, or holds the lease: look again, or wait."""
+    """Another process was first, or holds the lease. Read the store again, or wait."""
 
     code = "conflict"
     exit_code = 11
 
 
 class LockHeldError(ConflictError):
-    """Another collector is at work: wait for it."""
+    """Another garbage collection holds ``gc.lock``. Wait until it has finished."""
 
     code = "lock-held"
 
 
 class CorruptError(CkstoreError):
-    """Stored bytes are not what was written: use another copy or an older step, or repair."""
+    """Stored bytes are not what was written. Restore another checkpoint or copy, or run ``ckstore repair``."""
 
     code = "corrupt"
     exit_code = 12
 
 
 class ChecksumError(CorruptError):
-    """A checksum or digest differs from the one recorded."""
+    """A checksum or digest differs from the recorded one."""
 
     code = "checksum"
 
 
 class MalformedError(CorruptError):
-    """Bytes that no writer of this format makes."""
+    """The bytes are not valid in this format."""
 
     code = "malformed"
 
 
 class MissingChunkError(CorruptError):
-    """A manifest names a pack or chunk that is not there."""
+    """A manifest names a pack or chunk that is missing."""
 
     code = "missing-chunk"
 
 
 class UnsupportedError(CkstoreError):
-    """A newer format, an unknown codec or flag, a folder without the needed operations: upgrade or move."""
+    """A newer format, an unknown codec or flag, or a missing file system operation. Upgrade, or move the store."""
 
     code = "unsupported"
     exit_code = 13
 
 
 class CapacityError(CkstoreError):
-    """Disk, quota or memory budget is exhausted: collect, or enlarge."""
+    """The disk, quota or memory is full. Run ``ckstore gc``, or enlarge it."""
 
     code = "capacity"
     exit_code = 14
 
 
 class BackendError(CkstoreError):
-    """The medium failed; ``is_transient`` says whether trying again can help.
+    """The storage failed.
 
-    ``is_refused``: what is stored may be whole, and this user, or these credentials, may not have it.
+    Attributes:
+        is_transient: Trying again may help.
+        is_refused: This user or these credentials lack the permission. The stored bytes may be intact.
     """
 
     code = "backend"
@@ -198,52 +200,52 @@ class BackendError(CkstoreError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether space on the disk, or of a quota, is what lacks: not memory, and not the length that a file may have."""
+    """Return True if the disk or a quota is full, as opposed to memory or a limit on file size."""
     return isinstance(error, CapacityError) and error.facts.get("errno") in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether an error says that the caller may not have what is stored: no word about whether it is whole."""
+    """Return True if the caller lacks permission. Such an error does not show that stored bytes are damaged."""
     return isinstance(error, BackendError) and bool(error.is_refused)
 
 
 class UnreachableError(BackendError):
-    """A store or a tier that is needed cannot be reached, so what it holds is unknown: mount or configure it."""
+    """A store or tier cannot be reached, so its contents are unknown. Mount or configure it."""
 
     code = "unreachable"
 
 
 class BoundError(CkstoreError):
-    """Quantizing would exceed the error bound of the policy: loosen it, or store exactly."""
+    """Quantization would exceed the error bound of the policy. Loosen the bound, or store the tensor exactly."""
 
     code = "bound"
     exit_code = 16
 
 
 class SaverError(CkstoreError):
-    """The saver process died or was ended: commit again; nothing was acknowledged."""
+    """The saver process died or was stopped before the checkpoint was durable. Commit again."""
 
     code = "saver"
     exit_code = 17
 
 
 class UsageError(CkstoreError, ValueError):
-    """The call was wrong: fix the call."""
+    """The call was wrong. Fix the call."""
 
     code = "usage"
     exit_code = 2
 
 
 class LeafTypeError(UsageError):
-    """A leaf of the state has a type that cannot be stored; ``path`` names it."""
+    """The state has a leaf of an unsupported type at ``path``."""
 
     code = "leaf-type"
 
 
 def shown_object(value: object) -> str:
-    """Return what somebody handed in, for a message: Python refuses to write very long integers in decimal."""
+    """Return the repr of an argument for a message, or its type if its repr raises."""
     try:
         return repr(value)[:200]
     except Exception:
-        # Objects of users may refuse as well.
+        # Very long integers raise ValueError, and classes of users may raise anything.
         return f"a {type(value).__qualname__}"

@@ -1,20 +1,17 @@
-"""Measure what the commits of a store cost, and say in the training loop when the next one is due.
+"""How often to commit: ``AutoInterval`` tells a training loop when the next commit is due, ``advice_for`` computes it.
+
+``Costs`` measures what the commits of a store cost. ``advice_for`` is pure arithmetic on these measurements:
+
+- Overhead bound: the cost of a commit divided by the share of the time that commits may take (CheckFreq: Mohan,
+  Phanishayee and Chidambaram, FAST 2021).
+- Write bound: a commit every ``write_seconds`` at most, because more frequent ones would have to wait.
+- Failure optimum: balances the cost of commits against the work that a failure loses. It is sqrt(2 C M) for a cost C
+  and a mean time M between failures (Young, CACM 17(9), 1974), with the higher-order terms of Daly (FGCS 22(3), 2006).
 
 Invariants:
-- Nothing is due while a commit is on its way: never more often than the saver can write.
-- Medians decide: one step, or one commit, that took ten times as long as the others changes nothing.
-
-How often to commit: from what a commit costs, how long a step takes, and how often a trainer fails.
-
-Two bounds and one optimum. A bound on overhead divides the cost of a commit by the share of the time that commits
-may take (CheckFreq: Mohan, Phanishayee and Chidambaram, FAST 2021). The time that writing takes is the other bound:
-what is asked for more often is waited for. The optimum balances the cost of commits against the work that a failure
-loses: sqrt(2 C M) for a cost C and a mean time M between failures (Young, CACM 17(9), 1974), with the terms of higher
-order of Daly (FGCS 22(3), 2006). Pure: numbers in, numbers out.
-
-Invariants:
-- Nothing advised is more often than the saver can write, or costs more than the bound; what was not measured of that
-  cost is said to be missing.
+- No commit is due while another one is being written.
+- The advice never exceeds the overhead bound or the write rate. It says so if a part of the cost was not measured.
+- Medians are used, so that a single slow step or commit changes nothing.
 """
 
 from __future__ import annotations
@@ -40,23 +37,24 @@ DAY_SECONDS = 86_400.0
 Reason = Literal["overhead", "writing", "failures", "seconds_min", "seconds_max"]
 
 _REASONS: dict[Reason, str] = {
-    "overhead": "more often would cost more than the overhead allowed",
-    "writing": "more often cannot be written",
-    "failures": "the optimum for this rate of failures",
-    "seconds_min": "more often is not wanted",
-    "seconds_max": "more rarely is not wanted",
+    "overhead": "a shorter interval would exceed the allowed overhead",
+    "writing": "a shorter interval would leave no time to write the commits",
+    "failures": "this is the optimum for the given failure rate",
+    "seconds_min": "this is the minimum given by seconds_min",
+    "seconds_max": "this is the maximum given by seconds_max",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a commit costs; medians over the last few.
+    """Median costs of the last few commits.
 
     Attributes:
-        commit_count: How many were measured; what follows is guesswork for few.
-        stall_seconds: How long it keeps the trainer waiting.
-        write_seconds: From its return until it is durable; for ``commit``, all of it.
-        slowdown_seconds: What the steps that ran meanwhile took longer, all together; None: nobody has measured that.
+        commit_count: Number of commits measured. With few of them the other values are rough.
+        stall_seconds: How long a commit blocks the trainer.
+        write_seconds: Time from the return of ``commit_async`` until the checkpoint is durable; for ``commit``, the
+            duration of the whole call.
+        slowdown_seconds: How much longer the steps during one commit took in total; None if not measured.
     """
 
     commit_count: int
@@ -66,25 +64,26 @@ class Measured:
 
     @property
     def cost_seconds(self) -> float:
-        """What a commit takes from training, as far as that was measured."""
+        """Training time that one commit costs, as far as it was measured."""
         return self.stall_seconds + (self.slowdown_seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How often to commit, and what that costs; ``str`` of it is a sentence or two.
+    """How often to commit, and what that costs. ``str(advice)`` gives it as sentences.
 
     Attributes:
         steps: Steps between two commits.
-        seconds: Seconds of training between two commits: of that many steps.
-        stall_share: Expected share of the time of training that commits take.
-        lost_seconds: Work that a failure loses, on average: half an interval, and what was not durable yet. Where
-            only the trainer dies, what was staged is published all the same, and less is lost.
-        lost_seconds_max: The most that a failure loses.
-        lost_share: Expected share of the time that failures lose; None where no rate was given.
-        reason: What decided: ``"overhead"``, ``"writing"``, ``"failures"``, ``"seconds_min"`` or ``"seconds_max"``.
-        step_seconds: A step, as it was given or measured.
-        measured: What commits have cost.
+        seconds: Seconds of training between two commits.
+        stall_share: Expected share of the training time that commits take.
+        lost_seconds: Average work lost by a failure: half an interval plus the time until a commit is durable. If only
+            the trainer dies, less is lost, because the saver still publishes a staged commit.
+        lost_seconds_max: Largest work lost by a failure.
+        lost_share: Expected share of the time lost by failures; None if no failure rate was given.
+        reason: Which limit decided: ``"overhead"``, ``"writing"``, ``"failures"``, ``"seconds_min"`` or
+            ``"seconds_max"``.
+        step_seconds: Duration of a step, as given or measured.
+        measured: The measured costs of commits.
     """
 
     steps: int
@@ -99,14 +98,15 @@ class Advice:
 
     def __str__(self) -> str:
         often = "every step" if self.steps == 1 else f"every {self.steps} steps"
-        loss = f"a failure loses {_span(self.lost_seconds)} of work on average, {_span(self.lost_seconds_max)} at most"
+        average, maximum = _duration(self.lost_seconds), _duration(self.lost_seconds_max)
+        loss = f"a failure loses {average} of work on average, {maximum} at most"
         if self.lost_share is not None:
-            loss += f": {_share(self.lost_share)} of the time"
-        is_known = self.measured.slowdown_seconds is not None
-        unknown = "" if is_known else ", and what steps lose meanwhile is not measured"
+            loss += f": {_percent(self.lost_share)} of the time"
+        is_complete = self.measured.slowdown_seconds is not None
+        caveat = "" if is_complete else ", not counting the slowdown of steps, which was not measured"
         return (
-            f"commit {often}, which is every {_span(self.seconds)}: {_REASONS[self.reason]}. "
-            f"Commits take {_share(self.stall_share)} of the time{unknown}; {loss}."
+            f"commit {often}, which is every {_duration(self.seconds)}: {_REASONS[self.reason]}. "
+            f"Commits take {_percent(self.stall_share)} of the time{caveat}; {loss}."
         )
 
 
@@ -122,15 +122,15 @@ def advice_for(
     """Return how often to commit.
 
     Args:
-        measured: What commits have cost.
-        step_seconds: How long a step takes that no commit disturbs.
-        overhead: The share of the time that commits may take.
-        failures_per_day: How often the trainer is expected to fail; None: commit as often as the bounds allow.
-        seconds_min: Not more often than this.
-        seconds_max: Not more rarely than this, whatever it costs; what cannot be written so often is not.
+        measured: Measured costs of commits.
+        step_seconds: Duration of a step while no commit is running.
+        overhead: Share of the time that commits may take.
+        failures_per_day: Expected failures of the trainer per day; None: commit as often as the bounds allow.
+        seconds_min: Shortest interval.
+        seconds_max: Longest interval, even if it exceeds ``overhead``. The write bound still applies.
 
     Raises:
-        UsageError: A number is none that this could be.
+        UsageError: A number is out of range.
     """
     check_positive("step_seconds", step_seconds)
     check_overhead(overhead)
@@ -168,10 +168,10 @@ def advice_for(
 
 
 def optimal_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Return the time of work between two commits that loses least to commits and failures together (Daly 2006).
+    """Return the interval that minimises the time lost to commits and failures together (Daly 2006).
 
     Args:
-        cost_seconds: What a commit takes from training.
+        cost_seconds: Training time that one commit costs.
         mtbf_seconds: Mean time between failures.
     """
     if cost_seconds >= 2 * mtbf_seconds:
@@ -181,13 +181,13 @@ def optimal_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def _steps_of(seconds: float, step_seconds: float) -> int:
-    """Return how many steps take at least as long."""
-    # A hair less than a whole step more is the inaccuracy of a division.
+    """Return the smallest number of steps that takes at least this long."""
+    # The tolerance absorbs the rounding error of the division.
     return max(1, math.ceil(seconds / step_seconds - 1e-6))
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the middle of some values; of two in the middle, the mean."""
+    """Return the median."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -200,44 +200,44 @@ def check_positive(name: str, given: float) -> None:
 
 
 def check_overhead(overhead: float) -> None:
-    """Raise UsageError unless it is a share of the time."""
+    """Raise UsageError unless ``overhead`` is more than 0 and at most 1."""
     if not 0 < overhead <= 1:
         raise UsageError(
-            "overhead is the share of the time that commits may take: more than 0, at most 1",
+            "overhead must be more than 0 and at most 1; it is the share of the time that commits may take",
             where=f"overhead={overhead!r}",
         )
 
 
 def check_failures(failures_per_day: float | None) -> None:
-    """Raise UsageError unless it is a rate, or None."""
+    """Raise UsageError unless the rate is positive or None."""
     if failures_per_day is not None:
         check_positive("failures_per_day", failures_per_day)
 
 
-def _span(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     for unit, length in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _share(share: float) -> str:
+def _percent(share: float) -> str:
     return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
 
 
 COMMITS_MAX = 8
-"""Commits that medians are taken over: as few as outvote three of them, so that what changes is soon noticed."""
+"""Commits in a median. Few, so that the median follows a change soon, but enough to ignore three outliers."""
 
 STEPS_MAX = 64
-"""Steps that medians are taken over."""
+"""Steps in a median."""
 
 FIRST_STEPS = 3
-"""Steps before the first commit: it comes early, because what cannot be committed should be known early."""
+"""Steps before the first commit. It comes early so that a state that cannot be committed fails early."""
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
-    """A commit, and when it began and ended; ``pending`` is None where the trainer waited for all of it."""
+class _MeasuredCommit:
+    """One commit and its times. ``pending`` is None for a blocking commit, which sets ``seconds`` and ``receipt``."""
 
     step: int
     begun: float
@@ -245,7 +245,6 @@ class _Watched:
     ended: float | None = None
     seconds: float = 0.0
     receipt: Receipt | None = None
-    """Of a commit that the trainer waited for."""
 
     @property
     def stall_seconds(self) -> float:
@@ -261,30 +260,30 @@ class _Watched:
 
     @property
     def write_seconds(self) -> float | None:
-        """How long it took to be durable; None: it is not, or not yet."""
+        """Seconds until the commit was durable; None if it is not durable."""
         if self.pending is None:
             return self.seconds
         return None if self.ended is None or self.pending.receipt_or_none() is None else self.ended - self.begun
 
 
 class Costs:
-    """What the last commits of one handle have cost; ``Store.costs``."""
+    """Measures what the commits of one handle cost (``Store.costs``)."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._watched: deque[_Watched] = deque()
-        self._forgotten_seconds = 0.0
+        self._commits: deque[_MeasuredCommit] = deque()
+        self._dropped_seconds = 0.0
         self._slowdowns: deque[float] = deque(maxlen=COMMITS_MAX)
         self.commit_count = 0
-        """Commits that were begun."""
+        """Number of commits started."""
         self.failed_count = 0
-        """Commits that failed in the very call."""
+        """Number of commits that raised inside ``commit`` or ``commit_async``."""
 
     def watch(self, pending: Pending) -> None:
-        """Learn of a commit that has gone into the background."""
+        """Record a background commit."""
         if pending.is_skipped:
             return
-        watched = _Watched(pending.step, self._clock.monotonic(), pending)
+        watched = _MeasuredCommit(pending.step, self._clock.monotonic(), pending)
         self._add(watched)
         clock = self._clock
 
@@ -294,12 +293,12 @@ class Costs:
         pending.when_done(note_end)
 
     def note(self, step: int, seconds: float, receipt: Receipt | None = None) -> None:
-        """Learn of a commit that the trainer has waited for."""
-        self._add(_Watched(step, self._clock.monotonic(), None, seconds=seconds, receipt=receipt))
+        """Record a blocking commit that has finished."""
+        self._add(_MeasuredCommit(step, self._clock.monotonic(), None, seconds=seconds, receipt=receipt))
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Count a commit that fails inside of this."""
+        """Count a failed commit if the block raises."""
         try:
             yield
         except BaseException:
@@ -307,41 +306,38 @@ class Costs:
             raise
 
     def note_slowdown(self, seconds: float) -> None:
-        """Learn how much longer the steps took, all together, that ran while a commit was on its way."""
+        """Record how much longer the steps during one commit took in total."""
         self._slowdowns.append(seconds)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a commit is on its way."""
-        return any(not each.is_done for each in self._watched)
+        """True while a background commit is being written."""
+        return any(not each.is_done for each in self._commits)
 
     @property
     def newest(self) -> tuple[int, Pending | None] | None:
-        """Step of the last commit that was begun, and what is pending of it; None: there was none."""
-        return (self._watched[-1].step, self._watched[-1].pending) if self._watched else None
+        """Step of the newest commit, and its Pending if it is a background commit; None if there was no commit."""
+        return (self._commits[-1].step, self._commits[-1].pending) if self._commits else None
 
     @property
     def newest_receipt(self) -> Receipt | None:
-        """Receipt of the last commit that was begun, where the trainer has waited for it."""
-        return self._watched[-1].receipt if self._watched else None
+        """Receipt of the newest commit if it was a blocking one."""
+        return self._commits[-1].receipt if self._commits else None
 
     @property
     def has_newest_failed(self) -> bool:
-        """Whether the last commit that was begun is known to have failed: it says nothing of what others cost."""
-        return bool(self._watched) and self._watched[-1].has_failed
+        """True if the newest commit has failed. Its slowdown says nothing about other commits."""
+        return bool(self._commits) and self._commits[-1].has_failed
 
     @property
     def stall_seconds(self) -> float:
-        """How long all commits together have kept the trainer waiting."""
-        return self._forgotten_seconds + sum(each.stall_seconds for each in self._watched)
+        """Seconds that all commits together have blocked the trainer."""
+        return self._dropped_seconds + sum(each.stall_seconds for each in self._commits)
 
     def measured(self) -> Measured | None:
-        """Return the medians of the last commits that became durable; None: none ever has.
-
-        Commits that fail change nothing of it, however many.
-        """
+        """Return the medians of the last durable commits, or None before the first one. Failed commits do not count."""
         durable = [
-            (each.stall_seconds, seconds) for each in self._watched if (seconds := each.write_seconds) is not None
+            (each.stall_seconds, seconds) for each in self._commits if (seconds := each.write_seconds) is not None
         ]
         if not durable:
             return None
@@ -349,32 +345,32 @@ class Costs:
         slowdown = median(self._slowdowns) if self._slowdowns else None
         return Measured(len(stalls), median(stalls), median(writes), slowdown)
 
-    def _add(self, watched: _Watched) -> None:
-        ended = [each for each in self._watched if each.is_done]
+    def _add(self, watched: _MeasuredCommit) -> None:
+        ended = [each for each in self._commits if each.is_done]
         self.commit_count += 1
-        self._watched.append(watched)
-        # Those on their way come on top, so that a backlog does not push out what was measured; nor does what failed.
-        excess = max(0, len(self._watched) - COMMITS_MAX)
+        self._commits.append(watched)
+        # Only finished commits are dropped, failed ones first, so that a backlog does not push out measurements.
+        excess = max(0, len(self._commits) - COMMITS_MAX)
         for each in sorted(ended, key=lambda each: not each.has_failed)[:excess]:
-            self._forgotten_seconds += each.stall_seconds
-            self._watched.remove(each)
+            self._dropped_seconds += each.stall_seconds
+            self._commits.remove(each)
 
 
-class Followed(Protocol):
-    """A store, as far as it is followed."""
+class MeasuredStore(Protocol):
+    """The part of a store that AutoInterval needs."""
 
     @property
     def costs(self) -> Costs:
-        """What its commits cost."""
+        """Costs of its commits."""
         ...
 
 
 class AutoInterval:
-    """Says when the next commit is due, so that commits cost no more than a share of the time of training.
+    """Tells a training loop when the next commit is due, so that commits take a bounded share of the time.
 
-    It measures how long steps take, how long commits keep the trainer waiting, and how much slower the steps are that
-    run meanwhile; as these change, so does the interval. The first commit is due after three steps: what cannot be
-    committed should be known early. ::
+    It measures how long steps take, how long commits block the trainer, and how much commits slow down steps, and
+    adapts the interval. The first commit is due after three steps, so that a state that cannot be committed fails
+    early. ::
 
         auto = ckstore.AutoInterval(overhead=0.03).follow(store)
         for step in range(start, steps):
@@ -383,14 +379,15 @@ class AutoInterval:
                 store.commit_async(state, step)
 
     Args:
-        overhead: The share of the time that commits may take.
-        seconds_min: Not more often than this: commits cost disk space too.
-        seconds_max: Not more rarely than this, whatever it costs; None: as rarely as ``overhead`` asks for.
-        failures_per_day: How often the trainer is expected to fail; then not more often than loses least.
-        clock: Where time comes from.
+        overhead: Share of the time that commits may take.
+        seconds_min: Shortest interval; commits also cost disk space.
+        seconds_max: Longest interval, even if it exceeds ``overhead``; None: no limit.
+        failures_per_day: Expected failures of the trainer per day. If given, the interval is at least the one that
+            loses least to commits and failures together.
+        clock: Source of time.
 
     Raises:
-        UsageError: A number is none that this could be.
+        UsageError: A number is out of range.
     """
 
     def __init__(
@@ -414,43 +411,43 @@ class AutoInterval:
         self._seconds_min, self._seconds_max = seconds_min, seconds_max
         self._clock = clock
         self._costs: Costs | None = None
-        self._quiet: deque[float] = deque(maxlen=STEPS_MAX)
-        self._busy: deque[float] = deque(maxlen=STEPS_MAX)
-        self._busy_count = 0
+        self._undisturbed: deque[float] = deque(maxlen=STEPS_MAX)
+        self._disturbed: deque[float] = deque(maxlen=STEPS_MAX)
+        self._disturbed_count = 0
         self._step_count = 0
         self._elapsed = 0.0
         self._last: tuple[int, float, float] | None = None
-        """Step, time and stalls so far, when ``due`` was asked last."""
+        """Step, time and total stall at the last call of ``due``."""
         self._was_busy = self._is_observed = False
         self._try_count = self._first_count = 0
 
-    def follow(self, store: Followed) -> AutoInterval:
-        """Learn from the commits of a store, from now on; returns itself."""
+    def follow(self, store: MeasuredStore) -> AutoInterval:
+        """Measure the commits of a store from now on. Returns ``self``."""
         self._costs = store.costs
-        self._try_count = self._first_count = _tries_of(self._costs)
+        self._try_count = self._first_count = _attempts_of(self._costs)
         return self
 
     def observe(self, step_seconds: float) -> None:
-        """Say how long a step took, commits left out; without it ``due`` measures from call to call.
+        """Report the duration of a step without commits. If it is not called, ``due`` measures from call to call.
 
         Raises:
-            UsageError: It is no time that a step can take.
+            UsageError: The duration is not positive.
         """
         check_positive("step_seconds", step_seconds)
         self._is_observed = True
-        self._take(step_seconds)
+        self._record_step(step_seconds)
 
     def due(self, step: SupportsIndex) -> bool:
-        """Say whether to commit now; asked once after each step.
+        """Return True if a commit is due. Call it once after each step.
 
         Raises:
-            UsageError: No store is followed.
+            UsageError: ``follow`` was not called.
         """
         number = check_step(step)
-        costs = self._followed()
+        costs = self._required_costs()
         now, stalled = self._clock.monotonic(), costs.stall_seconds
         if self._last is not None and number > self._last[0] and not self._is_observed:
-            self._take(max(1e-9, (now - self._last[1]) - (stalled - self._last[2])))
+            self._record_step(max(1e-9, (now - self._last[1]) - (stalled - self._last[2])))
         self._is_observed = False
         self._last = (number, now, stalled)
         self._was_busy = costs.is_busy
@@ -458,17 +455,17 @@ class AutoInterval:
             return False
         advice = self.advice
         if advice is None:
-            # Where commits fail from the first on, they are not tried more often than what succeeds.
-            is_first = _tries_of(costs) == self._first_count
+            # If all commits have failed so far, retry at most every seconds_min.
+            is_first = _attempts_of(costs) == self._first_count
             return self._step_count >= FIRST_STEPS and (is_first or self._elapsed >= self._seconds_min)
-        # Half a step too early is nearer than half a step too late.
+        # Round to the nearest step.
         return self._elapsed >= advice.seconds - advice.step_seconds / 2
 
     @property
     def advice(self) -> Advice | None:
-        """What it goes by; None until a commit was measured."""
-        measured = self._followed().measured()
-        steps = self._quiet or self._busy
+        """The current advice; None until a commit was measured."""
+        measured = self._required_costs().measured()
+        steps = self._undisturbed or self._disturbed
         if measured is None or not steps:
             return None
         return advice_for(
@@ -483,16 +480,16 @@ class AutoInterval:
     def __repr__(self) -> str:
         return f"<ckstore.AutoInterval: {'nothing measured yet' if self._costs is None else self.advice}>"
 
-    def _followed(self) -> Costs:
+    def _required_costs(self) -> Costs:
         if self._costs is None:
-            raise UsageError("no store is followed", todo="ckstore.AutoInterval(...).follow(store)")
+            raise UsageError("AutoInterval has no store", todo="call ckstore.AutoInterval(...).follow(store)")
         return self._costs
 
-    def _take(self, seconds: float) -> None:
-        """Learn of a step."""
-        costs = self._followed()
-        if (count := _tries_of(costs)) != self._try_count:
-            # It was begun since the last step: what came before belongs to an earlier one.
+    def _record_step(self, seconds: float) -> None:
+        """Record the duration of a step."""
+        costs = self._required_costs()
+        if (count := _attempts_of(costs)) != self._try_count:
+            # A commit has started since the last step. Steps before it belong to an earlier commit.
             self._try_count = count
             self._close_commit()
             self._elapsed, self._step_count, is_busy = 0.0, 0, True
@@ -501,21 +498,21 @@ class AutoInterval:
         self._elapsed += seconds
         self._step_count += 1
         if is_busy:
-            self._busy.append(seconds)
-            self._busy_count += 1
+            self._disturbed.append(seconds)
+            self._disturbed_count += 1
         else:
-            self._quiet.append(seconds)
+            self._undisturbed.append(seconds)
             self._close_commit()
 
     def _close_commit(self) -> None:
-        """Take stock of the steps that ran while a commit was on its way."""
-        if self._busy_count and self._quiet:
-            times = list(self._busy)[-self._busy_count :]
-            slower = median(times) - median(self._quiet)
-            if not self._followed().has_newest_failed:
-                self._followed().note_slowdown(max(0.0, slower) * self._busy_count)
-        self._busy_count = 0
+        """Record the slowdown of the steps that ran during the last commit."""
+        if self._disturbed_count and self._undisturbed:
+            times = list(self._disturbed)[-self._disturbed_count :]
+            slower = median(times) - median(self._undisturbed)
+            if not self._required_costs().has_newest_failed:
+                self._required_costs().note_slowdown(max(0.0, slower) * self._disturbed_count)
+        self._disturbed_count = 0
 
 
-def _tries_of(costs: Costs) -> int:
+def _attempts_of(costs: Costs) -> int:
     return costs.commit_count + costs.failed_count

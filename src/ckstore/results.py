@@ -1,6 +1,6 @@
-"""What is known of a checkpoint without reading its tensors.
+"""What the verbs of a store return: ``Info`` for an existing checkpoint, ``Receipt`` for a new one.
 
-What a commit gives back, and the stopwatch that fills it.
+Both are made from a manifest, without reading tensors.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from ckstore.format.tree import TensorNode, format_path, leaves_of
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """One entry of a run's history.
+    """One checkpoint in the history of a run.
 
     Attributes:
         step: The trainer's step.
-        seq: Its number in the run; the highest one is the newest.
+        seq: Commit number within the run; the highest is the newest.
         checkpoint_id: BLAKE3-256 of the logical manifest, 64 hex digits.
-        run: The run.
-        time_ns: When it was committed, nanoseconds since 1970 UTC.
+        run: Name of the run.
+        time_ns: Commit time in nanoseconds since 1970 UTC.
         parent: The seq that the committing handle had restored or committed before, or None.
-        origin_id: The checkpoint id this entry was made from by rewind, undelete or demote, or None.
-        generation: How often its manifest was replaced.
-        is_archival: It was brought back from the trash; ``latest`` skips it.
-        fidelity: ``"exact"``, or the name of the policy by which it was stored with a loss; ``contents`` says how much.
-        metrics: As given to commit.
-        tags: Names that people gave it, sorted.
-        bytes_state: Plain bytes of all tensors.
-        bytes_stored: Bytes of all frames it needs.
-        bytes_written: Bytes of packs that its commit wrote.
-        tensor_count: Tensors in its state.
-        chunk_count: Chunks of its state.
+        origin_id: Checkpoint id that rewind, undelete or demote made this checkpoint from, or None.
+        generation: How many times its manifest was replaced.
+        is_archival: True if it was restored from the trash; ``latest`` skips it.
+        fidelity: ``"exact"``, or the name of the lossy fidelity; ``Store.contents`` shows the errors.
+        metrics: Metrics given to the commit.
+        tags: Its tags, sorted.
+        bytes_state: Uncompressed bytes of all tensors.
+        bytes_stored: Bytes of all frames that a restore needs.
+        bytes_written: Bytes of the packs that its commit wrote.
+        tensor_count: Number of tensors in the state.
+        chunk_count: Number of chunks in the state.
         chunks_new: Chunks that its commit wrote.
-        chunks_reused: Chunks that were there already.
-        depth_max: Longest chain of bases; 0 for a keyframe.
-        warnings: What restoring it met; empty otherwise.
-        tiers: Where its packs lie; ``"local"`` is the store itself.
+        chunks_reused: Chunks that were stored before.
+        depth_max: Largest chain depth of its frames; 0 for a keyframe.
+        warnings: Warnings of the restore that returned it; otherwise empty.
+        tiers: Tiers that hold its packs; ``"local"`` is the store itself.
     """
 
     step: int
@@ -77,7 +77,7 @@ class Info:
         warnings: Sequence[str] = (),
         tiers: Sequence[str] = ("local",),
     ) -> Info:
-        """Make it from a manifest's header."""
+        """Return the Info of a manifest's header."""
         return cls(
             step=header.step,
             seq=header.seq,
@@ -105,22 +105,22 @@ class Info:
 
 
 def require_exact(header: ManifestHeader, where: object) -> None:
-    """Refuse a checkpoint that is not, bit for bit, what was committed.
+    """Raise unless a checkpoint was stored without loss.
 
     Raises:
-        BoundError: It is not.
+        BoundError: It is lossy.
     """
     if header.fidelity != "exact":
         raise BoundError(
-            f"step {header.step} (seq {header.seq}) was stored with a loss: its fidelity is {header.fidelity!r}",
+            f"step {header.step} (seq {header.seq}) is not exact: it was stored with fidelity {header.fidelity!r}",
             where=where,
-            todo="restore it without exact=True, or another checkpoint; `ckstore ls` shows the fidelity of each",
+            todo="restore it without exact=True, or choose an exact checkpoint; `ckstore ls` shows every fidelity",
             fidelity=header.fidelity,
         )
 
 
 class Stopwatch:
-    """Wall seconds per stage; a stage that is entered again adds up."""
+    """Measures wall seconds per stage. The times of a stage that is entered more than once add up."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -137,7 +137,7 @@ class Stopwatch:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock.monotonic() - begun
 
     def total(self) -> float:
-        """Return seconds since this stopwatch was made."""
+        """Return the seconds since this stopwatch was created."""
         return self._clock.monotonic() - self._begun
 
 
@@ -147,28 +147,28 @@ class Receipt:
 
     Attributes:
         step: The trainer's step.
-        seq: The checkpoint's number in its run.
+        seq: Commit number within the run.
         checkpoint_id: BLAKE3-256 of the logical manifest, 64 hex digits.
-        bytes_state: Plain bytes of all tensors, shared storage counted once.
-        bytes_written: Bytes of new packs, headers and padding included.
+        bytes_state: Uncompressed bytes of all tensors; shared storage counts once.
+        bytes_written: Bytes of the new packs, including headers and padding.
         chunks_new: Chunks written by this commit.
-        chunks_reused: Chunks that an earlier checkpoint, or an earlier place in this state, had already.
+        chunks_reused: Chunks that an earlier checkpoint, or an earlier part of this state, already stores.
         chunks_delta: New chunks stored as the difference from a base.
-        chunks_derived: New chunks stored as the rounding of another one of the same state.
-        chunks_lossy: New chunks stored as codes, with a loss.
-        fidelity: ``"exact"``, or the name of the policy by which something was lost.
-        lossy_count: Storages that are not what was committed.
-        worst_rel_rms: The greatest RMS error of any of them, in the RMS of its values.
-        worst_path: The tensor that has it.
-        worst_spike: Largest |update| / lr that a next step of Adam could make; 0.0 where that is not known.
-        bytes_bases: Plain bytes that are held on the heap for the next commit, where ``base_cache`` is ``"memory"``: of
-            the saver for a background commit, else of this process; the arena and ``memory_nbytes_max`` do not count
-            them.
-        bytes_bases_peak: The most that were held of them at once during the commit.
-        bytes_bases_staged: Plain bytes that are held for the next commit where they were staged, in the arena.
-        seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify) and in ``total``.
-        engine: What wrote the packs: ``"uring"`` or ``"pwrite"``.
-        warnings: What the caller should look at, each a sentence.
+        chunks_derived: New chunks stored as the rounding of another chunk of the same state.
+        chunks_lossy: New chunks stored quantized.
+        fidelity: ``"exact"``, or the name of the lossy fidelity.
+        lossy_count: Number of storages that were changed by quantization.
+        worst_rel_rms: Largest RMS error of a storage, relative to the RMS of its values.
+        worst_path: Path of the tensor with that error.
+        worst_spike: Largest |update| / lr that the next Adam step could make; 0.0 if unknown.
+        bytes_bases: Heap bytes that hold delta bases for the next commit (``base_cache="memory"``). They belong to the
+            saver for a background commit, else to this process, and come on top of the arena and
+            ``memory_nbytes_max``.
+        bytes_bases_peak: Largest value of ``bytes_bases`` during the commit.
+        bytes_bases_staged: Bytes in the arena that hold delta bases for the next commit.
+        seconds: Wall seconds per stage (stage, plan, write, flush, publish, verify), and ``total``.
+        engine: Engine that wrote the packs: ``"uring"`` or ``"pwrite"``.
+        warnings: Sentences for the user; empty if there is nothing to report.
     """
 
     step: int
@@ -195,7 +195,7 @@ class Receipt:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the commit was than the state; infinite where nothing had to be written."""
+        """``bytes_state`` divided by ``bytes_written``; infinite if nothing was written."""
         return self.bytes_state / self.bytes_written if self.bytes_written else float("inf")
 
     @classmethod
@@ -211,7 +211,7 @@ class Receipt:
         chunks_lossy: int = 0,
         bytes_bases: tuple[int, int, int] = (0, 0, 0),
     ) -> Receipt:
-        """Make the receipt of a published manifest."""
+        """Return the receipt of a published manifest."""
         header = manifest.header
         worst = max(manifest.losses, key=lambda loss: loss.rel_rms, default=None)
         return cls(
@@ -240,7 +240,7 @@ class Receipt:
 
 
 def _path_of(manifest: Manifest, storage: int) -> str:
-    """Return the path of the first tensor that views a storage."""
+    """Return the path of the first tensor in a storage."""
     for path, leaf in leaves_of(manifest.tree):
         if isinstance(leaf, TensorNode) and manifest.tensors[leaf.tensor].storage == storage:
             return format_path(path)

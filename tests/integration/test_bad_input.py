@@ -294,7 +294,7 @@ def test_file_url_is_a_folder(tmp_path):
 
 @pytest.mark.parametrize("value", ["3", b"3", 10**400, None, [1.0]], ids=["str", "bytes", "huge", "None", "list"])
 def test_metric_that_is_no_number_is_refused(store, value):
-    with pytest.raises(UsageError, match="a metric is a number"):
+    with pytest.raises(UsageError, match="a metric must be a number"):
         store.commit({"a": 1}, 0, metrics={"loss": value})
     assert store.log() == []
 
@@ -309,9 +309,9 @@ def test_a_single_string_is_one_tag(tmp_path, verb):
 
 @pytest.mark.parametrize("policy", ["fast", {"compression": "fast"}, ckstore.Policy])
 def test_what_is_no_policy_is_refused_before_anything_is_read(tmp_path, policy):
-    with pytest.raises(UsageError, match=r"a policy is a ckstore\.Policy"):
+    with pytest.raises(UsageError, match=r"policy must be a ckstore\.Policy"):
         ckstore.open(tmp_path / "other", policy=policy)
     with ckstore.open(tmp_path / "store") as store:
         for verb in (store.commit, store.commit_async):
-            with pytest.raises(UsageError, match=r"a policy is a ckstore\.Policy"):
+            with pytest.raises(UsageError, match=r"policy must be a ckstore\.Policy"):
                 verb({"a": object()}, 1, policy=policy)

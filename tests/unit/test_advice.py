@@ -126,11 +126,15 @@ def test_a_rate_of_failures_makes_commits_rarer_than_the_bounds_ask_and_tells_wh
 
 def test_advice_reads_as_a_sentence():
     text = str(advice_for(measured(stall=0.9, slowdown=0.3, write=3.0), 0.5, failures_per_day=4))
-    assert text.startswith("commit every 454 steps, which is every 3.78 min: the optimum for this rate of failures. ")
+    assert text.startswith(
+        "commit every 454 steps, which is every 3.78 min: this is the optimum for the given failure rate. "
+    )
     assert "Commits take 0.53% of the time; a failure loses 116 s of work on average, 3.83 min at most" in text
     assert text.endswith(": 0.54% of the time.")
     text = str(advice_for(measured(stall=0.9, slowdown=None), 0.5))
-    assert "Commits take 2.91% of the time, and what steps lose meanwhile is not measured; a failure" in text
+    assert (
+        "Commits take 2.91% of the time, not counting the slowdown of steps, which was not measured; a failure" in text
+    )
 
 
 def test_numbers_that_cannot_be_are_refused():
