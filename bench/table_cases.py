@@ -70,6 +70,15 @@ LABELS = {
     "one copy, one hash, one write": "floor: copy, hash, write",
     "one copy, one hash, one coding": "floor: copy, hash, encode",
     "one copy, one hash, one coding, one write of that": "floor: copy, hash, encode, write",
+    "1 MB beside a collection": "1 MB during a collection",
+    "100 MB beside a collection": "100 MB during a collection",
+    "decode at once": "decode a whole chunk",
+    "decode in pieces": "decode in pieces of 128 KiB",
+    "add to a base at once": "decode a whole delta",
+    "add to a base in pieces": "decode a delta in pieces of 128 KiB",
+    "code less a base": "encode as a delta",
+    "code": "encode",
+    "copy into blocks": "copy into write blocks",
     "nothing": "nothing (error of the measurement)",
 }
 """Participant in a record -> what a reader calls it."""

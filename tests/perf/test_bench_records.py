@@ -124,10 +124,6 @@ def test_documents_show_the_newest_records():
         assert text == table.replace_between_markers(text, tables, mark), f"{mark}: {hint}"
 
 
-def test_readme_fits_in_three_minutes():
-    assert len((table.HERE.parent / "README.md").read_text().splitlines()) <= 120
-
-
 def test_document_without_markers_is_refused():
     with pytest.raises(LookupError, match="no <!-- other:begin -->"):
         table.replace_between_markers("<!-- bench:begin -->", "", "other")
