@@ -17,7 +17,7 @@ from ckstore.verbs.reading import Handle
 if TYPE_CHECKING:
     from ckstore.config import Policy
     from ckstore.interval import Advice
-    from ckstore.preemption import Committing, LastCommit
+    from ckstore.preemption import CommittingStore, LastCommit
 
 
 class Advising(Handle):
@@ -106,7 +106,7 @@ class Advising(Handle):
         with self._lock:
             self._check_open()
             last = LastCommit(
-                cast("Committing", self),  # The verbs that commit are those of the classes below.
+                cast("CommittingStore", self),  # The verbs that commit are those of the classes below.
                 get_state,
                 signals=signals,
                 deadline_seconds=deadline_seconds,

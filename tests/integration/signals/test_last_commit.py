@@ -110,7 +110,7 @@ def test_no_step_in_time_commits_nothing_torn_and_a_later_signal_ends(trainer, l
     run = trainer("store.commit_async(state, 0).result()\n" + code)
     run.hear("long")
     run.send()
-    run.hear_told("no step was checked within 0.3 s")
+    run.hear_told("check() was not called within 0.3 s")
     assert run.is_running()
     run.send()
     assert run.end()[0] == -signal.SIGTERM
@@ -118,13 +118,13 @@ def test_no_step_in_time_commits_nothing_torn_and_a_later_signal_ends(trainer, l
 
 
 def test_a_step_that_ends_too_late_is_committed_all_the_same(trainer, loop):
-    code = 'is_told = when_told("no step was checked")\n'
+    code = 'is_told = when_told("check() was not called")\n'
     run = trainer(code + loop(deadline_seconds=0.2).replace("train_one_step()", "(train_one_step(), is_told.wait(60))"))
     run.hear("ready")
     run.send()
     code, told = run.end()
     assert (code, run.restored()["step"]) == (143, 1)
-    assert "no step was checked" in told
+    assert "check() was not called" in told
 
 
 def test_a_signal_during_a_commit_waits_for_it_and_does_not_repeat_it(trainer, loop):
@@ -191,7 +191,7 @@ def commit(step):
     run = trainer(code + loop("commit(step)"))
     code, told = run.end()
     assert code == 143
-    assert "tried again" in told
+    assert "failed and is retried" in told
     assert run.restored()["step"] == 3
 
 
@@ -227,7 +227,7 @@ store.wait()
     run = trainer(HASTY + code + told + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
     # It does not answer: nobody can say that the state is published if the process dies now.
-    run.hear_told("step 2 is not staged in time")
+    run.hear_told("step 2 is not staged at the deadline")
     # It waits for the saver at exit, which only now goes on.
     os.kill(saver, signal.SIGCONT)
     code, told = run.end()
@@ -254,7 +254,7 @@ store.commit_async(state, 0).result()
     run = trainer(code + told + loop("commit(step)", deadline_seconds=0.5))
     saver = int(run.hear("saver")[0])
     (step,) = run.hear("caught")
-    run.hear_told(f"step {step} is staged and not durable in time")
+    run.hear_told(f"step {step} is staged but not durable at the deadline")
     os.kill(saver, signal.SIGCONT)
     code, told = run.end()
     assert code == 143
@@ -323,7 +323,7 @@ say("never")
     run = trainer(begin + code)
     code, told = run.end()
     assert (code, run.out) == (143, [])
-    assert "after the last step that was checked" in told
+    assert "after the last check()" in told
     assert run.restored()["step"] == 1
 
 
