@@ -12,7 +12,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckstore.ops.interop.safetensors import Exported
+    from ckstore.ops.interop.export import Exported
 
 
 def export(
@@ -31,8 +31,7 @@ def export(
     listed. A tensor with two paths is written once, and the metadata of the file names the other path. The tensors must
     fit into memory.
     """
-    from ckstore.ops.interop.files import check_target
-    from ckstore.ops.interop.safetensors import export_safetensors
+    from ckstore.ops.interop.export import check_target, export_safetensors
 
     if output_file.suffix != ".safetensors":
         raise UsageError(

@@ -21,7 +21,7 @@ def report(
     by tensor group, delta chains, locations of packs, what is kept and why, and what `ckstore gc` would free. It is
     made from manifests; no tensor is read, and nothing is changed.
     """
-    from ckstore.ops.interop.files import check_target, new_file
+    from ckstore.ops.interop.export import check_target, new_file
 
     if output_file.suffix not in (".html", ".htm"):
         raise UsageError("the name must end in .html", where=output_file)

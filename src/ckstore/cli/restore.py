@@ -46,7 +46,7 @@ def restore(
     The state must fit into memory. Every chunk is checked; if one is damaged, the command fails and writes no file.
     Python code does not need this command: store.restore() returns the state.
     """  # noqa: D301 - the mark keeps the parser from joining these lines
-    from ckstore.ops.interop.files import check_suffix, check_target, write_state
+    from ckstore.ops.interop.export import check_suffix, check_target, write_state
 
     check_suffix(output_file)
     check_target(output_file, force=force)

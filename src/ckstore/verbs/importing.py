@@ -12,7 +12,7 @@ from ckstore.store.refs import headers_newest_first
 from ckstore.verbs.background import Background
 
 if TYPE_CHECKING:
-    from ckstore.ops.interop.run import ImportReport, Wanted
+    from ckstore.ops.interop.run import ImportReport, ImportRequest
     from ckstore.results import Info, Receipt
     from ckstore.state.capture import Captured
 
@@ -32,20 +32,20 @@ def plan_import(
     def refuse(captured: Captured, step: int, metrics: Mapping[str, float], time_ns: int) -> Receipt:
         raise AssertionError("a plan commits nothing")
 
-    return run_import(_wanted(source, step, numbered, exclude, skip_leaf), run, {}, refuse, dry_run=True)
+    return run_import(_request(source, step, numbered, exclude, skip_leaf), run, {}, refuse, dry_run=True)
 
 
-def _wanted(
+def _request(
     source: str | os.PathLike[str],
     step: SupportsIndex | None,
     numbered: bool,
     exclude: Sequence[str],
     skip_leaf: Sequence[str],
-) -> Wanted:
-    from ckstore.ops.interop.run import Wanted
+) -> ImportRequest:
+    from ckstore.ops.interop.run import ImportRequest
 
     number = None if step is None else check_step(step)
-    return Wanted(Path(source), number, numbered, tuple(exclude), tuple(skip_leaf))
+    return ImportRequest(Path(source), number, numbered, tuple(exclude), tuple(skip_leaf))
 
 
 class Importing(Background):
@@ -90,7 +90,7 @@ class Importing(Background):
         from ckstore.ops.interop.run import run_import
         from ckstore.results import Info
 
-        wanted = _wanted(source, step, numbered, exclude, skip_leaf)
+        wanted = _request(source, step, numbered, exclude, skip_leaf)
         with self._lock:
             self._check_open()
             self._settle()

@@ -239,7 +239,7 @@ def test_restore_writes_what_torch_loads_with_weights_only(call, tmp_path):
 
 def test_restore_replaces_what_torch_would_not_load_and_names_what_it_cannot(call, tmp_path):
     torch = pytest.importorskip("torch")
-    from ckstore.ops.interop.files import write_state
+    from ckstore.ops.interop.export import write_state
 
     state = {"history": {"losses": defaultdict(list, train=[np.float32(1)])}, "n": [OrderedDict(a=1), Counter("aab")]}
     with ckstore.open(tmp_path / "s") as store:

@@ -28,7 +28,7 @@ def test_partial_import_exits_with_3_and_prints_what_is_missing(call, tmp_path, 
     code, out, _ = call("import", tmp_path / "store", source, "--exclude", "step_2.safetensors")
     assert code == 3
     assert "left out: step_2.safetensors: as asked for with --exclude step_2.safetensors" in out.splitlines()
-    assert "left out: step_3.safetensors.tmp: its name says that it was not finished" in out.splitlines()
+    assert "left out: step_3.safetensors.tmp: its name says that its save was not finished" in out.splitlines()
     assert "exit code 3" in out
 
 

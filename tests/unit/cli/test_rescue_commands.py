@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckstore
-from ckstore.ops.interop.safetensors import export_safetensors
+from ckstore.ops.interop.export import export_safetensors
 
 
 @pytest.fixture

@@ -1,23 +1,15 @@
-"""The child that loads what others wrote: it answers jobs until its parent is gone, and can be killed at any time.
+"""Load foreign files in a child process: `Loader` in the parent, `serve` in the child, and the messages between them.
+
+The parent sends a `Job` and a memory file. The child loads the file with torch, writes the bytes of all storages to the
+memory file, then a head with tree, tensors and storage offsets, and sends an `Answer`. The parent reads tensors from
+the memory file when the commit needs them.
 
 Invariants:
-- It opens no store, and hands back a state by a file of memory that its parent gave it, and in no other way.
-- It takes at most a few times as much memory as the file is long; what takes more fails here, and only here.
-
-The parent's end of loading: start the child, give it jobs, and outlive whatever it meets.
-
-Invariants:
-- A child that crashes, is killed, or is silent for too long is an error of the file it was loading; the next file gets
-  a new one.
-- The parent maps nothing of what a child hands back, and believes none of it unchecked.
-
-What the child that loads foreign files hands back: a state in a file of memory, and the words around it.
-
-The state's storages lie one after the other in a file without a name, then the head: tree, tensors and where the
-storages lie. What comes from the child is not trusted: it read what others wrote.
-
-Invariants:
-- Every place and every tensor is checked against the file's length before a byte is read by it.
+- The child opens no store. Its only outputs are the memory file and the answer.
+- The child's memory is limited to a few times the length of the file. Exceeding the limit is an error of that file.
+- A child that crashes, is killed or hangs is an error of the file it was loading. The next file gets a new child.
+- The parent does not trust the child, which read foreign data. Every offset is checked against the file's length before
+  it is used, and nothing is mapped.
 """
 
 from __future__ import annotations
@@ -30,6 +22,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,22 +33,21 @@ from ckstore.errors import BackendError, CapacityError, CkstoreError, CorruptErr
 from ckstore.format.records import Count, TensorRow, decode_inner, encode_inner
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import decode_tree, encode_tree, place_of
-from ckstore.ops.interop.foreign_state import Loaded, storable
+from ckstore.ops.interop.foreign_state import FileStorage, LoadedState, OpenFile, capture_storable
 from ckstore.ops.interop.plain_fields import PlainFields
-from ckstore.ops.interop.storages import FileStorage, OpenFile
-from ckstore.ops.interop.unpickle import read_inert
+from ckstore.ops.interop.unpickle import StandIns, read_inert
 from ckstore.processes import start_python
 from ckstore.state.capture import Captured, capture
 from ckstore.state.tensors import HostStorage
 
 BLOCK_NBYTES = 4 << 20
-_WHERE = "what the loading process handed back"
+_WHERE = "the answer of the loading process"
 
 
 class StorageRow(NamedTuple):
-    """A storage: where its bytes lie in the file, and what they are."""
+    """A storage in the memory file."""
 
-    place: Count
+    offset: Count
     nbytes: Count
     element_width: Count
     is_float: bool
@@ -70,20 +62,20 @@ class _Head(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Asks the child to load one part of a checkpoint.
+    """The request to load one file or folder.
 
     Attributes:
-        kind: How it is read.
-        path: Where it is; a path may be no text.
-        is_peek: Only its plain values are wanted, and no tensor.
-        nbytes_max: How long it is.
-        key: The key that it gets in the state; empty: it is the whole state.
+        kind: ``"torch"``, ``"pickle"`` or ``"dcp"``.
+        path: Its path as bytes, because a path may not be valid text.
+        values_only: Return its plain values and no tensor.
+        nbytes_max: Its length, which limits the bytes of its tensors.
+        key: Its key in the whole state; empty if it is the whole state.
         skip: Globs of leaves that are left out.
     """
 
     kind: str
     path: bytes
-    is_peek: bool
+    values_only: bool
     nbytes_max: Count
     key: str
     skip: list[str]
@@ -95,21 +87,21 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Says where the head of the state lies in the file, or what went wrong."""
+    """The location of the head in the memory file, or an error: code, what, where, todo."""
 
-    head_place: Count
+    head_offset: Count
     head_nbytes: Count
     error: tuple[str, str, str | None, str | None] | None
 
 
-def write_parcel(loaded: Loaded, fd: int) -> tuple[int, int]:
-    """Write a state into a file; return place and length of its head."""
+def write_state(loaded: LoadedState, fd: int) -> tuple[int, int]:
+    """Write a state to the memory file; return offset and length of its head."""
     captured = loaded.captured
-    place, rows = 0, []
+    offset, rows = 0, []
     for storage in captured.storages:
-        rows.append(StorageRow(place, storage.nbytes, storage.element_width, storage.is_float))
+        rows.append(StorageRow(offset, storage.nbytes, storage.element_width, storage.is_float))
         for lo in range(0, storage.nbytes, BLOCK_NBYTES):
-            place += _write_all(fd, storage.read(lo, min(lo + BLOCK_NBYTES, storage.nbytes)), place)
+            offset += _write_all(fd, storage.read(lo, min(lo + BLOCK_NBYTES, storage.nbytes)), offset)
     head = _Head(
         tree=encode_tree(captured.tree),
         tensors=[
@@ -129,37 +121,37 @@ def write_parcel(loaded: Loaded, fd: int) -> tuple[int, int]:
         warnings=list(captured.warnings),
         left_out=list(loaded.left_out.items()),
     )
-    return place, _write_all(fd, memoryview(encode_inner(head)), place)
+    return offset, _write_all(fd, memoryview(encode_inner(head)), offset)
 
 
-def _write_all(fd: int, content: memoryview, place: int) -> int:
+def _write_all(fd: int, content: memoryview, offset: int) -> int:
     done = 0
     while done < len(content):
-        done += os.pwrite(fd, content[done:], place + done)
+        done += os.pwrite(fd, content[done:], offset + done)
     return done
 
 
-def read_parcel(file: OpenFile, answer: Answer) -> Loaded:
-    """Return the state that a child wrote into a file; its bytes are read when they are asked for.
+def read_state(file: OpenFile, answer: Answer) -> LoadedState:
+    """Return the state in a memory file. Its bytes are read when they are needed.
 
     Raises:
-        MalformedError: The child did not write it, or it was tampered with.
+        MalformedError: The answer or the head points outside of the file, or is malformed.
     """
     nbytes = file.nbytes
-    if answer.head_place + answer.head_nbytes > nbytes:
-        raise MalformedError("the head of a state lies beyond its file", where=_WHERE)
-    head = decode_inner(file.read(answer.head_place, answer.head_nbytes), _Head, where=_WHERE)
+    if answer.head_offset + answer.head_nbytes > nbytes:
+        raise MalformedError("the head of the state is outside of the memory file", where=_WHERE)
+    head = decode_inner(file.read(answer.head_offset, answer.head_nbytes), _Head, where=_WHERE)
     storages: list[HostStorage] = []
     for row in head.storages:
-        if row.place + row.nbytes > nbytes or row.element_width not in (1, 2, 4, 8):
-            raise MalformedError("a storage lies beyond its file, or has elements of an impossible width", where=_WHERE)
-        storages.append(FileStorage(file, row.place, row.nbytes, row.element_width, row.is_float))
+        if row.offset + row.nbytes > nbytes or row.element_width not in (1, 2, 4, 8):
+            raise MalformedError("a storage is outside of the memory file, or has an invalid width", where=_WHERE)
+        storages.append(FileStorage(file, row.offset, row.nbytes, row.element_width, row.is_float))
     tensors = [_spec_of(row) for row in head.tensors]
     if any(spec.storage >= len(storages) for spec in tensors):
-        raise MalformedError("a tensor lies in a storage that is not there", where=_WHERE)
-    # Whether tensors lie within their storages is checked when the manifest is written, as for every commit.
+        raise MalformedError("a tensor refers to a storage that does not exist", where=_WHERE)
+    # The commit checks that tensors are within their storages, when it writes the manifest.
     tree = decode_tree(head.tree, tensor_count=len(tensors), where=_WHERE)
-    return Loaded(Captured(tree, [], tensors, storages, list(head.warnings)), dict(head.left_out))
+    return LoadedState(Captured(tree, [], tensors, storages, list(head.warnings)), dict(head.left_out))
 
 
 def _spec_of(row: TensorRow) -> TensorSpec:
@@ -170,16 +162,16 @@ def _spec_of(row: TensorRow) -> TensorSpec:
 
 MESSAGE_NBYTES_MAX = 64 << 10
 BASE_NBYTES = 6 << 30
-"""Address space of private memory that Python, torch and its threads take without a file."""
+"""Private address space that Python, torch and its threads need before a file is loaded."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def serve(fd: int) -> None:
-    """Answer jobs from this socket until its other end is closed."""
-    # No signal of a terminal or a scheduler ends it (``children.start``): its parent does.
+    """Answer jobs from this socket until the parent closes its end."""
+    # ``processes.start_python`` lets the child ignore signals of terminals and schedulers. Only its parent ends it.
     with contextlib.suppress(ValueError, OSError):
-        # What it loads is nobody's business but its parent's: no core dump holds it.
+        # No core dump may contain the loaded data.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=fd) as channel:
         while True:
@@ -198,37 +190,38 @@ def serve(fd: int) -> None:
 
 def _answer(job: Job, memory: int) -> Answer:
     try:
-        with _bounded(job.nbytes_max):
+        with _limited_memory(job.nbytes_max):
             return Answer(*_load(job, memory), None)
     except CkstoreError as error:
-        return _failed(error)
+        return _answer_of(error)
     except (MemoryError, RecursionError) as problem:
         kind = "memory" if isinstance(problem, MemoryError) else "nesting"
-        return _failed(
+        return _answer_of(
             CapacityError(
-                f"loading the file takes more {kind} than a file of its length can need", where=job.where,
-                todo="it is damaged, or was made to harm; leave it out with --exclude",
+                f"loading the file takes more {kind} than its size explains", where=job.where,
+                todo="it is damaged or malicious; leave it out with --exclude",
             )
         )  # fmt: skip
     except OSError as problem:
-        return _failed(CorruptError(f"the file cannot be read ({problem.strerror})", where=job.where))
+        return _answer_of(CorruptError(f"the file cannot be read ({problem.strerror})", where=job.where))
     except Exception as problem:
-        return _failed(CorruptError(f"loading the file failed ({type(problem).__name__}: {problem})", where=job.where))
+        return _answer_of(
+            CorruptError(f"loading the file failed ({type(problem).__name__}: {problem})", where=job.where)
+        )
 
 
-def _failed(error: CkstoreError) -> Answer:
-    # A path that is no text is written with its bytes.
-    shown = [
-        None if text is None else text.encode("utf-8", "backslashreplace").decode()
+def _answer_of(error: CkstoreError) -> Answer:
+    # Paths that are not valid text keep their bytes as escapes.
+    what, where, todo = (
+        None if text is None else text.encode("utf-8", "backslashreplace").decode()[:2000]
         for text in (error.what, error.where, error.todo)
-    ]
-    texts = [None if text is None else text[:2000] for text in shown]
-    return Answer(0, 0, (error.code, texts[0] or "", texts[1], texts[2]))
+    )
+    return Answer(0, 0, (error.code, what or "", where, todo))
 
 
 @contextlib.contextmanager
-def _bounded(nbytes_max: int) -> Any:
-    """Bound this process's own memory, and the file that it writes, while one file is loaded."""
+def _limited_memory(nbytes_max: int) -> Any:
+    """Limit this process's private memory and the length of files it writes, while one file is loaded."""
     wanted = {resource.RLIMIT_DATA: BASE_NBYTES + 4 * nbytes_max, resource.RLIMIT_FSIZE: 2 * nbytes_max + (64 << 20)}
     before = {limit: resource.getrlimit(limit) for limit in wanted}
     for limit, value in wanted.items():
@@ -242,75 +235,74 @@ def _bounded(nbytes_max: int) -> Any:
 
 
 def _load(job: Job, memory: int) -> tuple[int, int]:
-    # Imported by the first job: torch takes a second or two.
+    # Not at module level: the parent imports this module too, and needs no torch.
     from ckstore.state.torch_adapter import TorchAdapter
 
     state, fields, notes = _read(job)
-    if job.is_peek:
-        loaded = Loaded(capture(_plain_values(state), [TorchAdapter()]))
+    if job.values_only:
+        loaded = LoadedState(capture(_plain_values(state), [TorchAdapter()]))
     else:
-        loaded = storable(state, [TorchAdapter()], key=job.key, skip=job.skip, where=job.where)
+        loaded = capture_storable(state, [TorchAdapter()], key=job.key, skip=job.skip, where=job.where)
         loaded.captured.warnings.extend(notes)
         loaded.left_out.update(fields.left_out | loaded.left_out)
     if loaded.captured.nbytes > job.nbytes_max:
         raise CapacityError(
-            f"the tensors take {loaded.captured.nbytes} bytes, and the file has {job.nbytes_max}", where=job.where,
-            todo="it is compressed, or was made to harm; load it where you trust it and save it plainly",
+            f"the tensors have {loaded.captured.nbytes} bytes, the file only {job.nbytes_max}", where=job.where,
+            todo="it is compressed or malicious; load it where you trust it and save it uncompressed",
         )  # fmt: skip
-    return write_parcel(loaded, memory)
+    return write_state(loaded, memory)
 
 
 def _read(job: Job) -> tuple[Any, PlainFields, list[str]]:
-    """Return the state in a file, what became of the objects in it, and what the user should know."""
+    """Return the state in a file, its objects, and notes for the user."""
     from ckstore.ops.interop.dcp import keys_left_as_text, load_dcp
-    from ckstore.ops.interop.stand_ins import StandIns
     from ckstore.ops.interop.torch_save import load_file
 
     stand_ins, notes = StandIns(), []
     if job.kind == "dcp":
-        state = load_dcp(job.where, stand_ins, read_inert=read_inert, is_peek=job.is_peek)
+        state = load_dcp(job.where, stand_ins, values_only=job.values_only)
         prefix = (job.key,) if job.key else ()
         notes = [
-            f"The keys of {place_of((*prefix, *path))} are numbers as text: torch.distributed.checkpoint wrote them so."
+            f"The keys of {place_of((*prefix, *path))} are numbers as text, as torch.distributed.checkpoint wrote them."
             for path in keys_left_as_text(state)
         ]
     elif job.kind == "pickle":
         state = read_inert(Path(job.where).read_bytes(), where=job.where)
     else:
-        state = load_file(job.where, stand_ins, is_peek=job.is_peek)
-    fields = PlainFields(stand_ins.kind_of)
-    state = fields.of(state, (job.key,) if job.key else ())
-    if fields.notes and not fields.leaf_count and not job.key and not job.is_peek:
+        state = load_file(job.where, stand_ins, values_only=job.values_only)
+    fields = PlainFields(stand_ins.containers)
+    state = fields.convert(state, (job.key,) if job.key else ())
+    if fields.notes and not fields.leaf_count and not job.key and not job.values_only:
         raise UnsupportedError(
-            f"the file holds only objects, which only code can make: {fields.notes[0]}", where=job.where,
-            todo="leave the file out with --exclude, or load it where you trust it and save its state_dicts alone",
+            f"the file contains only objects, which only code can create: {fields.notes[0]}", where=job.where,
+            todo="leave the file out with --exclude, or load it where you trust it and save only its state_dicts",
         )  # fmt: skip
     return state, fields, notes + fields.notes
 
 
 def _plain_values(state: Any) -> dict[str, Any]:
-    """Return the plain values that stand directly in a state: steps are found among them."""
+    """Return the plain values at the top of a state. The step is found among them."""
     if not isinstance(state, dict):
         return {}
     return {key: value for key, value in state.items() if type(key) is str and type(value) in _PLAIN}
 
 
 START_SECONDS = 120.0
-"""For Python and torch to start, and for the smallest file."""
+"""Time for Python and torch to start and to load a small file."""
 
 NBYTES_PER_SECOND_MIN = 4 << 20
-"""What loads more slowly than this is taken to hang."""
+"""A file that loads more slowly than this counts as hanging."""
 
 
 class Loader:
-    """Loads parts of foreign checkpoints in a child process; a context manager.
+    """Loads files of foreign checkpoints in a child process; a context manager. Used by one thread.
 
     Args:
-        patience_seconds: How long a child may be silent, beyond what the length of its file explains.
+        timeout_seconds: How long a child may take to answer, in addition to the time that the file's length allows.
     """
 
-    def __init__(self, patience_seconds: float = START_SECONDS) -> None:
-        self.patience_seconds = patience_seconds
+    def __init__(self, timeout_seconds: float = START_SECONDS) -> None:
+        self.timeout_seconds = timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
@@ -323,36 +315,36 @@ class Loader:
         self.close()
 
     def load(
-        self, kind: str, path: Path, nbytes: int, *, key: str = "", skip: Sequence[str] = (), is_peek: bool = False
-    ) -> Loaded:
-        """Return the state in a file, or with ``is_peek`` its plain values only.
+        self, kind: str, path: Path, nbytes: int, *, key: str = "", skip: Sequence[str] = (), values_only: bool = False
+    ) -> LoadedState:
+        """Return the state in a file or folder.
 
         Args:
             kind: ``"torch"``, ``"pickle"`` or ``"dcp"``.
             path: The file, or the folder.
-            nbytes: How long it is, all files of a folder together.
-            key: The key that it gets in the state; empty: it is the whole state.
+            nbytes: Its length; of a folder, the sum of its files.
+            key: Its key in the whole state; empty if it is the whole state.
             skip: Globs over dotted paths of leaves that are left out.
-            is_peek: Read no tensor.
+            values_only: Return the plain values and no tensor.
 
         Raises:
-            UnsupportedError: It holds objects that only code can make, or torch is missing or too old.
+            UnsupportedError: It contains objects that only code can create, or torch is missing or too old.
             CorruptError: It cannot be read, or loading it ended the child.
-            CapacityError: Loading it takes far more memory than it is long.
+            CapacityError: Loading it takes far more memory than its size explains.
         """
         memory = OpenFile(_memory_file(), str(path))
         try:
-            answer = self._ask(Job(kind, os.fsencode(path), is_peek, nbytes, key, list(skip)), memory, path)
+            answer = self._ask(Job(kind, os.fsencode(path), values_only, nbytes, key, list(skip)), memory, path)
             if answer.error is not None:
                 raise _error_of(answer.error)
-            return read_parcel(memory, answer)
+            return read_state(memory, answer)
         except BaseException:
             memory.close()
             raise
 
     @property
     def child_pid(self) -> int | None:
-        """The process of the child; None: none was started, or the last one has ended."""
+        """The process id of the child; None if no child is running."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
@@ -362,19 +354,19 @@ class Loader:
             channel.close()
         process, self._process = self._process, None
         if process is not None:
-            # It loads what nobody waits for any more; there is nothing for it to finish.
+            # The child has no work to finish: nothing waits for its answer.
             process.kill()
             process.wait()
 
     def _ask(self, job: Job, memory: OpenFile, path: Path) -> Answer:
-        channel = self._started()
-        seconds = self.patience_seconds + job.nbytes_max / NBYTES_PER_SECOND_MIN
+        channel = self._connect()
+        seconds = self.timeout_seconds + job.nbytes_max / NBYTES_PER_SECOND_MIN
         try:
             socket.send_fds(channel, [encode_inner(job)], [memory.fileno])
             poll = select.poll()
             poll.register(channel, select.POLLIN)
             if not poll.poll(seconds * 1000):
-                raise _ended(path, f"was silent for {seconds:.0f} seconds, and was killed")
+                raise _ended_error(path, f"did not answer for {seconds:.0f} seconds and was killed")
             answer = channel.recv(MESSAGE_NBYTES_MAX)
         except OSError:
             answer = b""
@@ -382,10 +374,10 @@ class Loader:
             self.close()
             raise
         if not answer:
-            raise _ended(path, self._how_it_ended())
+            raise _ended_error(path, self._exit_reason())
         return decode_inner(answer, Answer, where=path)
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
@@ -400,14 +392,14 @@ class Loader:
         except ValueError:
             return f"was killed by signal {-code}"
 
-    def _started(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         if self._channel is not None:
             return self._channel
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 self._process = start_python(
-                    ["-m", "ckstore.ops.interop"],
+                    ["-m", "ckstore.ops.interop.child"],
                     fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -415,7 +407,7 @@ class Loader:
                 )
             except OSError as problem:
                 ours.close()
-                raise BackendError(f"the process that loads files cannot be started ({problem})") from None
+                raise BackendError(f"the process that loads foreign files cannot be started ({problem})") from None
         self._channel = ours
         return ours
 
@@ -424,13 +416,13 @@ def _memory_file() -> int:
     try:
         return os.memfd_create("ckstore-import", os.MFD_CLOEXEC)
     except (OSError, AttributeError):
-        raise UnsupportedError("this system has no files of memory", todo="import on a Linux machine") from None
+        raise UnsupportedError("this system has no memory files (memfd)", todo="import on a Linux machine") from None
 
 
-def _ended(path: Path, how: str) -> CkstoreError:
+def _ended_error(path: Path, how: str) -> CkstoreError:
     return CorruptError(
         f"the process that loaded the file {how}", where=path,
-        todo="it is damaged, was made to harm, or is too large for this machine's memory; --exclude leaves it out",
+        todo="it is damaged, malicious, or too large for this machine's memory; leave it out with --exclude",
     )  # fmt: skip
 
 
@@ -441,9 +433,13 @@ _KINDS: dict[str, type[CkstoreError]] = {
 }
 
 
-def _error_of(told: tuple[str, str, str | None, str | None]) -> CkstoreError:
-    code, what, where, todo = told
+def _error_of(error: tuple[str, str, str | None, str | None]) -> CkstoreError:
+    code, what, where, todo = error
     kind = _KINDS.get(code)
     if kind is None:
-        raise MalformedError("the loading process told of an unknown error", where=repr(code)[:80])
+        raise MalformedError("the loading process reported an unknown error code", where=repr(code)[:80])
     return kind(what, where=where, todo=todo)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,17 +1,15 @@
-"""Load folders that torch.distributed.checkpoint wrote, whatever the number of ranks; for a child process to do.
+"""Load folders that torch.distributed.checkpoint (DCP) wrote with any number of ranks. Runs in the child process.
 
-Their ``.metadata`` is a pickle: it is read without being run, and says where in which ``.distcp`` file the parts of
-each tensor lie. Each part is a small file of torch.save of its own.
+``.metadata`` is a pickle, which is read without running it. It says which parts a tensor has, and in which ``.distcp``
+file each part is. A part is a small torch.save file.
+
+DCP writes each dict key as text, and omits empty dicts. This is undone where the right keys are certain: in an
+optimizer's ``state`` they are the numbers listed in ``param_groups``, in a scheduler's ``milestones`` they are steps.
+Other keys stay text, because the user's key may have been the text ``"0"``.
 
 Invariants:
-- A tensor is put together only if its parts cover it exactly; nothing that was not read is ever handed on.
-- Memory is taken for as many bytes as the files are long, and for no more.
-
-Undo what torch.distributed.checkpoint does to keys: it writes each key of a dict as text, and no empty dict.
-
-Where torch itself says what a dict's keys must be, they become that again: those of an optimizer's ``state`` are the
-numbers that its ``param_groups`` list, and a scheduler's ``milestones`` count steps. Elsewhere text stays text, since
-a key of the user may have been the text ``"0"``.
+- A tensor is assembled only if its parts cover it exactly. Memory that was not read is never returned.
+- Tensors take no more memory than the files have bytes.
 """
 
 from __future__ import annotations
@@ -22,28 +20,28 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ckstore.errors import CorruptError, MalformedError, NotFoundError, UnsupportedError
-from ckstore.ops.interop.stand_ins import StandIns
 from ckstore.ops.interop.torch_save import check_torch, load_stream
+from ckstore.ops.interop.unpickle import Record, StandIns, read_inert
 from ckstore.state.torch_adapter import DTYPES
 
 
-def with_keys_of_torch(state: Any) -> Any:
-    """Return the state with the keys that optimizers and schedulers need; dicts are changed where they are."""
+def restore_keys(state: Any) -> Any:
+    """Return the state with the keys that optimizers and schedulers need; dicts are changed in place."""
     if isinstance(state, dict):
         if _is_optimizer(state):
-            _mend_optimizer(state)
+            _restore_optimizer_keys(state)
         if "last_epoch" in state and isinstance(state.get("milestones"), dict):
-            _mend_milestones(state)
+            _restore_milestones(state)
         for child in state.values():
-            with_keys_of_torch(child)
+            restore_keys(child)
     elif isinstance(state, (list, tuple)):
         for child in state:
-            with_keys_of_torch(child)
+            restore_keys(child)
     return state
 
 
@@ -54,25 +52,25 @@ def _is_optimizer(state: dict[Any, Any]) -> bool:
     return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
 
 
-def _mend_optimizer(state: dict[Any, Any]) -> None:
+def _restore_optimizer_keys(state: dict[Any, Any]) -> None:
     numbers = {number for group in state["param_groups"] for number in group["params"] if type(number) is int}
-    # Before its first step, and for ever without momentum, an optimizer's state is empty, and was not written.
+    # The state of an optimizer is empty before its first step, and always without momentum. DCP omits it then.
     moments = state.setdefault("state", {})
     if isinstance(moments, dict) and numbers:
         names = {str(number): number for number in numbers}
-        mended = {names.get(key, key): value for key, value in moments.items()}
+        restored = {names.get(key, key): value for key, value in moments.items()}
         moments.clear()
-        moments.update(mended)
+        moments.update(restored)
 
 
-def _mend_milestones(state: dict[Any, Any]) -> None:
+def _restore_milestones(state: dict[Any, Any]) -> None:
     milestones = state["milestones"]
     if all(isinstance(key, str) and key.isascii() and key.isdigit() for key in milestones):
         state["milestones"] = Counter({int(key): count for key, count in milestones.items()})
 
 
 def keys_left_as_text(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of dicts whose keys are numbers as text: nothing says whether they were numbers once."""
+    """Return the paths of dicts whose keys are numbers as text. They may have been numbers before DCP wrote them."""
     found: list[tuple[Any, ...]] = []
     if isinstance(state, dict):
         if state and all(isinstance(key, str) and key.isascii() and key.isdigit() for key in state):
@@ -91,96 +89,76 @@ _MODULE = "torch.distributed.checkpoint."
 _LIST_LENGTH_MAX = 1 << 20
 
 
-class InertRecord(Protocol):
-    """What the pickle says of an object; see ops/interop/unpickle.py."""
-
-    kind: Any
-    arguments: tuple[Any, ...]
-
-    def field(self, name: str) -> Any:
-        """Return a field of its state, or None."""
-        ...
-
-
-class ReadInert(Protocol):
-    """Reads a pickle without running it."""
-
-    def __call__(self, content: bytes, *, where: object = None) -> Any:
-        """Return what it describes."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one part lies."""
+class _Location:
+    """The location of one part."""
 
     file: str
     offset: int
     nbytes: int
 
 
-def load_dcp(folder: str, stand_ins: StandIns, *, read_inert: ReadInert, is_peek: bool = False) -> Any:
+def load_dcp(folder: str, stand_ins: StandIns, *, values_only: bool = False) -> Any:
     """Return the state in a folder, nested as it was saved.
 
     Args:
-        folder: Holds ``.metadata`` and ``.distcp`` files.
-        stand_ins: Takes the stand-ins of what only code can make.
-        read_inert: What reads a pickle without running it.
-        is_peek: Leave out tensors.
+        folder: Contains ``.metadata`` and ``.distcp`` files.
+        stand_ins: Collects the stand-ins for classes that are not allowed.
+        values_only: Leave out tensors.
 
     Raises:
         CorruptError: A file is missing, damaged, or contradicts the others.
-        UnsupportedError: It was written in a form that is not read here.
+        UnsupportedError: The format is not supported.
     """
     check_torch()
-    return with_keys_of_torch(_Folder(Path(folder), stand_ins, read_inert).load(is_peek=is_peek))
+    return restore_keys(_Folder(Path(folder), stand_ins).load(values_only=values_only))
 
 
 class _Folder:
-    """One checkpoint."""
+    """One checkpoint folder."""
 
-    def __init__(self, path: Path, stand_ins: StandIns, read_inert: ReadInert) -> None:
+    def __init__(self, path: Path, stand_ins: StandIns) -> None:
         self._path = path
         self._stand_ins = stand_ins
         self._where = str(path / METADATA_FILE)
-        metadata = self._read_metadata(read_inert)
+        metadata = self._read_metadata()
         self._entries = self._dict_of(self._field(metadata, "state_dict_metadata"))
         self._paths = self._field(metadata, "planner_data")
-        self._places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        self._locations: dict[tuple[str, tuple[int, ...] | None], _Location] = {}
         for index, info in self._dict_of(self._field(metadata, "storage_data")).items():
             offset = self._field(index, "offset")
             key = (self._text(self._field(index, "fqn")), None if offset is None else self._lengths(offset))
-            self._places[key] = self._place_of(info)
+            self._locations[key] = self._location_of(info)
         sizes = [file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()]
-        # What is stored without compression cannot be longer than the files that hold it.
+        # Nothing is compressed, so the tensors cannot be longer than the files.
         self._nbytes_left = sum(sizes)
 
-    def load(self, *, is_peek: bool) -> Any:
+    def load(self, *, values_only: bool) -> Any:
         """Return the state."""
         flat: dict[str, Any] = {}
         for name, entry in self._entries.items():
             kind = self._kind_of(entry)
             if kind == "TensorStorageMetadata":
-                if not is_peek:
+                if not values_only:
                     flat[self._text(name)] = self._tensor(name, entry)
             elif kind == "BytesStorageMetadata":
                 flat[self._text(name)] = self._value(name)
             else:
                 raise UnsupportedError(f"entry {name!r} is a {kind}", where=self._where)
-        return self._nested(flat, is_peek=is_peek)
+        return self._nested(flat, values_only=values_only)
 
-    def _read_metadata(self, read_inert: ReadInert) -> InertRecord:
+    def _read_metadata(self) -> Record:
         file = Path(self._where)
         if not file.is_file():
-            raise NotFoundError("there is no .metadata: the checkpoint was not finished", where=self._path)
+            raise NotFoundError(".metadata is missing: the save was not finished", where=self._path)
         if file.stat().st_size > METADATA_NBYTES_MAX:
-            raise MalformedError("the .metadata is longer than can be", where=file)
-        metadata: InertRecord = read_inert(file.read_bytes(), where=file)
-        if self._kind_of(metadata) != "Metadata":
-            raise MalformedError("the .metadata is none of torch.distributed.checkpoint", where=file)
+            raise MalformedError(f".metadata is larger than {METADATA_NBYTES_MAX} bytes", where=file)
+        metadata = read_inert(file.read_bytes(), where=file)
+        if not isinstance(metadata, Record) or self._kind_of(metadata) != "Metadata":
+            raise MalformedError(".metadata was not written by torch.distributed.checkpoint", where=file)
         return metadata
 
-    def _tensor(self, name: str, entry: InertRecord) -> torch.Tensor:
+    def _tensor(self, name: str, entry: Any) -> torch.Tensor:
         shape = self._lengths(self._field(entry, "size"))
         dtype = self._dtype_of(self._field(entry, "properties"), name)
         chunks = [(self._lengths(self._field(chunk, "offsets")), self._lengths(self._field(chunk, "sizes")))
@@ -189,7 +167,7 @@ class _Folder:
         self._nbytes_left -= nbytes
         if self._nbytes_left < 0:
             raise MalformedError(
-                "the tensors of a checkpoint are longer than its files; it is damaged, or compressed",
+                "the tensors are longer than the files; the checkpoint is damaged or compressed",
                 where=f"{self._where}, tensor {name}",
             )
         self._check_cover(name, shape, chunks)
@@ -197,7 +175,7 @@ class _Folder:
         for offsets, sizes in chunks:
             part = self._part(name, offsets)
             if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
-                raise MalformedError("a part of a tensor is not what .metadata says", where=f"{self._path}, {name}")
+                raise MalformedError("a part of a tensor does not match .metadata", where=f"{self._path}, {name}")
             box = tuple(slice(begin, begin + length) for begin, length in zip(offsets, sizes, strict=True))
             with torch.no_grad():
                 whole[box] = part
@@ -206,17 +184,17 @@ class _Folder:
     def _check_cover(
         self, name: str, shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
     ) -> None:
-        """Refuse parts that leave a gap, overlap or lie outside: what they do not cover was never written."""
+        """Refuse parts that overlap, leave a gap or are out of bounds: uncovered memory would be undefined."""
         where = f"{self._where}, tensor {name}"
         for offsets, sizes in chunks:
             if len(offsets) != len(shape) or len(sizes) != len(shape):
-                raise MalformedError("a part of a tensor has another rank", where=where)
+                raise MalformedError("a part of a tensor has another number of dimensions", where=where)
             if any(begin + length > end for begin, length, end in zip(offsets, sizes, shape, strict=True)):
-                raise MalformedError("a part of a tensor lies outside of it", where=where)
+                raise MalformedError("a part of a tensor is out of bounds", where=where)
         if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
             raise MalformedError("the parts of a tensor leave a gap, or overlap", where=where)
         if len(chunks) > 1:
-            # As many elements as the tensor has: they cover it exactly if none is covered twice.
+            # The parts have as many elements as the tensor. They cover it if no element is covered twice.
             seen = torch.zeros(shape, dtype=torch.bool)
             for offsets, sizes in chunks:
                 seen[tuple(slice(begin, begin + length) for begin, length in zip(offsets, sizes, strict=True))] = True
@@ -224,24 +202,24 @@ class _Folder:
                 raise MalformedError("the parts of a tensor overlap", where=where)
 
     def _part(self, name: str, offsets: tuple[int, ...] | None) -> Any:
-        place = self._places.get((name, offsets)) or self._places.get((name, None))
-        if place is None:
-            raise CorruptError("the .metadata does not say where a part lies", where=f"{self._where}, {name}")
-        path = self._path / place.file
-        if Path(place.file).name != place.file or not path.is_file():
-            raise CorruptError(f"the file {place.file!r} is missing", where=self._path, todo="copy the whole folder")
+        location = self._locations.get((name, offsets)) or self._locations.get((name, None))
+        if location is None:
+            raise CorruptError(".metadata lacks the location of a part", where=f"{self._where}, {name}")
+        path = self._path / location.file
+        if Path(location.file).name != location.file or not path.is_file():
+            raise CorruptError(f"the file {location.file!r} is missing", where=self._path, todo="copy the whole folder")
         with path.open("rb") as file:
-            file.seek(place.offset)
-            content = file.read(place.nbytes)
-        if len(content) != place.nbytes:
+            file.seek(location.offset)
+            content = file.read(location.nbytes)
+        if len(content) != location.nbytes:
             raise CorruptError("the file ends early", where=path)
-        return load_stream(io.BytesIO(content), self._stand_ins, where=f"{path}, offset {place.offset} ({name})")
+        return load_stream(io.BytesIO(content), self._stand_ins, where=f"{path}, offset {location.offset} ({name})")
 
     def _value(self, name: str) -> Any:
         return self._part(name, None)
 
-    def _nested(self, flat: Mapping[str, Any], *, is_peek: bool) -> Any:
-        """Return the state as it was before it was made flat, by the paths that the planner kept."""
+    def _nested(self, flat: Mapping[str, Any], *, values_only: bool) -> Any:
+        """Return the state nested by the paths in the planner data, as it was before DCP flattened it."""
         paths = self._paths
         if not isinstance(paths, dict) or not all(name in paths for name in flat):
             return dict(flat)
@@ -249,48 +227,48 @@ class _Folder:
         for name, value in flat.items():
             path = paths[name]
             if not isinstance(path, tuple) or not path or not all(type(key) in (str, int) for key in path):
-                raise MalformedError("the .metadata has an impossible path", where=f"{self._where}, {name}")
+                raise MalformedError(".metadata contains an invalid path", where=f"{self._where}, {name}")
             here = root
             for key in path[:-1]:
                 here = here.setdefault(key, {})
                 if not isinstance(here, dict):
-                    raise MalformedError("the .metadata has contradicting paths", where=f"{self._where}, {name}")
+                    raise MalformedError(".metadata contains contradicting paths", where=f"{self._where}, {name}")
             here[path[-1]] = value
-        return root if is_peek else _with_lists(root, is_root=True)
+        return root if values_only else _with_lists(root, is_root=True)
 
-    # What the pickle says, checked
+    # Checked access to the content of the pickle.
 
     def _kind_of(self, record: Any) -> str:
-        module, name = (getattr(getattr(record, "kind", None), part, "") for part in ("module", "name"))
-        return str(name) if str(module).startswith(_MODULE) else ""
+        """Return the name of a class of DCP; empty for anything else."""
+        is_ours = isinstance(record, Record) and record.kind.module.startswith(_MODULE)
+        return record.kind.name if is_ours else ""
 
     def _field(self, record: Any, name: str) -> Any:
-        field = getattr(record, "field", None)
-        if field is None:
-            raise MalformedError("the .metadata has another thing where a record must be", where=self._where)
-        return field(name)
+        if not isinstance(record, Record):
+            raise MalformedError(f".metadata contains no object with the field {name!r}", where=self._where)
+        return record.field(name)
 
     def _dict_of(self, found: Any) -> dict[Any, Any]:
         if not isinstance(found, dict):
-            raise MalformedError("the .metadata lacks a table", where=self._where)
+            raise MalformedError(".metadata lacks a dict", where=self._where)
         return found
 
     def _list_of(self, found: Any) -> list[Any]:
         if not isinstance(found, list):
-            raise MalformedError("the .metadata lacks a list", where=self._where)
+            raise MalformedError(".metadata lacks a list", where=self._where)
         return found
 
     def _text(self, found: Any) -> str:
         if not isinstance(found, str):
-            raise MalformedError("a name in the .metadata is no text", where=self._where)
+            raise MalformedError("a name in .metadata is not text", where=self._where)
         return found
 
     def _lengths(self, found: Any) -> tuple[int, ...]:
-        """Return a torch.Size, which is the record of a call."""
+        """Return the lengths of a torch.Size, which the pickle describes as a call."""
         arguments = list(getattr(found, "arguments", ()))
         lengths = arguments[0] if len(arguments) == 1 else None
         if not isinstance(lengths, (tuple, list)) or not all(type(each) is int and each >= 0 for each in lengths):
-            raise MalformedError("a size in the .metadata is none", where=self._where)
+            raise MalformedError("a size in .metadata is invalid", where=self._where)
         return tuple(lengths)
 
     def _dtype_of(self, properties: Any, name: str) -> torch.dtype:
@@ -298,31 +276,31 @@ class _Folder:
         symbol = state[0] if isinstance(state, tuple) and state else self._field(properties, "dtype")
         dtype = DTYPES.get(str(getattr(symbol, "name", "")))
         if dtype is None or getattr(symbol, "module", "") != "torch":
-            raise UnsupportedError("a tensor has a dtype that is not known here", where=f"{self._where}, {name}")
+            raise UnsupportedError("a tensor has an unknown dtype", where=f"{self._where}, {name}")
         return dtype
 
-    def _place_of(self, info: Any) -> _Place:
+    def _location_of(self, info: Any) -> _Location:
         if self._field(info, "transform_descriptors"):
             raise UnsupportedError(
                 "the checkpoint is compressed by an extension of torch.distributed.checkpoint",
                 where=self._where,
-                todo="load it and save it without extensions",
+                todo="load it with torch, and save it without extensions",
             )
         file, offset, nbytes = (self._field(info, name) for name in ("relative_path", "offset", "length"))
         if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-            raise MalformedError("the .metadata names an impossible place", where=self._where)
-        return _Place(self._text(file), offset, nbytes)
+            raise MalformedError(".metadata contains an invalid location", where=self._where)
+        return _Location(self._text(file), offset, nbytes)
 
 
 def _with_lists(node: Any, *, is_root: bool = False) -> Any:
-    """Return the tree with a list for every dict that has the keys 0, 1, 2 and so on, as the planner took it apart."""
+    """Return the tree with a list in place of each dict with the keys 0, 1, 2 and so on, which DCP made of lists."""
     if not isinstance(node, dict):
         return node
-    made = {key: _with_lists(child) for key, child in node.items()}
-    # In a path of the planner only a position in a list is an int; keys of dicts were turned into text.
-    if not is_root and made and all(type(key) is int for key in made):
-        if min(made) < 0 or max(made) > _LIST_LENGTH_MAX:
-            raise MalformedError("a list in the .metadata has an impossible length", where=METADATA_FILE)
-        # An empty dict in a list leaves nothing behind when a state is made flat; torch puts None in its place too.
-        return [made.get(index) for index in range(max(made) + 1)]
-    return made
+    nested = {key: _with_lists(child) for key, child in node.items()}
+    # In planner data an int is always a position in a list. Keys of dicts are text.
+    if not is_root and nested and all(type(key) is int for key in nested):
+        if min(nested) < 0 or max(nested) > _LIST_LENGTH_MAX:
+            raise MalformedError("a list in .metadata has an invalid length", where=METADATA_FILE)
+        # DCP omits an empty dict in a list. torch puts None in its place too.
+        return [nested.get(index) for index in range(max(nested) + 1)]
+    return nested

@@ -1,15 +1,11 @@
-"""Find the checkpoints in a folder that other tools have filled; names are read, and nothing is loaded.
+"""Find the checkpoints that other tools wrote to a folder, by the names of files. No tensor is read.
 
-Found are files of torch.save and safetensors, one a checkpoint or several in the folder of one (transformers' Trainer,
-accelerate, DeepSpeed, nanoGPT, Lightning), and folders of torch.distributed.checkpoint.
+A checkpoint is one file (torch.save or safetensors), a folder of such files (transformers' Trainer, accelerate,
+DeepSpeed, nanoGPT, Lightning), or a folder of torch.distributed.checkpoint. `find_unfinished` then recognizes
+interrupted saves among them.
 
 Invariants:
-- Every file that may hold a state is part of a checkpoint, or is listed as left out, with the reason.
-
-Which checkpoints of a source were not finished, although their names are those of finished ones.
-
-Only what would become the newest of a history is suspected: training would resume from it. In older ones people delete
-optimizers on purpose.
+- Every file that may contain state is part of a checkpoint, or is listed as left out with the reason.
 """
 
 from __future__ import annotations
@@ -35,37 +31,37 @@ from ckstore.ops.interop.scan import (
     is_unfinished,
     kind_of_file,
     may_hold_state,
-    natural,
+    natural_key,
     number_of_name,
     scan,
     shard_of_name,
     step_of_name,
-    why_unread,
+    unread_reason,
 )
 
 TRAINER_FILE = "trainer_state.json"
 _INDEX_NBYTES_MAX = 256 << 20
 _LISTED_MAX = 3
 
-# In the order in which one of them is taken for the model of a checkpoint.
+# The first of these in a checkpoint gets the key "model".
 _MODEL_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
 _COMPANION_STEMS = frozenset(
     ("optimizer", "optim", "scheduler", "scaler", "sampler", "random_states_0", "rng_state", "rng_state_0")
 )
 _MARKS = (TRAINER_FILE, "optimizer.pt", "optimizer.bin", "scheduler.pt", "model.safetensors.index.json")
-_WITHOUT_STATE = {"training_args.bin": "settings, and no state: objects that only code can make"}
+_WITHOUT_STATE = {"training_args.bin": "settings without state (objects that only code can create)"}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a checkpoint: a file, the shards of one, or a folder of torch.distributed.checkpoint.
+    """One part of a checkpoint: a file, the shards of a file, or a folder of torch.distributed.checkpoint.
 
     Attributes:
-        key: Under which key of the state it goes; empty: it is the whole state.
+        key: Its key in the state; empty if it is the whole state.
         kind: ``"torch"``, ``"safetensors"``, ``"json"`` or ``"dcp"``.
         paths: Its files, or its folder.
-        nbytes: Their bytes.
-        time_ns: When the last of them was modified.
+        nbytes: Total bytes of its files.
+        time_ns: Modification time of the newest of them.
     """
 
     key: str
@@ -76,15 +72,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One checkpoint.
+class FoundCheckpoint:
+    """One foreign checkpoint.
 
     Attributes:
-        name: Its path below the folder that was searched, or its own name.
-        parts: What it is made of.
-        step: What its name says; None where that says nothing.
+        name: Its path below the source, or its own name.
+        parts: Its parts.
+        step: The step in its name, or None.
         trainer_state: The file in which transformers keeps step and metrics, or None.
-        without_state: File in it that is left out because it holds no state -> what it holds.
+        without_state: Name of a file that is left out because it has no state -> its content.
     """
 
     name: str
@@ -95,26 +91,26 @@ class Found:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its files."""
+        """Total bytes of its files."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def time_ns(self) -> int:
-        """When the last of its files was modified."""
+        """Modification time of the newest of its files."""
         return max(part.time_ns for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What a source holds.
+    """The checkpoints of a source.
 
     Attributes:
-        found: Its checkpoints, in the order of their names.
-        left_out: Path below the source -> why it is in no checkpoint, although it may hold a state.
-        warnings: What the user should know, in whole sentences.
+        found: The checkpoints, in the order of their names.
+        left_out: Path below the source -> reason why it is in no checkpoint, although it may contain state.
+        warnings: Notes for the user, in whole sentences.
     """
 
-    found: list[Found]
+    found: list[FoundCheckpoint]
     left_out: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -123,27 +119,27 @@ def discover(source: Path, *, exclude: Sequence[str] = ()) -> Discovery:
     """Return the checkpoints in a file or folder, and what is left out.
 
     Args:
-        source: What to search.
+        source: The file or folder.
         exclude: Globs of paths below it that are left out.
 
     Raises:
-        NotFoundError: There is none; the message says what was searched for, or names a folder that has some.
-        CorruptError: A shard of a file is missing.
+        NotFoundError: There is none. The message names a folder that has some, or the supported names.
+        CorruptError: A shard is missing.
     """
     source = Path(os.path.abspath(source))  # noqa: PTH100 - resolve() would follow links, and change names
     if not source.exists():
-        raise NotFoundError("there is no such file or folder", where=source)
+        raise NotFoundError("no such file or folder", where=source)
     if source.is_file():
         _check_single(source)
-        return Discovery([_of_file(source, source.name)])
+        return Discovery([_checkpoint_of(source, source.name)])
     search = _Search(scan(source, exclude))
     found = list(search.in_folder(search.root))
-    left_out = search.account(found)
+    left_out = search.list_left_out(found)
     if not found:
-        raise NotFoundError("there is no checkpoint in the folder", where=source, todo=search.elsewhere(left_out))
+        raise NotFoundError("no checkpoint found in the folder", where=source, todo=search.suggestion(left_out))
     unused = [pattern for pattern in exclude if pattern not in search.scanned.patterns_used]
     warnings = [
-        f"--exclude {pattern} matches nothing. It is a path below SOURCE; '**/NAME' means NAME at every depth."
+        f"--exclude {pattern} matches nothing. Give a path below SOURCE, or '**/NAME' for NAME at any depth."
         for pattern in unused
     ]
     if is_unfinished(source.name):
@@ -156,30 +152,30 @@ def _check_single(source: Path) -> None:
     if kind_of_file(source) is None:
         readable = (*TORCH_SUFFIXES, *PICKLE_SUFFIXES, SAFETENSORS_SUFFIX)
         raise UsageError(
-            f"the file cannot be imported: {why_unread(source)}", where=source,
-            todo=f"give a file that ends in {', '.join(readable)}",
+            f"the file cannot be imported: {unread_reason(source)}", where=source,
+            todo=f"name a file that ends in {', '.join(readable)}",
         )  # fmt: skip
     if shard is not None and shard[2] > 1:
         raise UsageError(
-            f"the file is shard {shard[1]} of {shard[2]}, and not a whole state", where=source, todo="give its folder"
+            f"the file is shard {shard[1]} of {shard[2]}, not a whole state", where=source, todo="name its folder"
         )
 
 
 class _Search:
-    """The search of one source."""
+    """The search for checkpoints in one source."""
 
     def __init__(self, scanned: Scan) -> None:
         self.scanned = scanned
         self.root = scanned.root
-        # Files that were left out with a reason of their own, by path.
-        self._told: set[Path] = set()
+        # Files that are left out with their folder.
+        self._reported: set[Path] = set()
 
-    def in_folder(self, folder: Folder) -> Iterator[Found]:
-        """Yield the checkpoints of a folder: itself, its folders, or its files."""
+    def in_folder(self, folder: Folder) -> Iterator[FoundCheckpoint]:
+        """Yield the checkpoints of a folder: the folder itself, its subfolders, or its files."""
         if folder.holds(DCP_FILE):
             yield self._group(folder)
             return
-        inner = [found for each in folder.folders if (found := self._of_folder(each)) is not None]
+        inner = [found for each in folder.folders if (found := self._checkpoint_in(each)) is not None]
         own_step = step_of_name(folder.path.name)
         files = [file for file in folder.files if kind_of_file(file) is not None]
         is_one = _is_one_checkpoint(folder, files)
@@ -188,7 +184,7 @@ class _Search:
             return
         yield from inner
         if inner and is_one:
-            # A Trainer leaves the final model next to the folders of its checkpoints.
+            # A Trainer saves the final model next to the checkpoint folders.
             yield self._group(folder, is_shallow=True)
             return
         seen: set[tuple[int, int]] = set()
@@ -196,14 +192,14 @@ class _Search:
             status = file.stat()
             if file.name in _WITHOUT_STATE or kind_of_file(file) == "json" or (status.st_dev, status.st_ino) in seen:
                 continue
-            # A link next to the file that it names, as "last" often is, is the same checkpoint.
+            # A link such as "last" and its target are the same checkpoint.
             seen.add((status.st_dev, status.st_ino))
             if not is_unfinished(file.name):
-                yield _of_file(file, self._below(file))
+                yield _checkpoint_of(file, self._below(file))
 
-    def account(self, found: Iterable[Found]) -> dict[str, str]:
-        """Return everything that may hold a state and is in no checkpoint, with the reason."""
-        taken, found = set(self._told), list(found)
+    def list_left_out(self, found: Iterable[FoundCheckpoint]) -> dict[str, str]:
+        """Return everything that may contain state and is in no checkpoint, with the reason."""
+        taken, found = set(self._reported), list(found)
         inside = self._folders_of(found)
         for each in found:
             taken |= {path for part in each.parts for path in _files_of(part)}
@@ -212,7 +208,7 @@ class _Search:
         links = {(status.st_dev, status.st_ino) for status in (path.stat() for path in taken if path.exists())}
         left_out = dict(self.scanned.left_out)
         for folder in self._all_folders(self.root):
-            self._account(folder, taken, links, left_out, is_in_checkpoint=folder.path in inside)
+            self._list_left_out(folder, taken, links, left_out, is_in_checkpoint=folder.path in inside)
         return left_out
 
     def _all_folders(self, folder: Folder) -> Iterator[Folder]:
@@ -220,12 +216,12 @@ class _Search:
         for each in folder.folders:
             yield from self._all_folders(each)
 
-    def _folders_of(self, found: Sequence[Found]) -> set[Path]:
-        """Return the folders that are checkpoints, and those in them; that of checkpoints of one file each is none."""
+    def _folders_of(self, found: Sequence[FoundCheckpoint]) -> set[Path]:
+        """Return the folders that are checkpoints, and their subfolders; not a folder of single-file checkpoints."""
         parts = [part for each in found for part in each.parts if part.key or part.kind == "dcp"]
         tops = {path if part.kind == "dcp" else path.parent for part in parts for path in part.paths}
         if len(found) > 1 and self.root.path in tops:
-            # The final model lies next to the folders of its checkpoints.
+            # The final model is next to the checkpoint folders.
             tops.discard(self.root.path)
             return {self.root.path} | self._within(tops)
         return self._within(tops)
@@ -233,8 +229,8 @@ class _Search:
     def _within(self, tops: set[Path]) -> set[Path]:
         return {each.path for each in self._all_folders(self.root) if tops & {each.path, *each.path.parents}}
 
-    def elsewhere(self, left_out: dict[str, str]) -> str:
-        """Return what to do where nothing was found."""
+    def suggestion(self, left_out: dict[str, str]) -> str:
+        """Return advice for a source without checkpoints."""
         pending = list(self.root.folders)
         for folder in pending:
             with contextlib.suppress(CkstoreError):
@@ -253,9 +249,9 @@ class _Search:
 
     def _leave_out(self, folder: Folder, why: str) -> None:
         self.scanned.left_out[f"{folder.name}/"] = why
-        self._told.update(folder.all_files())
+        self._reported.update(folder.all_files())
 
-    def _account(
+    def _list_left_out(
         self,
         folder: Folder,
         taken: set[Path],
@@ -271,15 +267,15 @@ class _Search:
                 continue
             status = file.stat()
             if (status.st_dev, status.st_ino) not in links and (status.st_size or kind_of_file(file) is not None):
-                open_files.setdefault(why_unread(file), []).append(file)
+                open_files.setdefault(unread_reason(file), []).append(file)
         for why, files in open_files.items():
             if len(files) > _LISTED_MAX:
                 left_out[f"{self._below(files[0])} and {len(files) - 1} more"] = why
                 continue
             left_out.update((self._below(file), why) for file in files)
 
-    def _of_folder(self, folder: Folder) -> Found | None:
-        """Return the checkpoint that a folder next to others holds, or None."""
+    def _checkpoint_in(self, folder: Folder) -> FoundCheckpoint | None:
+        """Return the checkpoint in a subfolder, or None."""
         if is_unfinished(folder.path.name):
             if any(may_hold_state(file) for file in folder.all_files()):
                 self._leave_out(folder, "its name says that its save was not finished; import it by its own path")
@@ -290,11 +286,11 @@ class _Search:
             found = self._group(folder)
             return found if found.parts else None
         if any(each.parts for each in self.in_folder(folder)):
-            self._leave_out(folder, "it may hold checkpoints of its own; import it by its own path")
+            self._leave_out(folder, "it may contain checkpoints of another run; import it by its own path")
         return None
 
-    def _group(self, folder: Folder, *, is_shallow: bool = False) -> Found:
-        """Return all that a folder holds as one checkpoint, and unless it is shallow the folders in it too."""
+    def _group(self, folder: Folder, *, is_shallow: bool = False) -> FoundCheckpoint:
+        """Return the files of a folder, and unless ``is_shallow`` of its subfolders, as one checkpoint."""
         without_state: dict[str, str] = {}
         parts: list[Part] = []
         for each in [folder] if is_shallow else self._walk(folder):
@@ -306,16 +302,16 @@ class _Search:
             }
             trainer = folder.path / TRAINER_FILE
             files = [file for file in files if file.name not in _WITHOUT_STATE and file != trainer]
-            parts += [_file_part(_as_text(f"{prefix}{key}"), paths) for key, paths in _keyed(each, files)]
+            parts += [_file_part(_as_text(f"{prefix}{key}"), paths) for key, paths in _files_by_key(each, files)]
             if each.holds(DCP_FILE):
                 key = inside if prefix else "dcp" if parts or folder.folders else ""
                 parts.append(_part(key, "dcp", [each.path], _dcp_files(each.path)))
         parts = _with_model(parts)
-        parts.sort(key=lambda part: (part.key != "model", natural(part.key)))
+        parts.sort(key=lambda part: (part.key != "model", natural_key(part.key)))
         if len(parts) == 1 and parts[0].kind == "dcp" and parts[0].paths[0] == folder.path:
             parts = [_part("", "dcp", parts[0].paths, _dcp_files(folder.path))]
         has_trainer = folder.holds(TRAINER_FILE)
-        return Found(
+        return FoundCheckpoint(
             folder.name or folder.path.name,
             tuple(parts),
             step_of_name(folder.path.name),
@@ -333,12 +329,12 @@ class _Search:
 
 
 def _as_text(name: str) -> str:
-    """Return a name as a key of a state, which is valid Unicode: other bytes are written as numbers."""
+    """Return a name as valid Unicode for a key of the state. Other bytes become escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _is_one_checkpoint(folder: Folder, files: Sequence[Path]) -> bool:
-    """Say whether the files of a folder belong together: models and optimizers, and not one step next to another."""
+    """Return whether the files of a folder form one checkpoint, instead of one checkpoint each."""
     if any(folder.holds(mark) for mark in _MARKS):
         return True
     stems = [shard_of_name(file.stem) or (file.stem, 0, 0) for file in files]
@@ -347,8 +343,8 @@ def _is_one_checkpoint(folder: Folder, files: Sequence[Path]) -> bool:
     return has_shards or (len(files) > 1 and bool(names & _COMPANION_STEMS))
 
 
-def _keyed(folder: Folder, files: Sequence[Path]) -> list[tuple[str, list[Path]]]:
-    """Return the files of a folder under their keys, the shards of one file together.
+def _files_by_key(folder: Folder, files: Sequence[Path]) -> list[tuple[str, list[Path]]]:
+    """Return the files of a folder by key, with the shards of one file together.
 
     Raises:
         CorruptError: A shard is missing.
@@ -366,7 +362,7 @@ def _keyed(folder: Folder, files: Sequence[Path]) -> list[tuple[str, list[Path]]
     keyed: dict[str, list[Path]] = {}
     for whole, paths in wholes.items():
         stem = Path(whole).stem
-        # Two files of one stem, such as model.safetensors and model.bin, are two parts.
+        # Files with the same stem, such as model.safetensors and model.bin, are separate parts.
         keyed[whole if stem in keyed else stem] = paths
         if not any(path in sharded for path in paths):
             _check_shards(stem, paths)
@@ -374,28 +370,28 @@ def _keyed(folder: Folder, files: Sequence[Path]) -> list[tuple[str, list[Path]]
 
 
 def _order_of_kinds(file: Path) -> tuple[bool, tuple[tuple[int, int, str], ...]]:
-    return kind_of_file(file) != "safetensors", natural(file.name)
+    return kind_of_file(file) != "safetensors", natural_key(file.name)
 
 
 def _shards_in_index(index: Path) -> list[str]:
     """Return the files that an index of shards names.
 
     Raises:
-        CorruptError: One of them is missing, or it is no index.
+        CorruptError: One of them is missing, or the index is malformed.
     """
     try:
         if index.stat().st_size > _INDEX_NBYTES_MAX:
-            raise ValueError("it is longer than can be")
+            raise ValueError(f"it is larger than {_INDEX_NBYTES_MAX} bytes")
         table = json.loads(index.read_bytes())
         names = sorted(set(table.get("weight_map", {}).values()))
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ValueError("it names other things than files")
+            raise ValueError("it contains something that is not a file name")
     except (ValueError, AttributeError, TypeError, RecursionError) as problem:
         raise CorruptError(f"the index of shards cannot be read ({problem})"[:300], where=index) from None
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CorruptError(
-            f"{missing[0]} is missing, which is one of {len(names)} shards", where=index,
+            f"{missing[0]} is missing, one of {len(names)} shards", where=index,
             todo="copy the whole folder, or leave it out with --exclude",
         )  # fmt: skip
     return names
@@ -408,7 +404,7 @@ def _check_shards(key: str, paths: Sequence[Path]) -> None:
     counts = {count for _, _, count in shards}
     missing = sorted(set(range(1, max(counts) + 1)) - {number for _, number, _ in shards})
     if 0 in {number for _, number, _ in shards}:
-        # Some writers count from 0.
+        # Some writers count shards from 0.
         missing = sorted(set(range(max(counts))) - {number for _, number, _ in shards})
     if missing or len(counts) > 1:
         raise CorruptError(
@@ -418,7 +414,7 @@ def _check_shards(key: str, paths: Sequence[Path]) -> None:
 
 
 def _with_model(parts: Sequence[Part]) -> list[Part]:
-    """Give the model its key; what else may be one, such as an adapter, stays under its own."""
+    """Give the model the key "model". Other candidates, such as an adapter, keep their own keys."""
     stems = {part.key for part in parts}
     for stem in _MODEL_STEMS:
         if stem in stems:
@@ -426,14 +422,14 @@ def _with_model(parts: Sequence[Part]) -> list[Part]:
     return list(parts)
 
 
-def _of_file(path: Path, name: str) -> Found:
-    return Found(name, (_file_part("", [path]),), step_of_name(path.stem))
+def _checkpoint_of(path: Path, name: str) -> FoundCheckpoint:
+    return FoundCheckpoint(name, (_file_part("", [path]),), step_of_name(path.stem))
 
 
 def _file_part(key: str, paths: Sequence[Path]) -> Part:
     kind = kind_of_file(paths[0])
     assert kind is not None, "only files that can be read are parts of checkpoints"
-    return _part(key, kind, sorted(paths, key=lambda path: natural(path.name)), paths)
+    return _part(key, kind, sorted(paths, key=lambda path: natural_key(path.name)), paths)
 
 
 def _part(key: str, kind: str, paths: Sequence[Path], files: Sequence[Path]) -> Part:
@@ -451,17 +447,20 @@ def _files_of(part: Part) -> Sequence[Path]:
 
 
 _POINTER_FILES = ("latest", "latest_checkpointed_iteration.txt", "last_checkpoint")
-"""What DeepSpeed, Megatron and detectron2 write when a checkpoint is complete: its name, or its step."""
+"""DeepSpeed, Megatron and detectron2 write the name or step of a checkpoint to such a file when it is complete."""
 
 _POINTER_NBYTES_MAX = 4096
-_BY_IMPORTING_IT = "import it by its own path if you want it"
+_IMPORT_ALONE = "import it by its own path if you want it"
 
 
-def unfinished(source: Path, checkpoints: Sequence[tuple[Found, int]]) -> Iterator[tuple[str, str]]:
-    """Yield the names of checkpoints whose save was not finished, and how that is seen.
+def find_unfinished(source: Path, checkpoints: Sequence[tuple[FoundCheckpoint, int]]) -> Iterator[tuple[str, str]]:
+    """Yield the names of checkpoints whose save was probably interrupted, and why.
+
+    Only checkpoints that would become the newest of the run are suspected, because training would resume from them.
+    Users often delete the optimizer of older checkpoints deliberately.
 
     Args:
-        source: The folder that they are in.
+        source: Their folder.
         checkpoints: Each with its step, in any order.
     """
     pointer = _pointer_in(source)
@@ -471,8 +470,8 @@ def unfinished(source: Path, checkpoints: Sequence[tuple[Found, int]]) -> Iterat
     if pointer is not None and any(step == pointer[1] for _, step in ordered):
         for found, step in ordered:
             if step > pointer[1]:
-                why = f"the file {pointer[0]} names step {pointer[1]}: the save of step {step} was not finished"
-                yield found.name, f"{why}; {_BY_IMPORTING_IT}"
+                why = f"the file {pointer[0]} names step {pointer[1]}, so the save of step {step} was not finished"
+                yield found.name, f"{why}; {_IMPORT_ALONE}"
         ordered = [each for each in ordered if each[1] <= pointer[1]]
     for index, (found, _) in enumerate(ordered[:-1]):
         before = ordered[index + 1][0]
@@ -480,12 +479,12 @@ def unfinished(source: Path, checkpoints: Sequence[tuple[Found, int]]) -> Iterat
         if not keys < wanted or "" in keys | wanted:
             return
         names = ", ".join(sorted(wanted - keys)[:4])
-        why = f"it would be the newest, and lacks {names}, which {before.name} has: perhaps its save was not finished"
-        yield found.name, f"{why}; {_BY_IMPORTING_IT}"
+        why = f"it would be the newest but lacks {names}, which {before.name} has; its save may be unfinished"
+        yield found.name, f"{why}; {_IMPORT_ALONE}"
 
 
-def _keys_of(found: Found) -> set[str]:
-    """Return the keys of the parts; numbers in them may be steps, and are not told apart."""
+def _keys_of(found: FoundCheckpoint) -> set[str]:
+    """Return the keys of the parts. Numbers in keys are ignored, because they may be steps."""
     keys = {re.sub(r"[0-9]+", "N", part.key) for part in found.parts}
     return keys | ({"trainer_state"} if found.trainer_state is not None else set())
 

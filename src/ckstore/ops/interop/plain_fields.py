@@ -1,10 +1,9 @@
-"""Objects of a foreign file as the plain fields that were pickled of them; no class is imported, and no code is run.
+"""Replace the objects in a foreign state by their plain fields. No class is imported and no code of the file runs.
 
-A config of any class (argparse.Namespace, a dataclass, an Enum, a path) is a few plain values under names: a dict of
-its fields says the same. An object that holds tensors, a model or an optimizer for example, is more than its fields. It
-stays as it is: the caller refuses it, or leaves it out.
-
-Values of Python's own types in a foreign file, made of what was pickled of them: no class of the file is needed.
+The object of a config class (argparse.Namespace, a dataclass, an Enum, a path) consists of a few named plain values. It
+becomes a dict of them. Objects of Python's own types become what they were: sets, dates, queues. An object that holds
+tensors, such as a model or an optimizer, is more than its fields. It stays as it is, and the caller refuses it or
+leaves it out.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckstore.format.tree import FACTORIES, Path, place_of
-from ckstore.ops.interop.unpickle import Record, Symbol
+from ckstore.ops.interop.unpickle import Record, StandIn, Symbol
 
 _LEAVES: Mapping[str, tuple[Callable[..., Any], tuple[tuple[type, ...], ...]]] = {
     "builtins.complex": (complex, ((float, float),)),
     "builtins.range": (range, ((int, int, int),)),
-    # Never with an integer: that many bytes would be made.
+    # An integer argument is not allowed: it would allocate that many bytes.
     "builtins.bytearray": (bytearray, ((), (bytes,))),
     "builtins.bytes": (bytes, ((), (bytes,))),
     "builtins.set": (set, ((list,),)),
@@ -38,145 +37,142 @@ _LEAVES: Mapping[str, tuple[Callable[..., Any], tuple[tuple[type, ...], ...]]] =
     "fractions.Fraction": (Fraction, ((int, int), (str,))),
     "decimal.Decimal": (Decimal, ((str,),)),
 }
-"""By the name of a type: what makes a value of it, and the types of the arguments that it is pickled with."""
+"""Name of a type -> function that creates a value, and the argument types with which such values are pickled."""
 
 CONTAINERS = ("collections.deque", "collections.defaultdict")
-"""What is made empty, and filled; see ``container_of``."""
+"""Types whose objects are created empty and then filled; see ``make_container``."""
 
 
-def leaf_of(name: str, arguments: tuple[Any, ...]) -> object | None:
-    """Return the value of a type that was to be made with these arguments; None: it is none of the table."""
+def make_leaf(name: str, arguments: tuple[Any, ...]) -> object | None:
+    """Return the value of a type in the table for these arguments, or None."""
     if name == "builtins.slice" and len(arguments) == 3:
         return slice(*arguments)
-    make, known = _LEAVES.get(name, (None, ()))
-    if make is None or tuple(map(type, arguments)) not in known:
+    make, signatures = _LEAVES.get(name, (None, ()))
+    if make is None or tuple(map(type, arguments)) not in signatures:
         return None
     try:
-        made: object = make(*arguments)
+        value: object = make(*arguments)
     except (ValueError, TypeError, ArithmeticError):
         return None
-    return made
+    return value
 
 
-def container_of(name: str, arguments: tuple[Any, ...], held: Any) -> object | None:
-    """Return the queue or dict that was to be made with these arguments and filled; None: it is neither.
+def make_container(name: str, arguments: tuple[Any, ...], content: Any) -> object | None:
+    """Return the deque or defaultdict for these arguments and items; None for any other type.
 
     Args:
         name: The name of its type.
-        arguments: With what it was to be made.
-        held: The list or dict of what it was to be filled with.
+        arguments: The arguments of the call.
+        content: The list or dict of its items.
     """
-    if name == "collections.deque" and (isinstance(held, list) or not held):
-        begun, length = arguments if len(arguments) == 2 else (arguments, None)
-        is_sound = not begun and (length is None or (type(length) is int and length >= len(held)))
-        return deque(held, length) if is_sound else None
-    if name == "collections.defaultdict" and (isinstance(held, dict) or not held) and len(arguments) == 1:
+    if name == "collections.deque" and (isinstance(content, list) or not content):
+        initial, length = arguments if len(arguments) == 2 else (arguments, None)
+        is_valid = not initial and (length is None or (type(length) is int and length >= len(content)))
+        return deque(content, length) if is_valid else None
+    if name == "collections.defaultdict" and (isinstance(content, dict) or not content) and len(arguments) == 1:
         factories = {f"builtins.{word}": made for word, made in FACTORIES.items()} | {None: None}
-        return defaultdict(factories[arguments[0]], held) if arguments[0] in factories else None
+        return defaultdict(factories[arguments[0]], content) if arguments[0] in factories else None
     return None
 
 
 _SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 _NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
-# Of what may be in a field, these are stored as they are.
+# A commit stores values of these torch types as they are.
 _STORED_TYPES = frozenset({("torch", "dtype"), ("torch", "device"), ("torch", "Size")})
-_FORMS: Mapping[type, str] = {dict: "a dict of its fields", list: "a list of its parts"}
+_FORM_WORDS: Mapping[type, str] = {dict: "a dict of its fields", list: "a list of its parts"}
 _NUMPY_DTYPE = re.compile(r"[biufc][0-9]{1,2}")
 
 
 class _NotPlainError(Exception):
-    """An object holds what is no plain value."""
+    """An object contains something that is not a plain value."""
 
 
 class PlainFields:
     """Replaces the objects of one state.
 
     Args:
-        dicts: By ``id``, the name and arguments of what a dict or a list stands for; see ``StandIns.kind_of``.
+        containers: Dicts and lists that replace objects, by ``id``; see ``StandIns.containers``.
 
     Attributes:
         notes: What was replaced, in whole sentences.
-        leaf_count: Leaves that stood outside of all objects.
+        leaf_count: Number of leaves outside of all objects.
         left_out: Place -> what is not stored of it.
     """
 
-    def __init__(self, dicts: Mapping[int, tuple[str, tuple[Any, ...], Any]]) -> None:
-        from ckstore.ops.interop.stand_ins import StandIn
-
-        self._stand_in = StandIn
-        self._dicts = dicts
+    def __init__(self, containers: Mapping[int, tuple[str, tuple[Any, ...], Any]]) -> None:
+        self._containers = containers
         self._open: set[int] = set()
         self.notes: list[str] = []
         self.leaf_count = 0
         self.left_out: dict[str, str] = {}
         self._dropped: list[str] = []
 
-    def of(self, item: Any, path: Path = ()) -> Any:
-        """Return a part of a state with every object replaced by its fields where these are plain."""
+    def convert(self, item: Any, path: Path = ()) -> Any:
+        """Return a part of a state in which every object with plain fields is replaced by them."""
         name = self._name_of(item)
         if name is not None:
-            return self._of_object(item, name, path)
+            return self._convert_object(item, name, path)
         if not isinstance(item, (dict, list, tuple, set, frozenset)):
             self.leaf_count += 1
             return item
         if id(item) in self._open:
-            # A container that holds itself; a commit refuses it by its path.
+            # A container that contains itself. The commit refuses it by its path.
             return item
         self._open.add(id(item))
         try:
-            return self._of_container(item, path)
+            return self._convert_container(item, path)
         finally:
             self._open.discard(id(item))
 
-    def _of_container(self, item: Any, path: Path) -> Any:
+    def _convert_container(self, item: Any, path: Path) -> Any:
         if isinstance(item, (tuple, set, frozenset)):
-            return _with_members(item, [self.of(child, (*path, index)) for index, child in enumerate(item)])
+            return _with_members(item, [self.convert(child, (*path, index)) for index, child in enumerate(item)])
         if isinstance(item, dict) and not all(type(key) in (str, int) for key in item):
             self._make_keys_plain(item, path)
         for key, child in list(item.items() if isinstance(item, dict) else enumerate(item)):
-            item[key] = self.of(child, (*path, key))
+            item[key] = self.convert(child, (*path, key))
         return item
 
     def _make_keys_plain(self, item: dict[Any, Any], path: Path) -> None:
         self._dropped = []
         try:
-            made = self._keyed(item.items(), lambda child: child)
+            made = self._with_plain_keys(item.items(), lambda child: child)
         except _NotPlainError:
-            # A commit refuses such a key by the path of its dict.
+            # The commit refuses such a key by the path of its dict.
             return
         if any(one is not other for one, other in zip(item, made, strict=True)):
-            self.notes.append(f"{place_of(path)} has objects for keys; it is stored with their plain values.")
+            self.notes.append(f"{place_of(path)} has objects for keys; their plain values are stored.")
             item.clear()
             item.update(made)
             self._list_dropped(path)
 
-    def _of_object(self, item: Any, name: str, path: Path) -> Any:
+    def _convert_object(self, item: Any, name: str, path: Path) -> Any:
         self._dropped = []
         try:
             made = self._plain(item, may_hold_tensors=name in _NAMESPACES)
         except _NotPlainError:
-            if id(item) not in self._dicts:
+            if id(item) not in self._containers:
                 return item
-            # A container of a class of its own, such as a defaultdict of tensors.
-            held = self._of_container(item, path)
+            # A container of a special class, such as a defaultdict of tensors.
+            content = self._convert_container(item, path)
             self._dropped = []
-            made = self._with_arguments(item, name, held)
+            made = self._with_arguments(item, name, content)
         self._list_dropped(path)
         if name in (f"{type(made).__module__}.{type(made).__qualname__}", "_codecs.encode"):
             self.leaf_count += 1
             return made
-        form = _FORMS.get(type(made), f"a plain value of type {type(made).__name__}")
+        form = _FORM_WORDS.get(type(made), f"a plain value of type {type(made).__name__}")
         self.notes.append(f"{place_of(path)} is an object of {name}; it is stored as {form}.")
         return made
 
     def _list_dropped(self, path: Path) -> None:
         if self._dropped:
-            self.left_out[place_of(path)] = f"{', '.join(self._dropped)}: only what it holds is stored"
+            self.left_out[place_of(path)] = f"{', '.join(self._dropped)}: only its content is stored"
 
     def _name_of(self, item: Any) -> str | None:
-        """Return the name of the class of an object; None: it is none."""
-        if isinstance(item, self._stand_in):
-            # What copyreg made carries its own class as the first argument.
+        """Return the name of the class of an object; None for a plain value."""
+        if isinstance(item, StandIn):
+            # copyreg passes the real class as the first argument.
             first = item.arguments[0] if item.kind == "copyreg._reconstructor" and item.arguments else None
             return item.kind if first is None else self._name_of(first) or item.kind
         if isinstance(item, Record):
@@ -186,7 +182,7 @@ class PlainFields:
             return f"{item.module}.{item.name}"
         if isinstance(item, type):
             return str(getattr(item, "kind", item.__name__))
-        return self._dicts[id(item)][0] if id(item) in self._dicts else None
+        return self._containers[id(item)][0] if id(item) in self._containers else None
 
     def _plain(self, item: Any, *, may_hold_tensors: bool = False) -> Any:
         if isinstance(item, _SCALARS) or (type(item).__module__, type(item).__name__) in _STORED_TYPES:
@@ -197,21 +193,23 @@ class PlainFields:
             raise _NotPlainError
         self._open.add(id(item))
         try:
-            return self._plain_thing(item, may_hold_tensors)
+            return self._plain_object(item, may_hold_tensors)
         finally:
             self._open.discard(id(item))
 
-    def _plain_thing(self, item: Any, may_hold_tensors: bool) -> Any:
+    def _plain_object(self, item: Any, may_hold_tensors: bool) -> Any:
         def plain(child: Any) -> Any:
             return self._plain(child, may_hold_tensors=may_hold_tensors)
 
         if isinstance(item, dict):
             attributes = getattr(item, "__dict__", {})
-            fields = _united(self._keyed(item.items(), plain), self._keyed(attributes.items(), plain))
+            fields = _union(
+                self._with_plain_keys(item.items(), plain), self._with_plain_keys(attributes.items(), plain)
+            )
             return self._with_arguments(item, self._name_of(item), fields)
         if isinstance(item, (list, tuple, set, frozenset)):
             return self._with_arguments(item, self._name_of(item), _with_members(item, [plain(each) for each in item]))
-        if isinstance(item, (self._stand_in, Record)):
+        if isinstance(item, (StandIn, Record)):
             return self._fields(item, plain)
         is_scalar = type(item).__module__ == "numpy" and getattr(item, "shape", None) == ()
         if may_hold_tensors or is_scalar:
@@ -221,12 +219,12 @@ class PlainFields:
     def _fields(self, item: Any, plain: Callable[[Any], Any]) -> Any:
         name = self._name_of(item) or ""
         if name.endswith(("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")):
-            return _numpy_thing(item, plain)
+            return _numpy_value(item, plain)
         items, pairs = (item.items, item.pairs) if isinstance(item, Record) else ([], [])
         states = item.state if isinstance(item.state, tuple) and len(item.state) == 2 else (item.state,)
         if not all(state is None or isinstance(state, dict) for state in states):
             raise _NotPlainError
-        fields = _united(self._keyed(pairs, plain), *(plain(state or {}) for state in states))
+        fields = _union(self._with_plain_keys(pairs, plain), *(plain(state or {}) for state in states))
         if fields and items:
             raise _NotPlainError
         arguments = self._arguments_of(item)
@@ -237,33 +235,33 @@ class PlainFields:
             return str(PurePosixPath(*made))
         if name == "_codecs.encode" and len(made) == 2 and made[1] in ("latin1", "latin-1"):
             return made[0].encode("latin1")
-        leaf = leaf_of(name, made)
+        leaf = make_leaf(name, made)
         if leaf is not None or not made:
             return {} if leaf is None else leaf
         return made[0] if len(made) == 1 else list(made)
 
     def _arguments_of(self, item: Any) -> tuple[Any, ...]:
-        """Return with what an object was to be made, beyond its class."""
-        if not isinstance(item, (self._stand_in, Record)):
-            return self._dicts[id(item)][1] if id(item) in self._dicts else ()
+        """Return the arguments that an object was created with, without its class."""
+        if not isinstance(item, (StandIn, Record)):
+            return self._containers[id(item)][1] if id(item) in self._containers else ()
         if "_reconstructor" in (item.kind.name if isinstance(item, Record) else item.kind):
-            # Its class, a base of Python's own, and what that base holds.
+            # The arguments are the class, a base class of Python's own, and the content of that base.
             return tuple(each for each in item.arguments[2:] if each is not None)
         return item.arguments
 
-    def _with_arguments(self, item: Any, name: str | None, held: Any) -> Any:
-        """Return a container with what an object holds; what that was to be made with is noted where it is lost."""
+    def _with_arguments(self, item: Any, name: str | None, content: Any) -> Any:
+        """Return the container for the content of an object. Arguments that it cannot express are noted as dropped."""
         try:
             arguments = tuple(map(self._plain, self._arguments_of(item)))
         except _NotPlainError:
             arguments = None
-        found = container_of(name or "", arguments, held) if arguments is not None else None
+        found = make_container(name or "", arguments, content) if arguments is not None else None
         if found is None and arguments != ():
-            self._dropped.append(f"the arguments with which {name} was made")
-        return held if found is None else found
+            self._dropped.append(f"the arguments with which {name} was created")
+        return content if found is None else found
 
-    def _keyed(self, pairs: Iterable[tuple[Any, Any]], plain: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Return a dict with plain keys."""
+    def _with_plain_keys(self, pairs: Iterable[tuple[Any, Any]], plain: Callable[[Any], Any]) -> dict[Any, Any]:
+        """Return a dict with plain keys and values."""
         made: dict[Any, Any] = {}
         for key, child in pairs:
             plain_key = self._key(key)
@@ -281,8 +279,8 @@ class PlainFields:
         return made
 
 
-def _united(*parts: dict[Any, Any]) -> dict[Any, Any]:
-    """Return all that the dicts hold; what two of them hold, and is not the same, is not plain."""
+def _union(*parts: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the union of the dicts; raise if two of them have different values for one key."""
     made: dict[Any, Any] = {}
     for part in parts:
         if not all(_is_same(made[key], part[key]) for key in made.keys() & part.keys()):
@@ -295,12 +293,12 @@ def _is_same(one: Any, other: Any) -> bool:
     try:
         return one is other or (repr(one) == repr(other) and bool(one == other))
     except (ValueError, RuntimeError):
-        # Arrays are not compared.
+        # Arrays cannot be compared this way.
         return False
 
 
 def _with_members(item: Any, members: list[Any]) -> Any:
-    """Return members in place of those of a sequence or a set; a list where they can be no members of a set."""
+    """Return the sequence or set with other members; a list if a set cannot contain them."""
     if not isinstance(item, list) and all(one is other for one, other in zip(members, item, strict=True)):
         return item
     try:
@@ -310,13 +308,13 @@ def _with_members(item: Any, members: list[Any]) -> Any:
     return made if len(made) == len(members) else sorted(members, key=repr)
 
 
-def _numpy_thing(item: Any, plain: Callable[[Any], Any]) -> Any:
-    """Return the array or the scalar that a pickle describes, of plain numbers."""
+def _numpy_value(item: Any, plain: Callable[[Any], Any]) -> Any:
+    """Return the array or scalar that a pickle describes, for numeric dtypes only."""
     import numpy as np
 
     try:
         if len(item.arguments) == 4:
-            # As the pickles of protocol 5 have it.
+            # Protocol 5.
             content, dtype, shape, layout = item.arguments
         elif item.state is None:
             (dtype, content), shape, layout = item.arguments, None, "C"

@@ -1,22 +1,12 @@
-"""Export: the tensors of a restored state as one safetensors file; import comes with the other importers.
+"""Read safetensors files: the header with its checks, and a file as a flat dict of tensors.
+
+Neither torch nor a child process is needed, because the format contains no code. The tensors' bytes are read when the
+commit needs them. The checks are those of the format's own reader (huggingface/safetensors:safetensors/src/tensor.rs),
+and it refuses the same files: a gap, an overlap or bytes after the last tensor are damage, or hide something.
 
 Invariants:
-- The bytes in the file are the tensors' bytes; nothing is converted, but for big-endian arrays.
-- What does not fit is told, never dropped in silence. No tensor is written twice: one that stands at two
-  paths is written under the first, and the file's metadata says for the other where it is, as transformers does.
-
-Read the header of a safetensors file: which tensors it holds, and where; their bytes are not touched.
-
-The rules are those of the format's own reader (huggingface/safetensors:safetensors/src/tensor.rs), what it refuses
-included: a gap, an overlap or a byte behind the last tensor could hide something, or is damage. Metadata is free text:
-no tensor is made of it, but for the names that our own export gives one tensor twice.
-
-Invariants:
-- Everything is checked against the file's length before anything of a size that the file claims is allocated.
-
-A safetensors file as a state: a flat dict of its tensors, whose bytes are read from it as a commit asks for them.
-
-Neither torch nor a child process is needed: the format holds no code, and its header is checked before it is believed.
+- Everything is checked against the length of the file before anything of a claimed size is allocated.
+- Metadata creates no tensors, except the second names that our own export writes.
 """
 
 from __future__ import annotations
@@ -25,29 +15,25 @@ import json
 import math
 import os
 import struct
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckstore.errors import MalformedError, NotFoundError, UnsupportedError, UsageError
+from ckstore.errors import MalformedError, NotFoundError, UnsupportedError
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import DictNode, TensorNode, format_path
-from ckstore.ops.interop.files import named_leaves, new_file
-from ckstore.ops.interop.foreign_state import Loaded, skipped_by
-from ckstore.ops.interop.storages import FileStorage, OpenFile
+from ckstore.ops.interop.foreign_state import FileStorage, LoadedState, OpenFile, find_skip_reason
 from ckstore.state.capture import Captured
 from ckstore.state.tensors import HostStorage
 
 HEADER_NBYTES_MAX = 100_000_000
-"""Readers of the format refuse longer ones."""
+"""Readers of the format refuse longer headers."""
 
 SAME_TENSORS = "ckstore.same_tensors"
-"""Key of the metadata under which an export says, as JSON, which names are other tensors of the file."""
+"""Metadata key of our own export. Its value is a JSON object: second name of a tensor -> name in the file."""
 
-_BLOCK_NBYTES = 64 << 20
-_TORCH = {
+TORCH_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -69,7 +55,7 @@ _TORCH = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float4_e2m1fn_x2": "F4",
 }
-_NUMPY = {
+NUMPY_DTYPES = {
     "b1": "BOOL",
     "u1": "U8",
     "i1": "I8",
@@ -86,181 +72,31 @@ _NUMPY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What an export wrote.
-
-    Attributes:
-        tensor_count: Tensors in the file.
-        nbytes: Their bytes.
-        shared: Path -> the path under which the same tensor was written.
-        left_out: Path -> why it is not in the file.
-    """
-
-    tensor_count: int
-    nbytes: int
-    shared: dict[str, str]
-    left_out: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    dtype: str
-    shape: tuple[int, ...]
-    itemsize: int
-    nbytes: int
-    content: Callable[[], memoryview]
-    identity: tuple[object, ...]
-    library: str
-
-
-def export_safetensors(
-    state: Any,
-    target: Path,
-    *,
-    force: bool = False,
-    metadata: Mapping[str, str] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Exported:
-    """Write every tensor of a state to a safetensors file, under its dotted path.
-
-    Args:
-        state: What ``Store.restore`` returned.
-        target: The file; it appears whole and durable, or not at all.
-        force: Replace a file that has the name.
-        metadata: Strings to put into the file.
-        on_progress: Called now and then with bytes written and bytes in all.
-
-    Raises:
-        NotFoundError: There is no tensor in the state that the format knows.
-        UsageError: Two tensors have one dotted path, or the file exists.
-    """
-    items, shared, left_out = _collect(state)
-    if not items:
-        raise NotFoundError("there is no tensor to export", todo="look at the checkpoint with `ckstore show`")
-    # Wide elements first, as the format's own writer does, so that every tensor is aligned.
-    names = sorted(items, key=lambda name: (-items[name].itemsize, name))
-    texts = {"format": "pt" if any(item.library == "torch" for item in items.values()) else "np"}
-    if shared:
-        texts[SAME_TENSORS] = json.dumps(shared, ensure_ascii=False)
-    header: dict[str, Any] = {"__metadata__": {**texts, **(metadata or {}), **shared}}
-    total = 0
-    for name in names:
-        item = items[name]
-        offsets = [total, total + item.nbytes]
-        header[name] = {"dtype": item.dtype, "shape": item.shape, "data_offsets": offsets}
-        total += item.nbytes
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > HEADER_NBYTES_MAX:
-        raise UsageError("the names of the tensors make too long a header", todo="export fewer of them")
-    with new_file(target, force=force) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        done = 0
-        for name in names:
-            content = items[name].content()
-            for begin in range(0, len(content), _BLOCK_NBYTES):
-                done += file.write(content[begin : begin + _BLOCK_NBYTES])
-                if on_progress is not None:
-                    on_progress(done, total)
-    return Exported(len(items), total, shared, left_out)
-
-
-def _collect(state: Any) -> tuple[dict[str, _Item], dict[str, str], dict[str, str]]:
-    items: dict[str, _Item] = {}
-    written: dict[tuple[object, ...], str] = {}
-    shared: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    for name, leaf in named_leaves(state):
-        item = _item_of(leaf)
-        if isinstance(item, str):
-            left_out[name] = item
-        elif name == "__metadata__":
-            raise UsageError("the format reserves this name", where=name, todo="export other leaves")
-        elif item.nbytes and item.identity in written:
-            shared[name] = written[item.identity]
-        else:
-            items[name] = item
-            written[item.identity] = name
-    return items, shared, left_out
-
-
-def _item_of(leaf: Any) -> _Item | str:
-    """Return how to write a leaf, or why it cannot be."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        return _torch_item(leaf)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(leaf, numpy.ndarray):
-        return _numpy_item(leaf)
-    return f"a plain value ({type(leaf).__name__}), not a tensor"
-
-
-def _torch_item(leaf: Any) -> _Item | str:
-    import torch
-
-    name = str(leaf.dtype).removeprefix("torch.")
-    if name not in _TORCH:
-        return f"dtype {name} is not in the format"
-
-    shape = tuple(leaf.shape)
-    if _TORCH[name] == "F4":
-        if not shape:
-            return "a scalar of four-bit elements is not in the format"
-        # torch counts pairs, the format elements; and torch copies no elements of this dtype.
-        shape = (*shape[:-1], 2 * shape[-1])
-        leaf = leaf.detach().view(torch.uint8)
-
-    def content() -> memoryview:
-        flat = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return memoryview(flat.view(torch.uint8).numpy())
-
-    identity = ("torch", leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride())
-    itemsize = leaf.dtype.itemsize
-    return _Item(_TORCH[name], shape, itemsize, leaf.numel() * itemsize, content, identity, "torch")
-
-
-def _numpy_item(leaf: Any) -> _Item | str:
-    import numpy as np
-
-    name = f"{leaf.dtype.kind}{leaf.dtype.itemsize}"
-    if name not in _NUMPY or leaf.dtype.fields is not None:
-        return f"dtype {leaf.dtype} is not in the format"
-
-    def content() -> memoryview:
-        flat = np.ascontiguousarray(leaf, dtype=leaf.dtype.newbyteorder("<")).reshape(-1)
-        return flat.view(np.uint8).data
-
-    address = leaf.__array_interface__["data"][0]
-    identity = ("numpy", address, leaf.dtype.str, leaf.shape, leaf.strides)
-    return _Item(_NUMPY[name], leaf.shape, leaf.dtype.itemsize, leaf.nbytes, content, identity, "numpy")
-
-
 RANK_MAX = 64
 _ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""Bytes of one element as torch has it; of ``F4``, two of which share a byte, those of a pair."""
+"""Bytes per element in torch. For ``F4``, where a byte holds two elements, bytes per pair."""
 
-_TORCH_NAMES = {name: dtype for dtype, name in _TORCH.items()}
-_NUMPY_NAMES = {name: dtype for dtype, name in _NUMPY.items()}
+_TORCH_NAMES = {name: dtype for dtype, name in TORCH_DTYPES.items()}
+_NUMPY_NAMES = {name: dtype for dtype, name in NUMPY_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor.
+    """One tensor in a header.
 
     Attributes:
         name: Its name.
-        library: ``"torch"`` or ``"numpy"``.
-        dtype: As torch names it, or numpy: the file's metadata says for whom it was written.
+        library: ``"torch"`` or ``"numpy"``, from the file's metadata.
+        dtype: The dtype as that library names it.
         shape: Length of each dimension.
-        itemsize: Bytes of one element.
-        element_width: Bytes of the unit that its elements are made of: half of a complex one.
-        is_float: Whether these are floating-point numbers.
+        itemsize: Bytes per element.
+        element_width: Bytes of the number that elements consist of: half of the itemsize for complex elements.
+        is_float: Whether these numbers are floating-point.
         offset: Where its bytes begin in the file.
-        nbytes: How many there are.
+        nbytes: Number of bytes.
     """
 
     name: str
@@ -276,13 +112,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds.
+    """The header of a file.
 
     Attributes:
-        library: ``"torch"``, or ``"numpy"`` where the file says that it was written for that.
-        entries: Its tensors, in the order of the header.
-        same: Names of tensors that are others, and which: our own export writes them once.
-        perhaps_same: Keys of the metadata whose text is the name of a tensor; they make none.
+        library: ``"numpy"`` if the metadata says so, else ``"torch"``.
+        entries: The tensors, in the order of the header.
+        same: Second name of a tensor -> its name in the file, from our own export.
+        perhaps_same: Metadata keys whose text is the name of a tensor. They create none.
     """
 
     library: str
@@ -292,7 +128,7 @@ class Header:
 
 
 def read_header(read: Callable[[int, int], bytes | memoryview], nbytes: int, *, where: object = None) -> Header:
-    """Read the header.
+    """Read and check the header.
 
     Args:
         read: Returns the bytes at (offset, nbytes).
@@ -300,38 +136,38 @@ def read_header(read: Callable[[int, int], bytes | memoryview], nbytes: int, *, 
         where: The file, for messages.
 
     Raises:
-        MalformedError: It is no safetensors file, or a damaged one.
+        MalformedError: It is not a safetensors file, or a damaged one.
         UnsupportedError: A tensor has a dtype that cannot be stored.
     """
     if nbytes < 8:
-        raise MalformedError("a safetensors file has at least 8 bytes", where=where)
+        raise MalformedError("the file is too short for a safetensors header", where=where)
     header_nbytes = struct.unpack("<Q", bytes(read(0, 8)))[0]
     if header_nbytes > min(HEADER_NBYTES_MAX, nbytes - 8):
-        raise MalformedError("the header is longer than the file, or than may be", where=where)
+        raise MalformedError("the safetensors header is longer than the file, or than the format allows", where=where)
     table = _parsed(bytes(read(8, header_nbytes)), where)
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise MalformedError("the metadata of a safetensors file holds other things than text", where=where)
+        raise MalformedError("the metadata of a safetensors file contains a value that is not text", where=where)
     library = "numpy" if metadata.get("format") in ("np", "numpy") else "torch"
     entries = tuple(_entry(name, facts, 8 + header_nbytes, library, where) for name, facts in table.items())
     _check_places(entries, 8 + header_nbytes, nbytes, where)
     names = {entry.name for entry in entries}
     same = _same_tensors(metadata, names, where)
-    # As safetensors.torch.save_model writes it, or any text that happens to be the name of a tensor.
+    # safetensors.torch.save_model writes tied tensors like this, but any text may equal the name of a tensor.
     perhaps = [name for name, text in metadata.items() if text in names and name not in names and name not in same]
     return Header(library, entries, same, tuple(perhaps))
 
 
 def _same_tensors(metadata: dict[str, str], names: set[str], where: object) -> dict[str, str]:
-    """Return what our own export says of tensors that stand at two paths."""
+    """Return the second names of tensors that our own export wrote."""
     if SAME_TENSORS not in metadata:
         return {}
     try:
         same = json.loads(metadata[SAME_TENSORS])
-        is_sound = all(name not in names and other in names for name, other in same.items())
+        is_valid = all(name not in names and other in names for name, other in same.items())
     except (ValueError, AttributeError, TypeError, RecursionError):
-        is_sound = False
-    if not is_sound:
+        is_valid = False
+    if not is_valid:
         raise MalformedError(f"the metadata {SAME_TENSORS!r} of a safetensors file is malformed", where=where)
     return dict(same)
 
@@ -340,17 +176,17 @@ def _parsed(encoded: bytes, where: object) -> dict[str, Any]:
     def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise MalformedError("the header of a safetensors file has a name twice", where=where)
+            raise MalformedError("the header of a safetensors file contains a name twice", where=where)
         return found
 
     try:
         if not encoded.startswith(b"{"):
-            raise ValueError("it does not begin with a brace")
+            raise ValueError("it does not begin with '{'")
         table = json.loads(encoded, object_pairs_hook=refuse_twice)
     except (ValueError, RecursionError) as problem:
-        raise MalformedError(f"the header of a safetensors file is no JSON ({problem})"[:300], where=where) from None
+        raise MalformedError(f"the header of a safetensors file is not JSON ({problem})"[:300], where=where) from None
     if not isinstance(table, dict):
-        raise MalformedError("the header of a safetensors file is no table", where=where)
+        raise MalformedError("the header of a safetensors file is not a JSON object", where=where)
     return table
 
 
@@ -366,7 +202,7 @@ def _entry(name: str, facts: Any, begin: int, library: str, where: object) -> En
     if not lists_are_sound or len(offsets) != 2 or len(shape) > RANK_MAX or not isinstance(kind, str):
         raise MalformedError("an entry of a safetensors file is malformed", where=where)
     if library == "numpy" and kind not in _NUMPY_NAMES:
-        # What numpy has no dtype for comes back as a tensor of torch.
+        # A dtype that numpy lacks becomes a torch tensor.
         library = "torch"
     names = _NUMPY_NAMES if library == "numpy" else _TORCH_NAMES
     if kind not in names:
@@ -376,9 +212,9 @@ def _entry(name: str, facts: Any, begin: int, library: str, where: object) -> En
     itemsize = _ITEMSIZES[kind]
     nbytes = offsets[1] - offsets[0]
     if kind == "F4":
-        shape = _pairs(shape, where)
+        shape = _shape_in_pairs(shape, where)
     if nbytes != math.prod(shape) * itemsize:
-        raise MalformedError("a tensor has not as many bytes as its shape says", where=where)
+        raise MalformedError("the byte count of a tensor does not match its shape", where=where)
     is_complex = kind == "C64"
     return Entry(
         name=name,
@@ -393,39 +229,41 @@ def _entry(name: str, facts: Any, begin: int, library: str, where: object) -> En
     )
 
 
-def _pairs(shape: list[int], where: str) -> list[int]:
-    """Return the shape in pairs of elements, as torch counts those of four bits."""
+def _shape_in_pairs(shape: list[int], where: str) -> list[int]:
+    """Return the shape in pairs of four-bit elements, which is how torch counts them."""
     if not shape or shape[-1] % 2:
         raise MalformedError("a tensor of four-bit elements has an odd number of them in a row", where=where)
     return [*shape[:-1], shape[-1] // 2]
 
 
 def _numpy_dtype(code: str) -> str:
-    """Return numpy's ``dtype.str``: single bytes have no order."""
+    """Return numpy's ``dtype.str``. Single-byte dtypes have no byte order."""
     return f"{'|' if code.endswith('1') else '<'}{code}"
 
 
 def _check_places(entries: tuple[Entry, ...], begin: int, end: int, where: object) -> None:
-    behind = begin
+    end_of_tensors = begin
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
-        if entry.offset != behind:
-            raise MalformedError("tensors of a safetensors file overlap, or leave a gap", where=where)
-        behind += entry.nbytes
-    if behind > end:
+        if entry.offset != end_of_tensors:
+            raise MalformedError("the tensors of a safetensors file overlap or leave a gap", where=where)
+        end_of_tensors += entry.nbytes
+    if end_of_tensors > end:
         raise MalformedError(
-            f"the safetensors file ends early: {behind - end} bytes are missing", where=where,
+            f"the safetensors file ends early: {end_of_tensors - end} bytes are missing at the end", where=where,
             todo="copy or download it again",
         )  # fmt: skip
-    if behind < end:
-        raise MalformedError(f"the safetensors file has {end - behind} bytes behind its last tensor", where=where)
+    if end_of_tensors < end:
+        raise MalformedError(
+            f"the safetensors file has {end - end_of_tensors} bytes after its last tensor", where=where
+        )
 
 
-def open_safetensors(path: Path, *, key: str = "", skip: Sequence[str] = ()) -> Loaded:
-    """Return the tensors of a file; they keep it open.
+def open_safetensors(path: Path, *, key: str = "", skip: Sequence[str] = ()) -> LoadedState:
+    """Return the tensors of a file. They keep the file open.
 
     Args:
         path: The file.
-        key: The key that it gets in the state; empty: it is the whole state.
+        key: The key of this file in the whole state; empty if it is the whole state.
         skip: Globs over dotted paths of tensors that are left out.
 
     Raises:
@@ -439,8 +277,8 @@ def open_safetensors(path: Path, *, key: str = "", skip: Sequence[str] = ()) -> 
     header = read_header(file.read, file.nbytes, where=path)
     warnings = (
         [
-            f"The metadata of {path.name} has the names of tensors as texts ({', '.join(header.perhaps_same[:5])}). "
-            "If these are tied tensors, restore into a model that ties them; no tensors were made of them."
+            f"The metadata of {path.name} maps {', '.join(header.perhaps_same[:5])} to names of tensors. If these are "
+            "tied tensors, restore into a model that ties them; they were not imported as tensors."
         ]
         if header.perhaps_same
         else []
@@ -451,7 +289,7 @@ def open_safetensors(path: Path, *, key: str = "", skip: Sequence[str] = ()) -> 
     prefix: tuple[str, ...] = (key,) if key else ()
     left_out: dict[str, str] = {}
     for entry in header.entries:
-        why = skipped_by((*prefix, entry.name), skip)
+        why = find_skip_reason((*prefix, entry.name), skip)
         if why is not None:
             left_out[format_path((*prefix, entry.name))] = why
             continue
@@ -460,12 +298,12 @@ def open_safetensors(path: Path, *, key: str = "", skip: Sequence[str] = ()) -> 
         tensors.append(TensorSpec(entry.library, entry.dtype, entry.shape, strides, len(storages), 0))
         storages.append(FileStorage(file, entry.offset, entry.nbytes, entry.element_width, entry.is_float))
     for name, other in header.same.items():
-        if other in index_of and skipped_by((*prefix, name), skip) is None:
+        if other in index_of and find_skip_reason((*prefix, name), skip) is None:
             index_of[name] = index_of[other]
-    # Sorted by name: the order in the file follows dtypes, and says nothing of the model.
+    # Sorted by name, because the order in the file only follows the dtypes.
     names = tuple(sorted(index_of))
     nodes = tuple(TensorNode(index_of[name]) for name in names)
-    return Loaded(Captured(DictNode("dict", names, nodes), [], tensors, storages, warnings), left_out)
+    return LoadedState(Captured(DictNode("dict", names, nodes), [], tensors, storages, warnings), left_out)
 
 
 def _strides(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:

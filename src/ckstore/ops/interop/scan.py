@@ -1,14 +1,8 @@
-"""Every file below a folder, each looked at once by its name, so that an import can account for all of them.
+"""List the files below a folder, and classify them by name and by their first bytes.
 
-Nothing is opened. What a file may hold is told from its name: a state, a part of one, or nothing that training needs.
-
-What the name of a file says of the checkpoint in it: its step, its metrics, its place among its shards.
-
-Pure: names only, nothing is opened.
-
-What a file is that cannot be a checkpoint: a pointer, a page, an archive, a download that ended early.
-
-Names promise what a file holds; its first bytes, and the last ones of an archive, say what it is.
+Three parts: what a name says (`step_of_name`, `metrics_of_name`, `shard_of_name`), the listing of a folder (`scan`,
+which opens nothing), and `detect_kind`, which reads a file's first bytes and refuses what is not a checkpoint: a
+pointer, an HTML page, an archive, a truncated download.
 """
 
 from __future__ import annotations
@@ -25,14 +19,14 @@ from ckstore.config import STEP_MAX
 from ckstore.errors import BackendError, CorruptError, NotFoundError, UsageError
 
 _STEP_WORDS = r"(?:global_?step|steps?|iter(?:ation)?s?|it|checkpoint|ckpt|batch(?:es)?|ba|update)"
-# A count of thousands or millions: 10k, 1.5M.
+# May count thousands or millions: 10k, 1.5M.
 _COUNT = r"([0-9]{1,18}(?:\.[0-9]{1,3}(?=[kKmM]))?(?:[kKmM](?![A-Za-z]))?)(?![0-9])"
 _STEP = re.compile(rf"(?:^|[^a-z]){_STEP_WORDS}[-_=:.]?{_COUNT}", re.ASCII | re.IGNORECASE)
 _STEP_BEFORE = re.compile(
     r"(?<![0-9.])([0-9]{1,18}[kKmM]?)[-_]?(?:steps?|iters?|it|ba)(?![a-z])", re.ASCII | re.IGNORECASE
 )
 _EPOCH = re.compile(r"(?:^|[^a-z])(?:epochs?|ep)[-_=:.]?([0-9]{1,18})(?![0-9])", re.ASCII | re.IGNORECASE)
-# By itself, or behind a word for a state: the number in resnet50, v2, fp16 or 7b counts no steps.
+# Alone, or after a word for a state. The number in resnet50, v2, fp16 or 7b is not a step.
 _NUMBER = re.compile(
     r"(?:^|[-_= ]|model|weights|state|snapshot|save)([0-9]{1,18})(?=$|[-_= ])", re.ASCII | re.IGNORECASE
 )
@@ -49,7 +43,7 @@ _DATE = re.compile(
 )
 # A bare run of digits: a date, with or without a time, or seconds or milliseconds since 1970.
 _STAMP = re.compile(rf"(?<![0-9])(?:{_YEAR}{_MONTH}{_DAY}{_TIME}|1[4-9][0-9]{{8}}(?:[0-9]{{3}})?)(?![0-9])", re.ASCII)
-# Only these say of a run of digits that looks like a date that it is a step all the same.
+# After one of these words, digits that look like a date are a step.
 _COUNTS_STEPS = re.compile(r"(?:step|steps|iter|iters|iteration|iterations)[-_=:.]?$", re.ASCII | re.IGNORECASE)
 _UNFINISHED = re.compile(
     r"^[._]?(?:tmp|temp|incomplete|partial)[-_.]"
@@ -62,26 +56,26 @@ NOT_METRICS = frozenset({"step", "epoch", "global_step", "iter", "iteration", "v
 
 
 def step_of_name(name: str) -> int | None:
-    """Return the step that a name states in so many words: ``checkpoint-500``, ``epoch=3-step=1200``, ``ba100``."""
+    """Return the step that a name states explicitly: ``checkpoint-500``, ``epoch=3-step=1200``, ``ba100``."""
     bare = _without_dates(name)[0]
     found = _STEP.findall(bare) or _STEP_BEFORE.findall(bare)
-    return _bounded(found[-1]) if found else None
+    return _step_of_count(found[-1]) if found else None
 
 
 def number_of_name(name: str) -> int | None:
-    """Return the number in a name that has one and not more, such as ``model_1000``; an epoch's too."""
+    """Return the only number or epoch in a name, as in ``model_1000``; None if there are none or several."""
     bare = _without_dates(name)[0]
     found = _EPOCH.findall(bare) or _NUMBER.findall(bare)
-    return _bounded(found[0]) if len(found) == 1 else None
+    return _step_of_count(found[0]) if len(found) == 1 else None
 
 
 def dates_in_name(name: str) -> list[str]:
-    """Return the dates and times in a name, which are no steps: ``20240115`` of ``run-20240115``."""
+    """Return the dates and times in a name, which are not steps: ``20240115`` of ``run-20240115``."""
     return _without_dates(name)[1]
 
 
 def is_unfinished(name: str) -> bool:
-    """Say whether a name is one that writers give to what they have not finished: ``tmp-checkpoint-8``."""
+    """Return whether writers use such a name for an unfinished save: ``tmp-checkpoint-8``."""
     return _UNFINISHED.search(name) is not None
 
 
@@ -97,7 +91,7 @@ def _without_dates(name: str) -> tuple[str, list[str]]:
     return _STAMP.sub(drop, _DATE.sub(drop, name)), dates
 
 
-def _bounded(count: str) -> int | None:
+def _step_of_count(count: str) -> int | None:
     unit = {"k": 1000, "m": 1_000_000}.get(count[-1].lower(), 1)
     digits = count if unit == 1 else count[:-1]
     whole, _, part = digits.partition(".")
@@ -106,24 +100,24 @@ def _bounded(count: str) -> int | None:
 
 
 def metrics_of_name(name: str) -> dict[str, float]:
-    """Return what a name says of metrics, as Lightning writes them: ``epoch=3-step=1200-val_loss=0.31``."""
+    """Return the metrics in a name as Lightning writes them: ``epoch=3-step=1200-val_loss=0.31``."""
     return {key: float(value) for key, value in _METRIC.findall(name) if key.lower() not in NOT_METRICS}
 
 
 def shard_of_name(stem: str) -> tuple[str, int, int] | None:
-    """Return of ``model-00002-of-00003`` the name of the whole, the number of the shard, and how many there are."""
+    """Return name of the whole, shard number and shard count of ``model-00002-of-00003``."""
     found = _SHARD.fullmatch(stem)
     return (found[1], int(found[2]), int(found[3])) if found else None
 
 
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key by which names are sorted as people do: ``model_9`` before ``model_10``."""
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that compares numbers by value: ``model_9`` before ``model_10``."""
     parts = _DIGITS.split(name)
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts if part)
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Say whether a glob matches a path: ``*`` stays within a name, ``**`` crosses folders."""
+    """Return whether a glob matches a path: ``*`` stays within a name, ``**`` crosses folders."""
     return _match(path.split("/"), pattern.strip("/").split("/"))
 
 
@@ -142,7 +136,7 @@ INDEX_SUFFIX = ".index.json"
 DCP_FILE = ".metadata"
 DCP_SUFFIX = ".distcp"
 FILES_MAX = 200_000
-"""Files of a folder that are listed; more are a mistake in the path."""
+"""Limit of files to list. More are a mistake in the path."""
 
 _DEPTH_MAX = 16
 _ARCHIVE_SUFFIXES = (".zip", ".gz", ".tgz", ".zst", ".xz", ".bz2", ".7z", ".rar", ".lz4")
@@ -151,13 +145,13 @@ _SUFFIXES_WITHOUT_STATE = frozenset(
         *(".txt", ".md", ".rst", ".log", ".out", ".err", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".cfg", ".ini"),
         *(".html", ".xml", ".tex", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".mp4", ".wav"),
         *(".py", ".pyc", ".pyi", ".ipynb", ".sh", ".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".so", ".o", ".diff"),
-        # Vocabularies of tokenizers, and templates of chats.
+        # Tokenizer vocabularies and chat templates.
         *(".model", ".vocab", ".bpe", ".tiktoken", ".jinja", ".jinja2"),
         *(".wandb", ".lock", ".pid", ".patch", ".sha256", ".md5", ".gitignore", ".gitattributes"),
     )
 )
 _TEXT_SUFFIXES = frozenset((".json", ".csv", ".tsv", ".txt", ".yaml", ".yml"))
-"""Within the folder of a checkpoint these may hold a state, unless their names are known."""
+"""In a checkpoint's folder these may contain state, unless their names are those of settings."""
 
 _NAMES_OF_SETTINGS = re.compile(
     r"(?:.*[_.-])?(?:config|args|hparams|params|settings|requirements|environment)"
@@ -184,13 +178,13 @@ _SKIPPED_FOLDERS = frozenset({".git", "__pycache__", "node_modules"})
 
 @dataclass(slots=True)
 class Folder:
-    """One folder, with what is in it, in natural order.
+    """One folder and its content, in natural order.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
         name: Its path below the source; empty for the source itself.
         files: Its files.
-        folders: Its folders.
+        folders: Its subfolders.
     """
 
     path: Path
@@ -199,7 +193,7 @@ class Folder:
     folders: list[Folder] = field(default_factory=list)
 
     def holds(self, name: str) -> bool:
-        """Say whether a file of this name is in it."""
+        """Return whether it contains a file of this name."""
         return any(file.name == name for file in self.files)
 
     def all_files(self) -> Iterator[Path]:
@@ -211,12 +205,12 @@ class Folder:
 
 @dataclass(slots=True)
 class Scan:
-    """What lies below a folder.
+    """The content of a folder.
 
     Attributes:
         root: The folder.
-        left_out: Path below it -> why nothing more is done with it.
-        patterns_used: Which globs of what to leave out have matched.
+        left_out: Path below it -> reason why it is ignored.
+        patterns_used: The ``--exclude`` globs that have matched.
     """
 
     root: Folder
@@ -225,7 +219,7 @@ class Scan:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """Return how a file is read, by its name; None: not at all."""
+    """Return the format that a file's name promises; None if it is not read at all."""
     if path.suffix == SAFETENSORS_SUFFIX:
         return "safetensors"
     if path.suffix in TORCH_SUFFIXES or path.suffix in PICKLE_SUFFIXES:
@@ -234,11 +228,11 @@ def kind_of_file(path: Path) -> str | None:
 
 
 def may_hold_state(path: Path, *, is_in_checkpoint: bool = False) -> bool:
-    """Say whether a file may hold what training needs, by its name; settings and logs do not.
+    """Return whether a file may contain state, by its name. Settings and logs do not.
 
     Args:
         path: The file.
-        is_in_checkpoint: It lies in the folder of a checkpoint, where texts and tables may hold a state too.
+        is_in_checkpoint: It is in a checkpoint's folder, where texts and tables may contain state too.
     """
     if kind_of_file(path) is not None:
         return True
@@ -250,35 +244,35 @@ def may_hold_state(path: Path, *, is_in_checkpoint: bool = False) -> bool:
     return suffix not in _SUFFIXES_WITHOUT_STATE and suffix != ".json"
 
 
-def why_unread(path: Path) -> str:
-    """Return why a file that may hold a state is part of no checkpoint."""
+def unread_reason(path: Path) -> str:
+    """Return why a file that may contain state is not part of a checkpoint."""
     if is_unfinished(path.name):
-        return "its name says that it was not finished"
+        return "its name says that its save was not finished"
     if path.suffix == DCP_SUFFIX or path.name == DCP_FILE:
-        return "torch.distributed.checkpoint wrote it, and the .metadata is missing: the save was not finished"
+        return "torch.distributed.checkpoint wrote it, but the .metadata is missing: the save was not finished"
     if path.suffix.lower() in _ARCHIVE_SUFFIXES:
-        return "an archive; unpack it, and import what was in it"
+        return "an archive; unpack it, and import its content"
     if kind_of_file(path) is not None:
-        return "it belongs to no checkpoint; import it by its own path, with --step"
+        return "it does not belong to a checkpoint; import it by its own path, with --step"
     return "files of this kind are not read"
 
 
 def scan(source: Path, exclude: Sequence[str]) -> Scan:
-    """List a folder and all folders in it.
+    """List a folder and its subfolders.
 
     Args:
         source: The folder.
         exclude: Globs of paths below it that are left out.
 
     Raises:
-        UsageError: It holds far too many files.
+        UsageError: It contains more than FILES_MAX files.
         BackendError: A folder cannot be listed.
     """
     return _Scanner(source, exclude).scan()
 
 
 class _Scanner:
-    """One scan; counts what it has seen."""
+    """One scan; it counts the files."""
 
     def __init__(self, source: Path, exclude: Sequence[str]) -> None:
         self._source = source
@@ -294,12 +288,14 @@ class _Scanner:
 
     def _fill(self, folder: Folder, depth: int) -> None:
         try:
-            entries = sorted(folder.path.iterdir(), key=lambda entry: natural(entry.name))
+            entries = sorted(folder.path.iterdir(), key=lambda entry: natural_key(entry.name))
         except OSError as problem:
             raise BackendError(f"the folder cannot be listed ({problem.strerror})", where=folder.path) from None
         self._count += len(entries)
         if self._count > FILES_MAX:
-            raise UsageError(f"the folder holds more than {FILES_MAX} files", where=self._source)
+            raise UsageError(
+                f"the folder contains more than {FILES_MAX} files", where=self._source, todo="name a folder in it"
+            )
         for entry in entries:
             name = f"{folder.name}/{entry.name}" if folder.name else entry.name
             if entry.is_dir():
@@ -308,9 +304,9 @@ class _Scanner:
                 folder.files.append(entry)
 
     def _enter(self, parent: Folder, folder: Folder, depth: int) -> None:
-        why = self._excluded(folder.name) or self._why_link_is_not_followed(folder.path)
+        why = self._excluded(folder.name) or self._ignored_link_reason(folder.path)
         if why is None and depth >= _DEPTH_MAX:
-            why = f"it lies more than {_DEPTH_MAX} folders deep"
+            why = f"it is more than {_DEPTH_MAX} folders deep"
         if why is not None:
             if why:
                 self._found.left_out[f"{folder.name}/"] = why
@@ -321,14 +317,14 @@ class _Scanner:
         if folder.path.name.startswith("."):
             hidden = [file for file in folder.all_files() if kind_of_file(file) is not None]
             if hidden:
-                self._found.left_out[f"{folder.name}/"] = f"a hidden folder ({hidden[0].name} is in it)"
+                self._found.left_out[f"{folder.name}/"] = f"a hidden folder (contains {hidden[0].name})"
             return
         parent.folders.append(folder)
 
     def _is_wanted(self, file: Path, name: str) -> bool:
         why = self._excluded(name)
         if why is None and file.is_symlink():
-            why = self._why_link_is_not_followed(file)
+            why = self._ignored_link_reason(file)
         if why is None and file.name.startswith(".") and file.name != DCP_FILE:
             why = "a hidden file" if may_hold_state(file) and kind_of_file(file) is not None else ""
         if why and may_hold_state(file):
@@ -342,15 +338,19 @@ class _Scanner:
                 return f"as asked for with --exclude {pattern}"
         return None
 
-    def _why_link_is_not_followed(self, path: Path) -> str | None:
-        """Return why; None: it is no link, or is followed; empty: what it names is listed under its own name."""
+    def _ignored_link_reason(self, path: Path) -> str | None:
+        """Return why a link is ignored.
+
+        Returns:
+            None: it is not a link, or it is followed. Empty: its target is listed under its own name.
+        """
         if not path.is_symlink():
             return None
         target = Path(os.path.realpath(path))
         if not target.exists():
             return f"a link to {target}, which is missing"
         if target in self._real_source.parents:
-            return "a link to a folder that holds the source"
+            return "a link to a folder that contains the source"
         is_listed = target.is_relative_to(self._real_source) and (target.is_dir() or kind_of_file(target) is not None)
         return "" if is_listed else None
 
@@ -361,7 +361,7 @@ _TAR_MAGIC_AT = 257
 _ZIP_END, _ZIP_END_NBYTES = b"PK\x05\x06", 22 + (1 << 16)
 _TEXT_BYTES = frozenset(range(32, 256)) | frozenset(b"\t\n\r")
 
-# The number with which torch.save began before torch 1.6, as it is pickled.
+# The pickled magic number at the start of files from before torch 1.6.
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _STARTS = (
@@ -376,23 +376,26 @@ _STARTS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "decompress it first"),
     (b"BZh", "compressed with bzip2", "decompress it first"),
     (b"\xfd7zXZ", "compressed with xz", "decompress it first"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it, and import what was in it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it, and import its content"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it with torch.save"),
     (b"GGUF", "a GGUF file", "load it with the library that wrote it, and save it with torch.save"),
-    (b"\x93NUMPY", "an array of numpy.save", "load it with numpy, and save it with torch.save"),
+    (b"\x93NUMPY", "a numpy.save array", "load it with numpy, and save it with torch.save"),
 )
 
 
-def check_nature(path: Path, kind: str) -> str:
-    """Return how a file is read, having checked that it may be a checkpoint: its content counts, not its name.
+def detect_kind(path: Path, kind: str) -> str:
+    """Return the format of a file by its content, after checking that it may be a checkpoint.
 
     Args:
         path: The file.
-        kind: What its name says: ``"torch"``, ``"safetensors"`` or ``"json"``; ``"pickle"`` may be what it is.
+        kind: The format that its name promises: ``"torch"``, ``"safetensors"`` or ``"json"``.
+
+    Returns:
+        One of these, or ``"pickle"``.
 
     Raises:
         CorruptError: It is something else, or ends early; the message says what it is.
-        NotFoundError: There is no such file.
+        NotFoundError: The file does not exist.
         BackendError: It cannot be read.
     """
     try:
@@ -402,16 +405,16 @@ def check_nature(path: Path, kind: str) -> str:
             file.seek(max(0, nbytes - _ZIP_END_NBYTES))
             end = file.read(_ZIP_END_NBYTES) if head.startswith(b"PK\x03\x04") else b""
     except FileNotFoundError:
-        raise NotFoundError("there is no such file", where=path) from None
+        raise NotFoundError("no such file", where=path) from None
     except OSError as problem:
         raise BackendError(f"the file cannot be read ({problem.strerror})", where=path) from None
-    found = _what_else(head, nbytes, kind)
+    found = _not_a_checkpoint(head, nbytes, kind)
     if found is None and end and _ZIP_END not in end:
         found = "a zip archive that ends early", "copy or download it again"
     if found is None and head.startswith(b"PK\x03\x04") and not _is_zip_of_torch(head):
-        found = "a zip archive that torch.save did not write", "unpack it, and import what was in it"
+        found = "a zip archive that torch.save did not write", "unpack it, and import its content"
     if found is not None:
-        raise CorruptError(f"the file is no checkpoint: it is {found[0]}", where=path, todo=found[1])
+        raise CorruptError(f"the file is not a checkpoint: it is {found[0]}", where=path, todo=found[1])
     if kind == "torch" and _is_safetensors(head, nbytes):
         return "safetensors"
     if kind != "json" and head[:1] == b"\x80":
@@ -419,7 +422,7 @@ def check_nature(path: Path, kind: str) -> str:
     return "torch" if kind == "safetensors" and end else kind
 
 
-def _what_else(head: bytes, nbytes: int, kind: str) -> tuple[str, str] | None:
+def _not_a_checkpoint(head: bytes, nbytes: int, kind: str) -> tuple[str, str] | None:
     again = "copy or download it again"
     if nbytes == 0:
         return "empty", again
@@ -427,16 +430,16 @@ def _what_else(head: bytes, nbytes: int, kind: str) -> tuple[str, str] | None:
         if head.startswith(start):
             return what, todo
     if head.count(0) == len(head) and nbytes >= _HEAD_NBYTES:
-        return "zeros only where it begins, as a download that did not finish leaves it", again
+        return "an unfinished download, with zeros only in its first kilobyte", again
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
-        return "a tar archive", "unpack it, and import what was in it"
+        return "a tar archive", "unpack it, and import its content"
     if kind == "json":
         return None
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
-        return "an HTML page, such as a server sends in place of a file", again
+        return "an HTML page, perhaps a server's error message", again
     if text.startswith((b"<?xml", b"<error")):
-        return "an XML document, such as a server sends in place of a file", again
+        return "an XML document, perhaps a server's error message", again
     if all(byte in _TEXT_BYTES for byte in head) and max(head) < 128:
         return f"a text that begins with {head[:40].decode('ascii')!r}", again
     return _truncated_safetensors(head, nbytes) if kind == "safetensors" else None
@@ -444,7 +447,7 @@ def _what_else(head: bytes, nbytes: int, kind: str) -> tuple[str, str] | None:
 
 def _truncated_safetensors(head: bytes, nbytes: int) -> tuple[str, str] | None:
     if nbytes < 8:
-        return f"a file of {nbytes} bytes, and a safetensors file has at least 8", "copy or download it again"
+        return f"a file of {nbytes} bytes; a safetensors file has at least 8", "copy or download it again"
     (header_nbytes,) = struct.unpack("<Q", head[:8])
     if head[8:9] == b"{" and header_nbytes > nbytes - 8:
         return "a safetensors file that ends early", "copy or download it again"
@@ -458,7 +461,7 @@ def _is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def _is_zip_of_torch(head: bytes) -> bool:
-    """Say whether the first file of an archive is one that torch writes: all lie in one folder."""
+    """Return whether the first member of an archive is in a folder, as in every archive that torch.save writes."""
     if len(head) < 30:
         return False
     (length,) = struct.unpack("<H", head[26:28])

@@ -1,11 +1,13 @@
-"""Read what a pickle says without doing it: names of classes and functions stay names, and nothing is called.
+"""Read pickles without running them: `read_inert` for any pickle, stand-in classes for torch's own reader.
 
-Foreign checkpoints hold small pickles that describe where their tensors lie. An unpickler would import and call
-whatever they name; here a call becomes a ``Record`` of what was to be called with what, for the caller to look at.
+A normal unpickler imports and calls whatever the file names. `read_inert` replaces a class or function by a `Symbol`
+and a call by a `Record`; the caller decides what they mean. torch's ``weights_only=True`` reader creates objects of
+allowed classes only. `StandIns` creates an inert class under each name that is not allowed.
 
 Invariants:
-- Nothing is imported or called that the content names; opcodes that only a running program could honour are refused.
-- Memory is bounded by the content: an opcode makes at most one object, and parts are shared, never copied.
+- Nothing that the file names is imported or called. Opcodes that need a running program are refused.
+- `read_inert` takes memory in proportion to the file: an opcode makes at most one object, and parts are shared, not
+copied.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ from __future__ import annotations
 import io
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from ckstore.errors import MalformedError, UnsupportedError
 
 Stack = list[Any]
 
 
-# A capture stores dataclasses and named tuples. What nothing has made plain values of is to be refused there.
+# Symbol and Record are neither dataclasses nor named tuples. `capture` stores those, but must refuse these.
 class Symbol:
-    """A class or function that the content names, as a name."""
+    """A class or function that the pickle names."""
 
     __slots__ = ("module", "name")
 
@@ -42,14 +45,14 @@ class Symbol:
 
 
 class Record:
-    """What a call would have made.
+    """A call that the pickle asks for.
 
     Attributes:
-        kind: What was to be called.
-        arguments: With what.
-        state: What was to be put into the result; None where nothing was.
-        items: What was to be appended to it.
-        pairs: Keys and values that were to be set in it.
+        kind: The class or function.
+        arguments: The arguments of the call.
+        state: The state to set on the result, or None.
+        items: Items to append to the result.
+        pairs: Keys and values to set in the result.
     """
 
     __slots__ = ("arguments", "items", "kind", "pairs", "state")
@@ -62,7 +65,7 @@ class Record:
         self.pairs: list[tuple[Any, Any]] = []
 
     def field(self, name: str) -> Any:
-        """Return a field of its state, or None; of a state that is a tuple of two dicts too (slots)."""
+        """Return a field of the state, or None. The state of a class with slots is a tuple of two dicts."""
         states = self.state if isinstance(self.state, tuple) else (self.state,)
         for state in states:
             if isinstance(state, dict) and name in state:
@@ -71,32 +74,32 @@ class Record:
 
 
 class _Mark:
-    """Where a group of operands begins."""
+    """Marks where a group of operands begins on the stack."""
 
 
 _MARK = _Mark()
 
 
 def read_inert(content: bytes, *, where: object = None) -> Any:
-    """Return the object that a pickle describes, of dicts, lists, tuples, plain values, symbols and records.
+    """Return the object that a pickle describes, made of dicts, lists, tuples, plain values, symbols and records.
 
     Raises:
-        MalformedError: It is no pickle, or it contradicts itself.
-        UnsupportedError: It needs a running program: persistent ids, extension codes.
+        MalformedError: It is not a pickle, or it contradicts itself.
+        UnsupportedError: It needs a running program (persistent ids, extension codes).
     """
     reader = _Reader(where)
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
             reader.do(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, EOFError, UnicodeDecodeError, OverflowError) as problem:
-        raise MalformedError(f"this is no sound pickle ({problem})"[:300], where=where) from None
+        raise MalformedError(f"not a valid pickle ({problem})"[:300], where=where) from None
     if len(reader.stack) != 1 or not reader.has_stopped or reader.stack[0] is _MARK:
-        raise MalformedError("a pickle does not end as it should", where=where)
+        raise MalformedError("the pickle ends in the middle of an object", where=where)
     return reader.stack[0]
 
 
 class _Reader:
-    """The stack machine of a pickle, which calls nothing."""
+    """The stack machine of a pickle. It calls nothing."""
 
     def __init__(self, where: object) -> None:
         self.stack: Stack = []
@@ -105,7 +108,7 @@ class _Reader:
         self._where = where
 
     def do(self, name: str, argument: Any) -> None:
-        """Do what one opcode says."""
+        """Execute one opcode."""
         if name in _PUSHES:
             self.stack.append(argument)
         elif name in _CONSTANTS:
@@ -117,8 +120,8 @@ class _Reader:
             _ACTIONS[name](self, argument)
         elif name not in ("PROTO", "FRAME"):
             raise UnsupportedError(
-                f"a pickle has the opcode {name}, which needs a running program", where=self._where,
-                todo="save plain tensors, dicts and lists",
+                f"the pickle contains the opcode {name}, which only a running program can execute", where=self._where,
+                todo="save only tensors, dicts, lists and plain values",
             )  # fmt: skip
 
     def _last(self, count: int) -> Stack:
@@ -126,7 +129,7 @@ class _Reader:
             raise IndexError("the stack is empty")
         found = self.stack[len(self.stack) - count :]
         if any(each is _MARK for each in found):
-            raise ValueError("a mark is taken for an object")
+            raise ValueError("a mark is used as an object")
         return found
 
     def _since_mark(self) -> Stack:
@@ -135,80 +138,80 @@ class _Reader:
                 found = self.stack[index + 1 :]
                 del self.stack[index:]
                 return found
-        raise IndexError("a mark is missing")
+        raise IndexError("there is no mark on the stack")
 
     def stop(self, _: Any) -> None:
-        """Take what lies on the stack as the result."""
+        """Note that the pickle is complete."""
         self.has_stopped = True
 
     def pop(self, _: Any) -> None:
-        """Forget the top."""
+        """Drop the top of the stack."""
         self.stack.pop()
 
     def pop_mark(self, _: Any) -> None:
-        """Forget everything down to the mark."""
+        """Drop everything down to the mark."""
         self._since_mark()
 
     def duplicate(self, _: Any) -> None:
-        """Put the top on the stack again."""
+        """Push the top of the stack again."""
         self.stack.append(self.stack[-1])
 
     def put(self, index: int) -> None:
-        """Remember the top under a number."""
+        """Save the top of the stack in the memo under a number."""
         self._memo[index] = self.stack[-1]
 
     def memoize(self, _: Any) -> None:
-        """Remember the top under the next number."""
+        """Save the top of the stack in the memo under the next number."""
         self._memo[len(self._memo)] = self.stack[-1]
 
     def get(self, index: int) -> None:
-        """Put what was remembered on the stack."""
+        """Push an object from the memo."""
         self.stack.append(self._memo[index])
 
     def name(self, argument: str) -> None:
-        """Push a symbol that the opcode itself names."""
+        """Push the symbol that the opcode names."""
         module, _, name = argument.partition(" ")
-        # Pickles of the protocols 0 to 2 have the names that Python 2 had for its own types.
+        # Protocols 0 to 2 use the Python 2 names of Python's own types.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         self.stack.append(Symbol(module, name))
 
     def name_on_stack(self, _: Any) -> None:
-        """Push a symbol that the stack names."""
+        """Replace a module and a name on the stack by their symbol."""
         module, name = self._last(2)
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not text")
         self.stack[len(self.stack) - 2 :] = [Symbol(module, name)]
 
     def call(self, _: Any) -> None:
-        """Replace a function and its arguments by the record of a call."""
+        """Replace a function and its arguments by a record."""
         kind, arguments = self._last(2)
         self.stack[len(self.stack) - 2 :] = [_record(kind, arguments)]
 
     def call_with_names(self, _: Any) -> None:
-        """Do as ``call``, with keyword arguments, which are the last of the arguments."""
+        """Do the same with keyword arguments; they become the last positional argument."""
         kind, arguments, named = self._last(3)
         if not isinstance(arguments, tuple):
-            raise TypeError("what is called has no arguments")
+            raise TypeError("a call has no tuple of arguments")
         self.stack[len(self.stack) - 3 :] = [_record(kind, (*arguments, named) if named else arguments)]
 
     def build(self, _: Any) -> None:
-        """Put a state into a record."""
+        """Set the state of a record."""
         target, state = self._last(2)
         if not isinstance(target, Record):
-            raise TypeError("only a record takes a state")
+            raise TypeError("only an object can take a state")
         if target.state is not None:
             raise TypeError("an object has two states")
         target.state = state
         self.stack.pop()
 
     def append(self, _: Any) -> None:
-        """Append the top to a list."""
+        """Append the top of the stack to a list."""
         target, item = self._last(2)
         self.stack.pop()
         _extend(target, [item])
 
     def extend(self, _: Any) -> None:
-        """Append everything since the mark to a list, or add it to a set."""
+        """Append everything above the mark to a list, or add it to a set."""
         items = self._since_mark()
         _extend(self.stack[-1], items)
 
@@ -219,24 +222,24 @@ class _Reader:
         _set_items(target, [key, item])
 
     def set_items(self, _: Any) -> None:
-        """Set everything since the mark as items of a dict."""
+        """Set everything above the mark as items of a dict."""
         items = self._since_mark()
         _set_items(self.stack[-1], items)
 
     def gather_tuple(self, _: Any) -> None:
-        """Make a tuple of everything since the mark."""
+        """Make a tuple of everything above the mark."""
         self.stack.append(tuple(self._since_mark()))
 
     def gather_list(self, _: Any) -> None:
-        """Make a list of everything since the mark."""
+        """Make a list of everything above the mark."""
         self.stack.append(self._since_mark())
 
     def gather_frozenset(self, _: Any) -> None:
-        """Make a frozenset of everything since the mark."""
+        """Make a frozenset of everything above the mark."""
         self.stack.append(frozenset(self._since_mark()))
 
     def gather_dict(self, _: Any) -> None:
-        """Make a dict of everything since the mark."""
+        """Make a dict of everything above the mark."""
         found: dict[Any, Any] = {}
         _set_items(found, self._since_mark())
         self.stack.append(found)
@@ -244,7 +247,7 @@ class _Reader:
 
 def _record(kind: Any, arguments: Any) -> Record:
     if not isinstance(kind, Symbol) or not isinstance(arguments, tuple):
-        raise TypeError("what is called has no name, or no arguments")
+        raise TypeError("a call has no name, or no tuple of arguments")
     return Record(kind, arguments)
 
 
@@ -254,7 +257,7 @@ def _extend(target: Any, items: list[Any]) -> None:
     elif isinstance(target, (list, set)):
         target.extend(items) if isinstance(target, list) else target.update(items)
     else:
-        raise TypeError("only a list takes items")
+        raise TypeError("only a list or a set can take items")
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
@@ -264,10 +267,10 @@ def _set_items(target: Any, items: list[Any]) -> None:
     if isinstance(target, Record):
         target.pairs.extend(pairs)
     elif isinstance(target, dict):
-        # Records as keys are told apart by which one they are: what they say is looked at by the caller.
+        # Records are compared by identity here. The caller checks whether two of them mean the same key.
         target.update(pairs)
     else:
-        raise TypeError("only a dict takes pairs")
+        raise TypeError("only a dict can take pairs")
 
 
 _NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
@@ -312,3 +315,78 @@ _ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
     "DICT": _Reader.gather_dict,
     "FROZENSET": _Reader.gather_frozenset,
 }
+
+
+class StandIn:
+    """An object of a class, or the result of a function, that torch's reader must not create.
+
+    Attributes:
+        kind: The name of the class or function, with its module.
+        arguments: The arguments of the call.
+        state: The state to set on the result, or None.
+    """
+
+    kind: ClassVar[str] = ""
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Any:
+        """Keep the arguments; run nothing."""
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+
+class StandIns:
+    """The stand-in classes for one file.
+
+    Attributes:
+        containers: ``id`` of a dict or list that replaces an object -> name of its class, arguments of its call, and
+            the container itself. The reference to the container keeps its ``id`` from being reused.
+    """
+
+    def __init__(self) -> None:
+        self.containers: dict[int, tuple[str, tuple[Any, ...], Any]] = {}
+        self._classes: dict[str, type] = {}
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the classes and functions, sorted."""
+        return sorted(self._classes)
+
+    @property
+    def allowed(self) -> list[tuple[Any, str]]:
+        """The argument for ``torch.serialization.safe_globals``."""
+        return [(made, name) for name, made in self._classes.items()]
+
+    def add(self, name: str) -> bool:
+        """Create the stand-in for a class or function; return False if it exists already."""
+        if name in self._classes:
+            return False
+        self._classes[name] = type(name, (StandIn,), {"kind": name})
+        return True
+
+    def replace_by_container(self, form: type[OrderedDict[Any, Any]] | type[list[Any]], name: str) -> bool:
+        """Create real dicts or lists instead of stand-ins for this class, because the file adds items to its objects.
+
+        Returns:
+            False if there is no stand-in of this name, or if it creates containers already.
+        """
+        if not issubclass(self._classes.get(name, object), StandIn):
+            return False
+
+        def make(_: type, *arguments: Any) -> Any:
+            # torch's reader adds items to exactly these types, not to their subclasses.
+            container = form()
+            self.containers[id(container)] = (name, arguments, container)
+            return container
+
+        self._classes[name] = type(name, (), {"__new__": make})
+        return True

@@ -106,7 +106,7 @@ def test_skip_leaf_counts_paths_in_the_whole_state_of_a_folder(store, tmp_path):
 @pytest.mark.parametrize("value", [argparse.Namespace(a=1), torch.nn.Linear(2, 2), AttributeDict(a=1)])
 def test_file_of_nothing_but_an_object_is_no_checkpoint(store, tmp_path, value):
     torch.save({"x": value}, tmp_path / "step_1.pt")
-    with pytest.raises(UnsupportedError, match="only code can make"):
+    with pytest.raises(UnsupportedError, match="only code can create"):
         store.import_from(tmp_path / "step_1.pt")
 
 

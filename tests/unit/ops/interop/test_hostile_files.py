@@ -18,11 +18,10 @@ import torch
 import ckstore
 from ckstore.errors import CapacityError, CkstoreError, CorruptError, MalformedError, UnsupportedError
 from ckstore.ops.interop import child as loader_module
-from ckstore.ops.interop.child import Answer, Loader, read_parcel
+from ckstore.ops.interop.child import Answer, Loader, read_state
+from ckstore.ops.interop.foreign_state import OpenFile
 from ckstore.ops.interop.safetensors import read_header
-from ckstore.ops.interop.stand_ins import StandIns
-from ckstore.ops.interop.storages import OpenFile
-from ckstore.ops.interop.unpickle import Record, Symbol, read_inert
+from ckstore.ops.interop.unpickle import Record, StandIns, Symbol, read_inert
 from ckstore.processes import JOB_SIGNALS
 from support import foreign_checkpoints
 
@@ -39,7 +38,7 @@ class Evil:
 
 def test_code_in_a_torch_file_is_refused_and_not_run(store, tmp_path):
     torch.save({"model": Evil(tmp_path / "owned")}, tmp_path / "step_1.pt")
-    with pytest.raises(UnsupportedError, match=r"posix\.mkdir.*only code can make"):
+    with pytest.raises(UnsupportedError, match=r"posix\.mkdir.*only code can create"):
         store.import_from(tmp_path / "step_1.pt")
     assert not (tmp_path / "owned").exists()
     assert store.log() == []
@@ -48,7 +47,7 @@ def test_code_in_a_torch_file_is_refused_and_not_run(store, tmp_path):
 def test_code_in_dcp_metadata_is_refused_and_not_run(store, tmp_path):
     foreign_checkpoints.write_dcp(tmp_path / "dcp", steps=(1,))
     (tmp_path / "dcp" / "step-1" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
-    with pytest.raises(CorruptError, match=r"none of torch\.distributed\.checkpoint"):
+    with pytest.raises(CorruptError, match=r"was not written by torch\.distributed\.checkpoint"):
         store.import_from(tmp_path / "dcp" / "step-1")
     assert not (tmp_path / "owned").exists()
 
@@ -66,7 +65,7 @@ def test_every_flipped_byte_of_dcp_metadata_is_an_error_or_does_no_harm(tmp_path
         changed[offset] ^= 1 << int(seed.integers(8))
         (folder / ".metadata").write_bytes(changed)
         try:
-            state = load_dcp(str(folder), StandIns(), read_inert=read_inert)
+            state = load_dcp(str(folder), StandIns())
         except CkstoreError:
             continue
         # A flipped letter of a name is a name: what it names has the right bytes still.
@@ -108,8 +107,8 @@ def test_memory_bomb_ends_the_child_and_not_the_parent(tmp_path, monkeypatch):
     torch.save({"w": torch.zeros(10)}, file)
     code = (
         "import resource, sys; from ckstore.ops.interop import child; child.BASE_NBYTES = 200 << 20; "
-        "from ckstore.state import foreign_torch; "
-        "foreign_torch.load_file = lambda *_, is_peek=False: {'w': [bytearray(1 << 20) for _ in range(10_000)]}; "
+        "from ckstore.ops.interop import torch_save; "
+        "torch_save.load_file = lambda *_, values_only=False: {'w': [bytearray(1 << 20) for _ in range(10_000)]}; "
         "child.serve(int(sys.argv[1]))"
     )
     with Loader() as loader:
@@ -130,18 +129,18 @@ def _with_child(monkeypatch, code):
 
 def test_child_that_crashes_or_hangs_is_an_error_of_its_file(tmp_path, monkeypatch):
     with Loader() as loader:
-        for code, words, patience_seconds in (
+        for code, words, timeout_seconds in (
             ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 200.0),
             ("import os; os._exit(3)", "ended with code 3", 200.0),
-            ("import os, time; time.sleep(600)", "was silent for", 0.3),
+            ("import os, time; time.sleep(600)", "did not answer for", 0.3),
         ):
-            loader.patience_seconds = patience_seconds
+            loader.timeout_seconds = timeout_seconds
             with monkeypatch.context() as patched:
                 _with_child(patched, code)
                 with pytest.raises(CorruptError, match=words):
                     loader.load("torch", tmp_path / "x.pt", 100)
             assert loader.child_pid is None
-        loader.patience_seconds = 200.0
+        loader.timeout_seconds = 200.0
         torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
         loader.load("torch", tmp_path / "y.pt", 2000)
         # A scheduler sends them to every process of a job that imports.
@@ -168,7 +167,7 @@ def test_parcel_that_points_outside_of_its_file_is_refused(tmp_path, place):
     path = tmp_path / "x"
     path.write_bytes(b"\x00" * 64)
     with pytest.raises(MalformedError):
-        read_parcel(OpenFile(os.open(path, os.O_RDONLY), "x"), Answer(*place, None))
+        read_state(OpenFile(os.open(path, os.O_RDONLY), "x"), Answer(*place, None))
 
 
 def test_inert_pickle_keeps_names_and_calls_nothing(tmp_path):
@@ -289,7 +288,7 @@ def test_dcp_part_outside_of_its_folder_is_refused(tmp_path):
     assert name in content
     (folder / ".metadata").write_bytes(content.replace(name, b"../x/y.distc"))
     with pytest.raises(CorruptError, match="is missing"):
-        load_dcp(str(folder), StandIns(), read_inert=read_inert)
+        load_dcp(str(folder), StandIns())
 
 
 def test_legacy_file_of_torch_is_read_too(store, tmp_path):

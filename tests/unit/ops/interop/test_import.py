@@ -167,7 +167,7 @@ def test_safetensors_are_read_without_torch_and_in_the_library_they_were_written
 
 
 def test_exported_safetensors_come_back_with_their_tied_tensors(store, tmp_path):
-    from ckstore.ops.interop.safetensors import export_safetensors
+    from ckstore.ops.interop.export import export_safetensors
 
     embedding = torch.randn(50, 4)
     export_safetensors({"head": embedding, "embed": embedding}, tmp_path / "step_1.safetensors")
@@ -187,7 +187,7 @@ def load_file_of_torch(path):
     ("dtype", "shape"), [("F8_E4M3FNUZ", [8]), ("F8_E5M2FNUZ", [2, 4]), ("F8_E8M0", [8]), ("F4", [2, 8])]
 )
 def test_safetensors_of_small_floats_are_read_as_the_reader_does_and_exported_again(store, tmp_path, dtype, shape):
-    from ckstore.ops.interop.safetensors import export_safetensors
+    from ckstore.ops.interop.export import export_safetensors
 
     header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, 8], "note": "unknown"}}).encode()
     file = tmp_path / "step_1.safetensors"
@@ -252,7 +252,7 @@ def test_dry_run_changes_nothing_and_tells_the_same_plan(store, tmp_path):
 def test_older_steps_never_become_the_latest_of_a_run(store, tmp_path):
     store.commit({"a": np.arange(3)}, 400)
     foreign_checkpoints.write_nanogpt(tmp_path / "out", steps=(300, 500))
-    with pytest.raises(UsageError, match="step 300 would come behind step 400"):
+    with pytest.raises(UsageError, match="step 300 would be committed after step 400"):
         store.import_from(tmp_path / "out")
     assert store.latest().step == 400
 
@@ -296,7 +296,7 @@ def test_numbered_import_gives_steps_in_the_natural_order_of_names(store, tmp_pa
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (lambda path: path.mkdir(), NotFoundError, "no checkpoint in the folder"),
+        (lambda path: path.mkdir(), NotFoundError, "no checkpoint found in the folder"),
         (lambda path: path.with_suffix(".txt").write_text("x"), NotFoundError, "no such file"),
     ],
 )
