@@ -63,7 +63,7 @@ class Kept:
         """Do the restore, last storage first."""
         for storage in reversed(placement.storages):
             placement.destination(storage)[:] = self.contents[storage]
-            placement.placed(storage)
+            placement.complete(storage)
         return placement.finish()
 
 

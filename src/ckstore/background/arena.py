@@ -42,7 +42,7 @@ from ckstore.clock import SYSTEM_CLOCK
 from ckstore.config import MIB
 from ckstore.errors import CapacityError, MalformedError
 from ckstore.processes import close_in_children
-from ckstore.state.numpy_adapter import writable_view_of
+from ckstore.state.memory import writable_view_of
 
 HUGE_PAGE_NBYTES = 2 << 20
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from ckstore.codec import kernels
 from ckstore.concurrency import log_safely
-from ckstore.state.memory_spans import keeps_of
+from ckstore.state.memory import keeps_of
 from ckstore.state.tensors import HostStorage
 from ckstore.state.torch_adapter import device_error, resized_error
 

@@ -34,7 +34,7 @@ from ckstore.errors import BackendError, CkstoreError
 from ckstore.format.logical import itemsize_of
 from ckstore.format.tensors import TensorSpec, byte_strides_of, extent_of
 from ckstore.state.capture import Captured
-from ckstore.state.memory_spans import Spans
+from ckstore.state.memory import Spans
 from ckstore.state.tensors import HostStorage
 
 _CODEBOOK_WORD = re.compile(r"(?i)code_?book|quanti[sz]e|(^|[._])r?vq([._]|$)")

@@ -36,7 +36,7 @@ from ckstore.errors import CapacityError, CorruptError, copy_error
 from ckstore.format.tensors import TensorSpec
 from ckstore.format.tree import place_of
 from ckstore.state.capture import Captured
-from ckstore.state.memory_spans import keeps_of
+from ckstore.state.memory import keeps_of
 
 
 class Staging:

@@ -24,7 +24,7 @@ type                  value
 ====================  =====================================================================
 
 Everything else is a ``ConvertedNode``: what it was made of, and the name of what makes it again. Names that begin with
-``ckstore:`` are those of named_types.py, standard_types.py and packed.py.
+``ckstore:`` are defined in state/named_types.py and state/standard_types.py.
 
 The state tree on disk: nested arrays of MessagePack.
 
@@ -60,7 +60,7 @@ DEPTH_MAX = 100
 
 PACKED_NUMBERS = (f"{BUILT_IN}count", f"{BUILT_IN}numbers")
 PACKED_PLAIN = f"{BUILT_IN}plain"
-"""What the names of long plain values begin with, which have no node for each of their parts; see packed.py."""
+"""Prefixes of the names of long plain values, whose parts have no nodes; see state/standard_types.py."""
 
 KEY_INT_MIN, KEY_INT_MAX = -(1 << 63), (1 << 63) - 1
 

@@ -32,7 +32,7 @@ from ckstore.format.tree import (
     items_of,
     parts_of,
 )
-from ckstore.state.packed import COUNT, COUNT_MAX
+from ckstore.state.standard_types import COUNT, COUNT_MAX
 from ckstore.state.values import decode_plain
 
 Role = Literal["weight", "first", "second"]

@@ -139,7 +139,7 @@ class _Filler:
             self._done += state_nbytes
             is_complete = self._missing[storage] == 0
         if is_complete:
-            self._placement.placed(storage)
+            self._placement.complete(storage)
 
     def _blamed(self, error: CkstoreError, read: FrameRead, tools: Tools) -> CkstoreError:
         """Return the error of the frame that is damaged, which need not be the one that was found to be wrong."""

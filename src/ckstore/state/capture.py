@@ -1,9 +1,9 @@
-"""Nested state into a tree, tensors and the storages they view, without copying a byte of host memory.
+"""Capture a nested state as a tree, its tensors and the storages that they view, without copying host memory.
 
 Invariants:
-- Every byte range that two leaves share is in one storage, so it is stored once and shared again when restored.
-- Storages come in the order of their first leaf, so that neighbours in the state are neighbours on disk.
-- Captured memory is read later: whoever captures must not change it until it was read.
+- A byte range that two leaves share is in one storage. So it is stored once, and shared again after a restore.
+- Storages are in the order of their first leaf, so that neighbours in the state are neighbours on disk.
+- Captured memory is read later. The caller must not change it before it has been read.
 """
 
 from __future__ import annotations
@@ -34,41 +34,40 @@ from ckstore.format.tree import (
     encode_tree,
     place_of,
 )
-from ckstore.state.memory_spans import MemorySpan
+from ckstore.state.memory import MemorySpan
 from ckstore.state.named_types import is_found
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
-from ckstore.state.packed import PLAIN, PLAIN_MIN, pack_numbers
-from ckstore.state.standard_types import Taken, take_standard
+from ckstore.state.standard_types import PLAIN, PLAIN_MIN, Taken, pack_numbers, take_standard
 from ckstore.state.tensors import HostStorage, LeafAdapter, TensorLeaf
 from ckstore.state.values import LONG_TEXT, converter_for, encode_plain, leaf_type_error
 
 LONG_NBYTES_MIN = 64 << 10
-"""Byte strings and text from this length on are stored as chunks, not in the tree."""
+"""Byte strings and text of at least this length are stored in chunks instead of the tree."""
 
 GAP_NBYTES_MAX = 64 << 10
-"""Leaves of one allocation with a wider gap between them are stored apart."""
+"""Leaves of one allocation with a wider gap between them get separate storages."""
 
 _WASTE_NBYTES_MIN = 16 << 20
 KINDS: Mapping[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
-"""The types of mappings that are stored, exactly these, and their names in the tree."""
+"""The exact types of mappings that can be stored, and their names in the tree."""
 
 OPTIMIZER_KEYS = {"state", "param_groups"}
-"""What the state of every optimizer of torch has."""
+"""Keys in the state of every torch optimizer."""
 
 FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A state, taken apart.
+    """A captured state.
 
     Args:
         tree: The state without the tensors' bytes.
         paths: The first path of each tensor.
-        tensors: What the tree's tensor nodes count in; never changed. Two captures that have this same list differ in
-            nothing of their storages but where they lie.
-        storages: What the tensors' ``storage`` counts in.
-        warnings: What the user should know, in whole sentences.
+        tensors: The tensors that the tree's tensor nodes index; never changed. The storages of two captures with the
+            same list object differ in their addresses only.
+        storages: The storages that ``tensors`` index.
+        warnings: Warnings for the user, in whole sentences.
     """
 
     tree: Node
@@ -79,43 +78,43 @@ class Captured:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages together."""
+        """Bytes of all storages."""
         return sum(storage.nbytes for storage in self.storages)
 
 
 class StateDictCache:
-    """What objects have answered when they were asked for their state, to be told again to a second walk.
+    """Results of ``state_dict`` and of converters, recorded by one walk for reuse by a second.
 
-    Asking may take long, or need other processes: a walk that is given up must not make it happen twice.
+    Such a call may be slow or need other processes. It must not happen twice if the first walk is abandoned.
     """
 
     def __init__(self) -> None:
-        self._answers: deque[tuple[object, object]] = deque()
+        self._results: deque[tuple[object, object]] = deque()
 
-    def ask(self, item: object, question: Callable[[Any], object]) -> object:
-        """Ask an object, and keep the answer."""
-        answer = question(item)
-        self._answers.append((item, answer))
-        return answer
+    def call(self, item: object, function: Callable[[Any], object]) -> object:
+        """Call the function, and record its result."""
+        result = function(item)
+        self._results.append((item, result))
+        return result
 
-    def ask_or_recall(self, item: object, question: Callable[[Any], object]) -> object:
-        """Return what was answered, in the order of asking, or ask."""
-        if self._answers and self._answers[0][0] is item:
-            return self._answers.popleft()[1]
-        return question(item)
+    def recall_or_call(self, item: object, function: Callable[[Any], object]) -> object:
+        """Return the next recorded result if it belongs to this object, else call the function."""
+        if self._results and self._results[0][0] is item:
+            return self._results.popleft()[1]
+        return function(item)
 
 
 def capture(state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
-    """Take a state apart.
+    """Capture a state.
 
     Args:
-        state: Nested dicts, lists and tuples of tensors, arrays and plain values, or of objects with
-            ``state_dict`` and ``load_state_dict``.
-        adapters: Libraries of tensors beyond numpy.
+        state: Nested dicts, lists and tuples of tensors, arrays, plain values and objects with ``state_dict`` and
+            ``load_state_dict``.
+        adapters: Adapters of tensor libraries other than numpy.
 
     Raises:
         LeafTypeError: A leaf cannot be stored; the error names its path.
-        UsageError: A container holds itself, is nested too deep, or has a key that cannot be stored.
+        UsageError: A container contains itself, is nested too deeply, or has a key that cannot be stored.
     """
     return StateWalker((NumpyAdapter(), *adapters), StateDictCache()).captured(state)
 
@@ -124,14 +123,14 @@ class StateWalker:
     """One walk over a state; collects its tensors.
 
     Args:
-        adapters: All libraries of tensors.
-        asked: What objects have answered to an earlier walk.
-        is_plain: Refuse tensors, and objects that have to be asked for their state.
+        adapters: Adapters of all tensor libraries.
+        results: Results of calls that an earlier walk made.
+        is_plain: Refuse tensors, converters and objects with ``state_dict``.
     """
 
-    def __init__(self, adapters: Sequence[LeafAdapter], asked: StateDictCache, *, is_plain: bool = False) -> None:
+    def __init__(self, adapters: Sequence[LeafAdapter], results: StateDictCache, *, is_plain: bool = False) -> None:
         self.adapters = adapters
-        self._asked = asked
+        self._results = results
         self._is_plain = is_plain
         self.long_bytes = BytesAdapter()
         self.items: list[object] = []
@@ -139,15 +138,15 @@ class StateWalker:
         self.paths: list[Path] = []
         self.warnings: list[str] = []
         self.left_out = LeftOut()
-        # An id means nothing once its object is gone: ``items`` keeps them.
+        # ``items`` keeps the objects alive: an id is only unique while its object is alive.
         self._seen: dict[int, int] = {}
         self._open: set[int] = set()
         self._value_count = 0
-        self._mention_count = 0
+        self._tensor_node_count = 0
         self._is_in_optimizer = False
 
     def captured(self, state: object) -> Captured:
-        """Return a state, taken apart."""
+        """Capture a state."""
         tree = self.node_of(state, ())
         tensors, storages = _share(self.leaves)
         self.warnings += self.left_out.sentences()
@@ -172,14 +171,16 @@ class StateWalker:
             return self._within(
                 item,
                 path,
-                lambda whole, here: ConvertedNode(name, self.node_of(self._asked.ask_or_recall(whole, to_state), here)),
+                lambda whole, here: ConvertedNode(
+                    name, self.node_of(self._results.recall_or_call(whole, to_state), here)
+                ),
             )
         leaf = self._library_leaf(item, path)
         if leaf is not None:
             return leaf
         if has_state_dict(item) and not self._is_plain:
             return self._within(
-                item, path, lambda whole, here: self.node_of(self._asked.ask_or_recall(whole, state_dict_of), here)
+                item, path, lambda whole, here: self.node_of(self._results.recall_or_call(whole, state_dict_of), here)
             )
         taken = taken_apart(item, path, self.adapters)
         if taken is None:
@@ -214,14 +215,14 @@ class StateWalker:
         return None if packed is None else ConvertedNode(packed[0], self.node_of(packed[1], path))
 
     def _long(self, path: Path, make: Callable[[], Node]) -> Node:
-        """Return the node of a container; many plain values without tensors become bytes.
+        """Return the node of a container; a container of many plain values without tensors is stored as bytes.
 
-        The state itself is left as it is, since people choose among its first keys, and so is what an optimizer says:
-        commits ask it which tensors belong together.
+        Two containers are never stored as bytes: the root, because users select by its keys, and an optimizer's state,
+        because commits read from it which tensors belong together.
         """
-        values, mentions = self._value_count, self._mention_count
+        values, tensors = self._value_count, self._tensor_node_count
         node = make()
-        is_long = self._value_count - values >= PLAIN_MIN and self._mention_count == mentions
+        is_long = self._value_count - values >= PLAIN_MIN and self._tensor_node_count == tensors
         if not is_long or not path or self._is_plain or self._is_in_optimizer:
             return node
         self._value_count = values
@@ -232,27 +233,27 @@ class StateWalker:
         for adapter in self.adapters:
             leaf = adapter.describe(item, path)
             if leaf is not None:
-                return self._attributed(self._tensor(item, leaf, path), item, path)
+                return self._with_attributes(self._tensor(item, leaf, path), item, path)
             value = adapter.encode_value(item, path)
             if value is not None:
                 self._value_count += 1
                 return checked_value(adapter, item, value, path)
         return None
 
-    def _attributed(self, node: TensorNode, item: object, path: Path) -> TensorNode:
+    def _with_attributes(self, node: TensorNode, item: object, path: Path) -> TensorNode:
         held = getattr(item, "__dict__", None)
         if not held:
             return node
         return TensorNode(node.tensor, self._attributes(held, "tensors", path))
 
     def _attributes(self, held: Mapping[str, object], owner: str, path: Path) -> DictNode | None:
-        """Return the node of an object's Python attributes; what is not plain is left out, and told."""
+        """Return the node of an object's Python attributes; omit attributes that are not plain, with a warning."""
         nodes: dict[str, Node] = {}
         for name, value in held.items():
             walk = StateWalker(self.adapters, StateDictCache(), is_plain=True)
             try:
                 if not _is_unicode(name):
-                    raise UsageError("the name of an attribute is no text")
+                    raise UsageError("the name of an attribute is not a valid str")
                 nodes[name] = walk.node_of(value, (*path, name))
                 self.left_out.add(walk.left_out)
             except CkstoreError:
@@ -262,7 +263,7 @@ class StateWalker:
     def _tensor(self, item: object, leaf: TensorLeaf, path: Path) -> TensorNode:
         if self._is_plain:
             raise leaf_type_error(item, path)
-        self._mention_count += 1
+        self._tensor_node_count += 1
         number = self._seen.get(id(item))
         if number is None:
             number = self._seen[id(item)] = len(self.leaves)
@@ -273,7 +274,7 @@ class StateWalker:
 
     def _within(self, item: Any, path: Path, make: Callable[[Any, Path], Node]) -> Node:
         if id(item) in self._open:
-            raise UsageError("the state holds itself", where=place_of(path), todo="store each part once", path=path)
+            raise UsageError("the state contains itself", where=place_of(path), todo="remove the cycle", path=path)
         if len(self._open) >= DEPTH_MAX:
             raise UsageError(f"the state is nested deeper than {DEPTH_MAX} levels", where=place_of(path), path=path)
         self._open.add(id(item))
@@ -288,10 +289,10 @@ class StateWalker:
         kind = KINDS[type(items)]
         outside, is_optimizer = self._is_in_optimizer, items.keys() >= OPTIMIZER_KEYS
         self._is_in_optimizer = outside or is_optimizer
-        # Nor is anything packed that has one in it.
-        self._mention_count += is_optimizer
+        # Count a tensor, so that containers around an optimizer's state are not stored as bytes.
+        self._tensor_node_count += is_optimizer
         keys = tuple([self._key(key, path) for key in items])
-        _check_apart(keys, path)
+        _check_distinct(keys, path)
         children = tuple([self.node_of(item, (*path, key)) for key, item in zip(keys, items.values(), strict=True)])
         held = dict(getattr(items, "__dict__", {}))
         metadata = None
@@ -315,8 +316,8 @@ class StateWalker:
             raise leaf_type_error(
                 items,
                 path,
-                f"its default factory {items.default_factory!r} is none of {', '.join(FACTORIES)}",
-                "use one of these, or store a dict",
+                f"its default factory {items.default_factory!r} is not one of {', '.join(FACTORIES)}",
+                "use one of these, or store a plain dict",
             ) from None
 
 
@@ -336,7 +337,7 @@ def _sparse_views(walk: StateWalker, tensors: list[TensorSpec], storages: list[H
 
 
 def has_state_dict(item: object) -> bool:
-    """Say whether an object gives and takes its state by ``state_dict`` and ``load_state_dict``."""
+    """Say whether an object has ``state_dict`` and ``load_state_dict``."""
     return (
         not isinstance(item, type)
         and callable(getattr(item, "state_dict", None))
@@ -345,21 +346,21 @@ def has_state_dict(item: object) -> bool:
 
 
 def state_dict_of(item: Any) -> object:
-    """Ask an object for its state."""
+    """Return the ``state_dict`` of an object."""
     return item.state_dict()
 
 
 def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: LeftOut | None = None) -> Key:
-    """Return a key of a mapping as it is stored.
+    """Return the stored form of a mapping's key.
 
     Args:
         key: The key.
-        path: The mapping.
-        adapters: All libraries of tensors.
-        left_out: Takes note of what of the key is not stored.
+        path: Path of the mapping.
+        adapters: Adapters of all tensor libraries.
+        left_out: Records which content of the key is not stored.
 
     Raises:
-        UsageError: It cannot be.
+        UsageError: The key cannot be stored.
     """
     kind = type(key)
     if kind is int and KEY_INT_MIN <= key <= KEY_INT_MAX:
@@ -381,25 +382,25 @@ def stored_key(key: Any, path: Path, adapters: Sequence[LeafAdapter], left_out: 
     return stored
 
 
-def _check_apart(keys: Sequence[Key], path: Path) -> None:
-    others: set[Key] = set()
+def _check_distinct(keys: Sequence[Key], path: Path) -> None:
+    seen: set[Key] = set()
     for key in keys:
         if type(key) is OtherKey:
-            if key in others:
+            if key in seen:
                 raise UsageError(
-                    f"two keys of a dict would be stored alike: {key}",
+                    f"two keys of a dict have the same stored form: {key}",
                     where=place_of(path),
-                    todo="use keys that differ in what they hold; two NaNs do not, nor do two objects of equal fields",
+                    todo="use keys with different content; two NaNs or two objects with equal fields are not different",
                     path=(*path, key),
                 )
-            others.add(key)
+            seen.add(key)
 
 
 def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Taken | None:
-    """Return how a leaf that is no tensor and no container of ours is stored; None: it cannot be.
+    """Return the conversion of a leaf that is neither tensor nor container; None: its type cannot be stored.
 
     Raises:
-        LeafTypeError: It is of a type that can be stored, and has more to it than can be.
+        LeafTypeError: The type can be stored, but not the content of this leaf.
     """
     try:
         for adapter in adapters:
@@ -412,14 +413,14 @@ def taken_apart(item: object, path: Path, adapters: Sequence[LeafAdapter]) -> Ta
 
 
 def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], path: Path) -> ValueNode:
-    """Return the node of a library's plain value, having made it again as a reader would.
+    """Return the node of a library's plain value, after decoding it as a reader would.
 
     Raises:
-        LeafTypeError: A reader would refuse it, or make something else of it.
+        LeafTypeError: A reader would refuse the value, or restore another one.
     """
     try:
         again = adapter.encode_value(adapter.decode_value(*value), path)
-        # Scalars of structured dtypes may have padding, whose bytes mean nothing.
+        # Scalars of structured dtypes may have padding bytes, which may differ.
         is_sound = again == value or (again is not None and again[0] == value[0] and type(value[1]) is bytes)
     except CkstoreError:
         is_sound = False
@@ -429,35 +430,35 @@ def checked_value(adapter: LeafAdapter, item: object, value: tuple[str, Value], 
 
 
 class LeftOut:
-    """What of a state is not stored, or comes back as something else; each kind is told once."""
+    """Content of a state that is not stored or is restored in another form; one warning for each kind."""
 
     def __init__(self) -> None:
         self._attributes: dict[tuple[str, str], list[Path]] = {}
         self._classes: dict[type, list[Path]] = {}
 
     def note_attribute(self, owner: str, name: str, path: Path) -> None:
-        """Note an attribute that is no plain value."""
+        """Record an attribute that is not a plain value."""
         self._attributes.setdefault((owner, name), []).append(path)
 
     def note_class(self, kind: type, path: Path) -> None:
-        """Note an object whose class would not be found again."""
+        """Record an object whose class would not be found when restoring."""
         self._classes.setdefault(kind, []).append(path)
 
     def add(self, other: LeftOut) -> None:
-        """Note what a part noted by itself."""
+        """Add what another walk recorded."""
         for attribute, paths in other._attributes.items():
             self._attributes.setdefault(attribute, []).extend(paths)
         for kind, paths in other._classes.items():
             self._classes.setdefault(kind, []).extend(paths)
 
     def sentences(self) -> Iterator[str]:
-        """Yield a sentence for each."""
+        """Yield one warning for each attribute and class."""
         for (owner, name), paths in self._attributes.items():
-            yield f"The attribute {name!r} of {owner} is no plain value, and is not stored: {_few(paths)}."
+            yield f"The attribute {name!r} of {owner} is not a plain value and was not stored: {_few(paths)}."
         for kind, paths in self._classes.items():
             yield (
-                f"Objects of {kind.__module__}.{kind.__qualname__} will come back as a ckstore.StandIn, because no "
-                f"module holds their class under this name: {_few(paths)}."
+                f"Objects of {kind.__module__}.{kind.__qualname__} will be restored as ckstore.StandIn, because no "
+                f"module contains their class under this name: {_few(paths)}."
             )
 
 
@@ -474,7 +475,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage]]:
-    """Give every leaf its storage: one for leaves that lie close together in one allocation."""
+    """Assign leaves to storages: leaves close together in one allocation share one."""
     clusters: list[list[int]] = [[number] for number, leaf in enumerate(leaves) if leaf.memory.nbytes == 0]
     for allocation in allocations_of(leaves):
         clusters.extend(_clusters(leaves, allocation))
@@ -490,7 +491,7 @@ def _share(leaves: list[TensorLeaf]) -> tuple[list[TensorSpec], list[HostStorage
 
 
 def allocations_of(leaves: Sequence[TensorLeaf]) -> list[list[int]]:
-    """Group leaves whose allocations overlap: one library's memory may be another one's view."""
+    """Group leaves whose allocations overlap; different libraries may view the same memory."""
     order = [number for number, leaf in enumerate(leaves) if leaf.memory.nbytes]
     order.sort(key=lambda number: (leaves[number].memory.space, leaves[number].memory.owner_start))
     groups: list[list[int]] = []
@@ -524,7 +525,7 @@ def _clusters(leaves: list[TensorLeaf], allocation: list[int]) -> list[list[int]
 
 def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
     if len(leaves) == 1 and leaves[0].origin == leaves[0].memory.start:
-        # Nearly every tensor of a training run, of which there are hundreds in each commit.
+        # Fast path for nearly every tensor of a training run.
         memory = leaves[0].memory
         elements = _elements_of(leaves[0], memory.start, memory.nbytes)
         return MemorySpan(memory.start, memory.nbytes, *elements, [memory.keep], memory.read)
@@ -532,7 +533,7 @@ def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
     end = max(leaf.memory.start + leaf.memory.nbytes for leaf in leaves)
     first = min(leaves, key=lambda leaf: leaf.memory.start)
     if any(leaf.library == "torch" and leaf.itemsize and (leaf.origin - start) % leaf.itemsize for leaf in leaves):
-        # torch counts offsets in elements; from the allocation's start they are whole numbers.
+        # torch counts offsets in elements, so start at a multiple of 16 from the start of the allocation.
         start -= (start - first.memory.owner_start) % 16
     largest = max(leaves, key=lambda leaf: leaf.memory.nbytes)
     keep = [leaf.memory.keep for leaf in leaves]
@@ -540,7 +541,7 @@ def _span_of(leaves: list[TensorLeaf]) -> MemorySpan:
 
 
 def _elements_of(leaf: TensorLeaf, start: int, nbytes: int) -> tuple[int, bool]:
-    """Return the width of a span's elements and whether they are floats; bytes where the leaf's do not fill it."""
+    """Return width and is_float of a span's elements; ``(1, False)`` if the leaf's elements do not divide it."""
     width = leaf.element_width
     return (width, leaf.is_float) if nbytes % width == 0 == (leaf.origin - start) % width else (1, False)
 

@@ -1,13 +1,13 @@
-"""A state taken apart once more: what has not changed since the last time is not worked out again.
+"""Capture a state again, reusing the parts of the previous capture that have not changed.
 
-A trainer commits the same structure again and again, and waits meanwhile. So the last capture is kept, but for the
-tensors, and walked along: each key, type and plain value, and of each tensor all that is recorded of it and where its
-allocation lies, is compared with what was there.
+A trainer commits the same structure many times, and waits while it is captured. So the previous capture is kept
+without its tensors. The next walk compares each key, type and plain value with it, and each tensor's facts and
+address. Plain values may change, and tensors that share their allocation with no other may move. After any other
+change the whole state is captured again.
 
 Invariants:
-- What is returned equals what ``capture`` would return, whatever has changed. Plain values may, and tensors that share
-  their allocation with no other one may have moved; on anything else the whole state is taken apart anew.
-- Between two captures no tensor is kept alive. The bytes of long plain values are, since making them takes long.
+- The result always equals the result of ``capture``.
+- No tensor is kept alive between two captures. The bytes of long plain values are, because making them is slow.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ from ckstore.state.capture import (
     state_dict_of,
     taken_apart,
 )
-from ckstore.state.memory_spans import Spans, SpanShape, fixed_starts_of
+from ckstore.state.memory import Spans, SpanShape, fixed_starts_of
 from ckstore.state.named_types import is_found
 from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
-from ckstore.state.packed import COUNT, NUMBERS_MIN, PLAIN, pack_numbers, spelled
+from ckstore.state.standard_types import COUNT, NUMBERS_MIN, PLAIN, exact_repr, pack_numbers
 from ckstore.state.tensors import LeafAdapter, LeafBatch, TensorLeaf
-from ckstore.state.values import LONG_TEXT, Converter, converter_for, encode_plain, registered_converters
+from ckstore.state.values import (
+    LONG_TEXT,
+    Converter,
+    converter_for,
+    encode_plain,
+    registered_converters,
+)
 
 _MOVED_MAX = 64
-"""More tensors than these are not looked at one by one: taking everything apart costs no more."""
+"""If more tensors have moved, a complete capture costs no more than checking each."""
 
 _Group = tuple[LeafAdapter, Sequence[int]]
 
@@ -54,83 +60,83 @@ _CONTAINERS = frozenset((*KINDS, list, tuple))
 
 
 class _ChangedError(Exception):
-    """The state is not made as the last one was."""
+    """The state has another structure than in the previous capture."""
 
 
 class CaptureCache:
-    """Takes states apart, one after the other; remembers the last one."""
+    """Captures states; keeps the last capture for comparison."""
 
     def __init__(self) -> None:
-        self._memo: _CachedCapture | None = None
+        self._last: _CachedCapture | None = None
 
     def capture(self, state: object, adapters: Sequence[LeafAdapter] = ()) -> Captured:
-        """Take a state apart; see ``capture.capture``."""
+        """Capture a state; same result as ``capture.capture``."""
         libraries = (NumpyAdapter(), *adapters)
-        asked = StateDictCache()
-        memo, self._memo = self._memo, None
-        if memo is not None and memo.is_for(libraries):
+        results = StateDictCache()
+        last, self._last = self._last, None
+        if last is not None and last.is_for(libraries):
             try:
-                captured = _CachedWalker(memo, libraries, asked).captured(state)
+                captured = _CachedWalker(last, libraries, results).captured(state)
             except Exception:
-                # Whatever is wrong with it, ``capture`` says it better, or has no problem with it.
+                # A complete capture raises the right error, or succeeds.
                 captured = None
             if captured is not None:
-                self._memo = memo
+                self._last = last
                 return captured
-        walk = StateWalker(libraries, asked)
+        walk = StateWalker(libraries, results)
         captured = walk.captured(state)
-        self._memo = _CachedCapture.of(captured, walk)
+        self._last = _CachedCapture.of(captured, walk)
         return captured
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
-    """A storage as it was: the tensors that keep it alive, and the one that reads it."""
+class _StorageMembers:
+    """A storage of the previous capture: its tensors, and the tensor whose reader reads it."""
 
     members: tuple[int, ...]
     reader: int
 
 
 class _CachedCapture:
-    """What a capture was, without the tensors.
+    """The previous capture without its tensors.
 
     Args:
-        captured: The capture; its tree is the template of the next walk.
-        walk: The walk that has made it.
-        groups: Who looks at which tensors.
-        sights: What they have seen.
+        captured: The capture; the next walk follows its tree.
+        walk: The walk that produced it.
+        groups: Each adapter with the numbers of its tensors.
+        batch: The fingerprints of all tensors.
     """
 
-    def __init__(self, captured: Captured, walk: StateWalker, groups: Sequence[_Group], sights: LeafBatch) -> None:
+    def __init__(self, captured: Captured, walk: StateWalker, groups: Sequence[_Group], batch: LeafBatch) -> None:
         self.tree = captured.tree
         self.paths, self.tensors = captured.paths, captured.tensors
         self.warnings = tuple(captured.warnings)
         self.order: list[int] = []
-        """The number of each tensor in the order of a walk, once for each place where it is."""
+        """Tensor numbers in the order of a walk, once for each path."""
         self.contents: dict[int, tuple[str, object]] = {}
-        """The bytes of long plain values by their number, each behind what ``packed.spelled`` says of the value."""
+        """The bytes of long plain values by tensor number, each with the ``exact_repr`` of the value."""
         self.only_tensors: dict[int, tuple[Node, ...]] = {}
-        """Children that are all tensors, by their id."""
-        self._survey(captured.tree)
+        """Tuples of children that are all tensors, by id."""
+        self._index(captured.tree)
         firsts: dict[int, int] = {}
         for place, number in enumerate(self.order):
             firsts.setdefault(number, place)
-        # Nearly always each is in one place, and they are numbered as they come.
+        # Usually each tensor has one path, and numbers follow the walk.
         is_plain = self.order == list(range(len(self.order)))
         self.firsts = [] if is_plain else [firsts[number] for number in range(len(firsts))]
         self.libraries = [adapter.library for adapter in walk.adapters]
         self.converters: Mapping[type[Any], Converter] = registered_converters()
         self.groups = groups
-        # There are few kinds of tensors: what is compared with is then in the processor's cache.
-        known: dict[object, tuple[object, ...]] = {}
-        self.facts = [known.setdefault(each, each) for each in sights.facts]
-        self.starts = np.array(sights.starts, np.uint64)
+        # There are few distinct facts. Sharing them keeps the comparison in the CPU cache.
+        unique: dict[object, tuple[object, ...]] = {}
+        self.facts = [unique.setdefault(each, each) for each in batch.facts]
+        self.starts = np.array(batch.starts, np.uint64)
         self.shapes = [SpanShape(each.nbytes, each.element_width, each.is_float) for each in captured.storages]
         self.span_starts = fixed_starts_of(captured.storages)
-        self.pools = _pools_of(captured, walk.leaves)
-        # Nearly always each tensor has a storage of its own.
-        self.is_simple = all(pool == _Pool((number,), number) for number, pool in enumerate(self.pools))
-        # Which allocations no other tensor lies in; where nothing lies, nothing is shared.
+        self.members = _members_of(captured, walk.leaves)
+        # Usually each tensor has its own storage.
+        self.is_simple = all(each == _StorageMembers((number,), number) for number, each in enumerate(self.members))
+        # Tensors that are alone in their allocation. Empty tensors share nothing.
         alone = {group[0] for group in allocations_of(walk.leaves) if len(group) == 1}
         is_alone = [number in alone or not leaf.memory.nbytes for number, leaf in enumerate(walk.leaves)]
         self.is_alone = np.array(is_alone, np.bool_)
@@ -142,39 +148,39 @@ class _CachedCapture:
 
     @classmethod
     def of(cls, captured: Captured, walk: StateWalker) -> _CachedCapture | None:
-        """Remember a capture; None where one cannot be told from another by looking."""
+        """Return the cache entry of a capture; None if changes of the state could not be detected."""
         if walk.warnings:
-            # They tell of attributes, which the tree does not have.
+            # Warnings concern attributes that are not in the tree, so changes of them would go unnoticed.
             return None
         groups = _groups_of(walk)
-        sights = _seen_by(groups, walk.items)
-        return None if sights is None else cls(captured, walk, groups, sights)
+        batch = _fingerprints_of(groups, walk.items)
+        return None if batch is None else cls(captured, walk, groups, batch)
 
-    def _survey(self, node: Node) -> None:
-        """Note what lies below a node, in the order in which ``_CachedWalker`` walks."""
+    def _index(self, node: Node) -> None:
+        """Record the tensors below a node, in the order in which ``_CachedWalker`` walks."""
         if isinstance(node, TensorNode):
             self.order.append(node.tensor)
         elif isinstance(node, ConvertedNode):
-            self._survey(node.child)
+            self._index(node.child)
         elif isinstance(node, (DictNode, ListNode, TupleNode)):
             if all(isinstance(child, TensorNode) for child in node.children):
                 self.only_tensors[id(node.children)] = node.children
             for child in node.children:
-                self._survey(child)
+                self._index(child)
             if isinstance(node, DictNode) and node.metadata is not None:
-                self._survey(node.metadata)
+                self._index(node.metadata)
 
     def is_for(self, libraries: Sequence[LeafAdapter]) -> bool:
-        """Whether a walk with these libraries, now, would take the same leaves for the same things."""
+        """Whether the adapters and converters are the same as in the previous capture."""
         return self.libraries == [adapter.library for adapter in libraries] and (
             self.converters == registered_converters()
         )
 
     def move(self, starts: NDArray[np.uint64]) -> None:
-        """Take note of where the allocations of all tensors lie by now.
+        """Update the addresses of all allocations.
 
         Raises:
-            _ChangedError: Some lie elsewhere, and share memory with other tensors, or did.
+            _ChangedError: A tensor moved that shares memory with another one, before or after the move.
         """
         moved = np.flatnonzero(starts != self.starts)
         if not moved.size:
@@ -188,100 +194,106 @@ class _CachedCapture:
         self.starts, ends = starts, starts + self.lengths
         for number in moved.tolist():
             start, end = starts[number], ends[number]
-            if start < end and _touching(self.spaces == self.spaces[number], starts, ends, start, end) != 1:
+            if start < end and _overlap_count(self.spaces == self.spaces[number], starts, ends, start, end) != 1:
                 raise _ChangedError
 
-    def spans_of(self, sights: LeafBatch) -> Spans:
-        """Return the storages of tensors that were seen just now, and are made as these were."""
+    def spans_of(self, batch: LeafBatch) -> Spans:
+        """Return the storages for the tensors of this walk."""
         if self.is_simple:
-            return Spans(self.shapes, self.span_starts, list(zip(sights.keeps, strict=True)), sights.readers)
-        keeps = [tuple(sights.keeps[number] for number in pool.members) for pool in self.pools]
-        return Spans(self.shapes, self.span_starts, keeps, [sights.readers[pool.reader] for pool in self.pools])
+            return Spans(self.shapes, self.span_starts, list(zip(batch.keeps, strict=True)), batch.readers)
+        keeps = [tuple(batch.keeps[number] for number in each.members) for each in self.members]
+        return Spans(self.shapes, self.span_starts, keeps, [batch.readers[each.reader] for each in self.members])
 
 
-def _touching(
-    is_there: NDArray[np.bool_], begins: NDArray[np.uint64], ends: NDArray[np.uint64], start: np.uint64, end: np.uint64
+def _overlap_count(
+    is_same_space: NDArray[np.bool_],
+    begins: NDArray[np.uint64],
+    ends: NDArray[np.uint64],
+    start: np.uint64,
+    end: np.uint64,
 ) -> int:
-    """Return how many of some ranges, which may be empty, have a byte in common with one."""
-    here = is_there & (begins < ends) & (begins < end) & (ends > start)
-    return int(np.count_nonzero(here))
+    """Return how many ranges of the same address space overlap the range ``start`` to ``end``."""
+    overlapping = is_same_space & (begins < ends) & (begins < end) & (ends > start)
+    return int(np.count_nonzero(overlapping))
 
 
-def _pools_of(captured: Captured, leaves: Sequence[TensorLeaf]) -> list[_Pool]:
-    members: list[list[int]] = [[] for _ in captured.storages]
+def _members_of(captured: Captured, leaves: Sequence[TensorLeaf]) -> list[_StorageMembers]:
+    numbers_of: list[list[int]] = [[] for _ in captured.storages]
     for number, spec in enumerate(captured.tensors):
-        members[spec.storage].append(number)
-    pools = []
-    for numbers in members:
-        # The same one as when the storage was made, so that it reaches as far.
+        numbers_of[spec.storage].append(number)
+    members = []
+    for numbers in numbers_of:
+        # The same choice as when the storage was created, so that its reader covers the same bytes.
         first = min(numbers, key=lambda number: (leaves[number].memory.start, leaves[number].memory.owner_start))
-        pools.append(_Pool(tuple(numbers), first))
-    return pools
+        members.append(_StorageMembers(tuple(numbers), first))
+    return members
 
 
 def _groups_of(walk: StateWalker) -> list[_Group]:
-    """Return each library with the numbers of its tensors."""
+    """Return each adapter with the numbers of its tensors."""
     adapters = {adapter.library: adapter for adapter in (*walk.adapters, BytesAdapter())}
     numbers: dict[str, list[int]] = {}
     for number, leaf in enumerate(walk.leaves):
         numbers.setdefault(leaf.library, []).append(number)
-    return [(adapters[library], its) for library, its in numbers.items()]
+    return [(adapters[library], own) for library, own in numbers.items()]
 
 
-def _seen_by(groups: Sequence[_Group], items: Sequence[object]) -> LeafBatch | None:
-    """Return what libraries see of all tensors, in order; None where one of them is none of the usual."""
+def _fingerprints_of(groups: Sequence[_Group], items: Sequence[object]) -> LeafBatch | None:
+    """Return the fingerprints of all tensors in order; None if an adapter cannot give them."""
     if len(groups) == 1:
         return groups[0][0].describe_many(items)
     parts: list[list[Any]] = [[None] * len(items) for _ in LeafBatch._fields]
     for adapter, numbers in groups:
-        sights = adapter.describe_many([items[number] for number in numbers])
-        if sights is None:
+        batch = adapter.describe_many([items[number] for number in numbers])
+        if batch is None:
             return None
-        for part, found in zip(parts, sights, strict=True):
+        for part, found in zip(parts, batch, strict=True):
             for number, each in zip(numbers, found, strict=True):
                 part[number] = each
     return LeafBatch(*parts)
 
 
 class _CachedWalker:
-    """One walk along the tree of the last capture.
+    """One walk over a state along the tree of the previous capture.
 
     Args:
-        memo: The last capture.
-        libraries: Of tensors.
-        asked: Keeps what objects answer.
+        last: The previous capture.
+        libraries: Adapters of all tensor libraries.
+        results: Records the results of ``state_dict`` calls.
     """
 
-    def __init__(self, memo: _CachedCapture, libraries: Sequence[LeafAdapter], asked: StateDictCache) -> None:
-        self._memo = memo
+    def __init__(self, last: _CachedCapture, libraries: Sequence[LeafAdapter], results: StateDictCache) -> None:
+        self._last = last
         self._libraries = libraries
-        self._asked = asked
+        self._results = results
         self._found: list[object] = []
-        """What stands where the tree has tensors, in the order of the walk."""
+        """Objects at the paths of tensors, in the order of the walk."""
 
     def captured(self, state: object) -> Captured:
-        """Return the state, taken apart.
+        """Capture the state.
 
         Raises:
-            _ChangedError: It is not made as the last one was.
+            _ChangedError: Its structure has changed.
         """
-        memo = self._memo
-        tree = self._node(state, memo.tree)
-        # Numbered as in the last capture, each thing has a number of its own if there are as many.
+        last = self._last
+        tree = self._node(state, last.tree)
+        # Each object must have the same number at all its paths, and no two objects may have the same number.
         numbers: dict[int, int] = {}
-        if list(map(numbers.setdefault, map(id, self._found), memo.order)) != memo.order:
+        if list(map(numbers.setdefault, map(id, self._found), last.order)) != last.order:
             raise _ChangedError
-        if len(numbers) != len(memo.starts) or len(self._found) != len(memo.order):
+        if len(numbers) != len(last.starts) or len(self._found) != len(last.order):
             raise _ChangedError
-        sights = _seen_by(memo.groups, [self._found[place] for place in memo.firsts] if memo.firsts else self._found)
-        if sights is None or list(sights.facts) != memo.facts:
+        batch = _fingerprints_of(
+            last.groups, [self._found[place] for place in last.firsts] if last.firsts else self._found
+        )
+        if batch is None or list(batch.facts) != last.facts:
             raise _ChangedError
-        memo.move(np.array(sights.starts, np.uint64))
-        memo.tree = tree
-        return Captured(tree, memo.paths, memo.tensors, memo.spans_of(sights), list(memo.warnings))
+        last.move(np.array(batch.starts, np.uint64))
+        last.tree = tree
+        return Captured(tree, last.paths, last.tensors, last.spans_of(batch), list(last.warnings))
 
     def _node(self, item: Any, node: Node) -> Node:
-        """Return the node of a part of the state; the one that was there, where it still says the same."""
+        """Return the node of a part of the state: the previous node if it is unchanged."""
         form = type(node)
         if form is TensorNode:
             self._found.append(item)
@@ -295,23 +307,23 @@ class _CachedWalker:
         return self._sequence(item, node)  # type: ignore[arg-type]
 
     def _children(self, items: Iterable[object], nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        """Return the nodes of parts of the state; those that were there, if all of them still say the same."""
+        """Return the nodes of several parts: the previous tuple if all are unchanged."""
         found = self._found
-        if self._memo.only_tensors.get(id(nodes)) is nodes:
+        if self._last.only_tensors.get(id(nodes)) is nodes:
             before = len(found)
             found.extend(items)
             if len(found) != before + len(nodes):
                 raise _ChangedError
             return nodes
         children: list[Node] = []
-        # zip tells where there are more or fewer.
+        # A strict zip raises ValueError if the number of items has changed.
         for item, node in zip(items, nodes, strict=True):
             form = type(node)
             if form is TensorNode:
-                # What it is, is looked at when all are known.
+                # Tensors are compared later, all together.
                 found.append(item)
             elif form is DictNode:
-                # These are one for each parameter in the state of an optimizer.
+                # Common: an optimizer state has one dict for each parameter.
                 node = self._mapping(item, node)  # type: ignore[arg-type]
             elif form is ValueNode:
                 node = self._value(item, node)  # type: ignore[arg-type]
@@ -322,7 +334,7 @@ class _CachedWalker:
 
     def _value(self, item: Any, node: ValueNode) -> Node:
         kind, name = type(item), node.type
-        # The commonest, without making a node.
+        # Fast paths for the most common types, without creating a node.
         if kind is int:
             if name == "int" and node.value == item:
                 return node
@@ -330,7 +342,7 @@ class _CachedWalker:
             if name == "float" and node.value == struct.pack("<d", item):
                 return node
         elif kind is str or kind is bytes:
-            # What was no long one is none.
+            # Equal to a short value, so it is short.
             if name == kind.__name__ and node.value == item:
                 return node
             if len(item) >= LONG_NBYTES_MIN:
@@ -353,9 +365,9 @@ class _CachedWalker:
     def _mapping(self, item: Any, node: DictNode) -> Node:
         kind = type(item)
         if kind is not _TYPES[node.kind]:
-            return self._answer(item, node)
+            return self._state_dict_node(item, node)
         keys = tuple(item)
-        # Equal keys of these types are of equal types; True is 1, but no key.
+        # For str and int, equal keys have equal types. Other types, such as True == 1, need a complete capture.
         if keys != node.keys or not _KEY_TYPES.issuperset(map(type, keys)):
             raise _ChangedError
         children = self._children(item.values(), node.children)
@@ -375,9 +387,9 @@ class _CachedWalker:
     def _sequence(self, item: Any, node: ListNode | TupleNode) -> Node:
         kind = type(item)
         if kind is not (list if type(node) is ListNode else tuple):
-            return self._answer(item, node)
+            return self._state_dict_node(item, node)
         if len(item) >= NUMBERS_MIN and pack_numbers(item, only_counts=False) is not None:
-            # Outside of an optimizer it would be packed by now.
+            # A complete capture would pack it, unless it is part of an optimizer's state.
             raise _ChangedError
         children = self._children(item, node.children)
         return node if children is node.children else type(node)(children)
@@ -391,16 +403,16 @@ class _CachedWalker:
             converter = converter_for(type(item))
             if converter is None or converter.name != node.name:
                 raise _ChangedError
-            child = self._node(self._asked.ask(item, converter.to_state), node.child)
+            child = self._node(self._results.call(item, converter.to_state), node.child)
         return node if child is node.child else ConvertedNode(node.name, child)
 
     def _taken(self, item: Any, node: ConvertedNode) -> object:
-        """Return what a leaf is made of, that is stored under the same name as before."""
+        """Return the state of a built-in conversion that has the same name as before."""
         name = node.name
         if name == PLAIN and isinstance(node.child, TensorNode):
             return self._long_plain(item, node.child.tensor)
         if type(item) in (list, tuple):
-            # Of an optimizer only counts are packed, and those were packed here before.
+            # In an optimizer's state only counts are packed.
             taken = pack_numbers(item, only_counts=name.startswith(COUNT))
         elif converter_for(type(item)) is None and not has_state_dict(item):
             taken = taken_apart(item, (), self._libraries)
@@ -411,25 +423,25 @@ class _CachedWalker:
         return taken[1]
 
     def _long_plain(self, item: object, number: int) -> object:
-        """Return the bytes of a long plain value; the same ones as before if it has not changed."""
-        text = spelled(item)
-        known = self._memo.contents.get(number)
-        if known is not None and known[0] == text:
-            return known[1]
+        """Return the bytes of a long plain value: the previous object if the value is unchanged."""
+        text = exact_repr(item)
+        previous = self._last.contents.get(number)
+        if previous is not None and previous[0] == text:
+            return previous[1]
         walk = StateWalker(self._libraries, StateDictCache())
         node = walk.node_of(item, ("",))
         if not isinstance(node, ConvertedNode) or node.name != PLAIN or list(walk.left_out.sentences()):
             raise _ChangedError
         if text is not None:
-            self._memo.contents[number] = text, walk.items[0]
+            self._last.contents[number] = text, walk.items[0]
         return walk.items[0]
 
-    def _answer(self, item: object, node: Node) -> Node:
-        """Return the node of what an object says of its state."""
+    def _state_dict_node(self, item: object, node: Node) -> Node:
+        """Return the node of an object's ``state_dict``."""
         if type(item) in _CONTAINERS or encode_plain(item) is not None or converter_for(type(item)) is not None:
             raise _ChangedError
         if any(each.describe(item, ()) or each.encode_value(item, ()) for each in self._libraries):
             raise _ChangedError
         if not has_state_dict(item):
             raise _ChangedError
-        return self._node(self._asked.ask(item, state_dict_of), node)
+        return self._node(self._results.call(item, state_dict_of), node)

@@ -1,11 +1,11 @@
-"""How a part of a checkpoint goes into an object with ``load_state_dict``, and what is said when the object refuses.
+"""Load a part of a checkpoint into an object with ``load_state_dict``, and report what was written if that fails.
 
 Invariants:
-- The effect is that of ``load_state_dict`` called once with the restored values. The object is not asked for its
-  state: that may change it, and what it handed out would be compared with itself.
-- Tensors of a module or an optimizer are written in place beforehand only if its library knows that its loading does
-  nothing but copy (``KnownObject.live``).
-- Matching changes nothing; what an object refuses only while it loads leaves an error that says what was written.
+- The effect is the same as one call of ``load_state_dict`` with the restored values. The object's ``state_dict`` is
+  not called: it may change the object, and its result may share memory with the values to load.
+- Tensors of a module or optimizer are written in place before loading only if its library guarantees that loading
+  only copies (``KnownObject.copyable_state``).
+- Matching changes nothing. If an object fails while it loads, the error lists what was written.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from ckstore.format.tree import (
     place_of,
     tensors_of,
 )
-from ckstore.state.differences import listed
-from ckstore.state.packed import COUNT, unpack
+from ckstore.state.standard_types import COUNT, unpack_numbers
 from ckstore.state.train_state import NamedOptimizer, TrainState
 from ckstore.state.values import decode_plain
 
@@ -42,47 +41,51 @@ if TYPE_CHECKING:
     from ckstore.state.tensors import KnownObject
 
 
+NAMED_MAX = 5
+"""Most paths that a message lists."""
+
+
 @dataclass(slots=True)
 class Unit:
-    """A leaf or an object of the live state, as a message tells of it."""
+    """A leaf or an object of the live state, for messages."""
 
     place: str
     is_written: bool = False
 
 
 class Progress:
-    """What of a live state was written so far."""
+    """Which parts of a live state have been written."""
 
     def __init__(self) -> None:
         self._units: dict[Path, Unit] = {}
         self._touched: set[Path] = set()
 
     def add(self, path: Path, *, is_written: bool = False) -> None:
-        """Take note of a leaf or an object that will be written, or is before anything is loaded."""
+        """Record a leaf or an object to write; ``is_written`` if it is complete before any object loads."""
         self._units.setdefault(path, Unit(place_of(path), is_written))
 
     def touch(self, path: Path) -> None:
-        """Take note that some tensors of this object are written before anything is loaded."""
+        """Record that some tensors of this object are written before any object loads."""
         self._touched.add(path)
 
     def make(self, path: Path, call: Callable[[], Any], *, is_end: bool = False) -> Any:
-        """Have values made for this place, which is then written if this is the ``end``.
+        """Build the values for a path; ``is_end`` if the path is complete after this.
 
         Raises:
-            UsageError: A converter raised something; says what was written.
-            CkstoreError: The values cannot be made; says what was written, if anything was.
+            UsageError: A converter raised an exception. The error lists what was written.
+            CkstoreError: The values cannot be built. The error lists what was written, if anything was.
         """
         try:
             made = call()
         except CkstoreError as error:
-            facts, told = self._report(path)
+            facts, summary = self._report(path)
             is_touched = path in self._touched
             if not (is_touched or facts["written"] or facts["partly_written"]):
                 raise
             first = f"{error.todo}. " if error.todo else ""
-            last = ", which is written in part" if is_touched else ""
-            parts = "; ".join([f"Could not make {place_of(path)}{last}", *told])
-            todo = f"{first}{parts}. Restore again afterwards, which writes everything anew"
+            last = ", which is partly written" if is_touched else ""
+            parts = "; ".join([f"Could not build {place_of(path)}{last}", *summary])
+            todo = f"{first}{parts}. Then restore again: that rewrites everything"
             raise type(error)(error.what, where=error.where, todo=todo, **{**error.facts, **facts}) from error
         except Exception as error:
             raise self._stopped(path, "a converter", error) from error
@@ -91,10 +94,10 @@ class Progress:
         return made
 
     def load(self, path: Path, what: str, call: Callable[[], object]) -> None:
-        """Have an object load its part.
+        """Let an object load its part.
 
         Raises:
-            UsageError: It raised something; says what was written.
+            UsageError: The object raised an exception. The error lists what was written.
         """
         try:
             call()
@@ -103,32 +106,32 @@ class Progress:
         self._units[path].is_written = True
 
     def _stopped(self, path: Path, what: str, error: Exception) -> UsageError:
-        facts, told = self._report(path)
-        # What torch says of keys and shapes is on the next lines.
+        facts, summary = self._report(path)
+        # torch names keys and shapes on the lines after the first.
         text = " ".join(line.strip() for line in str(error).strip().split("\n")[:3]).rstrip(".")
         raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
         by_hand = f"restore(only={place_of(path)!r})" if path else "restore()"
         return UsageError(
             f"{what} raised {raised}",
             where=place_of(path),
-            todo="; ".join(["It may be loaded in part", *told])
-            + ". To go on, make the object fit and restore again, which writes everything anew; "
-            f"or load this part by hand from {by_hand}, and the others with only=",
+            todo="; ".join(["It may be partly loaded", *summary])
+            + ". Change the object so that it fits and restore again: that rewrites everything. "
+            f"Or load this part yourself from {by_hand}, and the other parts with only=",
             **facts,
         )
 
     def _report(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """Return what was written before this place, as facts of an error and in words."""
+        """Return what was written, except this path: as facts of an error, and as texts."""
         units = {here: unit for here, unit in self._units.items() if here != path}
         written = tuple(unit.place for unit in units.values() if unit.is_written)
         partly = tuple(unit.place for here, unit in units.items() if not unit.is_written and here in self._touched)
         rest = tuple(unit.place for here, unit in units.items() if not unit.is_written and here not in self._touched)
-        told = [
+        summary = [
             f"already written: {listed(written)}" if written else "nothing else was loaded",
-            *([f"written in part: {listed(partly)}"] if partly else []),
-            *([f"still as before: {listed(rest)}"] if rest else []),
+            *([f"partly written: {listed(partly)}"] if partly else []),
+            *([f"unchanged: {listed(rest)}"] if rest else []),
         ]
-        return {"path": path, "written": written, "partly_written": partly, "not_written": rest}, told
+        return {"path": path, "written": written, "partly_written": partly, "not_written": rest}, summary
 
 
 def match_object(matching: Matching, node: Node, target: Any, path: Path) -> Step:
@@ -137,41 +140,41 @@ def match_object(matching: Matching, node: Node, target: Any, path: Path) -> Ste
         return _train_state(matching, node, target, path)
     is_named = isinstance(target, NamedOptimizer)
     known = matching.known_object(target.optimizer if is_named else target)
-    live = None if known is None else known.live()
+    live = None if known is None else known.copyable_state()
     if is_named and live is not None:
         live = target.named(live)
-    seen = _seen(matching, node, target, path) if known is not None or is_named else None
-    if seen is None and (live is not None or is_named):
-        matching.differ(path, "something else than its state", target)
+    loadable = _loadable_preview(matching, node, target, path) if known is not None or is_named else None
+    if loadable is None and (live is not None or is_named):
+        matching.differ(path, "not the state of such an object", target)
         return matching.create(node, path)
-    if known is not None and seen is not None and (live is not None or known.kind == "optimizer"):
-        matching.problems.extend(((*path, *place), text) for place, text in known.misfits(seen))
+    if known is not None and loadable is not None and (live is not None or known.kind == "optimizer"):
+        matching.problems.extend(((*path, *place), text) for place, text in known.mismatches(loadable))
     if known is None or live is None or not isinstance(node, DictNode):
-        return _foreign(matching, node, target, path, known)
+        return _load_restored(matching, node, target, path, known)
     if known.kind == "module":
         return _module(matching, node, target, path, known, live)
     return _optimizer(matching, node, target, path, known, live)
 
 
-def _seen(matching: Matching, node: Node, target: Any, path: Path) -> Mapping[Any, Any] | None:
-    """Return what would be loaded, without its tensors; None: it is no dict."""
+def _loadable_preview(matching: Matching, node: Node, target: Any, path: Path) -> Mapping[Any, Any] | None:
+    """Return the state to load with tensor specs in place of tensors; None: it is not a dict."""
     if not isinstance(node, DictNode):
         return None
-    seen: dict[Any, Any] = _preview(matching, node)
-    # If its groups were not chosen, those of the optimizer stay.
-    if isinstance(target, NamedOptimizer) and "param_groups" in seen:
+    preview: dict[Any, Any] = _preview(matching, node)
+    # Without selected groups, the optimizer keeps its own.
+    if isinstance(target, NamedOptimizer) and "param_groups" in preview:
         try:
-            return target.numbered(seen, is_whole=False)
+            return target.numbered(preview, is_whole=False)
         except (KeyError, TypeError, AttributeError):
             return None
         except UsageError as error:
             matching.problems.append((path, f"does not fit: {error}"))
             return {}
-    return seen
+    return preview
 
 
-def _foreign(matching: Matching, node: Node, target: Any, path: Path, known: KnownObject | None) -> Step:
-    """Give an object what was restored, and nothing else."""
+def _load_restored(matching: Matching, node: Node, target: Any, path: Path, known: KnownObject | None) -> Step:
+    """Pass the restored values to an object, and write nothing before."""
     matching.created.update(tensors_of(node))
     matching.progress.add(path)
 
@@ -183,13 +186,13 @@ def _foreign(matching: Matching, node: Node, target: Any, path: Path, known: Kno
 
 
 def _load(matching: Matching, target: Any, values: Any, path: Path, known: KnownObject | None) -> None:
-    # An object may take the values apart while it loads them.
+    # Read the dtypes first: the object may modify the values while it loads them.
     dtypes = list(_dtypes(matching, values, path)) if known is not None else []
     kind = type(target.optimizer if isinstance(target, NamedOptimizer) else target).__qualname__
     matching.progress.load(path, f"load_state_dict of {kind}", lambda: target.load_state_dict(values))
     if known is None:
         return
-    now = known.now()
+    now = known.current_tensors()
     named = target.named(now) if isinstance(target, NamedOptimizer) else now
     after = dict(_dtypes(matching, named, path))
     matching.warnings.extend(
@@ -219,8 +222,8 @@ def _module(
     theirs = set(node.keys)
     missing = [key for key in live if key not in theirs and matching.is_chosen((*path, key))]
     if missing and not unexpected and all(str(key).endswith("num_batches_tracked") for key in missing):
-        # Norms of old checkpoints lack it, and torch knows what to do then.
-        return _foreign(matching, node, target, path, known)
+        # Checkpoints of old torch versions lack this buffer of norms; torch handles that.
+        return _load_restored(matching, node, target, path, known)
     if missing or unexpected:
         matching.differ_in_keys(path, missing, unexpected)
         return matching.create(node, path)
@@ -244,7 +247,7 @@ def _module_tensor(matching: Matching, node: Node, target: object, path: Path, o
     leaf = matching.describe(target, path)
     if isinstance(node, TensorNode) and leaf is not None:
         spec = matching.tensors[node.tensor]
-        # It is converted while it is loaded, and told. A number may be in a list of one, as in old checkpoints.
+        # The module converts it while loading, and a warning is given. Old checkpoints store a scalar as shape (1,).
         is_converted = spec.dtype != leaf.dtype and spec.shape == leaf.shape
         if spec.library == leaf.library and (is_converted or (spec.shape == (1,) and leaf.shape == ())):
             return matching.convert(node, target, leaf, path)
@@ -257,9 +260,13 @@ def _optimizer(
     matching.progress.add(path)
     steps: list[tuple[Key, Step]] = []
     for key, child in items_of(node):
-        # What groups hold is copied by the optimizer, and may be somebody else's: a rate that is a tensor.
+        # The optimizer copies the content of groups, and their tensors may be shared: a learning rate, for example.
         is_state = key == "state"
-        step = _reuse(matching, child, live.get(key), (*path, key), path, known) if is_state else matching.create(child)
+        step = (
+            _reuse_tensors(matching, child, live.get(key), (*path, key), path, known)
+            if is_state
+            else matching.create(child)
+        )
         steps.append((key, step))
     rest = {key: value for key, value in live.items() if key not in node.keys and not matching.is_chosen((*path, key))}
 
@@ -271,11 +278,12 @@ def _optimizer(
     return load
 
 
-def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path, known: KnownObject) -> Step:
-    """Make nested state anew, of the live tensors where they are as the checkpoint's; what it lacks is left out."""
+def _reuse_tensors(matching: Matching, node: Node, live: object, path: Path, owner: Path, known: KnownObject) -> Step:
+    """Build nested state, reusing live tensors that match the checkpoint's; leave out what the checkpoint lacks."""
     if isinstance(node, DictNode) and isinstance(live, dict):
         steps = [
-            (key, _reuse(matching, child, live.get(key), (*path, key), owner, known)) for key, child in items_of(node)
+            (key, _reuse_tensors(matching, child, live.get(key), (*path, key), owner, known))
+            for key, child in items_of(node)
         ]
         theirs = set(node.keys)
         stored = {key: matching.stored_key(key, path) for key in live}
@@ -289,7 +297,7 @@ def _reuse(matching: Matching, node: Node, live: object, path: Path, owner: Path
     if isinstance(node, ListNode | TupleNode) and type(live) is (list if isinstance(node, ListNode) else tuple):
         items: Any = live
         parts = [
-            _reuse(matching, child, items[index] if index < len(items) else None, (*path, index), owner, known)
+            _reuse_tensors(matching, child, items[index] if index < len(items) else None, (*path, index), owner, known)
             for index, child in enumerate(node.children)
         ]
         if isinstance(node, ListNode):
@@ -322,15 +330,21 @@ def _train_state(matching: Matching, node: Node, target: TrainState, path: Path)
 
 
 def _preview(matching: Matching, node: Node) -> Any:
-    """Return state with the spec of each tensor in its place, and None for what only its library can make."""
+    """Return the state with specs in place of tensors, and None for values that only their library can build."""
     if isinstance(node, TensorNode):
         return matching.tensors[node.tensor]
     if isinstance(node, ValueNode):
         return decode_plain(node) if library_of(node.type) is None else None
     if isinstance(node, ConvertedNode):
-        # The parameters of an optimizer are such a list where they are many.
-        return unpack(node.name, _preview(matching, node.child)) if node.name.startswith(COUNT) else None
+        # The parameter numbers of a large optimizer are stored as a count.
+        return unpack_numbers(node.name, _preview(matching, node.child)) if node.name.startswith(COUNT) else None
     if isinstance(node, DictNode):
         return {key: _preview(matching, child) for key, child in items_of(node)}
     items = (_preview(matching, child) for child in node.children)
     return list(items) if isinstance(node, ListNode) else tuple(items)
+
+
+def listed(places: Sequence[str]) -> str:
+    """Return the first paths, and how many more there are."""
+    named = ", ".join(places[:NAMED_MAX])
+    return named if len(places) <= NAMED_MAX else f"{named} and {len(places) - NAMED_MAX} more"

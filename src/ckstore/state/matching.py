@@ -1,22 +1,22 @@
-"""A checkpoint's tree against a live state: what goes where, and everything that forbids it, before a byte is written.
+"""Match a checkpoint's tree with a live state, and report everything that does not fit before any byte is written.
 
 Invariants:
-- Matching changes nothing. Only the steps it returns write, and they are run when every byte is in place.
-- What goes into an object with ``load_state_dict`` is matched by ``loading.py``.
-- Every live tensor has the library, dtype and shape of the checkpoint's, may be written, and shares memory
-  with another one only as the checkpoint's do.
-- A container that stands at two places of the live state is written at the first; the other gets a copy, unless
-  the checkpoint has the same there.
-- A dict ends as it would without a live state, keys, order, class and factory; the live one is kept if its class is
-  the same. Where only parts of it were chosen, it keeps all else.
-- A list or tuple of plain values only is itself a plain value: it is replaced whole, whatever its length.
+- Matching changes nothing. Only the returned steps write, and they run after all bytes have been read.
+- ``loading.py`` matches objects with ``load_state_dict``.
+- Every matched live tensor has the library, dtype and shape of the checkpoint's tensor and is writable. Live tensors
+  share memory only if the checkpoint's tensors do.
+- A container that occurs twice in the live state is written at its first path. The second path gets a copy, unless the
+  checkpoint has equal content there.
+- A dict gets the keys, order, class and factory that a restore without a live state would give. The live dict is kept
+  if its class is the same. If only parts of it were selected, its other items stay.
+- A list or tuple of plain values is itself a plain value: it is replaced whole, whatever its length.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from ckstore.format.tree import (
     Selection,
     TensorNode,
     TupleNode,
+    format_path,
     items_of,
     leaves_of,
     library_of_conversion,
@@ -43,29 +44,38 @@ from ckstore.format.tree import (
     tensors_of,
 )
 from ckstore.state.capture import has_state_dict, stored_key, taken_apart
-from ckstore.state.differences import KeyDifference, describe_differences, listed
-from ckstore.state.loading import Progress, match_object
+from ckstore.state.loading import Progress, listed, match_object
 from ckstore.state.named_types import distinct
 from ckstore.state.numpy_adapter import share_bytes
-from ckstore.state.standard_types import Taken, is_standard, make_standard, renew
+from ckstore.state.standard_types import Taken, is_standard, make_standard, update_dict, update_in_place, update_list
 from ckstore.state.tensors import KnownObject, LeafAdapter, TensorLeaf
 from ckstore.state.values import converter_for, encode_plain
 
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DataParallel, DistributedDataParallel or AveragedModel",
+    "model": "an object that holds the model as `model`",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "base_model": "PEFT",
+}
+"""What adds a part to the keys of a wrapped module, by that part."""
+
 Make = Callable[[Node], object]
-"""Builds a part of the checkpoint anew."""
+"""Builds a part of the checkpoint as a new object."""
 
 Step = Callable[[Make], object]
-"""Puts a part of the checkpoint into the live state and returns what stands there now."""
+"""Writes a part of the checkpoint into the live state, and returns the resulting object."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A live tensor that is to be overwritten.
+    """A live tensor to overwrite.
 
     Args:
-        may_be_replaced: It is an object's that takes over the tensor that it is given.
+        may_be_replaced: Its owner takes over any tensor that it is given.
     """
 
     path: Path
@@ -76,12 +86,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a checkpoint goes into a live state.
+    """How a checkpoint is written into a live state.
 
     Args:
-        step: Run last; returns the whole state.
-        targets: The live tensors of each of the checkpoint's tensors.
-        created: Tensors that are made anew, because some place in the live state has none.
+        step: Run after all bytes are in place; returns the whole state.
+        targets: The live tensors of each tensor of the checkpoint.
+        created: Tensors to create, because some path of the live state has none.
         warnings: Filled while the step runs.
     """
 
@@ -98,27 +108,27 @@ def match_state(
     adapters: Sequence[LeafAdapter],
     selection: Selection | None,
 ) -> Match:
-    """Find the place of every leaf of the tree in the live state.
+    """Match every leaf of the tree with the live state.
 
     Args:
-        tree: The checkpoint's tree, only with what was chosen.
+        tree: The selected part of the checkpoint's tree.
         tensors: The checkpoint's tensors.
-        state: The live state; nothing in it is changed.
+        state: The live state; not changed.
         adapters: Libraries of tensors.
-        selection: What was chosen of the tree; None: all.
+        selection: The selection made with ``only=``; None: everything.
 
     Raises:
-        UsageError: The state has other leaves, shapes, dtypes or ties than the checkpoint.
+        UsageError: Leaves, shapes, dtypes or shared memory differ between the state and the checkpoint.
     """
     matching = Matching(tensors, adapters, selection)
     step = matching.match(tree, state, ())
     matching.check_ties()
-    matching.complain()
+    matching.raise_problems()
     return Match(step, matching.targets, matching.created, matching.warnings)
 
 
 class Matching:
-    """One walk over a tree and a live state, side by side."""
+    """One walk over a tree and a live state in parallel."""
 
     def __init__(
         self, tensors: Sequence[TensorSpec], adapters: Sequence[LeafAdapter], selection: Selection | None
@@ -134,11 +144,11 @@ class Matching:
         self._differences: list[KeyDifference] = []
         self._replaced: set[Target] = set()
         self._converted: list[tuple[int, Target]] = []
-        # The containers are kept beside the numbers: an id means nothing once its object is gone.
+        # The containers are stored with their ids: an id is only unique while its object is alive.
         self._containers: dict[int, tuple[object, Node]] = {}
 
     def match(self, node: Node, target: Any, path: Path) -> Step:
-        """Match one node with what stands at its place."""
+        """Match one node with the object at its path."""
         if has_state_dict(target) and converter_for(type(target)) is None and self.describe(target, path) is None:
             return match_object(self, node, target, path)
         if isinstance(node, ConvertedNode) and node.name.startswith(BUILT_IN):
@@ -155,7 +165,7 @@ class Matching:
         return self.create(node, path)
 
     def create(self, node: Node, path: Path | None = None) -> Step:
-        """Make a part anew; ``path`` if it is no part of an object."""
+        """Create a part; ``path`` is given unless the part belongs to an object that loads it."""
         self.created.update(tensors_of(node))
         if path is None:
             return lambda make: make(node)
@@ -163,24 +173,24 @@ class Matching:
         return lambda make: self.progress.make(path, lambda: make(node), is_end=True)
 
     def _conversion(self, node: ConvertedNode, target: Any, path: Path) -> Step:
-        """Match what ckstore itself has converted: what can be changed in place is, all else is replaced."""
+        """Match a built-in conversion: update the live object in place if possible, else replace it."""
         taken = self._taken(target)
         if taken is not None and taken[0] == node.name and tensors_of(node) and is_standard(node.name):
             inner = self.match(node.child, taken[1], path)
-            return lambda make: _renewed(target, make_standard(node.name, inner(make)))
+            return lambda make: update_in_place(target, make_standard(node.name, inner(make)))
         if target is not None and not self._is_plain(target):
             self.differ(path, "a plain value", target)
         create = self.create(node, path)
         if isinstance(target, list | dict):
             target = self._writable(target, node)
-        return lambda make: self._renewed_by_library(target, create(make))
+        return lambda make: self._update_by_library(target, create(make))
 
-    def _renewed_by_library(self, target: Any, made: object) -> object:
+    def _update_by_library(self, target: Any, made: object) -> object:
         for adapter in self.adapters:
             if type(made) is type(target) and adapter.take_apart(target) is not None:
                 adapter.copy_into(target, made)
                 return target
-        return _renewed(target, made)
+        return update_in_place(target, made)
 
     def _taken(self, target: object) -> Taken | None:
         try:
@@ -189,20 +199,20 @@ class Matching:
             return None
 
     def differ(self, path: Path, what: str, target: object) -> None:
-        """Note that something else is in the state."""
+        """Record that the state has another kind of object."""
         self.problems.append((path, f"is {what} in the checkpoint, {type(target).__qualname__} in the state"))
 
     def differ_in_keys(self, path: Path, missing: Sequence[Key], unexpected: Sequence[Key]) -> None:
-        """Note keys of one place that only the state has, or only the checkpoint."""
+        """Record the keys of one path that only the state or only the checkpoint has."""
         ours, theirs = [tuple((*path, key) for key in keys) for keys in (missing, unexpected)]
         self._differences.append(KeyDifference(path, ours, theirs))
 
     def is_chosen(self, path: Path) -> bool:
-        """Say whether a leaf of the state would be chosen by ``only=``."""
+        """Say whether ``only=`` selects a leaf of the state."""
         return self.selection is None or self.selection.covers(path)
 
     def known_object(self, item: object) -> KnownObject | None:
-        """Return what a library knows of an object."""
+        """Return what a library can predict about an object; None: nothing."""
         found = (adapter.object_of(item) for adapter in self.adapters)
         return next((known for known in found if known is not None), None)
 
@@ -213,7 +223,7 @@ class Matching:
             self.differ(path, f"a {node.kind}", target)
             return self.create(node, path)
         held = self._writable(target, node)
-        # Keys are typed: to Python 1, 1.0 and True are one key, to a checkpoint they are not.
+        # Keys are typed: 1, 1.0 and True are one key to Python, but different keys to a checkpoint.
         rest = {(type(stored := self.stored_key(key, path)), stored): (key, value) for key, value in target.items()}
         steps: list[tuple[Any, Step]] = []
         added: list[Path] = []
@@ -232,7 +242,7 @@ class Matching:
         is_whole = self.is_chosen(path)
 
         def fill(make: Make) -> object:
-            # Each is put in as soon as it is made: if an object refuses its part, what was written before is told.
+            # Store each item immediately: if a later object refuses its part, the error lists what was written.
             keys = distinct(make(key.node) if isinstance(key, OtherKey) else key for key, _ in steps)
             for key, (_, step) in zip(keys, steps, strict=True):
                 held[key] = step(make)
@@ -240,7 +250,7 @@ class Matching:
             if is_whole:
                 made = new_dict(node)
                 made.update({key: held[key] for key in keys})
-                stands = _refilled(held, made)
+                stands = update_dict(held, made)
             if metadata is not None and isinstance(stands, OrderedDict):
                 stands._metadata = make(metadata)  # type: ignore[attr-defined]
             _attach(stands, node, make)
@@ -249,7 +259,7 @@ class Matching:
         return fill
 
     def stored_key(self, key: object, path: Path) -> Any:
-        """Return a live key as it would be stored; itself, if it could not be."""
+        """Return a live key in its stored form; unchanged if it cannot be stored."""
         try:
             return stored_key(key, path, self.adapters)
         except UsageError:
@@ -263,7 +273,7 @@ class Matching:
         holds_tensors = any(self.tensors[index].library != "bytes" for index in tensors_of(node))
         if not holds_tensors and isinstance(target, list | tuple) and self._is_plain(target):
             create, replaced = self.create(node, path), self._writable(target, node)
-            return lambda make: _renew(replaced, create(make))
+            return lambda make: update_list(replaced, create(make))
         if type(target) is not kind:
             self.differ(path, f"a {kind.__name__}", target)
             return self.create(node, path)
@@ -276,14 +286,14 @@ class Matching:
             else self.create(child, (*path, index))
             for index, child in enumerate(node.children)
         ]
-        return lambda make: _renew(held, kind(step(make) for step in steps))
+        return lambda make: update_list(held, kind(step(make) for step in steps))
 
     def _writable(self, target: Any, node: Node) -> Any:
         first, its_node = self._containers.setdefault(id(target), (target, node))
         return first if its_node is node or its_node == node else copy.copy(target)
 
     def _note_extras(self, path: Path, items: Sequence[tuple[Path, object]], added: Sequence[Path]) -> None:
-        """Note the leaves of parts of the state that the checkpoint lacks, and what it has in their place."""
+        """Record leaves that the checkpoint lacks, and the ones it has in the same container instead."""
         extras: list[Path] = []
         for here, item in items:
             self._list_extras(item, here, 0, extras)
@@ -299,7 +309,7 @@ class Matching:
             found.append(path)
 
     def fits(self, node: TensorNode, target: object, path: Path) -> bool:
-        """Say whether a live tensor can take the checkpoint's bytes as it is."""
+        """Say whether the checkpoint's bytes can be written into a live tensor unchanged."""
         spec, leaf = self.tensors[node.tensor], self.describe(target, path)
         return (
             leaf is not None
@@ -309,21 +319,21 @@ class Matching:
         )
 
     def convert(self, node: TensorNode, target: object, leaf: TensorLeaf, path: Path) -> Step:
-        """Have an object copy a tensor of another dtype or shape over one of its own."""
+        """Let an object copy a tensor of another dtype or shape into one of its own tensors."""
         self._converted.append((node.tensor, Target(path, target, leaf, may_be_replaced=False)))
         return self.create(node)
 
     def match_tensor(
         self, node: Node, target: object, path: Path, *, owner: Path | None = None, may_be_replaced: bool = False
     ) -> Step:
-        """Have a live tensor overwritten.
+        """Mark a live tensor to be overwritten.
 
         Args:
-            node: What the checkpoint has there.
-            target: The tensor.
-            path: Its place.
-            owner: The object that loads it afterwards, if there is one.
-            may_be_replaced: The object takes over another tensor, too.
+            node: The checkpoint's node at this path.
+            target: The live tensor.
+            path: Its path.
+            owner: Path of the object that loads the tensor afterwards, if there is one.
+            may_be_replaced: The owner takes over any tensor that it is given.
         """
         if not isinstance(node, TensorNode):
             self.differ(path, "a plain value", target)
@@ -353,7 +363,7 @@ class Matching:
         return lambda make: make(node) if place in self._replaced else _attach(target, node, make)
 
     def describe(self, item: object, path: Path) -> TensorLeaf | None:
-        """Describe a tensor that can be overwritten; None: it is something else."""
+        """Describe a tensor that can be overwritten; None: anything else."""
         try:
             return self._described(item, path)
         except LeafTypeError:
@@ -382,7 +392,7 @@ class Matching:
         return taken is not None and (library_of_conversion(taken[0]) is not None or self._is_plain(taken[1]))
 
     def check_ties(self) -> None:
-        """Note live tensors that share memory although the checkpoint's tensors do not, or do otherwise."""
+        """Record live tensors that share memory differently from the checkpoint's tensors."""
         live = [(index, target) for index, targets in self.targets.items() for target in targets] + self._converted
         live = [pair for pair in live if pair[1].leaf.memory.nbytes]
         live.sort(key=lambda pair: (pair[1].leaf.memory.space, pair[1].leaf.memory.start))
@@ -399,7 +409,7 @@ class Matching:
             if not others:
                 running.append((index, target))
             elif all(place.may_be_replaced for _, place in [*others, (index, target)]):
-                # Then each gets a tensor of its own.
+                # Each gets a new tensor of its own.
                 self._replace(others, target, index)
             else:
                 place = next((other.path for _, other in others if not other.may_be_replaced), others[0][1].path)
@@ -429,11 +439,11 @@ class Matching:
                 return True
         return not share_bytes(leaf, other)
 
-    def complain(self) -> None:
-        """Raise what was noted.
+    def raise_problems(self) -> None:
+        """Raise the recorded differences as one error.
 
         Raises:
-            UsageError: Something was.
+            UsageError: There are some.
         """
         if self._differences:
             what, where, todo = describe_differences(self._differences)
@@ -444,7 +454,7 @@ class Matching:
             raise UsageError(
                 f"{count} leaves of the state do not fit the checkpoint"
                 if count > 1
-                else "a part of the state does not fit the checkpoint",
+                else "one leaf of the state does not fit the checkpoint",
                 where=listed([f"{place_of(path)} {why}" for path, why in self.problems]),
                 todo="restore without into=, or into a state of the same structure, shapes and dtypes. "
                 "Nothing was written",
@@ -463,40 +473,91 @@ def _cannot_be_filled(spec: TensorSpec, leaf: TensorLeaf) -> bool:
 
 
 def _attach(target: object, node: DictNode | TensorNode, make: Make) -> object:
-    """Give a live tensor or dict the Python attributes of the checkpoint's, and return it."""
+    """Set the stored Python attributes on a live tensor or dict, and return it."""
     if node.attributes is not None:
-        # Not by setattr: no property of a library is to be set.
+        # Not by setattr, which would run property setters.
         attributes: Any = make(node.attributes)
         getattr(target, "__dict__", {}).update(attributes)
     return target
 
 
-def _renewed(target: object, made: object) -> object:
-    """Return the live object with what was just made in it, or that, where a live one cannot be changed."""
-    if isinstance(target, dict) and isinstance(made, dict):
-        return _refilled(target, made)
-    if isinstance(target, list):
-        return _renew(target, made)
-    return target if renew(target, made) else made
+@dataclass(frozen=True, slots=True)
+class KeyDifference:
+    """Keys of one container that only one side has.
 
-
-def _refilled(target: dict[Any, Any], made: dict[Any, Any]) -> dict[Any, Any]:
-    """Give a live dict what another one holds, in its order; return it, or the other one if that is of another class.
-
-    The live one is filled in either case: others may hold it.
+    Args:
+        path: The module or dict.
+        missing: Keys of the state that the checkpoint lacks.
+        unexpected: Keys of the checkpoint that the state lacks.
     """
-    target.clear()
-    # A Counter adds up, but not to nothing.
-    target.update(made)
-    if type(target) is not type(made):
-        return made
-    if isinstance(target, defaultdict) and isinstance(made, defaultdict):
-        target.default_factory = made.default_factory
-    return target
+
+    path: Path
+    missing: tuple[Path, ...]
+    unexpected: tuple[Path, ...]
 
 
-def _renew(target: object, items: object) -> object:
-    if isinstance(target, list) and isinstance(items, list):
-        target[:] = items
-        return target
-    return items
+def describe_differences(found: Sequence[KeyDifference]) -> tuple[str, str, str]:
+    """Return the parts of an error message: what differs, where, and what to do."""
+    missing = [format_path(path) for each in found for path in each.missing]
+    unexpected = [format_path(path) for each in found for path in each.unexpected]
+    if missing:
+        what = f"the state has {_leaves(missing)} that the checkpoint lacks"
+        where = listed(missing)
+        if unexpected:
+            where += f"; the checkpoint has {len(unexpected)} that the state lacks: {listed(unexpected)}"
+        todo = "remove them from the state, or select leaves with only="
+    else:
+        what = f"the checkpoint has {_leaves(unexpected)} that the state lacks"
+        where = listed(unexpected)
+        todo = "build the state as it was committed, or select leaves with only="
+    advice = next((text for each in found if (text := _prefix_advice(each)) is not None), None)
+    return what, where, advice or todo
+
+
+def added_part(longer: Collection[str], shorter: Collection[str]) -> str | None:
+    """Return the part, such as ``module.``, that turns all shorter keys into longer ones; None: there is none."""
+    if not longer or not shorter:
+        return None
+    theirs, sample = set(longer), next(iter(shorter))
+    for key in longer:
+        prefix = key.removesuffix(sample)
+        if prefix != key and prefix.endswith(".") and all(prefix + other in theirs for other in shorter):
+            return prefix
+    for word in _WRAPPERS:
+        if {_without(key, word) for key in longer if word in key.split(".")} >= set(shorter):
+            return f"{word}."
+    return None
+
+
+def _leaves(places: Sequence[str]) -> str:
+    return "1 leaf" if len(places) == 1 else f"{len(places)} leaves"
+
+
+def _without(key: str, word: str) -> str:
+    return ".".join(part for part in key.split(".") if part != word)
+
+
+def _prefix_advice(found: KeyDifference) -> str | None:
+    ours = [format_path(path[len(found.path) :]) for path in found.missing]
+    theirs = [format_path(path[len(found.path) :]) for path in found.unexpected]
+    part, place = added_part(theirs, ours), format_path(found.path)
+    if part is not None:
+        keys = f"state[{place!r}]" if place else "state"
+        return (
+            f"the keys of the checkpoint have an extra {part!r}{_cause(part)}: restore into a model with the same "
+            f"wrapper, or remove it from the keys: load_state_dict({{key.replace({part!r}, '', 1): value "
+            f"for key, value in {keys}.items()}}) with state = store.restore()"
+        )
+    part = added_part(ours, theirs)
+    if part is not None:
+        inner = part.rstrip(".")
+        return (
+            f"the keys of the state have an extra {part!r}{_cause(part)}: restore into the wrapped model, "
+            f"which is its attribute {inner!r}"
+        )
+    return None
+
+
+def _cause(part: str) -> str:
+    causes = [_WRAPPERS[word] for word in part.split(".") if word in _WRAPPERS]
+    return f", from {' in '.join(causes)}" if causes else ""

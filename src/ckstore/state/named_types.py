@@ -1,12 +1,12 @@
-"""Enum members, named tuples and dataclasses as leaves: stored by the name of their class and what they hold.
+"""Enum members, named tuples and dataclasses as leaves: stored as the name of their class and their fields.
 
-A class is code, and a checkpoint is data from elsewhere. So reading one never imports a module and never runs a
-function of a class: a class counts only if its module is loaded already, if it stands there under its name, and if it
-is such a class with the same fields. In every other case what was stored comes back as a ``StandIn``.
+A checkpoint is untrusted data. So reading one never imports a module and never runs a function of a class. A class is
+used only if its module is already loaded and contains it under its name, with the same kind and fields. Otherwise
+the leaf is restored as a ``StandIn``.
 
 Invariants:
 - No ``__init__``, ``__new__``, ``__post_init__``, ``__setattr__`` or property of a named class runs here.
-- A ``StandIn`` is stored again as what it stands for.
+- A ``StandIn`` is stored as the object that it replaces.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any
 from ckstore.format.tree import BUILT_IN
 
 KINDS = ("enum", "namedtuple", "dataclass")
-"""What the names of these conversions go on with; behind it stand the module and the name of the class."""
+"""The kinds of named types. Names on disk are ``ckstore:<kind>:<module>:<class>``."""
 
 _HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: a class that was made by a class statement, or as if."""
+"""Py_TPFLAGS_HEAPTYPE: set for classes that were created at run time, as by a class statement."""
 
 _PLAIN_FACTORIES = (list, dict, set, tuple, str, int, float, bool)
 
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """What comes back in place of an object whose class this process does not have, or has in another form.
+    """Restored in place of an object whose class this process does not have, or has in another form.
 
     Attributes:
-        kind: What it was: ``"enum"``, ``"namedtuple"``, ``"dataclass"``, or a type of a library.
+        kind: The kind of object: ``"enum"``, ``"namedtuple"``, ``"dataclass"``, or a type of a library.
         type_name: Module and name of its class, as in ``"trainer.config:Schedule"``.
-        content: Its fields by name; of a member of an enum ``name`` and ``value``.
+        content: Its fields by name; for an enum member ``name`` and ``value``.
     """
 
     kind: str
@@ -45,38 +45,40 @@ class StandIn:
     content: Any
 
     def __hash__(self) -> int:
-        # The content may be a dict; equal ones have equal names.
+        # The content may not be hashable. Equal stand-ins have equal names.
         return hash((self.kind, self.type_name))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DistinctStandIn(StandIn):
-    """A stand-in that equals only itself: a member of a set or a key that would be equal to another one, or no key.
+    """A stand-in that equals only itself, for a set member or key that would otherwise equal another or be unhashable.
 
-    Objects that compare by identity look alike, and a class may since have lost its hash.
+    Objects that compare by identity may have equal fields, and a class may have lost its ``__hash__`` since.
     """
 
 
 def distinct(items: Iterable[Any]) -> list[Any]:
-    """Return keys or members that are all different; where classes do not keep them so, stand-ins take their place.
+    """Return keys or set members, replaced by stand-ins if they are equal to others or not hashable.
 
     Raises:
-        ValueError: Two are equal, or one can be no key, whatever its class is.
-        TypeError: As above.
+        ValueError: Two are still equal.
+        TypeError: One is still not hashable.
     """
     found: dict[Any, None] = {}
     for item in items:
-        is_twin = _has_hash(item) and item in found
-        made = item if _has_hash(item) and not is_twin else _distinct(item, is_twin)
+        is_duplicate = _has_hash(item) and item in found
+        made = item if _has_hash(item) and not is_duplicate else _distinct(item, is_duplicate)
         if made in found:
-            raise ValueError("a member or key twice")
+            raise ValueError("a set member or key occurs twice")
         found[made] = None
     return list(found)
 
 
-def _distinct(item: Any, is_twin: bool) -> Any:
+def _distinct(item: Any, is_duplicate: bool) -> Any:
     if type(item) in (tuple, frozenset):
-        return type(item)(_distinct(each, is_twin) if is_twin or not _has_hash(each) else each for each in item)
+        return type(item)(
+            _distinct(each, is_duplicate) if is_duplicate or not _has_hash(each) else each for each in item
+        )
     taken = (f"{BUILT_IN}{item.kind}:{item.type_name}", item.content) if type(item) is StandIn else take_named(item)
     if taken is None:
         return item
@@ -93,10 +95,10 @@ def _has_hash(item: Any) -> bool:
 
 
 def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of a conversion, and the fields of an object; None: it is nothing of the kind.
+    """Return the conversion name and the fields of an object of a named type; None: other types.
 
     Raises:
-        ValueError: It is, and holds more than fields, or says itself how it is to be stored.
+        ValueError: The object has content besides its fields, or defines its own pickling.
     """
     kind = type(item)
     if isinstance(item, StandIn) and item.kind in KINDS:
@@ -107,7 +109,7 @@ def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
         return _name("enum", kind), {"name": item._name_, **value}
     if isinstance(item, tuple) and kind is not tuple and _fields_of_tuple(kind) is not None:
         if getattr(item, "__dict__", None):
-            raise ValueError("a named tuple with attributes of its own")
+            raise ValueError("a named tuple with extra attributes")
         return _name("namedtuple", kind), dict(zip(kind._fields, tuple.__iter__(item), strict=True))
     if dataclasses.is_dataclass(kind):
         return _name("dataclass", kind), _fields_of_dataclass(item)
@@ -115,35 +117,35 @@ def take_named(item: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def make_named(kind: str, type_name: str, fields: Any) -> object:
-    """Return the object of a class of this process, or a StandIn.
+    """Build the object if this process has its class, else a StandIn.
 
     Raises:
-        ValueError: The fields are none that ``take_named`` returns.
+        ValueError: ``take_named`` does not return such fields.
     """
     if not isinstance(fields, dict) or not all(type(name) is str for name in fields):
-        raise ValueError("fields have no names")
+        raise ValueError("fields without names")
     if ":" not in type_name or (kind == "enum" and not {"name"} <= set(fields) <= {"name", "value"}):
-        raise ValueError("no name of a class, or of a member of an enum")
+        raise ValueError("not the name of a class or of an enum member")
     cls = find_class(type_name)
     made = None if cls is None else _MAKERS[kind](cls, fields)
     return StandIn(kind, type_name, fields) if made is None else made
 
 
 def find_class(type_name: str) -> type | None:
-    """Return a class of a module that is loaded, if it stands there under its name; nothing is imported or called."""
+    """Return a class that a loaded module contains under its own name; imports and calls nothing."""
     module_name, _, qualified = type_name.partition(":")
     found: Any = sys.modules.get(module_name)
     for name in qualified.split("."):
         found = _names_in(found).get(name)
-    # Of other metaclasses, asking the class a question may run code.
+    # With other metaclasses, reading an attribute of the class may run code.
     if type(found) not in (type, abc.ABCMeta, enum.EnumMeta):
         return None
-    its_own = (_names_in(found).get("__module__"), type.__dict__["__qualname__"].__get__(found))
-    return found if its_own == (module_name, qualified) else None
+    own_name = (_names_in(found).get("__module__"), type.__dict__["__qualname__"].__get__(found))
+    return found if own_name == (module_name, qualified) else None
 
 
 def _names_in(holder: Any) -> Mapping[str, Any]:
-    """Return what a module or class defines, without asking it: a module may import what it is asked for."""
+    """Return the names that a module or class defines, without attribute access, which may run its code."""
     if issubclass(type(holder), types.ModuleType):
         held: dict[str, Any] = object.__getattribute__(holder, "__dict__")
         return held
@@ -151,13 +153,13 @@ def _names_in(holder: Any) -> Mapping[str, Any]:
 
 
 def is_found(name: str, item: object) -> bool:
-    """Say whether what is stored under a name would get its class back in this process, if it needs one."""
+    """Say whether an object stored under a name would be restored with its class in this process."""
     kind, _, type_name = name.removeprefix(BUILT_IN).partition(":")
     return kind not in KINDS or isinstance(item, StandIn) or find_class(type_name) is type(item)
 
 
-def renew_dataclass(target: Any, made: Any) -> bool:
-    """Give a live object the fields of one that was just made, if both are of one class; no code of it runs."""
+def update_dataclass(target: Any, made: Any) -> bool:
+    """Set the fields of a live object from another of the same class, without running its code; False: other class."""
     if type(target) is not type(made):
         return False
     _fill(target, _fields_of_dataclass(made))
@@ -184,21 +186,21 @@ def _fields_of_tuple(cls: type) -> tuple[str, ...] | None:
 def _fields_of_dataclass(item: Any) -> dict[str, Any]:
     cls = type(item)
     if not _has_plain_layout(cls):
-        raise ValueError("a dataclass that is built upon a type that is no class of Python's own")
-    if _says_itself_how(cls):
-        raise ValueError("a dataclass that says itself how it is to be pickled")
+        raise ValueError("a dataclass that inherits from a type implemented in C")
+    if _defines_pickling(cls):
+        raise ValueError("a dataclass that defines its own pickling")
     held = dict(getattr(item, "__dict__", {}))
     names = [field.name for field in dataclasses.fields(item)]
     slots = {name: _slot_of(cls, name) for name in names if name not in held}
     found = {name: slot.__get__(item) for name, slot in slots.items() if slot is not None and hasattr(item, name)}
-    # Fields first, in their order, whichever way they are held.
+    # Fields first, in declaration order, whether in slots or in the dict.
     return {name: found.get(name, held.get(name)) for name in names if name in found or name in held} | held
 
 
-def _says_itself_how(cls: type) -> bool:
+def _defines_pickling(cls: type) -> bool:
     own = {name: getattr(cls, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
     if getattr(own["__getstate__"], "__name__", "") == "_dataclass_getstate":
-        # That of a frozen dataclass with slots says what its fields say.
+        # Generated for a frozen dataclass with slots; it returns the fields only.
         del own["__getstate__"]
     return any(found is not getattr(object, name, None) for name, found in own.items())
 
@@ -216,7 +218,7 @@ def _slot_of(cls: type, name: str) -> types.MemberDescriptorType | None:
 
 
 def _fill(item: Any, fields: Mapping[str, Any]) -> None:
-    """Set fields where they are held: in slots, or in the dict of the object."""
+    """Set fields in the slots or the dict of an object."""
     for name, value in fields.items():
         slot = _slot_of(type(item), name)
         if slot is None:
@@ -232,14 +234,14 @@ def _make_enum(cls: type, fields: Mapping[str, Any]) -> object | None:
     members: Mapping[str, enum.Enum] = cls.__dict__["_member_map_"]
     member = members.get(name) if isinstance(name, str) else None
     if member is None and issubclass(cls, enum.Flag) and type(value) is int:
-        return _union_of(cls, value)
-    # Under the name stands another value today: that is not what was stored.
+        return _combined_flags(cls, value)
+    # A member that has another value now is not the stored one.
     is_same = member is not None and ("value" not in fields or _is_same(member._value_, value))
     return member if is_same else None
 
 
-def _union_of(cls: type[enum.Flag], value: int) -> object | None:
-    """Return a union of flags, which has no name of its own; None: its class makes them in a way of its own."""
+def _combined_flags(cls: type[enum.Flag], value: int) -> object | None:
+    """Return a combination of flags, which has no name; None: the class customizes how these are built."""
     if cls._missing_.__func__ is not enum.Flag._missing_.__func__:  # type: ignore[attr-defined]
         return None
     try:
@@ -261,7 +263,7 @@ def _make_namedtuple(cls: type, fields: Mapping[str, Any]) -> object | None:
 
 
 def _make_dataclass(cls: type, fields: Mapping[str, Any]) -> object | None:
-    if "__dataclass_fields__" not in dir_of(cls) or not _has_plain_layout(cls):
+    if "__dataclass_fields__" not in _names_of_class(cls) or not _has_plain_layout(cls):
         return None
     fields = {**_defaults(cls, fields), **fields}
     wanted = {field.name for field in dataclasses.fields(cls)}
@@ -274,7 +276,7 @@ def _make_dataclass(cls: type, fields: Mapping[str, Any]) -> object | None:
 
 
 def _defaults(cls: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what fields that the class got since then are by default, where no function has to be called for it."""
+    """Return defaults of fields that were added to the class later, if they need no function of the class."""
     found = {}
     for field in dataclasses.fields(cls):
         if field.name not in fields and field.default is not dataclasses.MISSING:
@@ -284,7 +286,7 @@ def _defaults(cls: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def dir_of(cls: type) -> set[str]:
+def _names_of_class(cls: type) -> set[str]:
     """Return the names that a class and its bases define."""
     return {name for base in cls.__mro__ for name in base.__dict__}
 

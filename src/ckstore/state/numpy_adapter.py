@@ -1,24 +1,23 @@
-"""Numpy arrays and long byte strings as leaves, and host memory as bytes.
+"""Numpy arrays and long byte strings as leaves.
 
 Invariants:
-- An array of any dtype without objects comes back with its shape, strides and bits; it comes back writable.
-- A dtype is stored under a name only if that name makes an equal dtype again.
+- An array of any dtype without objects is restored with its shape, strides and bits; the result is writable.
+- A dtype is stored under a name only if ``dtype_named`` returns an equal dtype for that name.
 - Nothing here copies the bytes of an array.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckstore.errors import CapacityError, MalformedError, UnsupportedError, UsageError
+from ckstore.errors import MalformedError, UnsupportedError, UsageError
 from ckstore.format.tensors import TensorSpec, extent_of
+from ckstore.state.memory import AddressRange
 from ckstore.state.tensors import KnownObject, LeafBatch, Memory, TensorLeaf
 from ckstore.state.values import leaf_type_error
 
@@ -30,71 +29,10 @@ if TYPE_CHECKING:
 
 _SIMPLE_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,10}(\[\d{0,9}[A-Za-z]{1,2}\])?|[<>|][mM]8")
 _DTYPE_NAME_MAX = 1 << 20
-_LINE_NBYTES = 64
-_MAPPED_NBYTES_MIN = 1 << 20
-
-
-class _Address:
-    """Lends numpy a range of addresses, and keeps alive what it belongs to."""
-
-    def __init__(self, start: int, nbytes: int, keep: object) -> None:
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (start, True), "version": 3}
-        self.keep = keep
-
-
-def view_of_memory(start: int, nbytes: int, keep: object) -> memoryview:
-    """Return these bytes of this process, read-only, without a copy; ``keep`` lives as long as the view."""
-    if nbytes == 0:
-        return memoryview(b"")
-    return np.asarray(_Address(start, nbytes, keep)).data
-
-
-def writable_view_of(start: int, nbytes: int, keep: object) -> memoryview:
-    """Return these bytes of this process for writing; ``keep`` lives as long as the view."""
-    if nbytes == 0:
-        return memoryview(bytearray())
-    address = _Address(start, nbytes, keep)
-    address.__array_interface__["data"] = (start, False)
-    return np.asarray(address).data
-
-
-def allocate(nbytes: int) -> NDArray[np.uint8]:
-    """Return uninitialized host memory, aligned for vector loads, and for direct I/O if it is large.
-
-    Raises:
-        CapacityError: There is not so much memory.
-    """
-    try:
-        return _map(nbytes) if nbytes >= _MAPPED_NBYTES_MIN else _take(nbytes)
-    except (MemoryError, OSError, OverflowError, ValueError):
-        raise CapacityError(
-            f"no memory for a storage of {nbytes} bytes", todo="restore fewer leaves with only=, or in place with into="
-        ) from None
-
-
-def _take(nbytes: int) -> NDArray[np.uint8]:
-    memory = np.empty(nbytes + _LINE_NBYTES, np.uint8)
-    skip = -memory.__array_interface__["data"][0] % _LINE_NBYTES
-    return memory[skip : skip + nbytes]
-
-
-def _map(nbytes: int) -> NDArray[np.uint8]:
-    # A first touch by ordinary pages takes three times as long as by huge ones, longer than to hash what is written.
-    # Mappings made one after another lie side by side, and a huge page may cover where one ends and the next begins.
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        # Perhaps there are as many mappings as there may be.
-        return _take(nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages refuses; ordinary ones do.
-        with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, np.uint8)
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name a dtype is stored under; ``dtype_named`` undoes it."""
+    """Return the name under which a dtype is stored; the inverse of ``dtype_named``."""
     if dtype.subdtype is None and dtype.fields is None:
         return str(dtype.str)
     return json.dumps(_describe_dtype(dtype), separators=(",", ":"))
@@ -122,8 +60,8 @@ def dtype_named(name: str) -> np.dtype[Any]:
     """Return the dtype of a stored name.
 
     Raises:
-        MalformedError: No writer of ours makes such a name.
-        UnsupportedError: This platform or this numpy has no such dtype.
+        MalformedError: ckstore does not write such a name.
+        UnsupportedError: This platform or numpy version does not have the dtype.
     """
     try:
         if len(name) > _DTYPE_NAME_MAX:
@@ -139,22 +77,24 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _make_dtype(told: Any) -> np.dtype[Any]:
-    if isinstance(told, str):
-        # Only what dtype.str gives: numpy's own parser knows far more than we want to hand it.
-        if _SIMPLE_DTYPE.fullmatch(told) is None:
-            raise ValueError(told)
+def _make_dtype(description: Any) -> np.dtype[Any]:
+    if isinstance(description, str):
+        # Accept only the syntax of dtype.str: numpy's own parser accepts far more.
+        if _SIMPLE_DTYPE.fullmatch(description) is None:
+            raise ValueError(description)
         try:
-            return np.dtype(told)
+            return np.dtype(description)
         except TypeError:
-            raise UnsupportedError("this numpy has no such dtype", where=repr(told[:80])) from None
-    if "base" in told:
-        return np.dtype((_make_dtype(told["base"]), tuple(told["shape"])))
-    layout: Any = {key: told[key] for key in ("names", "offsets", "titles", "itemsize")}
+            raise UnsupportedError(
+                "this version of numpy does not have the dtype", where=repr(description[:80])
+            ) from None
+    if "base" in description:
+        return np.dtype((_make_dtype(description["base"]), tuple(description["shape"])))
+    layout: Any = {key: description[key] for key in ("names", "offsets", "titles", "itemsize")}
     if all(title is None for title in layout["titles"]):
         del layout["titles"]
-    layout["formats"] = [_make_dtype(inner) for inner in told["formats"]]
-    made: np.dtype[Any] = np.dtype(layout, align=told["aligned"] is True)
+    layout["formats"] = [_make_dtype(inner) for inner in description["formats"]]
+    made: np.dtype[Any] = np.dtype(layout, align=description["aligned"] is True)
     return made
 
 
@@ -162,7 +102,7 @@ def _is_storable(dtype: np.dtype[Any]) -> bool:
     if dtype.hasobject:
         return False
     try:
-        # Dtypes of other packages look like plain void to dtype.str; they compare unequal here.
+        # dtype.str of a dtype from another package says void; the comparison detects this.
         return dtype_named(dtype_name(dtype)) == dtype
     except (MalformedError, UnsupportedError, TypeError):
         return False
@@ -192,18 +132,18 @@ def _width_of(dtype: np.dtype[Any]) -> tuple[int, bool]:
 
 
 class NumpyAdapter:
-    """Arrays of exactly numpy.ndarray, and numpy's scalars as plain values."""
+    """Arrays of exactly the type numpy.ndarray, and numpy scalars as plain values."""
 
     library = "numpy"
 
     def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
-        """Describe an array; subclasses and arrays of objects are refused."""
+        """Describe an array; refuse subclasses and arrays of objects."""
         if not isinstance(leaf, np.ndarray):
             return None
         if type(leaf) is not np.ndarray:
             raise leaf_type_error(leaf, path, "a subclass of numpy.ndarray")
         if not _is_storable(leaf.dtype):
-            raise leaf_type_error(leaf, path, f"its dtype {leaf.dtype} holds objects or is foreign to numpy")
+            raise leaf_type_error(leaf, path, f"its dtype {leaf.dtype} holds objects or is not numpy's")
         lo, hi = extent_of(leaf.shape, leaf.strides, leaf.itemsize)
         origin = _start_of(leaf)
         owner_start, owner_nbytes = _owner_of(leaf)
@@ -222,16 +162,16 @@ class NumpyAdapter:
         )
 
     def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
-        """Describe them: there are few arrays in a state."""
-        sights = [told.sight for leaf in leaves if (told := self.describe(leaf, ())) is not None]
-        return LeafBatch(*zip(*sights, strict=True)) if len(sights) == len(leaves) else None
+        """Describe each: a state has few arrays."""
+        rows = [description.fingerprint for leaf in leaves if (description := self.describe(leaf, ())) is not None]
+        return LeafBatch(*zip(*rows, strict=True)) if len(rows) == len(leaves) else None
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
-        """Return a scalar as its dtype and bytes."""
+        """Return the dtype and the bytes of a scalar."""
         if not isinstance(leaf, np.generic):
             return None
         if type(leaf) is np.str_:
-            # Not str(leaf): numpy drops zeros at the end.
+            # Not str(leaf), which drops trailing zeros.
             return "numpy.str_", leaf.encode("utf-8", "surrogatepass")
         if type(leaf) is np.bytes_:
             return "numpy.bytes_", bytes(leaf)
@@ -240,7 +180,7 @@ class NumpyAdapter:
         return f"numpy.{dtype_name(leaf.dtype)}", leaf.tobytes()
 
     def decode_value(self, kind: str, value: Value) -> object:
-        """Make the scalar again."""
+        """Build the scalar."""
         if type(value) is not bytes:
             raise MalformedError("a numpy scalar is malformed", where=repr(kind[:80]))
         name = kind.partition(".")[2]
@@ -252,40 +192,40 @@ class NumpyAdapter:
             dtype = dtype_named(name)
             if dtype.itemsize == 0 or len(value) != dtype.itemsize:
                 raise ValueError(name)
-            # Through a copy, so that a structured scalar is writable, as it was.
+            # Copy, so that a structured scalar is writable.
             return np.frombuffer(value, dtype).copy()[0]
         except (ValueError, UnicodeDecodeError):
             raise MalformedError("a numpy scalar is malformed", where=repr(kind[:80])) from None
 
     def take_apart(self, leaf: object) -> tuple[str, object] | None:
-        """Return None: numpy's leaves are arrays and scalars."""
+        """Return None: all leaves are arrays or scalars."""
         return None
 
     def put_together(self, name: str, state: object) -> object:
-        """Raise: there are no such leaves."""
+        """Raise UnsupportedError: there are no such leaves."""
         raise UnsupportedError("a leaf of numpy has an unknown type", where=repr(name[:80]))
 
     def itemsize_of(self, spec: TensorSpec) -> int:
-        """Return the bytes of one element, having checked the dtype."""
+        """Return the bytes of one element, after checking the dtype."""
         if spec.is_parameter or spec.requires_grad:
-            raise MalformedError("a numpy array wants a gradient", where=repr(spec.dtype[:80]))
+            raise MalformedError("a numpy array requires a gradient", where=repr(spec.dtype[:80]))
         return dtype_named(spec.dtype).itemsize
 
     def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
-        """Return the memory as it is; arrays know no devices."""
+        """Return the memory unchanged: arrays have no device."""
         return memory
 
     def build(self, spec: TensorSpec, adopted: object) -> object:
-        """Make the array as a view of the memory."""
+        """Build the array as a view of the memory."""
         assert isinstance(adopted, np.ndarray)
         dtype = dtype_named(spec.dtype)
         try:
             return np.ndarray(spec.shape, dtype, adopted.data, spec.offset, spec.strides)
         except (ValueError, TypeError):
-            raise MalformedError("numpy cannot make such an array", where=f"{spec.dtype[:80]} {spec.shape}") from None
+            raise MalformedError("numpy cannot build such an array", where=f"{spec.dtype[:80]} {spec.shape}") from None
 
     def check_device(self, device: object) -> object:
-        """Return None: arrays know no devices."""
+        """Return None: arrays have no device."""
         return None
 
     def copy_into(self, target: object, source: object) -> None:
@@ -294,21 +234,21 @@ class NumpyAdapter:
         assert isinstance(source, np.ndarray)
         target[...] = source
 
-    def written(self, target: object) -> None:
-        """Do nothing: arrays keep no version."""
+    def mark_written(self, target: object) -> None:
+        """Do nothing: arrays have no version counter."""
 
     def object_of(self, item: object) -> KnownObject | None:
-        """Return None: numpy has no such objects."""
+        """Return None: numpy has no objects with ``load_state_dict``."""
         return None
 
 
 class BytesAdapter(NumpyAdapter):
-    """Byte strings too long for the tree; stored as chunks, restored as bytes."""
+    """Byte strings that are too long for the tree: stored as chunks, restored as bytes."""
 
     library = "bytes"
 
     def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
-        """Describe a bytes object, of whatever length."""
+        """Describe a bytes object of any length."""
         if type(leaf) is not bytes:
             return None
         array = np.frombuffer(leaf, np.uint8)
@@ -317,15 +257,15 @@ class BytesAdapter(NumpyAdapter):
         return TensorLeaf("bytes", "", (len(leaf),), (1,), 1, 1, False, start, memory, is_writable=False)
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
-        """Return None: short byte strings are plain values of Python."""
+        """Return None: short byte strings are plain Python values."""
         return None
 
     def decode_value(self, kind: str, value: Value) -> object:
-        """Raise: there are no such values."""
+        """Raise UnsupportedError: there are no such values."""
         raise UnsupportedError("a plain value has an unknown type", where=repr(kind[:80]))
 
     def itemsize_of(self, spec: TensorSpec) -> int:
-        """Return 1, having checked that the spec describes one run of bytes."""
+        """Return 1, after checking that the spec describes one run of bytes."""
         if spec.dtype or len(spec.shape) != 1 or spec.strides != (1,) or spec.is_parameter or spec.requires_grad:
             raise MalformedError("a byte string is described as a tensor", where=repr(spec.dtype[:80]))
         return 1
@@ -336,22 +276,22 @@ class BytesAdapter(NumpyAdapter):
         return adopted[spec.offset : spec.offset + spec.shape[0]].tobytes()
 
     def copy_into(self, target: object, source: object) -> None:
-        """Raise: bytes cannot be changed."""
+        """Raise UsageError: bytes cannot be changed."""
         raise UsageError("a bytes object cannot be overwritten")
 
 
 def share_bytes(one: TensorLeaf, other: TensorLeaf) -> bool:
-    """Say whether two live tensors have an element in common; True where that is hard to tell."""
+    """Say whether two live tensors share an element; True if that takes too long to find out."""
     try:
-        # The work grows exponentially with the dimensions, hence the bound.
-        return np.shares_memory(_shadow(one), _shadow(other), max_work=1 << 12)  # type: ignore[arg-type]
+        # The work is exponential in the number of dimensions, hence the bound.
+        return np.shares_memory(_address_array(one), _address_array(other), max_work=1 << 12)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
-def _shadow(leaf: TensorLeaf) -> NDArray[np.void]:
-    """Return an array with the leaf's addresses; it is compared, never read."""
-    address = _Address(leaf.origin, 0, None)
+def _address_array(leaf: TensorLeaf) -> NDArray[np.void]:
+    """Return an array with the leaf's addresses, for comparison only; its elements are never read."""
+    address = AddressRange(leaf.origin, 0, None)
     address.__array_interface__ |= {
         "shape": leaf.shape,
         "strides": leaf.byte_strides,

@@ -1,10 +1,10 @@
-"""Where the bytes of a restore go: a destination for each storage, and the state made of them.
+"""The last step of a restore: a destination for the bytes of each storage, and the state built from them.
 
 Invariants:
-- Everything that can be refused is refused before the first destination is handed out.
-- A storage is written straight into live tensors only if they view every byte of it, laid out as it is;
-  otherwise it passes through one host buffer, which is let go as soon as its bytes were copied on.
-- Tensors that shared a storage share one again; a tensor that stood at two places is one object again.
+- All checks are made before the first destination is returned.
+- A storage is read directly into live tensors only if they view every byte of it with the stored layout. Otherwise it
+  is read into a host buffer, which is freed as soon as its bytes have been copied to their targets.
+- Tensors that shared a storage share one again. A tensor that occurred at two paths is one object again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,18 @@ from ckstore.format.tree import (
     parts_of,
     tensors_of,
 )
-from ckstore.state import packed
 from ckstore.state.matching import Match, match_state
+from ckstore.state.memory import allocate, writable_view_of
 from ckstore.state.named_types import distinct
-from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter, allocate, writable_view_of
-from ckstore.state.standard_types import is_standard, make_standard, unknown_conversion
+from ckstore.state.numpy_adapter import BytesAdapter, NumpyAdapter
+from ckstore.state.standard_types import (
+    PACKED_NAMES,
+    PLAIN,
+    is_standard,
+    make_standard,
+    unknown_conversion,
+    unpack_numbers,
+)
 from ckstore.state.tensors import LeafAdapter
 from ckstore.state.values import LONG_TEXT, converter_named, decode_plain
 
@@ -64,40 +71,42 @@ def prepare_restore(
     device: object = None,
     adapters: Sequence[LeafAdapter] = (),
 ) -> RestoreTargets:
-    """Check everything and decide where every byte goes; nothing is written yet.
+    """Check the checkpoint and the arguments, and decide where every byte goes; nothing is written yet.
 
     Args:
-        tree: The checkpoint's tree, as decoded; it is not trusted.
-        tensors: Its tensors, not trusted either.
+        tree: The decoded tree of the checkpoint; not trusted.
+        tensors: Its tensors; not trusted.
         storages: Its storages.
-        into: A live state to fill; None: make a new one.
+        into: A live state to fill; None: build a new one.
         only: Globs over dotted paths; None: everything.
-        device: Where new torch tensors go; None: the CPU.
-        adapters: Libraries of tensors beyond numpy.
+        device: Device of new torch tensors; None: the CPU.
+        adapters: Adapters of tensor libraries other than numpy.
 
     Raises:
-        MalformedError: Tree or tensors are such as no writer of ours makes.
-        UnsupportedError: A dtype, library or converter that is not here.
+        MalformedError: ckstore does not write such a tree or such tensors.
+        UnsupportedError: A dtype, library or converter is missing in this process.
         NotFoundError: ``only`` matches nothing.
-        UsageError: ``into`` does not fit, or ``device`` does not exist.
+        UsageError: ``into`` does not fit the checkpoint, or ``device`` does not exist.
     """
     check_tree(tree, len(tensors))
     selection = None if only is None else Selection(only, tree)
     chosen = tree if selection is None else selection.prune(tree)
     if chosen is None:
-        raise NotFoundError("no leaf of the checkpoint matches", where=repr(only), todo="look at its paths with show")
-    known: tuple[LeafAdapter, ...] = (NumpyAdapter(), BytesAdapter(), *adapters)
-    by_library = {adapter.library: adapter for adapter in known}
+        raise NotFoundError(
+            "no leaf of the checkpoint matches", where=repr(only), todo="list its paths with `ckstore show`"
+        )
+    every: tuple[LeafAdapter, ...] = (NumpyAdapter(), BytesAdapter(), *adapters)
+    by_library = {adapter.library: adapter for adapter in every}
     builder = _Builder(tensors, by_library, device)
     for index in tensors_of(chosen):
         builder.check_tensor(tensors[index], storages)
     builder.check_values(chosen)
-    match = None if into is None else match_state(chosen, tensors, into, known, selection)
+    match = None if into is None else match_state(chosen, tensors, into, every, selection)
     return RestoreTargets(chosen, storages, builder, match)
 
 
 class _Builder:
-    """Makes nodes into state again."""
+    """Builds state from nodes."""
 
     def __init__(self, tensors: Sequence[TensorSpec], adapters: dict[str, LeafAdapter], device: object) -> None:
         self.tensors = tensors
@@ -110,28 +119,28 @@ class _Builder:
         self._built: dict[int, object] = {}
 
     def adapter_of(self, library: str) -> LeafAdapter:
-        """Return the adapter of a library; UnsupportedError if it was not handed in."""
+        """Return the adapter of a library; UnsupportedError if there is none."""
         try:
             return self.adapters[library]
         except KeyError:
             raise UnsupportedError(
-                "the state holds leaves of a library that is not here",
+                "the state has leaves of a library that is not available",
                 where=repr(library[:80]),
-                todo=f"install {library[:80]}, or choose other leaves with only=",
+                todo=f"install {library[:80]}, or select other leaves with only=",
             ) from None
 
     def check_tensor(self, spec: TensorSpec, storages: Sequence[StorageSpec]) -> None:
-        """Refuse a tensor that could not be built."""
+        """Refuse a tensor that cannot be built."""
         itemsize = self.adapter_of(spec.library).itemsize_of(spec)
         if not 0 <= spec.storage < len(storages):
-            raise MalformedError("a tensor names a storage that is not there", where=f"storage {spec.storage}")
+            raise MalformedError("a tensor refers to a storage that does not exist", where=f"storage {spec.storage}")
         check_layout(spec, itemsize, storages[spec.storage].nbytes)
 
     def check_values(self, node: Node) -> None:
-        """Refuse values, keys and converters that could not be restored; what lies in chunks is judged later."""
+        """Refuse values, keys and converters that cannot be restored; content of chunks is checked later."""
         if isinstance(node, ConvertedNode):
             self._check_conversion(node)
-        if isinstance(node, ConvertedNode) and not tensors_of(node.child) and _is_ours(node):
+        if isinstance(node, ConvertedNode) and not tensors_of(node.child) and _is_built_in(node):
             self.make(node)
         else:
             for part in parts_of(node):
@@ -146,16 +155,16 @@ class _Builder:
             converter_named(node.name)
         elif (library := library_of_conversion(node.name)) is not None:
             self.adapter_of(library)
-        elif node.name != LONG_TEXT and node.name not in packed.NAMES and not is_standard(node.name):
+        elif node.name != LONG_TEXT and node.name not in PACKED_NAMES and not is_standard(node.name):
             raise unknown_conversion(node.name)
 
     def value(self, node: ValueNode) -> object:
-        """Make a plain value."""
+        """Build a plain value."""
         library = library_of(node.type)
         return decode_plain(node) if library is None else self.adapter_of(library).decode_value(node.type, node.value)
 
     def adopt(self, storage: int, library: str) -> object:
-        """Hand a filled buffer to a library, once, on the device that was asked for."""
+        """Pass a filled buffer to a library, once, on the requested device."""
         key = (storage, library)
         if key not in self._adopted:
             adapter = self.adapters[library]
@@ -163,7 +172,7 @@ class _Builder:
         return self._adopted[key]
 
     def tensor(self, index: int) -> object:
-        """Make a tensor, once."""
+        """Build a tensor, once."""
         if index not in self._built:
             spec = self.tensors[index]
             adopted = self.adopt(spec.storage, spec.library)
@@ -171,7 +180,7 @@ class _Builder:
         return self._built[index]
 
     def make(self, node: Node) -> object:
-        """Make a part of the state."""
+        """Build a part of the state."""
         if isinstance(node, ValueNode):
             return self.value(node)
         if isinstance(node, TensorNode):
@@ -195,14 +204,14 @@ class _Builder:
             return self.adapter_of(library).put_together(name, child)
         if name == LONG_TEXT:
             return _long_text(child)
-        if name == packed.PLAIN:
+        if name == PLAIN:
             return self._plain(child)
-        return packed.unpack(name, child) if name in packed.NAMES else make_standard(name, child)
+        return unpack_numbers(name, child) if name in PACKED_NAMES else make_standard(name, child)
 
     def _plain(self, content: object) -> object:
-        """Make a long plain value again, whose tree lies in a chunk."""
+        """Build a long plain value from its tree, which is stored in a chunk."""
         if not isinstance(content, bytes):
-            raise MalformedError("a long plain value is no tree")
+            raise MalformedError("a long plain value is not a tree")
         tree = decode_tree(content, tensor_count=0, where="a long plain value")
         check_tree(tree, 0)
         return self.make(tree)
@@ -217,27 +226,27 @@ class _Builder:
         return made
 
     def key(self, key: Key) -> Any:
-        """Make a key."""
+        """Build a key."""
         return self.make(key.node) if isinstance(key, OtherKey) else key
 
     def _keys(self, node: DictNode) -> list[Any]:
         try:
             return distinct(map(self.key, node.keys))
         except (TypeError, ValueError):
-            raise MalformedError("a dict of the state has two equal keys, or one that can be no key") from None
+            raise MalformedError("a dict of the state has two equal keys, or an unhashable one") from None
 
     def attach(self, made: object, node: DictNode | TensorNode) -> None:
-        """Give a tensor or dict the Python attributes that it had."""
+        """Set the stored Python attributes on a tensor or dict."""
         if node.attributes is not None:
-            # Not by setattr: no property of a library is to be set.
+            # Not by setattr, which would run property setters.
             attributes: Any = self.make(node.attributes)
             getattr(made, "__dict__", {}).update(attributes)
 
 
-def _is_ours(node: Node) -> bool:
-    """Say whether no converter of a user has to be asked, so that making a node runs none of his code."""
+def _is_built_in(node: Node) -> bool:
+    """Say whether building a node runs no converter of the user."""
     is_users = isinstance(node, ConvertedNode) and not node.name.startswith(BUILT_IN)
-    return not is_users and all(map(_is_ours, parts_of(node)))
+    return not is_users and all(map(_is_built_in, parts_of(node)))
 
 
 def _long_text(content: object) -> str:
@@ -246,14 +255,14 @@ def _long_text(content: object) -> str:
             return content.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         pass
-    raise MalformedError("a long text is not UTF-8")
+    raise MalformedError("a long str is not UTF-8")
 
 
 class RestoreTargets:
     """Destinations for the storages of one restore.
 
-    For every index in ``storages``, in any order and from any thread, but one thread for one index: ask for
-    its ``destination``, fill it, say ``placed``. Then ``finish``.
+    For every index in ``storages``: get its ``destination``, fill it, call ``complete``. Indices may be processed in
+    any order and on several threads, each index on one thread at a time. Then call ``finish``.
     """
 
     def __init__(self, tree: Node, storages: Sequence[StorageSpec], builder: _Builder, match: Match | None) -> None:
@@ -264,81 +273,81 @@ class RestoreTargets:
         self._users: dict[int, list[int]] = {}
         for index in tensors_of(tree):
             self._users.setdefault(builder.tensors[index].storage, []).append(index)
-        self._placed: set[int] = set()
+        self._completed: set[int] = set()
         self._buffers: dict[int, NDArray[np.uint8]] = {}
         self._direct: dict[int, memoryview] = {}
         if match is not None:
             for storage in self._users:
-                self._aim(storage, match)
+                self._direct_to_live(storage, match)
         for storage in self._users:
             if storages[storage].nbytes == 0:
                 self.destination(storage)
-                self.placed(storage)
+                self.complete(storage)
 
     @property
     def storages(self) -> list[int]:
-        """Indices of the storages whose bytes are needed, in the order of the tree."""
+        """Indices of the storages to read, in the order of the tree."""
         return [storage for storage in self._users if self._specs[storage].nbytes]
 
     @property
     def tree(self) -> Node:
-        """The tree of what is restored."""
+        """The tree of the selected leaves."""
         return self._tree
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know; complete after ``finish``."""
+        """Warnings for the user; complete after ``finish``."""
         return [] if self._match is None else list(self._match.warnings)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every destination is where its bytes stay, so that none is given back when it is complete."""
-        return all(storage in self._direct or self._stays(storage) for storage in self.storages)
+        """Whether every destination is the final place of its bytes, so that no buffer is freed before ``finish``."""
+        return all(storage in self._direct or self._is_final(storage) for storage in self.storages)
 
-    def _stays(self, storage: int) -> bool:
+    def _is_final(self, storage: int) -> bool:
         libraries = {self._builder.tensors[index].library for index in self._users[storage]}
         return self._match is None and all(self._builder.devices[library] is None for library in libraries)
 
     def is_direct(self, storage: int) -> bool:
-        """Say whether the storage's destination is the live tensors themselves."""
+        """Say whether the storage is read directly into live tensors."""
         return storage in self._direct
 
     def destination(self, storage: int) -> memoryview:
-        """Return the writable bytes that take the whole storage; the same ones when asked again.
+        """Return writable memory for the whole storage; later calls return the same memory.
 
         Raises:
-            CapacityError: There is no memory for them.
+            CapacityError: There is not enough memory.
         """
         assert storage in self._users
-        assert storage not in self._placed
+        assert storage not in self._completed
         if storage in self._direct:
             return self._direct[storage]
         if storage not in self._buffers:
             self._buffers[storage] = allocate(self._specs[storage].nbytes)
         return self._buffers[storage].data
 
-    def placed(self, storage: int) -> None:
-        """Take note that the destination holds the right bytes; they are copied on if they must be."""
-        assert storage not in self._placed
+    def complete(self, storage: int) -> None:
+        """Record that the destination is filled; copy the bytes from a buffer to their targets."""
+        assert storage not in self._completed
         if storage in self._direct:
             del self._direct[storage]
-            self._tell_written(storage)
+            self._mark_written(storage)
         else:
-            self._copy_on(storage)
-        self._placed.add(storage)
+            self._copy_from_buffer(storage)
+        self._completed.add(storage)
 
     def finish(self) -> Any:
-        """Return the state; every storage must have been placed.
+        """Return the state; every storage must be complete.
 
-        With ``into``, plain values are replaced, missing leaves are put in, and ``load_state_dict`` is called.
+        With ``into``, this replaces plain values, adds missing leaves and calls ``load_state_dict``.
         """
-        assert self._placed == set(self._users)
+        assert self._completed == set(self._users)
         if self._match is None:
             return self._builder.make(self._tree)
         return self._match.step(self._builder.make)
 
-    def _aim(self, storage: int, match: Match) -> None:
-        """Let a storage be written straight into live tensors, if they are laid out as it is."""
+    def _direct_to_live(self, storage: int, match: Match) -> None:
+        """Make live tensors the destination of a storage, if they have its layout and view every byte."""
         bases: set[int] = set()
         ranges: list[tuple[int, int]] = []
         keep: list[object] = []
@@ -362,17 +371,17 @@ class RestoreTargets:
         if nbytes and len(bases) == 1 and _covers(ranges, nbytes):
             self._direct[storage] = writable_view_of(bases.pop(), nbytes, keep)
 
-    def _tell_written(self, storage: int) -> None:
+    def _mark_written(self, storage: int) -> None:
         assert self._match is not None
         for index in self._users[storage]:
             adapter = self._builder.adapters[self._builder.tensors[index].library]
             for target in self._match.targets[index]:
-                adapter.written(target.item)
+                adapter.mark_written(target.item)
 
-    def _copy_on(self, storage: int) -> None:
+    def _copy_from_buffer(self, storage: int) -> None:
         memory = self._buffers.pop(storage)
         builder, match = self._builder, self._match
-        stay = set(self._users[storage])
+        final = set(self._users[storage])
         if match is not None:
             for index in self._users[storage]:
                 targets = match.targets.get(index, [])
@@ -382,11 +391,11 @@ class RestoreTargets:
                     source = adapter.build(spec, adapter.adopt(memory, None))
                     for target in targets:
                         adapter.copy_into(target.item, source)
-            stay &= match.created
-        if not stay:
+            final &= match.created
+        if not final:
             return
         builder.memories[storage] = memory
-        libraries = {builder.tensors[index].library for index in stay}
+        libraries = {builder.tensors[index].library for index in final}
         if all(builder.devices[library] is not None for library in libraries):
             for library in libraries:
                 builder.adopt(storage, library)

@@ -1,6 +1,7 @@
-"""What a library of tensors must offer: memory to read, leaves to describe, and tensors to build.
+"""The interface between ckstore and a tensor library.
 
-Nothing here imports numpy or torch.
+``LeafAdapter`` is implemented once for each library. ``TensorLeaf`` describes a live tensor, and ``HostStorage`` gives
+access to the bytes of a storage. Nothing here imports numpy or torch.
 """
 
 from __future__ import annotations
@@ -9,11 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ckstore.format.tensors import (
-    TensorSpec,
-    byte_strides_of,
-    count_of,
-)
+from ckstore.format.tensors import TensorSpec, byte_strides_of, count_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,47 +19,51 @@ if TYPE_CHECKING:
     from ckstore.format.tree import Path, Value
 
 
+Reader = Callable[[int, int], memoryview]
+"""Copies the bytes between two device addresses to the host."""
+
+
 class HostStorage(Protocol):
-    """The bytes of a storage that is to be committed."""
+    """The bytes of one storage of a commit."""
 
     @property
     def nbytes(self) -> int:
-        """Length of the span."""
+        """Length in bytes."""
         ...
 
     @property
     def element_width(self) -> int:
-        """Bytes of one element of the tensor that fills most of it: 1, 2, 4 or 8."""
+        """Bytes of one element of the storage's largest tensor: 1, 2, 4 or 8."""
         ...
 
     @property
     def is_float(self) -> bool:
-        """Whether those elements are little-endian floating-point numbers."""
+        """Whether these elements are little-endian floating-point numbers."""
         ...
 
     @property
     def is_host(self) -> bool:
-        """Whether they lie in host memory."""
+        """Whether the bytes are in host memory."""
         ...
 
     def read(self, lo: int, hi: int) -> memoryview:
-        """Return bytes ``lo`` to ``hi``: host memory as it lies, device memory as a copy of this slice."""
+        """Return bytes ``lo`` to ``hi``: host memory without a copy, device memory as a copy of this range."""
         ...
 
 
-# Not frozen: hundreds are made in each commit, and that would take three times as long.
+# Not frozen: a commit creates hundreds, and freezing makes creation three times as slow.
 @dataclass(slots=True)
 class Memory:
-    """The allocation that a tensor views, and the part of it the tensor spans.
+    """The allocation that a tensor views, and the part of it that the tensor spans.
 
     Args:
-        space: Where addresses mean something: ``"cpu"``, or a device's name.
+        space: The address space: ``"cpu"``, or the name of a device.
         owner_start: Address of the allocation's first byte.
-        owner_nbytes: Its length.
+        owner_nbytes: Length of the allocation.
         start: Address of the lowest byte that the tensor views.
-        nbytes: Length of the span it views, from the lowest to the highest byte.
+        nbytes: Bytes from the lowest to the highest byte that the tensor views.
         keep: Objects that keep the allocation alive.
-        read: Copies ``(lo, hi)``, as addresses, to the host; None where the host can read them itself.
+        read: Copies a range of addresses to the host; None for host memory.
     """
 
     space: str
@@ -71,13 +72,13 @@ class Memory:
     start: int
     nbytes: int
     keep: object
-    read: Callable[[int, int], memoryview] | None = None
+    read: Reader | None = None
 
 
-# Not frozen: hundreds are made in each commit, and that would take three times as long.
+# Not frozen: a commit creates hundreds, and freezing makes creation three times as slow.
 @dataclass(slots=True)
 class TensorLeaf:
-    """A live tensor, described: what TensorSpec says but for the storage, and the memory it lies in.
+    """Description of a live tensor: the fields of TensorSpec without the storage, and the tensor's memory.
 
     Args:
         origin: Address of element (0, ..., 0).
@@ -106,143 +107,143 @@ class TensorLeaf:
 
     @property
     def byte_strides(self) -> tuple[int, ...]:
-        """Step of each dimension in bytes, whatever unit the library counts in."""
+        """Stride of each dimension in bytes, whatever unit the library counts in."""
         return byte_strides_of(self.library, self.strides, self.itemsize)
 
     @property
-    def sight(self) -> Sight:
-        """What a look at it tells."""
+    def fingerprint(self) -> LeafFingerprint:
+        """The tensor's row of a ``LeafBatch``."""
         memory = self.memory
-        place = (memory.space, memory.owner_nbytes, memory.start - memory.owner_start, memory.nbytes)
+        extent = (memory.space, memory.owner_nbytes, memory.start - memory.owner_start, memory.nbytes)
         facts = (self.library, self.dtype, self.shape, self.strides, self.itemsize, self.element_width, self.is_float)
         flags = (self.origin - memory.owner_start, self.is_parameter, self.requires_grad)
-        return (*facts, *place, *flags), memory.owner_start, memory.keep, memory.read
+        return (*facts, *extent, *flags), memory.owner_start, memory.keep, memory.read
 
 
-Sight = tuple[tuple[object, ...], int, object, Callable[[int, int], memoryview] | None]
-"""What a look at a tensor tells: facts, the address of its allocation, and ``keep`` and ``read`` of its memory.
+LeafFingerprint = tuple[tuple[object, ...], int, object, Reader | None]
+"""Facts about a tensor, the address of its allocation, and ``keep`` and ``read`` of its memory.
 
-Two tensors with equal facts, and of equal addresses, are described in the same way but for ``keep`` and ``read``; with
-another address, every address in the description differs by as much.
+Two tensors with equal facts and addresses have equal descriptions, except for ``keep`` and ``read``. If only the
+addresses differ, all addresses in the descriptions differ by the same amount.
 """
 
 
 class LeafBatch(NamedTuple):
-    """What a look at some tensors tells, each part of a ``Sight`` in a list of its own; facts can be hashed."""
+    """The fingerprints of several tensors as columns; facts are hashable."""
 
     facts: Sequence[tuple[object, ...]]
     starts: Sequence[int]
     keeps: Sequence[object]
-    readers: Sequence[Callable[[int, int], memoryview] | None]
+    readers: Sequence[Reader | None]
 
 
 class KnownObject(Protocol):
-    """An object with ``load_state_dict`` of which a library knows what its loading does."""
+    """An object with ``load_state_dict`` whose loading a library can predict."""
 
     @property
     def kind(self) -> Literal["module", "optimizer"]:
-        """Whether it holds all its tensors already and takes no others, or takes over what it is given."""
+        """A module copies into tensors it already has; an optimizer takes over the tensors it is given."""
         ...
 
-    def live(self) -> Mapping[Any, Any] | None:
-        """Return its state if its loading only copies, so that these tensors may be written before it is called.
+    def copyable_state(self) -> Mapping[Any, Any] | None:
+        """Return the object's state if loading only copies, so that its tensors may be written before loading.
 
-        None: its loading may do more, and has to be given what was restored.
+        None: loading may do more. The object must be given the restored values.
         """
         ...
 
     def owns(self, tensor: object) -> bool:
-        """Whether a tensor of its state may be written, because nothing that was not chosen is the same memory."""
+        """Whether a tensor of the state may be written: its memory belongs to the state alone."""
         ...
 
-    def misfits(self, state: Mapping[Any, Any]) -> list[tuple[Path, str]]:
-        """Return what does not fit although keys and tensors do: places below the object, and texts.
+    def mismatches(self, state: Mapping[Any, Any]) -> list[tuple[Path, str]]:
+        """Return what does not fit although keys and tensors match: paths below the object, and texts.
 
         Args:
-            state: What would be loaded, with a ``TensorSpec`` in place of each tensor.
+            state: The state to load, with a ``TensorSpec`` in place of each tensor.
         """
         ...
 
-    def now(self) -> Mapping[Any, Any]:
-        """Return the tensors that it holds now, by the keys of its state, without calling anything of its own."""
+    def current_tensors(self) -> Mapping[Any, Any]:
+        """Return the object's tensors by the keys of its state, without calling a method of the object."""
         ...
 
 
 class LeafAdapter(Protocol):
-    """A library of tensors: how its leaves become spans of bytes, and how they come back."""
+    """A tensor library: how its leaves become spans of bytes, and how they are built again."""
 
     @property
     def library(self) -> str:
-        """The name in TensorSpec.library, and the first part of the type of its plain values."""
+        """The name in TensorSpec.library, and the prefix of the types of the library's plain values."""
         ...
 
     def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
-        """Describe a tensor of this library; None: not one of ours.
+        """Describe a tensor of this library; None: not a tensor of this library.
 
         Raises:
-            LeafTypeError: It is one of ours that cannot be stored.
+            LeafTypeError: A tensor of this library that cannot be stored.
         """
         ...
 
     def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
-        """Say what tells whether ``describe`` would say of each the same as before; None: ask it, not all are usual."""
+        """Return facts from which a change of any ``describe`` result can be detected; None: use ``describe``."""
         ...
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
-        """Return type and value of a plain value of this library (a dtype, a scalar); None: not one of ours."""
+        """Return type and value of a plain value of this library (a dtype, a scalar); None: not one of these."""
         ...
 
     def decode_value(self, kind: str, value: Value) -> object:
-        """Make the plain value again.
+        """Build the plain value.
 
         Raises:
-            MalformedError: The value is none that ``encode_value`` makes.
-            UnsupportedError: The library of today does not know it.
+            MalformedError: ``encode_value`` does not produce this value.
+            UnsupportedError: The installed library does not have this value.
         """
         ...
 
     def take_apart(self, leaf: object) -> tuple[str, object] | None:
-        """Return how an object of this library is stored: a conversion's name, and a state; None: not one of ours."""
+        """Return the conversion name and the state of an object of this library; None: not one of these."""
         ...
 
     def put_together(self, name: str, state: object) -> object:
-        """Make the object again, or a StandIn where this machine cannot have it.
+        """Build the object; a StandIn if this machine cannot have it.
 
         Raises:
-            MalformedError: The state is none that ``take_apart`` returns.
-            UnsupportedError: No such name.
+            MalformedError: ``take_apart`` does not produce this state.
+            UnsupportedError: Unknown name.
         """
         ...
 
     def itemsize_of(self, spec: TensorSpec) -> int:
-        """Return the bytes of one element, having checked dtype and flags, which come from disk.
+        """Return the bytes of one element, after checking dtype and flags, which come from disk.
 
         Raises:
-            UnsupportedError: The library of today has no such dtype.
-            MalformedError: No writer of ours makes such a spec.
+            UnsupportedError: The installed library does not have this dtype.
+            MalformedError: ckstore does not write such a spec.
         """
         ...
 
     def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
-        """Turn a filled host buffer (a 1-D uint8 numpy array) into what ``build`` takes, on the device."""
+        """Turn a filled host buffer (a 1-D uint8 array) into the argument of ``build``, on the device."""
         ...
 
     def build(self, spec: TensorSpec, adopted: object) -> object:
-        """Make the tensor as a view of the adopted memory; the spec has been checked against its length."""
+        """Build the tensor as a view of the adopted memory; the caller has checked the spec against its length."""
         ...
 
     def check_device(self, device: object) -> object:
-        """Return the device as ``adopt`` wants it; UsageError if there is none such."""
+        """Return the device in the form that ``adopt`` takes; UsageError if it does not exist."""
         ...
 
     def copy_into(self, target: object, source: object) -> None:
         """Overwrite the target's elements, bit for bit, with those of a tensor of equal dtype and shape."""
         ...
 
-    def written(self, target: object) -> None:
-        """Tell the library that the target's bytes were overwritten behind its back."""
+    def mark_written(self, target: object) -> None:
+        """Tell the library that the target's bytes were overwritten without its functions."""
         ...
 
     def object_of(self, item: object) -> KnownObject | None:
-        """Return what is known of an object with ``load_state_dict``; None: nothing."""
+        """Return what the library can predict about an object with ``load_state_dict``; None: nothing."""
         ...

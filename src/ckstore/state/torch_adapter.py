@@ -1,9 +1,9 @@
 """Torch leaves: tensors of every dtype as spans of bytes, and dtypes, devices and sizes as plain values.
 
 Invariants:
-- Tensors are made of bytes and strides only; no arithmetic of torch touches an element.
-- What comes from disk is looked up in tables, never in torch's namespace.
-- Conjugate and negative views are stored resolved: the values are kept, the lazy bit is not.
+- Tensors are built from bytes and strides only; torch never converts or computes an element.
+- Names from disk are looked up in tables, never in torch's namespace.
+- Conjugate and negative views are stored resolved: with their values, without the lazy bit.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def _list_dtypes() -> dict[str, torch.dtype]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name a dtype is stored under: ``bfloat16``."""
+    """Return the name under which a dtype is stored, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 DTYPES = _list_dtypes()
-"""Every dtype of this torch that can be stored, by name; the old quantized ones cannot."""
+"""Every dtype that can be stored, by name: all except the quantized ones."""
 
 _COPY_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
-    """What is told of every tensor of one dtype; looked up, since a commit describes hundreds."""
+class _DtypeFacts:
+    """Facts shared by all tensors of a dtype, computed once."""
 
     name: str
     itemsize: int
@@ -60,13 +60,13 @@ class _Facts:
     is_float: bool
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> _Facts:
+    def of(cls, dtype: torch.dtype) -> _DtypeFacts:
         width = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
         is_float = dtype.is_floating_point or dtype.is_complex
         return cls(name_of(dtype), dtype.itemsize, width if width in (1, 2, 4, 8) else 1, is_float)
 
 
-_FACTS = {dtype: _Facts.of(dtype) for dtype in DTYPES.values()}
+_FACTS = {dtype: _DtypeFacts.of(dtype) for dtype in DTYPES.values()}
 
 
 PLAIN_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -77,17 +77,17 @@ _IS_LEAF_OF, _ATTRIBUTES_OF = attrgetter("is_leaf"), attrgetter("__dict__")
 
 
 class TorchAdapter:
-    """Plain tensors and parameters on any device with addresses."""
+    """Plain tensors and parameters on any device that has addresses."""
 
     library = "torch"
 
     def describe(self, leaf: object, path: Path) -> TensorLeaf | None:
-        """Describe a tensor; refuse what has no plain strided memory of its own."""
+        """Describe a tensor; refuse tensors without plain strided memory."""
         if not isinstance(leaf, torch.Tensor):
             return None
-        why = _obstacle(leaf)
+        why = _why_not_storable(leaf)
         if why is not None:
-            raise leaf_type_error(leaf, path, why, _way_out(leaf))
+            raise leaf_type_error(leaf, path, why, _advice_for(leaf))
         plain = leaf.detach()
         is_lazy = plain.is_conj() or plain.is_neg()
         if is_lazy:
@@ -111,14 +111,14 @@ class TorchAdapter:
             memory=memory,
             is_parameter=type(leaf) is torch.nn.Parameter,
             requires_grad=leaf.requires_grad,
-            # A resolved copy is not the leaf: writing to it would change nothing.
+            # Writing to the resolved copy would not change the leaf.
             is_writable=not is_lazy,
         )
 
     def describe_many(self, leaves: Sequence[object]) -> LeafBatch | None:
-        """Look at plain tensors; what ``describe`` would refuse or copy is told of by it alone.
+        """Return fingerprints of plain tensors; None if ``describe`` would refuse or copy one of them.
 
-        A trainer waits for this: all of them are asked one thing after the other, by C and not by Python.
+        The trainer waits for this. So each attribute is read from all tensors in one loop in C.
         """
         kinds = list(map(type, leaves))
         if not PLAIN_KINDS.issuperset(kinds):
@@ -126,8 +126,10 @@ class TorchAdapter:
         tensors = cast("Sequence[torch.Tensor]", leaves)
         if not are_strided(tensors) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        told = list(map(_FACTS_OF, tensors))
-        if any(dtype.is_complex for dtype in set(map(_FIRST_OF, told))) and any(map(torch.Tensor.is_conj, tensors)):
+        described = list(map(_FACTS_OF, tensors))
+        if any(dtype.is_complex for dtype in set(map(_FIRST_OF, described))) and any(
+            map(torch.Tensor.is_conj, tensors)
+        ):
             return None
         if any(map(_ATTRIBUTES_OF, tensors)):
             return None
@@ -136,19 +138,19 @@ class TorchAdapter:
         devices = list(map(device_of, tensors))
         readers: list[DeviceBytes | None] = [None] * len(tensors)
         if any(devices):
-            places = zip(storages, starts, devices, strict=True)
-            readers = [None if there is None else DeviceBytes(held, start, there) for held, start, there in places]
+            rows = zip(storages, starts, devices, strict=True)
+            readers = [None if device is None else DeviceBytes(held, start, device) for held, start, device in rows]
         facts = (
             kinds,
-            told,
+            described,
             map(torch.Tensor.stride, tensors),
             map(torch.Tensor.storage_offset, tensors),
             map(torch.UntypedStorage.nbytes, storages),
             devices,
         )
-        # A graph is nobody's affair here; what has none need not leave it.
-        wanting = compress(tensors, map(_LAST_OF, told))
-        plain = tensors if all(map(_IS_LEAF_OF, wanting)) else list(map(torch.Tensor.detach, tensors))
+        # Detach from the autograd graph; leaves have none.
+        with_grad = compress(tensors, map(_LAST_OF, described))
+        plain = tensors if all(map(_IS_LEAF_OF, with_grad)) else list(map(torch.Tensor.detach, tensors))
         return LeafBatch(
             list(zip(*facts, strict=True)),
             starts,
@@ -157,7 +159,7 @@ class TorchAdapter:
         )
 
     def encode_value(self, leaf: object, path: Path) -> tuple[str, Value] | None:
-        """Return a dtype, device, Size and the like as text."""
+        """Return a dtype, device, Size or similar value as text."""
         kind = _NAMED_KINDS.get(type(leaf))
         if kind is not None:
             return kind, str(leaf).removeprefix("torch.")
@@ -168,13 +170,13 @@ class TorchAdapter:
         return None
 
     def decode_value(self, kind: str, value: Value) -> object:
-        """Make the dtype, device, Size or the like again."""
+        """Build the dtype, device, Size or similar value."""
         if type(value) is not str:
             raise MalformedError("a plain value of torch is malformed", where=repr(kind[:80]))
         if kind in _NAMED:
             if value not in _NAMED[kind]:
                 raise UnsupportedError(
-                    f"this torch has no such {kind}", where=repr(value[:80]), todo="use a newer torch"
+                    f"this version of torch does not have the {kind}", where=repr(value[:80]), todo="use a newer torch"
                 )
             return _NAMED[kind][value]
         if kind == "torch.device":
@@ -184,9 +186,9 @@ class TorchAdapter:
         raise UnsupportedError("a plain value of torch has an unknown type", where=repr(kind[:80]))
 
     def take_apart(self, leaf: object) -> tuple[str, object] | None:
-        """Return a generator of random numbers as its device and state."""
+        """Return the device and state of a random number generator."""
         if isinstance(leaf, torch.Generator):
-            # As an array: the state lies on the host, wherever tensors are restored to.
+            # As an array: the state is on the host, whatever device tensors are restored to.
             return _GENERATOR, {"device": str(leaf.device), "state": leaf.get_state().numpy()}
         if isinstance(leaf, StandIn) and leaf.kind == _GENERATOR.removeprefix(BUILT_IN):
             self.put_together(_GENERATOR, leaf.content)
@@ -194,7 +196,7 @@ class TorchAdapter:
         return None
 
     def put_together(self, name: str, state: object) -> object:
-        """Make the generator again; a StandIn where there is no such device."""
+        """Build the generator; a StandIn if the device does not exist."""
         if name != _GENERATOR:
             raise UnsupportedError("a leaf of torch has an unknown type", where=repr(name[:80]))
         device, held = (state.get("device"), state.get("state")) if isinstance(state, dict) else (None, None)
@@ -207,18 +209,18 @@ class TorchAdapter:
         try:
             generator.set_state(torch.from_numpy(np.ascontiguousarray(held)))
         except (RuntimeError, TypeError, ValueError):
-            raise MalformedError("torch refuses the state of a generator", where=repr(device[:80])) from None
+            raise MalformedError("torch rejects the state of a generator", where=repr(device[:80])) from None
         return generator
 
     def itemsize_of(self, spec: TensorSpec) -> int:
-        """Return the bytes of one element, having checked dtype and flags."""
+        """Return the bytes of one element, after checking dtype and flags."""
         dtype = _dtype_named(spec.dtype)
         if spec.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise MalformedError("a tensor without fractions wants a gradient", where=spec.dtype)
+            raise MalformedError("a tensor of an integer dtype requires a gradient", where=spec.dtype)
         return dtype.itemsize
 
     def adopt(self, memory: NDArray[np.uint8], device: object) -> object:
-        """Return the memory as a tensor of bytes, on the device."""
+        """Return the memory as a uint8 tensor on the device."""
         held = torch.from_numpy(memory)
         if device is None:
             return held
@@ -231,16 +233,16 @@ class TorchAdapter:
             ) from None
 
     def build(self, spec: TensorSpec, adopted: object) -> object:
-        """Make the tensor as a view of the adopted bytes."""
+        """Build the tensor as a view of the adopted bytes."""
         assert isinstance(adopted, torch.Tensor)
         dtype = _dtype_named(spec.dtype)
         rest = spec.offset % dtype.itemsize
         if rest:
-            # torch counts offsets in elements, so this view needs a storage that begins elsewhere.
+            # torch counts offsets in elements, so this view needs a storage with another start.
             is_host = adopted.device.type == "cpu"
             adopted = torch.from_numpy(adopted.numpy()[rest:]) if is_host else adopted[rest:].clone()
         with torch.no_grad():
-            # torch warns whenever an empty complex32 is made, but not when integers are viewed as such.
+            # torch warns when it creates a complex32 tensor, but not when it views integers as complex32.
             first = torch.int32 if dtype == torch.complex32 else dtype
             tensor = torch.empty(0, dtype=first, device=adopted.device)
             tensor.set_(adopted.untyped_storage(), spec.offset // dtype.itemsize, spec.shape, spec.strides)
@@ -254,41 +256,41 @@ class TorchAdapter:
         try:
             made = torch.empty(0, device=device).device
         except (RuntimeError, TypeError, AssertionError) as error:
-            raise UsageError("there is no such device", where=repr(device), todo=str(error).split("\n")[0]) from None
+            raise UsageError("the device does not exist", where=repr(device), todo=str(error).split("\n")[0]) from None
         if made.type == "meta":
             raise UsageError("nothing can be restored to the meta device", where=repr(device))
         return None if made.type == "cpu" else made
 
     def copy_into(self, target: object, source: object) -> None:
-        """Overwrite the target's elements, bit for bit; of a generator, its state."""
+        """Overwrite the elements of a tensor bit for bit, or the state of a generator."""
         if isinstance(target, torch.Generator) and isinstance(source, torch.Generator):
             target.set_state(source.get_state())
             return
         assert isinstance(target, torch.Tensor)
         assert isinstance(source, torch.Tensor)
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
-            there, here = _as_words(target.detach()), _as_words(source.detach())
-            for dim, step in enumerate(there.stride()):
-                if step == 0 and there.shape[dim] > 1:
-                    # An expanded dimension repeats one element; torch refuses to write it many times.
-                    there, here = there.narrow(dim, 0, 1), here.narrow(dim, 0, 1)
-            there.copy_(here)
+            destination, words = _as_words(target.detach()), _as_words(source.detach())
+            for dim, step in enumerate(destination.stride()):
+                if step == 0 and destination.shape[dim] > 1:
+                    # An expanded dimension repeats one element, and torch refuses to write it more than once.
+                    destination, words = destination.narrow(dim, 0, 1), words.narrow(dim, 0, 1)
+            destination.copy_(words)
 
-    def written(self, target: object) -> None:
-        """Count the change in the tensor's version, so that autograd notices a stale graph."""
+    def mark_written(self, target: object) -> None:
+        """Increment the tensor's version counter, so that autograd detects a stale graph."""
         assert isinstance(target, torch.Tensor)
         if target.is_inference():
             return
         with torch.no_grad():
-            # Writing no elements costs nothing; detached views share the version counter.
+            # Writing zero elements costs nothing, and detached views share the version counter.
             _as_words(target.detach()).unsqueeze(0)[:0].zero_()
 
     def object_of(self, item: object) -> KnownObject | None:
-        """Return what is known of a module or an optimizer."""
+        """Return what can be predicted about a module or an optimizer."""
         return known_object(item)
 
 
-def _obstacle(leaf: torch.Tensor) -> str | None:
+def _why_not_storable(leaf: torch.Tensor) -> str | None:
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
         return "a subclass of torch.Tensor"
     if leaf.is_nested or leaf.layout != torch.strided:
@@ -300,12 +302,12 @@ def _obstacle(leaf: torch.Tensor) -> str | None:
     return None
 
 
-def _way_out(leaf: torch.Tensor) -> str | None:
-    """Return what to do with a plain tensor that cannot be stored; None: it is of a class that can have a converter."""
+def _advice_for(leaf: torch.Tensor) -> str | None:
+    """Return what to do with a plain tensor that cannot be stored; None: it can have a converter."""
     if type(leaf) not in PLAIN_KINDS:
         return None
     if leaf.is_meta:
-        return "give it memory first, as by to_empty(device=...), or leave it out"
+        return "give it memory first, for example with to_empty(device=...), or leave it out"
     if leaf.is_quantized:
         return "commit its int_repr(), q_scale() and q_zero_point()"
     if leaf.is_nested:
@@ -330,20 +332,20 @@ def _memory_of(plain: torch.Tensor) -> tuple[Memory, int]:
 
 
 def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors, of plain kinds, lie in memory in steps: none is sparse, or nested."""
-    # That of a nested tensor may say strided.
+    """Whether all tensors are strided: neither sparse nor nested."""
+    # The layout of a nested tensor may be torch.strided.
     return [*map(_LAYOUT_OF, tensors)].count(torch.strided) == len(tensors) and not any(map(_IS_NESTED, tensors))
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:
-    """Return where a tensor lies; None: in memory of the host. Whoever wants to know asks here."""
+    """Return the device of a tensor; None: host memory."""
     return None if tensor.is_cpu else tensor.device
 
 
-# Not frozen: hundreds are made in each commit, each of which freezing would cost some calls.
+# Not frozen: a commit creates hundreds, and freezing makes creation slower.
 @dataclass(slots=True)
 class DeviceBytes:
-    """The bytes of a storage on a device, by address."""
+    """Reads the bytes of a storage on a device by address."""
 
     storage: torch.UntypedStorage
     start: int
@@ -353,10 +355,10 @@ class DeviceBytes:
         """Copy bytes to the host.
 
         Raises:
-            BackendError: The device has failed, or the storage does not reach so far any more.
+            BackendError: The device failed, or the storage has become shorter.
         """
         if not self.start <= lo <= hi <= self.start + self.storage.nbytes():
-            # ``set_`` would make it longer.
+            # ``set_`` would resize the storage.
             raise resized_error()
         try:
             held = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -366,25 +368,25 @@ class DeviceBytes:
 
 
 def device_error(error: RuntimeError) -> BackendError:
-    """Return the error of who could not copy what lies in a device."""
-    return BackendError(f"copying from a device failed: {error}", todo="see what the device says")
+    """Return the error for a failed copy from a device."""
+    return BackendError(f"copying from a device failed: {error}", todo="check the state of the device")
 
 
 def resized_error() -> BackendError:
-    """Return the error of who was to read what is not there any more."""
+    """Return the error for a storage that became shorter while it was read."""
     return BackendError(
         "a storage was resized while a commit read it",
-        todo="resize what is committed when its commit has ended, or behind its guard",
+        todo="resize tensors after their commit has finished, or after its guard",
     )
 
 
 def copy_to_host(held: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor of uint8 on a device, in host memory."""
+    """Copy a uint8 tensor on a device to host memory, and return its bytes."""
     return held.cpu().numpy().data
 
 
 def wait_for_devices(storages: Iterable[object]) -> None:
-    """Wait until devices have done what this thread has told them, so that any thread reads what they wrote."""
+    """Wait until devices have finished the work of this thread, so that any thread can read the results."""
     readers = [getattr(storage, "reader", None) for storage in storages]
     for device in {reader.device for reader in readers if isinstance(reader, DeviceBytes)}:
         if device.type == "cuda":
@@ -396,12 +398,12 @@ def _dtype_named(name: str) -> torch.dtype:
         return DTYPES[name]
     except KeyError:
         raise UnsupportedError(
-            "this torch has no such dtype", where=repr(name[:80]), todo="use a newer torch"
+            "this version of torch does not have the dtype", where=repr(name[:80]), todo="use a newer torch"
         ) from None
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers, which torch copies for every width and never converts."""
+    """Return the same memory as integers, which torch copies without conversion."""
     words = _COPY_AS.get(tensor.dtype.itemsize)
     return tensor if words is None else tensor.view(words)
 
@@ -410,7 +412,7 @@ def _make_device(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError:
-        raise UnsupportedError("this torch has no such device", where=repr(text[:80])) from None
+        raise UnsupportedError("this version of torch does not have the device", where=repr(text[:80])) from None
 
 
 def _make_size(text: str) -> torch.Size:
@@ -432,6 +434,6 @@ _NAMED_KINDS: dict[type, str] = {
     torch.qscheme: "torch.qscheme",
 }
 _NAMED = {name: _table_of(kind) for kind, name in _NAMED_KINDS.items()}
-"""All plain values of torch that have a name, the quantized dtypes among them; whoever encodes one asks here for it."""
+"""All plain values of torch by kind and name, including the quantized dtypes."""
 
 _GENERATOR = f"{BUILT_IN}torch.Generator"

@@ -1,12 +1,12 @@
-"""Torch modules and optimizers: whether their loading only copies, what does not fit them, and their tensors now.
+"""Torch modules and optimizers: whether loading only copies, what does not fit, and which tensors they have.
 
-``restore(into=)`` means what ``load_state_dict(restore())`` means. Where an object's loading does nothing but copy
-tensors, these may be written in place before it is called; that saves a second copy of the state. Anything else that
-the object does could find the restored values in place of its own, so it is checked here, not assumed.
+``restore(into=)`` has the effect of ``load_state_dict(restore())``. If loading only copies tensors, they may be
+written in place before ``load_state_dict`` is called, which saves a second copy of the state. Other loading code could
+observe the restored values too early. So this module checks that loading only copies.
 
 Invariants:
-- Only methods that torch itself defines, and no hooks, count as only copying.
-- ``now`` reads attributes; it calls no method that a user may have overridden to do more.
+- Loading only copies if all methods involved are torch's own and there are no hooks.
+- ``current_tensors`` reads attributes. It calls no method that a user may have overridden.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _LIKE_THE_PARAMETER = frozenset(
 )
 """Tensors that torch's own optimizers make in the shape of the parameter."""
 
-_BY_SCHEDULERS = frozenset(["initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"])
-"""Keys of groups that schedulers add."""
+_SCHEDULER_KEYS = frozenset(["initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"])
+"""Keys that schedulers add to groups."""
 
 
 def known_object(item: object) -> TorchModule | TorchOptimizer | None:
-    """Return what is known of a torch module or optimizer; None: it is neither."""
+    """Return what can be predicted about a torch module or optimizer; None: it is neither."""
     if isinstance(item, torch.nn.Module):
         return TorchModule(item)
     if isinstance(item, torch.optim.Optimizer):
@@ -66,15 +66,15 @@ def known_object(item: object) -> TorchModule | TorchOptimizer | None:
 
 
 class TorchModule:
-    """A module, looked at without changing it."""
+    """A module, inspected without changing it."""
 
     kind: Literal["module", "optimizer"] = "module"
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 
-    def live(self) -> Mapping[Any, Any] | None:
-        """Return its state if loading only copies into these tensors; None: it has to load what was restored."""
+    def copyable_state(self) -> Mapping[Any, Any] | None:
+        """Return the state if loading only copies into its tensors; None: loading may do more."""
         if torch.__future__.get_swap_module_params_on_conversion():
             return None
         if not all(map(_only_copies, _modules_of(self._module))):
@@ -83,19 +83,19 @@ class TorchModule:
         return found if all(map(_is_usual, found.values())) else None
 
     def owns(self, tensor: object) -> bool:
-        """Whether a tensor of its state may be written: all are its own."""
+        """Return True: all tensors of the state belong to the module."""
         return True
 
-    def misfits(self, state: Mapping[Any, Any]) -> list[tuple[KeyPath, str]]:
-        """Return what would go wrong although load_state_dict raises nothing."""
+    def mismatches(self, state: Mapping[Any, Any]) -> list[tuple[KeyPath, str]]:
+        """Return what would go wrong without an exception from load_state_dict."""
         return [
-            ((name,), "is on the meta device, where loading changes nothing; call to_empty(device=...) first")
-            for name, tensor in self.now().items()
+            ((name,), "is on the meta device, where loading has no effect; call to_empty(device=...) first")
+            for name, tensor in self.current_tensors().items()
             if tensor.is_meta and name in state
         ]
 
-    def now(self) -> Mapping[Any, Any]:
-        """Return its parameters and buffers by the keys of its state."""
+    def current_tensors(self) -> Mapping[Any, Any]:
+        """Return the parameters and buffers by the keys of the state."""
         found: dict[str, Any] = {}
         for prefix, module in _named_modules_of(self._module):
             for part in (vars(module).get("_parameters"), vars(module).get("_buffers")):
@@ -106,26 +106,26 @@ class TorchModule:
 
 
 class TorchOptimizer:
-    """An optimizer, looked at without changing it."""
+    """An optimizer, inspected without changing it."""
 
     kind: Literal["module", "optimizer"] = "optimizer"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
-    def live(self) -> Mapping[Any, Any] | None:
-        """Return its state if loading only takes these tensors over; None: it has to load what was restored."""
-        return self._optimizer.state_dict() if _takes_over(self._optimizer) else None
+    def copyable_state(self) -> Mapping[Any, Any] | None:
+        """Return the state if loading only takes over the given tensors; None: loading may do more."""
+        return self._optimizer.state_dict() if _only_takes_over(self._optimizer) else None
 
     def owns(self, tensor: object) -> bool:
-        """Whether a tensor of its state is no parameter or gradient, too: nothing but the state is loaded."""
+        """Whether a tensor of the state shares no memory with a parameter or gradient, which must not be written."""
         if not isinstance(tensor, torch.Tensor) or not _is_usual(tensor) or tensor.is_meta:
             return True
         return _address_of(tensor) not in self._borrowed
 
     @functools.cached_property
     def _borrowed(self) -> set[int]:
-        """The memory of its parameters and gradients."""
+        """Addresses of the parameters and gradients."""
         return {
             _address_of(tensor)
             for group in self._optimizer.param_groups
@@ -134,59 +134,59 @@ class TorchOptimizer:
             if tensor is not None and _is_usual(tensor) and not tensor.is_meta
         }
 
-    def misfits(self, state: Mapping[Any, Any]) -> list[tuple[KeyPath, str]]:
-        """Return what load_state_dict refuses, and what it takes although the next step fails or goes wrong."""
+    def mismatches(self, state: Mapping[Any, Any]) -> list[tuple[KeyPath, str]]:
+        """Return what load_state_dict refuses, and what it accepts although the next step would fail or be wrong."""
         groups = state.get("param_groups")
         if groups is None or not _loads_as_torch_does(self._optimizer):
             return []
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            return [(("param_groups",), "is no list of groups in the checkpoint")]
-        found = list(self._misfits_of_groups(groups))
+            return [(("param_groups",), "is not a list of groups in the checkpoint")]
+        found = list(self._mismatches_of_groups(groups))
         if not found:
-            found.extend(self._misfits_of_state(groups, state.get("state")))
+            found.extend(self._mismatches_of_state(groups, state.get("state")))
         return found
 
-    def now(self) -> Mapping[Any, Any]:
-        """Return the tensors of its state by the keys of its state."""
+    def current_tensors(self) -> Mapping[Any, Any]:
+        """Return the tensors of the state by its keys."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         state = self._optimizer.state
         return {"state": {number: state[each] for number, each in enumerate(parameters) if each in state}}
 
-    def _misfits_of_groups(self, groups: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
+    def _mismatches_of_groups(self, groups: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
         own = self._optimizer.param_groups
         if len(groups) != len(own):
             theirs = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
             yield ("param_groups",), f"has {theirs} in the checkpoint, {len(own)} in the state"
             return
         for number, (group, live) in enumerate(zip(groups, own, strict=True)):
-            place, listed = ("param_groups", number), group.get("params")
+            path, listed = ("param_groups", number), group.get("params")
             if not isinstance(listed, list) or len(listed) != len(live["params"]):
-                count = len(listed) if isinstance(listed, list) else "no list of"
-                yield place, f"has {count} parameters in the checkpoint, {len(live['params'])} in the state"
+                count = len(listed) if isinstance(listed, list) else "not a list of"
+                yield path, f"has {count} parameters in the checkpoint, {len(live['params'])} in the state"
             elif moved := _moved_name(group.get("param_names"), live.get("param_names")):
                 yield (
-                    (*place, "param_names"),
-                    f"has {moved!r} at another place in the state: the moments of one parameter would go to another; "
-                    "make the optimizer with the parameters in the order of the checkpoint, or commit and restore a "
-                    "ckstore.TrainState, which goes by names",
+                    (*path, "param_names"),
+                    f"has {moved!r} at another position in the state: moments would be loaded for the wrong parameter; "
+                    "build the optimizer with the parameters in the order of the checkpoint, or commit and restore a "
+                    "ckstore.TrainState, which matches by name",
                 )
-        lacking = self._lacking(groups)
-        if lacking:
-            number, keys = lacking
-            strange = sorted(map(str, set(groups[number]) - set(own[number]) - _BY_SCHEDULERS))
-            more = f", and has {', '.join(strange)}, which it does not know" if strange else ""
+        missing = self._missing_settings(groups)
+        if missing:
+            number, keys = missing
+            unknown = sorted(map(str, set(groups[number]) - set(own[number]) - _SCHEDULER_KEYS))
+            more = f", and has {', '.join(unknown)}, which it does not have" if unknown else ""
             yield (
                 ("param_groups", number),
-                f"lacks {', '.join(keys)} of {type(self._optimizer).__qualname__} in the checkpoint{more}: it is of "
-                "another kind of optimizer",
+                f"lacks {', '.join(keys)} of {type(self._optimizer).__qualname__} in the checkpoint{more}: the "
+                "checkpoint is of another type of optimizer",
             )
 
-    def _lacking(self, groups: list[dict[str, Any]]) -> tuple[int, list[str]] | None:
-        """Return the first group that would lack settings after loading, and these: the next step would fail."""
+    def _missing_settings(self, groups: list[dict[str, Any]]) -> tuple[int, list[str]] | None:
+        """Return the first group that would lack settings after loading, and their names; None: there is none."""
         kind = type(self._optimizer)
-        if not _takes_over(self._optimizer):
+        if not _only_takes_over(self._optimizer):
             return None
-        # As a copy made by pickle, it puts in the settings that older versions lacked.
+        # __setstate__ adds settings that older versions of the optimizer lacked.
         trial: Any = object.__new__(kind)
         copies = [{**group, "params": []} for group in groups]
         try:
@@ -199,7 +199,7 @@ class TorchOptimizer:
                 return number, keys
         return None
 
-    def _misfits_of_state(self, groups: list[dict[str, Any]], state: object) -> Iterator[tuple[KeyPath, str]]:
+    def _mismatches_of_state(self, groups: list[dict[str, Any]], state: object) -> Iterator[tuple[KeyPath, str]]:
         if not isinstance(state, dict):
             return
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
@@ -209,7 +209,7 @@ class TorchOptimizer:
                 if isinstance(key, str) and key.isascii() and key.isdigit() and int(key) in by_key:
                     yield (
                         ("state", key),
-                        "has a text for a number in the checkpoint: it would be loaded for no parameter",
+                        "is a str instead of a number in the checkpoint: it would be loaded for no parameter",
                     )
                 continue
             if not type(self._optimizer).__module__.startswith("torch.optim.") or not isinstance(entry, dict):
@@ -221,16 +221,16 @@ class TorchOptimizer:
 
 
 def _moved_name(theirs: object, ours: object) -> str | None:
-    """Return a parameter's name that stands at another place on the other side; None: no name shows such a change."""
+    """Return the name of a parameter that has another position on the other side; None: there is none."""
     if not isinstance(theirs, list) or not isinstance(ours, list) or len(theirs) != len(ours):
         return None
-    place_of = {name: place for place, name in enumerate(ours) if isinstance(name, str)}
-    return next((name for place, name in enumerate(theirs) if place_of.get(name, place) != place), None)
+    position_of = {name: position for position, name in enumerate(ours) if isinstance(name, str)}
+    return next((name for at, name in enumerate(theirs) if position_of.get(name, at) != at), None)
 
 
 @functools.cache
 def _is_torchs(function: Callable[..., object]) -> bool:
-    """Whether a function, and what it is wrapped around, is in torch's own files."""
+    """Whether a function and all functions that it wraps are defined in torch's own files."""
     while True:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(_TORCH_FOLDER):
@@ -248,7 +248,7 @@ _COPYING = {
     }
     for name in _MODULE_METHODS
 }
-"""Each method of modules in its versions that do nothing but copy; those of norms cope with older checkpoints."""
+"""The versions of each module method that only copy; those of norms also handle older checkpoints."""
 
 
 def _only_copies(module: torch.nn.Module) -> bool:
@@ -262,7 +262,7 @@ def _only_copies(module: torch.nn.Module) -> bool:
 
 
 def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nothing changes what is loaded on its way into an optimizer's groups."""
+    """Whether an optimizer loads groups and state without modifying them."""
     kind, own = type(optimizer), vars(optimizer)
     return (
         isinstance(own.get("param_groups"), list)
@@ -274,8 +274,8 @@ def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _takes_over(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer takes over the tensors that it loads, and does nothing else."""
+def _only_takes_over(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer takes over the given tensors when it loads, and does nothing else."""
     setters = [vars(kind)["__setstate__"] for kind in type(optimizer).__mro__ if "__setstate__" in vars(kind)]
     return _loads_as_torch_does(optimizer) and "__setstate__" not in vars(optimizer) and all(map(_is_torchs, setters))
 
@@ -285,7 +285,7 @@ def _modules_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _named_modules_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module and those within it, each at each of its places, with the prefix of its keys."""
+    """Yield a module and its submodules with the prefixes of their keys; shared ones once for each prefix."""
     pending, open_ids = [("", module, frozenset[int]())], frozenset[int]()
     while pending:
         prefix, each, open_ids = pending.pop()

@@ -1,8 +1,8 @@
-"""Plain values and converters: Python's own leaves to nodes and back, and the types that users add.
+"""Plain values: Python's own leaves as nodes, and the converters that users register.
 
 Invariants:
-- ``decode_plain(encode_plain(value))`` has the same type and the same bits: both go by the rows of one table.
-- A converter is chosen by exact type when storing, and by its name, which is on disk, when restoring.
+- Decoding restores the type and the bits of every encoded value: both directions use one table.
+- A converter is chosen by exact type when storing, and by its stored name when restoring.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckstore.errors import LeafTypeError, MalformedError, UnsupportedError, UsageError
-from ckstore.format.tree import KEY_INT_MAX, KEY_INT_MIN, Path, Value, ValueNode, place_of
+from ckstore.format.tree import (
+    KEY_INT_MAX,
+    KEY_INT_MIN,
+    Path,
+    Value,
+    ValueNode,
+    place_of,
+)
 
 LONG_TEXT = "ckstore:str"
-"""Name of the built-in conversion of a long str to its UTF-8 bytes."""
+"""Name of the conversion of a long str to its UTF-8 bytes."""
 
 _CONVERTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _BUILT_IN = (dict, OrderedDict, Counter, defaultdict, list, tuple, bool, int, float, complex, str, bytes, type(None))
@@ -26,13 +33,13 @@ _BUILT_IN = (dict, OrderedDict, Counter, defaultdict, list, tuple, bool, int, fl
 
 @dataclass(frozen=True, slots=True)
 class _PlainType:
-    """A row of the table: a type on disk, and both ways.
+    """A row of the table of plain types.
 
     Args:
-        name: On disk.
+        name: The type's name on disk.
         kind: The type of the leaf.
         wire: The type of the value on disk.
-        encode: Returns the value on disk; raises ValueError where the next row of the same kind has to hold the leaf.
+        encode: Returns the value on disk; raises ValueError if the next row of the same kind must store the leaf.
         decode: Returns the leaf; raises ValueError for a value that ``encode`` does not return.
     """
 
@@ -104,7 +111,7 @@ _ROW_NAMED = {row.name: row for row in _TABLE}
 
 
 def encode_plain(leaf: object) -> ValueNode | None:
-    """Return the node of one of Python's own plain values; None: it is something else."""
+    """Return the node of a plain Python value; None: not a plain value."""
     for row in _ROWS_OF.get(type(leaf), ()):
         try:
             return ValueNode(row.name, row.encode(leaf))
@@ -117,8 +124,8 @@ def decode_plain(node: ValueNode) -> object:
     """Return the plain value of a node.
 
     Raises:
-        UnsupportedError: A type of a newer version, or of a library that was not handed in.
-        MalformedError: The value is none that its type can have.
+        UnsupportedError: The type belongs to a newer version, or to a library without an adapter.
+        MalformedError: The type cannot have this value.
     """
     row = _ROW_NAMED.get(node.type)
     if row is None:
@@ -137,7 +144,7 @@ def decode_plain(node: ValueNode) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """How a type that users added becomes storable state, and comes back."""
+    """How a registered type becomes storable state, and is built from it again."""
 
     type: type[Any]
     name: str
@@ -152,16 +159,16 @@ _BY_NAME: dict[str, Converter] = {}
 def register_converter(
     kind: type[Any], name: str, to_state: Callable[[Any], Any], from_state: Callable[[Any], Any]
 ) -> None:
-    """Make leaves of exactly this type storable, under a name that must never change its meaning.
+    """Make leaves of exactly this type storable. The meaning of the name must never change.
 
     Args:
-        kind: The type; its subclasses are not meant.
-        name: Recorded in the checkpoint; restoring needs a converter of this name.
-        to_state: Returns nested state made of what ckstore can store.
-        from_state: Makes the leaf again from that state.
+        kind: The type; subclasses are not included.
+        name: Stored in the checkpoint; restoring needs a converter with this name.
+        to_state: Returns nested state that ckstore can store.
+        from_state: Builds the leaf from that state.
 
     Raises:
-        UsageError: A bad name, a type that needs no converter, or a name taken by another type.
+        UsageError: The name is invalid or belongs to another type, or the type needs no converter.
     """
     if not isinstance(kind, type) or kind in _BUILT_IN:
         raise UsageError("this type takes no converter", where=repr(kind))
@@ -177,20 +184,20 @@ def register_converter(
 
 
 def converter_for(kind: type[Any]) -> Converter | None:
-    """Return the converter of exactly this type, if there is one."""
+    """Return the converter of exactly this type; None: not registered."""
     return _BY_TYPE.get(kind)
 
 
 def registered_converters() -> dict[type[Any], Converter]:
-    """Return the converters that there are now."""
+    """Return a copy of the table of converters."""
     return dict(_BY_TYPE)
 
 
 def converter_named(name: str) -> Converter:
-    """Return the converter of this name.
+    """Return the converter with this name.
 
     Raises:
-        UnsupportedError: None is registered in this process.
+        UnsupportedError: This process has not registered one.
     """
     try:
         return _BY_NAME[name]
@@ -203,7 +210,7 @@ def converter_named(name: str) -> Converter:
 
 
 def leaf_type_error(leaf: object, path: Path, why: str | None = None, todo: str | None = None) -> LeafTypeError:
-    """Return the error for a leaf that cannot be stored; it names path, type and the way out."""
+    """Return the error for a leaf that cannot be stored; it names the path, the type and what to do."""
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
     what = f"a leaf of type {name} cannot be stored" + (f" ({why})" if why else "")
@@ -215,7 +222,7 @@ def leaf_type_error(leaf: object, path: Path, why: str | None = None, todo: str 
 
 
 def _takes_converter(kind: type) -> bool:
-    """Whether a converter for the type helps: one for a type of which most objects are stored as they are does not."""
+    """Whether a converter helps: not for a type whose usual objects are stored without one."""
     base = (kind.__module__.partition(".")[0], kind.__qualname__)
     return kind not in _BUILT_IN and base not in _ALWAYS_STORED and kind.__module__ != "builtins"
 

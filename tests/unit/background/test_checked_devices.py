@@ -14,7 +14,7 @@ from torch import nn
 
 import ckstore
 from ckstore.errors import CorruptError
-from ckstore.state.memory_spans import MemorySpan
+from ckstore.state.memory import MemorySpan
 from support.fake_saver import PretendSaver
 from support.saver_desk import until
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckstore.background.optimizer_guard import Guarded, versions_of
 from ckstore.state.capture import capture
-from ckstore.state.memory_spans import keeps_of
+from ckstore.state.memory import keeps_of
 from ckstore.state.torch_adapter import TorchAdapter
 
 

@@ -350,7 +350,7 @@ def test_attributes_that_are_not_stored_are_warned_of_each_time():
     odd.note = object()
     for _ in range(2):
         assert not same(recapture, state)
-        assert "'note' of an OrderedDict is no plain value" in recapture.capture(state, [TorchAdapter()]).warnings[0]
+        assert "'note' of an OrderedDict is not a plain value" in recapture.capture(state, [TorchAdapter()]).warnings[0]
 
 
 def test_what_cannot_be_stored_is_refused_as_ever():
@@ -360,7 +360,7 @@ def test_what_cannot_be_stored_is_refused_as_ever():
     with pytest.raises(LeafTypeError, match=r"a\.1"):
         recapture.capture(state, [TorchAdapter()])
     state["a"][1] = state["a"]
-    with pytest.raises(UsageError, match="holds itself"):
+    with pytest.raises(UsageError, match="contains itself"):
         recapture.capture(state, [TorchAdapter()])
     state["a"][1] = {object(): 1}
     with pytest.raises(UsageError, match=r"a key of type builtins\.object"):
@@ -468,5 +468,5 @@ def test_a_long_plain_value_that_begins_to_hold_itself_is_refused():
     for _ in range(3):
         recapture.capture({"x": items})
     items[5:] = [items] * 60
-    with pytest.raises(UsageError, match="holds itself"):
+    with pytest.raises(UsageError, match="contains itself"):
         recapture.capture({"x": items})

@@ -121,7 +121,7 @@ def test_an_object_that_is_written_already_is_told_when_the_rest_of_its_state_ca
     for each in (one, other):
         step(*each)
     one[1].state[one[0].weight]["odd"] = Odd()
-    with pytest.raises(UnsupportedError, match="Could not make o, which is written in part; nothing else was loaded"):
+    with pytest.raises(UnsupportedError, match="Could not build o, which is partly written; nothing else was loaded"):
         fill(keep({"o": one[1]}), into={"o": other[1]})
 
 
@@ -160,12 +160,12 @@ def refusal(state, into):
 def test_a_prefix_is_named_with_its_cause_and_the_way_out_on_both_sides(wrap, part, cause):
     told = refusal({"m": wrap(linear())}, {"m": linear()})
     assert f"the checkpoint has 7 that the state lacks: m.{part}0.weight" in told
-    assert f"The keys of the checkpoint have {part!r} in addition" in told
+    assert f"The keys of the checkpoint have an extra {part!r}" in told
     assert cause in told
     told = refusal({"m": linear()}, {"m": wrap(linear())})
     assert f"lacks: m.{part}0.weight" in told
-    assert f"The keys of the state have {part!r} in addition" in told
-    with pytest.raises(UsageError, match=f"the checkpoint have '{part}'"):
+    assert f"The keys of the state have an extra {part!r}" in told
+    with pytest.raises(UsageError, match=f"the checkpoint have an extra '{part}'"):
         fill(keep({"m": wrap(linear()).state_dict()}), into={"m": linear().state_dict()})
 
 
@@ -178,9 +178,7 @@ def test_the_advice_for_a_prefix_works():
 
 def test_a_compiled_part_in_the_middle_is_named():
     compiled = torch.nn.Sequential(Compiled(linear()))
-    assert "'_orig_mod.' in addition, from torch.compile" in refusal(
-        {"m": compiled}, {"m": torch.nn.Sequential(linear())}
-    )
+    assert "an extra '_orig_mod.', from torch.compile" in refusal({"m": compiled}, {"m": torch.nn.Sequential(linear())})
 
 
 def test_other_keys_are_listed_from_both_sides():
@@ -232,7 +230,7 @@ def test_what_an_optimizer_cannot_use_is_told_before_anything_is_written(source,
 
 def test_parameters_in_another_order_are_told_by_their_names():
     told = refusal({"o": moved(torch.optim.Adam)}, {"o": moved(torch.optim.Adam, (1, 0))})
-    assert "'0.weight' at another place in the state" in told
+    assert "'0.weight' at another position in the state" in told
     fill(keep({"o": moved(torch.optim.Adam)}), into={"o": moved(torch.optim.Adam)})
 
 
@@ -254,7 +252,7 @@ def test_moments_of_another_shape_and_numbers_that_are_text_are_told():
         "state": {str(key): value for key, value in optimizer.state_dict()["state"].items()},
     }
     told = refusal({"o": texts}, {"o": pair("momentum")[1]})
-    assert "o.state.0 has a text for a number" in told
+    assert "o.state.0 is a str instead of a number" in told
 
 
 def test_a_model_on_the_meta_device_is_refused():

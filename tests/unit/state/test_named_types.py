@@ -267,7 +267,7 @@ class TestNamedClasses:
         recapture, adapters = CaptureCache(), (TorchAdapter(),)
         for _ in range(1 + is_again):
             (warning,) = recapture.capture(state, adapters).warnings
-            assert "Inner will come back as a ckstore.StandIn" in warning
+            assert "Inner will be restored as ckstore.StandIn" in warning
 
     def test_a_dataclass_that_says_itself_how_it_is_stored_is_refused(self):
         @dataclasses.dataclass

@@ -11,7 +11,8 @@ from ckstore.errors import CapacityError, CkstoreError, LeafTypeError, Malformed
 from ckstore.format.tensors import StorageSpec, TensorSpec, is_dense, overlaps_itself
 from ckstore.format.tree import TensorNode, ValueNode
 from ckstore.state.capture import GAP_NBYTES_MAX, capture
-from ckstore.state.numpy_adapter import allocate, dtype_name, dtype_named
+from ckstore.state.memory import allocate
+from ckstore.state.numpy_adapter import dtype_name, dtype_named
 from ckstore.state.placement import prepare_restore
 from support.states import Kept, difference, round_trip
 
@@ -269,7 +270,7 @@ def test_no_spec_from_disk_reaches_outside_its_storage(shape, strides, offset):
     except MalformedError:
         return
     placement.destination(0)[:] = bytes(48)
-    placement.placed(0)
+    placement.complete(0)
     assert placement.finish().tobytes() == bytes(4 * int(np.prod(shape)))
 
 

@@ -256,7 +256,7 @@ def test_no_spec_from_disk_reaches_outside_its_storage(dtype, shape, strides, of
     except MalformedError:
         return
     placement.destination(0)[:] = bytes(48)
-    placement.placed(0)
+    placement.complete(0)
     made = placement.finish()
     assert (made.shape, made.stride(), str(made.dtype)) == (shape, strides, f"torch.{dtype}")
     assert made.untyped_storage().nbytes() <= 48

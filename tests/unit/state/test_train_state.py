@@ -99,7 +99,7 @@ def test_other_parameters_are_refused_before_anything_is_loaded():
     state = ckstore.TrainState(model, optimizer).state_dict()
     other = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
     before = [parameter.clone() for parameter in other.parameters()]
-    with pytest.raises(UsageError, match="same parameters"):
+    with pytest.raises(UsageError, match="parameters of the optimizer differ"):
         ckstore.TrainState(other, torch.optim.AdamW(other.parameters())).load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
     mixed, _ = make(split=True)
@@ -113,12 +113,12 @@ def test_other_parameters_are_refused_before_anything_is_loaded():
 
 def test_what_is_no_model_or_optimizer_is_refused():
     model, optimizer = make()
-    with pytest.raises(UsageError, match="no model"):
+    with pytest.raises(UsageError, match="not a model"):
         ckstore.TrainState({"w": 1}, optimizer)
-    with pytest.raises(UsageError, match="no optimizer"):
+    with pytest.raises(UsageError, match="not an optimizer"):
         ckstore.TrainState(model, model)
     optimizer.param_groups[0]["params"].append(optimizer.param_groups[0]["params"][0])
-    with pytest.raises(UsageError, match="stands twice"):
+    with pytest.raises(UsageError, match="occurs twice"):
         ckstore.TrainState(model, optimizer).state_dict()
 
 

@@ -145,7 +145,7 @@ def test_the_same_container_twice_is_stored_twice():
 def test_a_cycle_is_refused_by_its_path():
     state = {"a": [{}]}
     state["a"][0]["back"] = state
-    with pytest.raises(UsageError, match=r"holds itself: a\.0\.back"):
+    with pytest.raises(UsageError, match=r"contains itself: a\.0\.back"):
         capture(state)
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from ckstore.codec.kernels import rans_reference
 from ckstore.codec.kernels.rans_reference import Bytes, Ints, bits_with, count_sample, model_of
-from ckstore.state.numpy_adapter import view_of_memory, writable_view_of
+from ckstore.state.memory import view_of_memory, writable_view_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckstore.state import memory_spans
-from ckstore.state.memory_spans import MemorySpan, Spans, SpanShape, fixed_starts_of, keeps_of
+from ckstore.state import memory
+from ckstore.state.memory import MemorySpan, Spans, SpanShape, fixed_starts_of, keeps_of
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_spans_are_sliced_as_a_list_and_end_where_it_does(spans):
 
 def test_what_keeps_storages_alive_is_told_without_making_them(spans, made, arrays, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(memory_spans, "MemorySpan", lambda *_: pytest.fail("it is made"))
+        patched.setattr(memory, "MemorySpan", lambda *_: pytest.fail("it is made"))
         assert [kept[0] for kept in keeps_of(spans, [2, 0])] == [arrays[2], arrays[0]]
     assert [kept[0] for kept in keeps_of(made, [2, 0])] == [arrays[2], arrays[0]]
     assert keeps_of([object()], [0]) == [()]
