@@ -60,8 +60,8 @@ def ckstore(arena: Arena) -> Coder:
         for plain, base in chunks:
             new, old = samples[0], samples[1]
             new, old = new[: chunk_codec.sample_of(plain, width, new)], old[: chunk_codec.sample_of(base, width, old)]
-            full += plain.nbytes * chunk_codec.estimate_full(new, width, True, scratch)
-            delta += plain.nbytes * chunk_codec.estimate_delta(new, old, width, True, scratch)
+            full += plain.nbytes * chunk_codec.estimate_full(new, width, True)
+            delta += plain.nbytes * chunk_codec.estimate_delta(new, old, width, True)
         return delta < full * (1 - TIE_SHARE)
 
     def encode(words: Words, base: Base) -> Frames:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckstore.codec import kernels, steps
+from ckstore.codec import chunk_codec, kernels
 from ckstore.codec.kernels import reference
 from ckstore.hashing import digest_of
 
@@ -32,8 +32,8 @@ def test_golden_payloads_are_read_for_ever(name: str, twin: str, monkeypatch: py
         monkeypatch.setattr(kernels, "decode_sparse", reference.decode_sparse)
     codec_id, config, width, plain_nbytes, payload = parsed(name)
     destination = memoryview(bytearray(plain_nbytes))
-    scratch = steps.Scratch(1 << 20)
-    steps.decode(payload, ((codec_id, config),), width=width, destination=destination, scratch=scratch)
+    scratch = chunk_codec.Scratch(1 << 20)
+    chunk_codec.decode(payload, ((codec_id, config),), width=width, destination=destination, scratch=scratch)
     assert digest_of(destination).hex() == DIGESTS[name]
 
 

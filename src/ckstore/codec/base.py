@@ -1,10 +1,10 @@
-"""What a codec is: a name on disk, and lossless bytes there and back.
+"""The interface of a codec: a stable id, and lossless bytes in both directions.
 
 Invariants:
-- Encoding never touches the plain bytes, and gives None where it does not pay; the result may alias the
-  plain bytes and the scratch, so it is used up before the same scratch encodes again.
-- Decoding writes exactly the destination or raises CorruptError (UnsupportedError for what a newer writer
-  made); whatever the payload says, it reads and allocates no more than destination and payload are long.
+- Encoding never changes the plain bytes. It returns None where coding saves nothing. The result may alias the plain
+  bytes and the scratch, so it must be used before the same scratch encodes again.
+- Decoding writes exactly the destination or raises: CorruptError, or UnsupportedError for a frame of a newer version.
+  For any payload, it reads and allocates no more than the lengths of destination and payload allow.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A payload in pieces that are written one after another.
+    """A coded payload, in parts that are written one after another.
 
     Args:
-        steps: How the payload was made; empty for plain bytes.
-        width: Bytes of an element, as the decoder will be told.
+        steps: The codecs that made the payload, in order; empty for plain bytes.
+        parts: The payload.
+        width: Bytes of an element, as the frame's header will say.
     """
 
     steps: tuple[CodecStep, ...]
@@ -46,11 +47,14 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Brief:
-    """What an encoder is told about a chunk.
+class EncodeParams:
+    """What an encoder needs to know about a chunk.
 
     Args:
-        plane_bits: Bits per byte that coding takes in each byte plane, rotated if ``rotate``, as a sample tells.
+        width: Bytes of an element.
+        rotate: Rotate each element left by one bit, so that the exponent of a float fills its highest byte.
+        compression: How much time may be spent.
+        plane_bits: Estimated bits per byte of each coded byte plane, from a sample of the rotated elements.
     """
 
     width: int
@@ -64,16 +68,16 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The codec's name in reports."""
         ...
 
     @property
     def codec_id(self) -> int:
-        """What frames call it; never given to another codec."""
+        """The codec's number in frames. It is never given to another codec."""
         ...
 
-    def encode(self, plain: memoryview, brief: Brief, scratch: Scratch) -> Encoded | None:
-        """Code the bytes, or return None where that cannot pay."""
+    def encode(self, plain: memoryview, params: EncodeParams, scratch: Scratch) -> Encoded | None:
+        """Code the bytes, or return None where that cannot save anything."""
         ...
 
     def decode(
@@ -82,28 +86,28 @@ class Codec(Protocol):
         """Write exactly ``destination``.
 
         Raises:
-            CorruptError: The payload is not what an encoder makes for this many bytes.
-            UnsupportedError: The config asks for what this version does not know.
+            CorruptError: No encoder makes this payload for so many bytes.
+            UnsupportedError: This version does not know the config.
         """
         ...
 
 
 def require_no_config(config: bytes, name: str) -> None:
-    """Refuse a config that this version does not know.
+    """Check that a codec without config has none.
 
     Raises:
-        UnsupportedError: There is one.
+        UnsupportedError: It has one, so a newer version made it.
     """
     if config:
         raise UnsupportedError(f"unknown config of codec {name}", where=config.hex(), todo="upgrade ckstore")
 
 
 def require_elements(nbytes: int, width: int) -> int:
-    """Return how many elements there are, at least one.
+    """Return how many elements so many bytes hold, at least one.
 
     Raises:
-        MalformedError: The width is none of ours, or the length no multiple of it.
+        MalformedError: The width is not 1, 2, 4 or 8, or the bytes are not one or more whole elements.
     """
     if width not in WIDTHS or nbytes == 0 or nbytes % width:
-        raise MalformedError(f"{nbytes} bytes are no elements of width {width}")
+        raise MalformedError(f"{nbytes} bytes are not whole elements of width {width}")
     return nbytes // width

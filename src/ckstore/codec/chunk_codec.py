@@ -1,13 +1,18 @@
-"""How one chunk can be stored: coded, as a residual of its base, or as a rounding of it; and back.
+"""Encode one chunk by itself, against a base, or as the rounding of a base; and decode it.
 
-A frame names its steps in the order in which they made the payload. Coded: none, or one step of ``codec``.
-Residual: ``delta``, then one step of ``codec`` for the words that it leaves. Rounded: that one step. With a loss: one
-step of ``lossy_forms``, whose chunk is the reconstruction and not what was given.
+A frame names the steps that made its payload, in order:
+
+- no step: the plain bytes;
+- one codec (``const``, ``planes``, ``zstd``, ``lz4``): the chunk coded by itself;
+- ``delta`` and one codec: the coded difference from a base of the same length;
+- ``rounded``: the bf16 or fp16 rounding of an fp32 base;
+- one step of ``QUANTIZED_STEPS``: a quantized chunk. What it decodes to is what was committed.
 
 Invariants:
-- What is encoded decodes to itself, with the same base; no form is larger than the plain bytes.
-- A delta may be decoded onto its base: the destination is written only when all its planes are decoded.
-- Whatever a payload says, decoding writes the destination or raises; the base is read within its length.
+- Decoding with the same base gives the encoded bytes. A payload is never larger than the plain bytes.
+- The same bytes with the same parameters are always coded in the same way.
+- A chunk may be decoded onto its base: the destination is written only after all planes have been decoded.
+- For any payload, decoding writes the destination or raises, and reads the base within its length.
 """
 
 from __future__ import annotations
@@ -17,16 +22,18 @@ import importlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, cast
 
-from ckstore.codec import derived, kernels, ordered
-from ckstore.codec import steps as chain
-from ckstore.codec.base import CodecStep
+from ckstore.codec import differences, kernels
+from ckstore.codec.base import WIDTHS, Codec, CodecStep, Encoded, EncodeParams, require_elements
+from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, Scratch, ZstdCodec, scratch_nbytes
+from ckstore.codec.byte_codecs import compress as compress_lz4
+from ckstore.codec.differences import DELTA_ID, ROUNDED_ID
 from ckstore.codec.kernels import SAMPLE_NBYTES
-from ckstore.codec.planes import PLAIN_WORDS, coded_bits, sample_of
-from ckstore.codec.steps import PLANES, Encoded, Scratch, codec_of, encode, scratch_nbytes
+from ckstore.codec.planes import PLAIN_WORDS, PlanesCodec, coded_bits, sample_of, take_sample
 from ckstore.config import Compression
 from ckstore.errors import MalformedError, UnsupportedError, UsageError
 
 __all__ = [
+    "CODECS",
     "QUANTIZED_STEPS",
     "SAMPLE_NBYTES",
     "Encoded",
@@ -42,7 +49,10 @@ __all__ = [
     "scratch_nbytes",
 ]
 
-NO_BYTES = memoryview(b"")
+_CONST, _PLANES, _ZSTD, _LZ4 = ConstCodec(), PlanesCodec(), ZstdCodec(), Lz4Codec()
+
+CODECS: Mapping[int, Codec] = {codec.codec_id: codec for codec in (_CONST, _PLANES, _ZSTD, _LZ4)}
+"""The codecs that need no base, by id. An id on disk is never given to another codec."""
 
 QUANTIZED_STEPS: Mapping[int, str] = {
     7: "grid",
@@ -57,6 +67,9 @@ QUANTIZED_STEPS: Mapping[int, str] = {
 
 _QUANTIZED_MODULE = "ckstore.quant.chunk_codec"
 """The module that decodes them. It is loaded with the first quantized chunk, so exact checkpoints never load it."""
+
+_SAVING_PART = 64
+"""A coding must save at least one part in this many to be worth the reader's time."""
 
 
 class _QuantizedCodec(Protocol):
@@ -87,71 +100,123 @@ def _quantized_codec() -> _QuantizedCodec:
     return cast(_QuantizedCodec, importlib.import_module(_QUANTIZED_MODULE))
 
 
-def encode_delta(
-    plain: memoryview, base: memoryview, *, width: int, is_float: bool, compression: Compression, scratch: Scratch
-) -> Encoded | None:
-    """Code what is left of a chunk when its base is subtracted; None where that does not pay against plain bytes.
+def encode(plain: memoryview, *, width: int, is_float: bool, compression: Compression, scratch: Scratch) -> Encoded:
+    """Code one chunk by itself. The parts may alias ``plain`` and ``scratch`` and are valid until its next use.
 
     Args:
         plain: The bytes of the chunk.
-        base: As many bytes of another one.
+        width: Bytes of an element: 1, 2, 4 or 8. A chunk that is not a multiple of it is stored plain.
+        is_float: The elements are floating-point numbers, or pairs of them.
+        compression: How much time may be spent.
+        scratch: Memory of this thread.
+
+    Raises:
+        UsageError: The width is not one of these, or the chunk is larger than the scratch.
+    """
+    plain = _flat(plain)
+    if width not in WIDTHS or plain.nbytes > scratch.chunk_nbytes_max:
+        raise UsageError(
+            "chunk cannot be coded", where=f"{plain.nbytes} bytes, width {width}", todo="give it a larger scratch"
+        )
+    raw = Encoded((), [plain] if plain.nbytes else [], width)
+    if compression == "none" or not plain.nbytes or plain.nbytes % width:
+        return raw
+    rotate = is_float and width > 1
+    params = EncodeParams(width, rotate, compression, kernels.plane_bits(plain, width, rotate))
+    for codec in _candidates(plain, params, is_float, scratch):
+        encoded = codec.encode(plain, params, scratch)
+        if encoded is not None and _is_small_enough(encoded, plain.nbytes):
+            return encoded
+    return raw
+
+
+def _candidates(plain: memoryview, params: EncodeParams, is_float: bool, scratch: Scratch) -> list[Codec]:
+    """Return the codecs that a sample says may save enough, the best first."""
+    # A chunk that is constant only in its sample costs one comparison more.
+    constant: list[Codec] = [] if any(params.plane_bits) else [_CONST]
+    costs: list[tuple[float, Codec]] = [(coded_bits(params.plane_bits) / (8 * params.width), _PLANES)]
+    if params.compression == "best":
+        sample = take_sample(plain, params.width, scratch)
+        costs.append((len(scratch.zstd.compress(sample, "generic")) / sample.nbytes, _ZSTD))
+    elif not is_float:
+        sample = take_sample(plain, params.width, scratch)
+        costs.append((len(compress_lz4(sample)) / sample.nbytes, _LZ4))
+    costs.sort(key=lambda pair: pair[0])
+    return constant + [codec for cost, codec in costs if cost < 1 - 1 / _SAVING_PART]
+
+
+def _is_small_enough(encoded: Encoded, plain_nbytes: int) -> bool:
+    return encoded.nbytes < plain_nbytes - plain_nbytes // _SAVING_PART
+
+
+def encode_delta(
+    plain: memoryview, base: memoryview, *, width: int, is_float: bool, compression: Compression, scratch: Scratch
+) -> Encoded | None:
+    """Code the difference of a chunk from its base; None if that does not save enough against plain bytes.
+
+    Args:
+        plain: The bytes of the chunk.
+        base: The bytes of another chunk of the same length.
         width: Bytes of an element: 1, 2, 4 or 8.
         is_float: The elements are floating-point numbers, or pairs of them.
         compression: How much time may be spent.
-        scratch: Memory of this thread; the parts may alias it and last until it is used again.
+        scratch: Memory of this thread. The parts may alias it and are valid until its next use.
 
     Raises:
-        UsageError: The lengths differ, the width is none of these, or the scratch is too small.
+        UsageError: The lengths differ, the width is not one of these, or the chunk is larger than the scratch.
     """
     plain, base = _flat(plain), _flat(base)
-    if width not in ordered.WIDTHS or plain.nbytes > scratch.chunk_nbytes_max or base.nbytes != plain.nbytes:
-        raise UsageError(f"{plain.nbytes} bytes of width {width} cannot be subtracted from {base.nbytes}")
+    if width not in WIDTHS or plain.nbytes > scratch.chunk_nbytes_max or base.nbytes != plain.nbytes:
+        raise UsageError(f"a base of {base.nbytes} bytes cannot be subtracted from {plain.nbytes} of width {width}")
     if compression == "none" or not plain.nbytes or plain.nbytes % width:
         return None
-    config = ordered.config_of(is_float=is_float)
-    plane_bits = ordered.residual_bits(plain, base, width=width, config=config)
-    if not chain.is_worth_coding(plane_bits):
+    config = differences.delta_config(is_float=is_float)
+    plane_bits = differences.delta_bits(plain, base, width=width, config=config)
+    if coded_bits(plane_bits) >= 8 * len(plane_bits) * (1 - 1 / _SAVING_PART):
         return None
     split = scratch.planes(plain.nbytes)
-    ordered.subtract(plain, base, split, width=width, config=config)
-    coded = chain.encode_planes(split, plane_bits, width=width, compression=compression, scratch=scratch)
-    return None if coded is None else Encoded(((ordered.CODEC_ID, config), *coded.steps), coded.parts, width)
+    differences.subtract(plain, base, split, width=width, config=config)
+    coded = _PLANES.encode_planes(split, EncodeParams(width, False, compression, plane_bits), scratch)
+    if not _is_small_enough(coded, split.nbytes):
+        return None
+    return Encoded(((DELTA_ID, config), *coded.steps), coded.parts, width)
 
 
 def encode_rounded(plain: memoryview, base: memoryview, *, scratch: Scratch) -> Encoded | None:
-    """Return one byte if the chunk is, element by element and bit by bit, its base of fp32 rounded to bf16 or fp16.
+    """Code a chunk in one byte if it is bit for bit its fp32 base, rounded to bf16 or fp16; else return None.
 
     Raises:
-        UsageError: The chunk is larger than the scratch is made for.
+        UsageError: The chunk is larger than the scratch.
     """
     plain = _flat(plain)
     if plain.nbytes > scratch.chunk_nbytes_max:
-        raise UsageError(f"{plain.nbytes} bytes are more than the scratch is made for")
-    config = derived.rounding_of(plain, _flat(base))
+        raise UsageError(f"a chunk of {plain.nbytes} bytes is larger than the scratch of {scratch.chunk_nbytes_max}")
+    config = differences.rounding_config(plain, _flat(base))
     if config is None:
         return None
-    return Encoded(((derived.CODEC_ID, config),), [memoryview(derived.PAYLOAD)], derived.WIDTH)
+    payload = [memoryview(differences.ROUNDED_PAYLOAD)]
+    return Encoded(((ROUNDED_ID, config),), payload, differences.ROUNDED_WIDTH)
 
 
 def base_nbytes(steps: Sequence[CodecStep], plain_nbytes: int) -> int:
-    """Return how many bytes of a base a chunk of ``plain_nbytes`` with these steps needs; 0: it has none.
+    """Return the length of the base that a chunk of ``plain_nbytes`` with these steps needs; 0 if it needs none.
 
     Raises:
         UnsupportedError: A newer version made the frame.
     """
-    chain_of_ids = tuple(codec_id for codec_id, _ in steps)
-    if chain_of_ids == (derived.CODEC_ID,):
-        derived.require_known(steps[0][1])
+    ids = tuple(codec_id for codec_id, _ in steps)
+    if ids == (ROUNDED_ID,):
+        differences.require_rounding_config(steps[0][1])
         return 2 * plain_nbytes
-    if chain_of_ids and chain_of_ids[0] in QUANTIZED_STEPS:
+    if ids and ids[0] in QUANTIZED_STEPS:
         return _quantized_codec().base_nbytes_of(steps, plain_nbytes)
-    is_delta = chain_of_ids[:1] == (ordered.CODEC_ID,)
-    if len(chain_of_ids) != 2 if is_delta else len(chain_of_ids) > 1:
-        raise UnsupportedError(f"chain of codecs {chain_of_ids}", todo="upgrade ckstore")
+    is_delta = ids[:1] == (DELTA_ID,)
+    if len(ids) != 2 if is_delta else len(ids) > 1:
+        raise UnsupportedError(f"unknown combination of codecs {ids}", todo="upgrade ckstore")
     if is_delta:
-        ordered.require_known(steps[0][1])
-    for codec_id in chain_of_ids[is_delta:]:
-        codec_of(codec_id)
+        differences.require_delta_config(steps[0][1])
+    for codec_id in ids[is_delta:]:
+        _codec_of(codec_id)
     return plain_nbytes if is_delta else 0
 
 
@@ -168,95 +233,121 @@ def decode(
 
     Args:
         payload: The stored bytes.
-        steps: How they were made.
+        steps: The codecs that made them.
         width: Bytes of an element.
-        destination: Where the chunk goes.
+        destination: Receives the chunk.
         scratch: Memory of this thread.
-        base: The plain bytes of the base, ``base_nbytes`` of them, if the steps need one. One that is as long as the
-            chunk may be the very memory of ``destination``; otherwise they do not overlap.
+        base: The plain bytes of the base, ``base_nbytes`` long, if the steps need one. A base that is as long as the
+            chunk may be the memory of ``destination`` itself; any other base must not overlap it.
 
     Raises:
-        CorruptError: The payload does not decode to that many bytes, or the base is missing, superfluous or of
-            another length.
+        CorruptError: The payload does not decode to so many bytes, or the base is missing, superfluous or of another
+            length.
         UnsupportedError: A newer version made the frame.
-        UsageError: The destination is larger than the scratch is made for.
+        UsageError: The destination is larger than the scratch.
     """
     payload, destination = _flat(payload), _flat(destination)
-    base = _base_for(steps, destination.nbytes, base, scratch)
+    base = _checked_base(steps, destination.nbytes, base, scratch)
     codec_id, config = steps[0] if steps else (0, b"")
     if codec_id in QUANTIZED_STEPS:
         _quantized_codec().decode(payload, steps, width=width, destination=destination, scratch=scratch, base=base)
         return
     if base is None:
-        chain.decode(payload, steps, width=width, destination=destination, scratch=scratch)
+        _decode_alone(payload, steps, width, destination, scratch)
         return
-    if codec_id == derived.CODEC_ID:
-        derived.round_base(payload, base, destination, width=width, config=config)
+    if codec_id == ROUNDED_ID:
+        differences.round_base(payload, base, destination, width=width, config=config)
         return
-    ordered.require_elements(destination.nbytes, width)
-    planes = _residual_planes(payload, steps[1], width, destination.nbytes, scratch)
-    ordered.add(planes, base, destination, width=width, config=config)
+    require_elements(destination.nbytes, width)
+    planes = _difference_planes(payload, steps[1], width, destination.nbytes, scratch)
+    differences.add(planes, base, destination, width=width, config=config)
 
 
-def _base_for(steps: Sequence[CodecStep], nbytes: int, base: memoryview | None, scratch: Scratch) -> memoryview | None:
-    """Return the base as bytes, if a chunk of so many bytes may have these steps and this base, or none.
+def _checked_base(
+    steps: Sequence[CodecStep], nbytes: int, base: memoryview | None, scratch: Scratch
+) -> memoryview | None:
+    """Return the base as bytes after checking that it is what the steps of a chunk of ``nbytes`` need.
 
     Raises:
         CorruptError: It is missing, superfluous or of another length.
         UnsupportedError: A newer version made the frame.
-        UsageError: The chunk is larger than the scratch is made for.
+        UsageError: The chunk is larger than the scratch.
     """
     if nbytes > scratch.chunk_nbytes_max:
-        raise UsageError(f"{nbytes} bytes are more than the scratch is made for")
+        raise UsageError(f"a chunk of {nbytes} bytes is larger than the scratch of {scratch.chunk_nbytes_max}")
     needed = base_nbytes(steps, nbytes)
-    if (base is not None) != (bool(steps) and _has_base(steps[0][0])):
-        raise MalformedError("a chunk has a base that it does not need, or needs one that it does not have")
+    if (base is not None) != (bool(steps) and _needs_base(steps[0][0])):
+        raise MalformedError("a chunk has a base that it does not need, or lacks one that it needs")
     base = None if base is None else _flat(base)
     if base is not None and base.nbytes != needed:
         raise MalformedError(f"the base has {base.nbytes} bytes instead of {needed}")
     return base
 
 
-def _has_base(codec_id: int) -> bool:
+def _needs_base(codec_id: int) -> bool:
     if codec_id in QUANTIZED_STEPS:
         return codec_id in _quantized_codec().STEPS_WITH_BASE
-    return codec_id in (ordered.CODEC_ID, derived.CODEC_ID)
+    return codec_id in (DELTA_ID, ROUNDED_ID)
 
 
-def estimate_full(sample: memoryview, width: int, is_float: bool, scratch: Scratch) -> float:
-    """Return the bits that coding will take for each element of the chunk that this is the sample of."""
+def _decode_alone(
+    payload: memoryview, steps: Sequence[CodecStep], width: int, destination: memoryview, scratch: Scratch
+) -> None:
+    """Decode a chunk that has no base: plain bytes, or the output of one codec."""
+    if not steps:
+        if payload.nbytes != destination.nbytes:
+            raise MalformedError(f"{payload.nbytes} plain bytes are stored instead of {destination.nbytes}")
+        kernels.copy_bytes(payload, destination)
+        return
+    ((codec_id, config),) = steps
+    _codec_of(codec_id).decode(payload, config, width=width, destination=destination, scratch=scratch)
+
+
+def _difference_planes(
+    payload: memoryview, step: CodecStep, width: int, nbytes: int, scratch: Scratch
+) -> list[memoryview]:
+    """Return the byte planes of a difference that one codec has coded."""
+    codec_id, config = step
+    if codec_id == _PLANES.codec_id and config == PLAIN_WORDS:
+        return _PLANES.decode_planes(payload, width=width, nbytes=nbytes, scratch=scratch)
+    words, split = scratch.planes(nbytes), scratch.decoded(nbytes)
+    _decode_alone(payload, [step], width, words, scratch)
+    kernels.split_planes(words, split, width, False)
+    count = nbytes // width
+    return [split[plane * count : (plane + 1) * count] for plane in range(width)]
+
+
+def _codec_of(codec_id: int) -> Codec:
+    """Return the codec with this id.
+
+    Raises:
+        UnsupportedError: A newer version made the frame.
+    """
+    if codec_id not in CODECS:
+        raise UnsupportedError(f"unknown codec {codec_id}", todo="upgrade ckstore", codec_id=codec_id)
+    return CODECS[codec_id]
+
+
+def estimate_full(sample: memoryview, width: int, is_float: bool) -> float:
+    """Estimate from a chunk's sample the bits per element of the chunk coded by itself."""
     if not sample.nbytes or sample.nbytes % width:
         return 8.0 * width
     return coded_bits(kernels.plane_bits(_flat(sample), width, is_float and width > 1))
 
 
-def estimate_delta(sample: memoryview, base_sample: memoryview, width: int, is_float: bool, scratch: Scratch) -> float:
-    """Return the bits that coding will take for each element of a chunk less its base; 0.0 if they are equal.
+def estimate_delta(sample: memoryview, base_sample: memoryview, width: int, is_float: bool) -> float:
+    """Estimate the bits per element of a chunk's difference from its base; 0.0 if the samples are equal.
 
-    Both samples were taken by ``sample_of`` of chunks of one length, with one width.
+    ``sample_of`` must have taken both samples, from chunks of the same length and with the same width.
     """
     sample, base_sample = _flat(sample), _flat(base_sample)
     if kernels.equal_bytes(sample, base_sample):
         return 0.0
     if sample.nbytes % width or base_sample.nbytes != sample.nbytes:
         return 8.0 * width
-    config = ordered.config_of(is_float=is_float)
-    return coded_bits(ordered.residual_bits(sample, base_sample, width=width, config=config))
-
-
-def _residual_planes(
-    payload: memoryview, step: CodecStep, width: int, nbytes: int, scratch: Scratch
-) -> list[memoryview]:
-    """Return the byte planes of the words that the step after ``delta`` holds."""
-    codec_id, config = step
-    if codec_id == PLANES.codec_id and config == PLAIN_WORDS:
-        return PLANES.decode_planes(payload, width=width, nbytes=nbytes, scratch=scratch)
-    words, split = scratch.planes(nbytes), scratch.decoded(nbytes)
-    chain.decode(payload, [step], width=width, destination=words, scratch=scratch)
-    kernels.split_planes(words, split, width, False)
-    count = nbytes // width
-    return [split[plane * count : (plane + 1) * count] for plane in range(width)]
+    config = differences.delta_config(is_float=is_float)
+    return coded_bits(differences.delta_bits(sample, base_sample, width=width, config=config))
 
 
 def _flat(buffer: memoryview) -> memoryview:
-    return buffer.cast("B") if buffer.nbytes else NO_BYTES
+    return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())

@@ -1,7 +1,7 @@
-"""One stored frame back into the plain bytes of its chunk, and the proof that they are those.
+"""Decode one stored frame into the plain bytes of its chunk, and prove that they are the right bytes.
 
-A ``FrameDecoder`` belongs to one thread and holds all memory that thread needs to decode; nothing is allocated
-per frame. What it does with bytes is a C call that releases the GIL.
+A ``FrameDecoder`` is used by one thread and owns all memory that decoding needs. Nothing is allocated per frame.
+Hashing, copying and decoding are C calls that release the GIL.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from ckstore.hashing import NO_BASE, ChunkId, Hasher, new_hasher
 from ckstore.io.buffers import map_zeros
 
 Check = Literal["blake3", "xxh3", "none"]
-"""What proves a decoded frame: the identity of its chunk (or the checksum in its place, see ``Expected``), the checksum
-of what is stored, or the frames that are decoded on top of it."""
+"""What proves a decoded frame.
+
+``blake3``: the chunk id of the decoded bytes, or their checksum if ``Expected`` has it. ``xxh3``: the checksum of the
+stored bytes. ``none``: nothing here; a frame that is decoded on top of this one is proved instead."""
 
 _PIECE_NBYTES = 256 * KIB
-"""Copied and hashed in one go: fits into any second-level cache, and is long enough to let go of the GIL for."""
+"""Copied and then hashed: fits into a second-level cache, and is long enough for releasing the GIL."""
 
 _CHANGED = "the stored bytes of a frame have changed"
 _OTHER_BYTES = "a frame decodes to other bytes than were committed"
@@ -31,44 +33,54 @@ _OTHER_BYTES = "a frame decodes to other bytes than were committed"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a manifest says of a frame: the chunk it holds, the plain bytes of that, and the chunk it needs."""
+    """What the manifest says about a frame.
+
+    Args:
+        chunk_id: The chunk that the frame contains.
+        nbytes: Plain bytes of the chunk.
+        base_id: The chunk that it is a difference from.
+        plain_xxh3: Checksum of the plain bytes, if this process computed it together with the chunk id. Against
+            accidents it proves as much as the chunk id, in less time.
+    """
 
     chunk_id: ChunkId
     nbytes: int
     base_id: ChunkId = NO_BASE
     plain_xxh3: int | None = None
-    """Of the chunk, where this process took it together with the identity: it proves as much against accidents, in
-    less time."""
 
     def is_proved_by(self, digest: bytes) -> bool:
-        """Whether plain bytes of this digest are the chunk's: of xxh3, big-endian, where that is known, else BLAKE3."""
+        """Return True if plain bytes with this digest are the chunk's.
+
+        Args:
+            digest: xxh3 in big-endian order if ``plain_xxh3`` is set, else BLAKE3.
+        """
         return digest == (self.chunk_id if self.plain_xxh3 is None else self.plain_xxh3.to_bytes(8, "big"))
 
 
 def decoder_nbytes(chunk_nbytes_max: int) -> int:
     """Return the memory that one decoder may use, in bytes."""
-    # Two buffers for planes, what zstd gives back, and one chunk aside; contexts and the tables of coders.
+    # Two buffers of planes, the output of zstd, the decoder's own chunk; contexts and the tables of coders.
     return 4 * chunk_nbytes_max + MIB
 
 
 class FrameDecoder:
-    """What one thread needs to decode frames.
+    """Decodes frames. Used by one thread.
 
     Args:
         chunk_nbytes_max: The longest chunk.
-        scratch: The thread's, if it has one already and nothing lies in it while frames are decoded.
+        scratch: The thread's scratch, if it already has one that is free while frames are decoded.
     """
 
     def __init__(self, chunk_nbytes_max: int, scratch: Scratch | None = None) -> None:
         self._scratch = scratch or Scratch(chunk_nbytes_max)
         self._limits = Limits(chunk_nbytes_max=chunk_nbytes_max)
-        self._aside: memoryview | None = None
+        self._own_buffer: memoryview | None = None
 
-    def aside(self, nbytes: int) -> memoryview:
-        """Return this decoder's own memory for a chunk that has no place of its own; the same when asked again."""
-        if self._aside is None:
-            self._aside = map_zeros(self._limits.chunk_nbytes_max)
-        return self._aside[:nbytes]
+    def own_buffer(self, nbytes: int) -> memoryview:
+        """Return the decoder's own memory, for a chunk without another destination. Every call returns the same."""
+        if self._own_buffer is None:
+            self._own_buffer = map_zeros(self._limits.chunk_nbytes_max)
+        return self._own_buffer[:nbytes]
 
     def decode(
         self,
@@ -79,18 +91,19 @@ class FrameDecoder:
         base: memoryview | None = None,
         check: Check = "blake3",
     ) -> None:
-        """Decode a frame, header included, into ``destination``, and prove it to be the chunk asked for.
+        """Decode a frame, header included, into ``destination``, and prove that it is the expected chunk.
 
         Args:
-            frame: As it lies in the pack.
-            expected: What the manifest says of it.
-            destination: Takes the plain bytes.
-            base: The plain bytes of the frame's base; ``destination`` itself where that holds them.
+            frame: The frame as stored in the pack.
+            expected: What the manifest says about it.
+            destination: Receives the plain bytes.
+            base: The plain bytes of the frame's base; may be ``destination`` itself.
             check: What is proved.
 
         Raises:
-            CorruptError: Header, checksum, decoder or identity disagree.
-            UnsupportedError: The frame needs a codec that this version does not have.
+            CorruptError: The header differs from the manifest, a checksum or the chunk id does not match, or the
+                payload does not decode.
+            UnsupportedError: This version does not have a codec that the frame needs.
         """
         header = decode_frame_header(frame[:FRAME_HEADER_NBYTES], limits=self._limits)
         payload = frame[FRAME_HEADER_NBYTES:]
@@ -108,17 +121,17 @@ class FrameDecoder:
             raise ChecksumError(_CHANGED if xxh3_64(payload) != header.payload_xxh3 else _OTHER_BYTES)
 
     def check_frame(self, header: FrameHeader, payload: memoryview, base: memoryview | None = None, /) -> memoryview:
-        """Decode a payload and compare its identity with the header's; for ``verify``.
+        """Decode a payload and compare its chunk id with the header's; used by ``verify``.
 
         Returns:
-            The plain bytes: where ``base`` lay if it is as long, else in this decoder's memory aside.
+            The plain bytes: in the memory of ``base`` if that has the same length, else in ``own_buffer``.
 
         Raises:
-            CorruptError: It does not decode to the chunk it says it is.
-            UnsupportedError: Another version is needed to decode it.
+            CorruptError: The payload does not decode to the chunk that the header names.
+            UnsupportedError: A newer version made the frame.
         """
-        is_onto = base is not None and len(base) == header.plain_nbytes
-        destination = base if base is not None and is_onto else self.aside(header.plain_nbytes)
+        is_onto_base = base is not None and len(base) == header.plain_nbytes
+        destination = base if base is not None and is_onto_base else self.own_buffer(header.plain_nbytes)
         proof = new_hasher()
         self._decode(header, payload, destination, base, proof)
         if proof.digest() != header.chunk_id:
@@ -133,7 +146,7 @@ class FrameDecoder:
         base: memoryview | None,
         proof: Hasher | Checksum | None,
     ) -> None:
-        """Decode, and hash what comes out if there is something to hash it with."""
+        """Decode a payload, and hash the plain bytes with ``proof`` if it is not None."""
         if header.steps:
             chunk_codec.decode(
                 payload,
@@ -147,7 +160,7 @@ class FrameDecoder:
                 proof.update(destination)
             return
         if base is not None or len(payload) != len(destination):
-            raise MalformedError(f"{len(payload)} plain bytes are stored instead of {len(destination)}")
+            raise MalformedError(f"a plain frame stores {len(payload)} bytes instead of {len(destination)}")
         if proof is None:
             kernels.copy_bytes(payload, destination)
             return
@@ -158,17 +171,17 @@ class FrameDecoder:
 
 
 def check_header(header: FrameHeader, expected: Expected, payload_nbytes: int) -> None:
-    """Compare a frame's header with what the manifest says of the frame.
+    """Check that a frame's header agrees with the manifest.
 
     Raises:
-        CorruptError: They contradict each other.
+        CorruptError: They differ.
     """
     if header.chunk_id != expected.chunk_id:
-        raise ChecksumError("another frame lies where the manifest locates this one")
-    # The element width may differ: equal bytes of another dtype may have been stored first.
+        raise ChecksumError("the pack contains another frame where the manifest locates this one")
+    # The element width may differ: equal bytes with another dtype may have been stored first.
     if header.plain_nbytes != expected.nbytes:
-        raise MalformedError("a frame's header disagrees with the manifest about its plain size")
+        raise MalformedError("a frame's header and the manifest disagree about its plain size")
     if header.stored_nbytes != payload_nbytes:
-        raise MalformedError("a frame's header disagrees with the manifest about its stored size")
+        raise MalformedError("a frame's header and the manifest disagree about its stored size")
     if header.base_id != expected.base_id:
-        raise MalformedError("a frame's header disagrees with the manifest about its base")
+        raise MalformedError("a frame's header and the manifest disagree about its base")

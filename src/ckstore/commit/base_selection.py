@@ -227,14 +227,12 @@ class Surveyor:
         # What has not changed was estimated when it had.
         full_bits = None if last is None else last.full_bits
         if full_bits is None:
-            full_bits = _mean(
-                forms.estimate_full(memoryview(sample), width, is_float, self._scratch) for sample in samples.values()
-            )
+            full_bits = _mean(forms.estimate_full(memoryview(sample), width, is_float) for sample in samples.values())
         found: dict[View, AgainstBase | None] = dict.fromkeys(VIEWS)
         is_guess = False
         for view in VIEWS:
             bits = [
-                forms.estimate_delta(memoryview(sample), memoryview(base_sample), width, is_float, self._scratch)
+                forms.estimate_delta(memoryview(sample), memoryview(base_sample), width, is_float)
                 for index, sample in samples.items()
                 if index in frames[view]
                 and (base_sample := self._bases.sample_of(frames[view][index].frame.chunk_id)) is not None

@@ -128,10 +128,8 @@ class ChunkWorker:
         sample, base_sample = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
         chunk_codec.sample_of(plain, width, sample)
         chunk_codec.sample_of(base, width, base_sample)
-        full_bits = chunk_codec.estimate_full(sample, width, is_float, self._scratch)
-        return chunk_codec.estimate_delta(sample, base_sample, width, is_float, self._scratch) < full_bits * (
-            1 - TIE_SHARE
-        )
+        full_bits = chunk_codec.estimate_full(sample, width, is_float)
+        return chunk_codec.estimate_delta(sample, base_sample, width, is_float) < full_bits * (1 - TIE_SHARE)
 
     def decode_payload(
         self,

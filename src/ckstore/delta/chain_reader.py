@@ -128,7 +128,7 @@ class ChainReader:
             for index, (pack, frame) in enumerate(chain):
                 self._check_stored(pack, frame, base_of(chain, index))
             index = 0
-            for begun in self._links(chain, self._decoder.aside(expected_nbytes), base_check="blake3"):
+            for begun in self._links(chain, self._decoder.own_buffer(expected_nbytes), base_check="blake3"):
                 index = begun
         except (CorruptError, UnsupportedError) as fault:
             return index, fault
@@ -179,7 +179,7 @@ class ChainReader:
             self._spare = map_zeros(chunk_nbytes_max)
         if base is not None and base.obj is self._spare.obj:
             # A rounding that is rounded again: at most half a chunk, and the destination at most a quarter of one.
-            return self._decoder.aside(chunk_nbytes_max)[chunk_nbytes_max - nbytes :]
+            return self._decoder.own_buffer(chunk_nbytes_max)[chunk_nbytes_max - nbytes :]
         return self._spare[:nbytes]
 
     def _fetch(self, pack: PackRef, frame: FrameRef) -> ReadResult:

@@ -22,8 +22,8 @@ from dataclasses import fields
 
 import numpy as np
 
+from ckstore.codec import chunk_codec as chain
 from ckstore.codec import kernels
-from ckstore.codec import steps as chain
 from ckstore.codec.base import CodecStep
 from ckstore.codec.byte_codecs import Scratch, quantizing_nbytes
 from ckstore.codec.chunk_codec import QUANTIZED_STEPS

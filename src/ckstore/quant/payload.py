@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ckstore.codec import kernels
 from ckstore.codec.byte_codecs import Scratch
-from ckstore.codec.section import RAW, decode_section, encode_section
+from ckstore.codec.planes import RAW, decode_section, encode_section
 from ckstore.errors import MalformedError
 from ckstore.quant.geometry import ROW_MAX, ROW_MIN, Factors, Grid, require_known
 from ckstore.quant.grid import STREAM_COUNT_MAX, SUM_COUNT, Contexts, Occurring

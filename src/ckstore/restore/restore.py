@@ -91,7 +91,7 @@ class _Filler:
 
     def fill(self, read: FrameRead, frame: memoryview, tools: Tools) -> None:
         """Decode a frame to its first place, onto its base, and copy it to where else it goes."""
-        plain = self._at(read.places[0]) if read.places else tools.decoder.aside(read.nbytes)
+        plain = self._at(read.places[0]) if read.places else tools.decoder.own_buffer(read.nbytes)
         base = None
         if read.ref.base >= 0:
             base = plain if read.master is None else self._at(read.master)
@@ -111,7 +111,7 @@ class _Filler:
 
     def fill_buffered(self, aside: BufferedRead, tools: Tools) -> None:
         """Read a chunk through its chain, beside the state, and copy it to where it goes."""
-        plain = tools.decoder.aside(aside.nbytes)
+        plain = tools.decoder.own_buffer(aside.nbytes)
         try:
             tools.reader.read(chain_of(self._manifest, aside.frame), aside.nbytes, plain)
         except CkstoreError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckstore.codec import steps
+from ckstore.codec import chunk_codec
 from ckstore.config import Compression
 from ckstore.hashing import digest_of
 
@@ -47,14 +47,14 @@ def main() -> int:
     """Write what is not there yet."""
     digests_file = FOLDER / "digests.json"
     digests = json.loads(digests_file.read_text()) if digests_file.exists() else {}
-    scratch = steps.Scratch(1 << 20)
+    scratch = chunk_codec.Scratch(1 << 20)
     for name, (width, is_float, compression, elements) in contents().items():
         file = FOLDER / f"{name.replace(' ', '-')}.bin"
         if file.exists():
             print(f"{file.name} exists and stays as it is")
             continue
         plain = memoryview(elements.tobytes())
-        encoded = steps.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
+        encoded = chunk_codec.encode(plain, width=width, is_float=is_float, compression=compression, scratch=scratch)
         ((codec_id, config),) = encoded.steps
         head = HEAD.pack(codec_id, len(config), width, 0, plain.nbytes)
         file.write_bytes(head + config + b"".join(encoded.parts))

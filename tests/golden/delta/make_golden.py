@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ckstore.codec import chunk_codec, kernels, ordered
+from ckstore.codec import chunk_codec, differences, kernels
+from ckstore.codec.byte_codecs import ConstCodec, Lz4Codec, ZstdCodec
 from ckstore.codec.byte_codecs import compress as compress_lz4
-from ckstore.codec.steps import CONST, LZ4, ZSTD
 from ckstore.hashing import digest_of
 
 FOLDER = Path(__file__).parent
@@ -69,16 +69,16 @@ def by_hand(scratch: chunk_codec.Scratch) -> dict[str, Case]:
     """Return residuals in codecs that FORMAT.md allows, though our writer prefers another one."""
     base = words(500, 4, 4)
     residuals = {
-        "residuals in zstd": (ZSTD, base ^ 1, lambda plain: scratch.zstd.compress(plain, "generic")),
-        "residuals in lz4": (LZ4, near(base, 4, 2), compress_lz4),
-        "one residual": (CONST, base + 7, lambda plain: bytes(plain[:4])),
+        "residuals in zstd": (ZstdCodec(), base ^ 1, lambda plain: scratch.zstd.compress(plain, "generic")),
+        "residuals in lz4": (Lz4Codec(), near(base, 4, 2), compress_lz4),
+        "one residual": (ConstCodec(), base + 7, lambda plain: bytes(plain[:4])),
     }
     found = {}
     for name, (codec, chunk, code) in residuals.items():
         difference = (chunk - base).astype("<u4")
         zigzagged = (difference << 1) ^ (0 - (difference >> 31))
         payload = code(memoryview(zigzagged.tobytes()))
-        steps = ((ordered.CODEC_ID, ordered.INTEGERS), (codec.codec_id, b""))
+        steps = ((differences.DELTA_ID, differences.INTEGERS), (codec.codec_id, b""))
         found[name] = (4, chunk, base, chunk_codec.Encoded(steps, [memoryview(payload)], 4))
     return found
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckstore.codec import steps as chain
+from ckstore.codec import chunk_codec as chain
 from ckstore.codec.base import CONFIG_NBYTES_MAX
 from ckstore.codec.byte_codecs import CONTEXTS_NBYTES
-from ckstore.codec.steps import CODECS
+from ckstore.codec.chunk_codec import CODECS
 from ckstore.config import Compression
 from ckstore.errors import CorruptError, MalformedError, UnsupportedError, UsageError
 

@@ -231,7 +231,7 @@ def test_decoding_says_what_it_refuses(scratch: chunk_codec.Scratch) -> None:
     payload = b"".join(whole.parts)
     with pytest.raises(MalformedError, match="a base that it does not need"):
         decoded(payload, whole, plain.nbytes, base, scratch)
-    with pytest.raises(UsageError, match="more than the scratch"):
+    with pytest.raises(UsageError, match="larger than the scratch"):
         decoded(payload, whole, MIB + 4, None, scratch)
     with pytest.raises(UnsupportedError, match="config of codec planes"):
         decoded(payload, chunk_codec.Encoded(((2, b"\x02"),), [], 4), plain.nbytes, None, scratch)

@@ -1,7 +1,7 @@
-"""Choose numpy or native for the hot loops, and say which was chosen.
+"""The hot loops: from the compiled extension ``ckstore._native`` (C++17, nanobind) if it is built, else from numpy.
 
-Every function has one name in every twin and is documented in on_numpy. Without the extension everything
-still works, slowly.
+Both implementations provide the same names with the same arguments and the same results, bit for bit. The functions
+are documented in the numpy modules (``*_reference.py``). Without the extension everything works, but slowly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 _LOOPS = [name for name in __all__ if name.islower()]
 
 try:
-    from ckstore.codec.kernels.native import *
+    from ckstore._native import *
 
     if not set(_LOOPS) <= set(globals()):
         raise ImportError("the extension was built from older sources")
@@ -72,4 +72,4 @@ except ImportError:
 IMPLEMENTATION: dict[str, str] = {
     name: "numpy" if globals()[name].__module__.endswith("reference") else "native" for name in _LOOPS
 }
-"""Function name -> ``"native"`` or ``"numpy"``."""
+"""The implementation of each function: ``"native"`` or ``"numpy"``."""

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckstore.codec import derived, ordered
-from ckstore.codec.chunk_codec import QUANTIZED_STEPS
-from ckstore.codec.steps import CODECS
+from ckstore.codec import differences
+from ckstore.codec.chunk_codec import CODECS, QUANTIZED_STEPS
 from ckstore.format.choices import StorageChoice
 from ckstore.format.frame import FRAME_HEADER_NBYTES, FrameHeader, decode_frame_header
 from ckstore.format.manifest import FrameRef, Manifest
@@ -22,8 +21,8 @@ from ckstore.store.repository import Repository
 CodingKind = Literal["plain", "coded", "delta", "rounded", "quantized"]
 
 NAMES = {
-    ordered.CODEC_ID: ordered.NAME,
-    derived.CODEC_ID: derived.NAME,
+    differences.DELTA_ID: differences.DELTA_NAME,
+    differences.ROUNDED_ID: differences.ROUNDED_NAME,
     **{codec_id: codec.name for codec_id, codec in CODECS.items()},
     **QUANTIZED_STEPS,
 }
@@ -161,9 +160,9 @@ def _headers(
 def _chunk_coding(frame: FrameRef, header: FrameHeader) -> ChunkCoding:
     ids = [codec_id for codec_id, _ in header.steps]
     kind: CodingKind = "coded" if ids else "plain"
-    if ids[:1] == [ordered.CODEC_ID]:
+    if ids[:1] == [differences.DELTA_ID]:
         kind = "delta"
-    elif ids[:1] == [derived.CODEC_ID]:
+    elif ids[:1] == [differences.ROUNDED_ID]:
         kind = "rounded"
     elif ids and ids[0] in QUANTIZED_STEPS:
         kind = "quantized"

@@ -183,7 +183,7 @@ def test_roundings_of_any_length_and_place_touch_nothing_else(loops: ModuleType)
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_twins_estimate_alike_to_the_last_bit(width: int) -> None:
-    on_native = pytest.importorskip("ckstore.codec.kernels.native")
+    on_native = pytest.importorskip("ckstore._native")
     rng = np.random.default_rng(width)
     for count in (1, 2, 15, 16, 17, 255, 1000, 16384 // width, 16384 // width + 1, 70_001):
         for source in (

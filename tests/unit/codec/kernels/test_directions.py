@@ -9,7 +9,7 @@ import pytest
 
 from ckstore.codec.kernels import reference
 
-on_native = pytest.importorskip("ckstore.codec.kernels.native", reason="the extension is not built")
+on_native = pytest.importorskip("ckstore._native", reason="the extension is not built")
 
 BOTH = pytest.mark.parametrize("loops", [reference, on_native], ids=["numpy", "native"])
 SHAPES = pytest.mark.parametrize(

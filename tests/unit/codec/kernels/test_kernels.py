@@ -176,7 +176,7 @@ def test_kernels_say_what_was_chosen() -> None:
 
 
 def test_native_loops_run_while_another_thread_runs_python() -> None:
-    on_native = pytest.importorskip("ckstore.codec.kernels.native")
+    on_native = pytest.importorskip("ckstore._native")
     source = np.zeros(256 << 20, np.uint8)
 
     def ticks_of_a_call() -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from ckstore.codec.kernels import reference
 
-on_native = pytest.importorskip("ckstore.codec.kernels.native", reason="the extension is not built")
+on_native = pytest.importorskip("ckstore._native", reason="the extension is not built")
 _native = pytest.importorskip("ckstore._native", reason="the extension is not built")
 
 KINDS = {0: "<f4", 1: "<u2", 2: "<f2"}
