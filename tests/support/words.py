@@ -26,7 +26,7 @@ BANNED = {
     r"fates?": "outcome",
     r"handed": "passed, given, submitted",
     r"in vain": "without success",
-    r"(?-i:is none|are none)": "is not ...",
+    r"(?<!there\s)(?-i:is none|are none)": "is not ...",
     r"(?:let|lets|letting) go": "release",
     r"(?:lie|lies|lay|lying) in": "is in, is stored in",
     r"(?:look|looks|looked|looking) at": "read, check, list",
